@@ -1,0 +1,146 @@
+"""Log the indexer loss of the layers that have one, on every pipeline layout.
+
+What: The logged "indexer loss" is the mean over the DSA layers that saved a loss, MTP layers
+    included; a pipeline stage without a DSA layer takes part in the reduction.
+Why: The sum was divided by all layers (52 for NAM56R, of which 9 are DSA: the curve reads 5.8 times
+    too low); an MTP layer shares a slot with a decoder layer, or (0.16) indexes past the last slot
+    and raises IndexError; a stage without DSA returned early and left the other stages waiting in
+    the pipeline all-reduce. Each seen on CPU with two gloo ranks, 0.16.1 to 0.19.2.
+Upstream: Not sent: the dev branch fixed the hang and the slots for its own layers in other code.
+Remove: when `track_indexer_metrics` divides by the layers that own an indexer.
+Numerics: none (bitwise); only the logged metric changes
+"""
+
+# ruff: noqa: F821
+from cppmega.edits import body_of, replacing
+from cppmega.page import Edit, Patch, Source
+
+HELPER = (
+    "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexerLossLoggingHelper"
+)
+
+
+def _cppmega_grow_indexer_tracker(tracker, slots):
+    """Give the tracker at least `slots` slots; what is large enough stays where it is."""
+    if "values" in tracker and "counts" not in tracker:  # somebody filled in the values by hand
+        tracker["counts"] = (tracker["values"] != 0).to(tracker["values"].dtype)
+    for name in ("values", "counts"):
+        old = tracker.get(name)
+        if old is None or old.numel() < slots:
+            tracker[name] = torch.zeros(slots, device=torch.cuda.current_device())
+            if old is not None:
+                tracker[name][: old.numel()] = old
+
+
+def save_loss_to_tracker(loss, layer_number, num_layers, reduce_group=None, avg_group=None):
+    # Skip indexer loss logging if layer_number is None.
+    if layer_number is None:
+        return
+
+    tracker = DSAIndexerLossLoggingHelper.tracker
+    # An MTP layer has a number of its own: that of a decoder layer, or one past the last of them.
+    _cppmega_grow_indexer_tracker(tracker, max(num_layers, layer_number))
+    tracker["values"][layer_number - 1] += loss.detach()
+    tracker["counts"][layer_number - 1] += 1
+    tracker["reduce_group"] = reduce_group
+    tracker["avg_group"] = avg_group
+
+
+def clean_loss_in_tracker():
+    tracker = DSAIndexerLossLoggingHelper.tracker
+    for name in ("values", "counts"):
+        if name in tracker:
+            tracker[name].zero_()
+    tracker["reduce_group"] = None
+    tracker["avg_group"] = None
+
+
+def reduce_loss_in_tracker():
+    tracker = DSAIndexerLossLoggingHelper.tracker
+    all_reduce, average = torch.distributed.all_reduce, torch.distributed.ReduceOp.AVG
+    # Before the pipeline: a stage without a DSA layer knows none of these groups.
+    if tracker.get("reduce_group") is not None:
+        all_reduce(tracker["values"], group=tracker["reduce_group"])
+    if tracker.get("avg_group") is not None:
+        all_reduce(tracker["values"], group=tracker["avg_group"], op=average)
+
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    slots = tracker["values"].numel() if "values" in tracker else 0
+    if pipeline.size() > 1:
+        # Every stage must take part, with the same number of slots, or the others wait forever.
+        slots = torch.tensor([slots], device=torch.cuda.current_device())
+        all_reduce(slots, group=pipeline, op=torch.distributed.ReduceOp.MAX)
+        slots = int(slots)
+    if slots == 0:
+        return
+    _cppmega_grow_indexer_tracker(tracker, slots)
+    all_reduce(tracker["values"], group=pipeline)
+    all_reduce(tracker["counts"], group=pipeline)
+    all_reduce(
+        tracker["values"],
+        group=parallel_state.get_data_parallel_group(with_context_parallel=False),
+        op=average,
+    )
+
+
+def _edit(method, fingerprint, edit):
+    versions = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+    return Edit(
+        target=f"{HELPER}.{method}",
+        pins=dict.fromkeys(versions, fingerprint),
+        edit=edit,
+        helpers=(_cppmega_grow_indexer_tracker,),
+    )
+
+
+PATCH = Patch(
+    edits=(
+        _edit("save_loss_to_tracker", "879894a0114ce2fb", body_of(save_loss_to_tracker)),
+        _edit("clean_loss_in_tracker", "c06ff6c1c8b9cd86", body_of(clean_loss_in_tracker)),
+        _edit("reduce_loss_in_tracker", "fd9f3cdb341be908", body_of(reduce_loss_in_tracker)),
+        _edit(
+            "track_indexer_metrics",
+            "864d890809ae82dc",
+            replacing(
+                "num_layers = indexer_loss_values.shape[0]",
+                """
+                # A layer saves one loss per microbatch, and `loss_scale` is one over their number.
+                # Two layers may share a slot, so the slots in use are only a lower bound.
+                counts = tracker.get("counts", indexer_loss_values != 0)
+                num_layers = torch.maximum((counts > 0).sum(), counts.sum() * loss_scale)
+                num_layers = num_layers.clamp(min=1)
+                """,
+            ),
+        ),
+    ),
+    reached="forward",
+    when=lambda args: (getattr(args, "dsa_indexer_loss_coeff", None) or 0) > 0,
+    feature=(HELPER,),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    track = source.text(f"{HELPER}.track_indexer_metrics")
+    return bool(track) and "indexer_loss_values.shape[0]" not in track
+
+
+def verify() -> None:
+    from unittest import mock
+
+    import torch
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    helper, groups, logged = dsa.DSAIndexerLossLoggingHelper, mock.Mock(), {}
+    groups.get_pipeline_model_parallel_group().size.return_value = 1
+    with (
+        mock.patch.object(dsa, "parallel_state", groups),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.distributed, "all_reduce"),
+        mock.patch.dict(helper.tracker, clear=True),
+    ):
+        # Two microbatches; decoder layers 5 and 9 of 52, MTP layers that say 5 and 53.
+        for _ in range(2):
+            for layer, loss in ((5, 1.0), (9, 2.0), (5, 3.0), (53, 6.0)):
+                helper.save_loss_to_tracker(torch.tensor(loss), layer, 52)
+        helper.track_indexer_metrics(0.5, 1, None, total_loss_dict=logged)
+    assert logged["indexer loss"] == 3.0, logged
