@@ -1,0 +1,241 @@
+"""Catalogues: folders of pages, loaded by path, their headers checked.
+
+The name of a page is the name of its file (or of its folder, where it must carry a second file).
+`upstream_patches` is too common a name to import, so pages are loaded by path under a private one.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.page import KINDS, REACHED, Page, Patch
+
+LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
+NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
+BUILTIN = "builtin"
+_HEAVY = {"torch", "megatron", "libcst", "triton", "tilelang", "transformer_engine"}
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_HERE = Path(__file__).resolve().parent
+
+
+def builtin_folder() -> Path:
+    """Our own catalogue: beside the package in a checkout, below it in an installed wheel."""
+    inside = _HERE / "upstream_patches"
+    return inside if inside.is_dir() else _HERE.parent / "upstream_patches"
+
+
+def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
+    """Every page of our catalogue and of the given folders, by name.
+
+    Raises:
+        CppmegaError: `bad-page` (the header law), `page-failed`, `duplicate-page`,
+            `no-catalogue`, `unknown-page` (in an `after`).
+    """
+    pages: dict[str, Page] = {}
+    for folder, label in [(builtin_folder(), BUILTIN), *((f, str(f)) for f in extra)]:
+        if not folder.is_dir():
+            raise CppmegaError(
+                "no-catalogue",
+                f"{folder} is not a folder.",
+                "The patches it should hold would silently not be there.",
+                "pass an existing folder as --patches, or `cppmega revert` to start anew",
+            )
+        for name, path in page_files(folder):
+            page = load_page(name, path, label)
+            if name in pages:
+                raise CppmegaError(
+                    "duplicate-page",
+                    f"{name} is in {pages[name].catalogue} and in {label}.",
+                    "One of them would silently win.",
+                    "rename one of the two files",
+                )
+            pages[name] = page
+    for page in pages.values():
+        for other in page.patch.after:
+            if other not in pages:
+                raise _unknown(other, pages, f"{page.name} says after={other!r}")
+    return pages
+
+
+def page_files(folder: Path) -> list[tuple[str, Path]]:
+    """(name, file) of every page of a folder, sorted."""
+    found = []
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and (entry / "__init__.py").is_file():
+            found.append((entry.name, entry / "__init__.py"))
+        elif entry.suffix == ".py" and not entry.stem.startswith("_"):
+            found.append((entry.stem, entry))
+    return found
+
+
+def get(pages: dict[str, Page], name: str) -> Page:
+    """A page by name; the error for a typo names the nearest ones."""
+    if name not in pages:
+        raise _unknown(name, pages, "you asked for it")
+    return pages[name]
+
+
+def _unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
+    import difflib
+
+    near = difflib.get_close_matches(name, list(pages), n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    return CppmegaError(
+        "unknown-page",
+        f"There is no page {name} ({who}).{hint}",
+        "What is asked for and not applied must stop the run.",
+        "cppmega list",
+    )
+
+
+def load_page(name: str, path: Path, label: str) -> Page:
+    """Load one page and check its header.
+
+    Raises:
+        CppmegaError: `bad-page` with every violation, `page-failed` where it cannot be imported.
+    """
+    module = _load_module(name, path)
+    patch = getattr(module, "PATCH", None)
+    problems = header_problems(name, path, module)
+    if problems or not isinstance(patch, Patch):
+        raise CppmegaError(
+            "bad-page",
+            f"{name} ({path}): " + "; ".join(problems or ["it has no PATCH"]) + ".",
+            "A page that does not say what it is cannot be checked.",
+            "correct the page; `cppmega new NAME` writes a complete one",
+        )
+    doc = module.__doc__ or ""
+    return Page(
+        name=name,
+        patch=patch,
+        doc=doc,
+        revision=_revision(path, patch),
+        path=str(path),
+        catalogue=label,
+        fixed_upstream=getattr(module, "fixed_upstream", None),
+        verify=getattr(module, "verify", None),
+        labels=labels(doc),
+    )
+
+
+def _load_module(name: str, path: Path) -> ModuleType:
+    folder = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
+    qualified = f"_cppmega_pages_{folder}.{name}"
+    below = [str(path.parent)] if path.stem == "__init__" else None
+    spec = importlib.util.spec_from_file_location(qualified, path, submodule_search_locations=below)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[qualified] = module
+    try:
+        spec.loader.exec_module(module)
+    except CppmegaError:
+        raise
+    except Exception as error:
+        raise CppmegaError(
+            "page-failed",
+            f"{path} cannot be loaded: {type(error).__name__}: {error}.",
+            "Its patch would not be applied.",
+            "correct the page",
+        ) from error
+    return module
+
+
+def labels(doc: str) -> dict[str, str]:
+    """The labelled paragraphs of a page's docstring, each joined to one line."""
+    found: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for line in doc.splitlines():
+        head, colon, rest = line.partition(":")
+        if colon and head in LABELS:
+            current = found.setdefault(head, [])
+            current.append(rest.strip())
+        elif current is not None and line.strip():
+            current.append(line.strip())
+    return {label: " ".join(lines).strip() for label, lines in found.items()}
+
+
+def header_problems(name: str, path: Path, module: Any) -> list[str]:
+    """Everything that is wrong with a page's header, one sentence each; empty when complete."""
+    said = labels(module.__doc__ or "")
+    problems = [f"the docstring lacks {label}:" for label in LABELS if not said.get(label)]
+    if list(said) != [label for label in LABELS if label in said]:
+        problems.append(f"the labels stand in another order than {', '.join(LABELS)}")
+    title = (module.__doc__ or "").strip().partition("\n")[0]
+    if not title or title.startswith("What:"):
+        problems.append("the docstring does not begin with a one-line title")
+    upstream = said.get("Upstream", "https://")
+    if not re.match(r"https://|Not sent: \S", upstream):
+        problems.append("Upstream: is neither a link nor `Not sent: reason`")
+    if not said.get("Numerics", NUMERICS[0]).startswith(NUMERICS):
+        problems.append(f"Numerics: does not begin with {' | '.join(NUMERICS)}")
+    if not _NAME.match(name):
+        problems.append("the file name is not snake_case")
+    for heavy in sorted(_imports(path) & _HEAVY):
+        problems.append(f"it imports {heavy} at top level")
+    for function in ("fixed_upstream", "verify"):
+        if not callable(getattr(module, function, None)):
+            problems.append(f"it has no {function}()")
+    patch = getattr(module, "PATCH", None)
+    if not isinstance(patch, Patch):
+        return [*problems, "it has no PATCH"]
+    return problems + _patch_problems(patch)
+
+
+def _patch_problems(patch: Patch) -> list[str]:
+    problems = []
+    if not patch.edits:
+        problems.append("PATCH has no edits")
+    if patch.reached not in REACHED:
+        problems.append(f"reached={patch.reached!r} is none of {', '.join(REACHED)}")
+    for name in (*filter(None, [patch.gate]), *patch.variables):
+        if not name.startswith("CPPMEGA_"):
+            problems.append(f"the variable {name} does not begin with CPPMEGA_")
+    seen: set[tuple[str, str]] = set()
+    for edit in patch.edits:
+        if not re.match(r"[\w/]+\.py:[A-Za-z_][\w.]*\Z", edit.target):
+            problems.append(f"target {edit.target!r} is not path.py:Symbol")
+        if edit.kind not in KINDS:
+            problems.append(f"kind {edit.kind!r} is none of {', '.join(KINDS)}")
+        if not edit.pins:
+            problems.append(f"{edit.target} has no pins")
+        for version, pin in edit.pins.items():
+            if not re.match(r"[0-9a-f]{16}\Z", pin):
+                problems.append(f"pin {version}: {pin!r} is no fingerprint")
+            if (edit.target, version) in seen:
+                problems.append(f"two edits pin {edit.target} for {version}")
+            seen.add((edit.target, version))
+    return problems
+
+
+def _imports(path: Path) -> set[str]:
+    """Top-level packages that a page imports when it is loaded."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def _revision(path: Path, patch: Patch) -> str:
+    """Hash of what the page is made of: its files, and the files that its helpers come from."""
+    files = {path} if path.stem != "__init__" else set(path.parent.glob("**/*.py"))
+    for edit in patch.edits:
+        for helper in edit.helpers:
+            code = getattr(helper, "__code__", None)
+            if code is not None:
+                files.add(Path(code.co_filename))
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]

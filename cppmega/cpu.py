@@ -1,0 +1,62 @@
+"""What megatron-core needs in order to run without a GPU: two small shims.
+
+For the smoke recipe, `verify` and the tests. Never used where CUDA is available.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+
+def shim() -> None:
+    """Let megatron-core's CPU paths run: the current device, and the CUDA random state tracker.
+
+    Does nothing where CUDA is available. May be called more than once.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    # Megatron passes it as `device=`, which takes a torch.device as well as an index.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+
+    from megatron.core.tensor_parallel import random
+
+    tracker: Any = random.CudaRNGStatesTracker
+    tracker.fork = _no_fork
+    tracker.add = lambda self, name, seed: self.states_.setdefault(name, seed)
+
+
+@contextlib.contextmanager
+def _no_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """CPU initialisation draws from the default generator, which the caller has seeded."""
+    yield
+
+
+def init_distributed(tensor: int = 1, context: int = 1, expert: int = 1) -> None:
+    """A gloo process group of the ranks that torchrun started (or of one), and Megatron's groups.
+
+    Args:
+        tensor: tensor-parallel size.
+        context: context-parallel size.
+        expert: expert-parallel size.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    shim()
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+        )

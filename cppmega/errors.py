@@ -1,0 +1,36 @@
+"""The one exception a user sees: a name, what happened, why it matters, the next command."""
+
+from __future__ import annotations
+
+import re
+
+_KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
+
+
+class CppmegaError(Exception):
+    """Something is not as it must be. Every message has four parts.
+
+    Args:
+        name: kebab-case, stable across releases: scripts may match on it.
+        what: what happened, with the file or the value.
+        why: what would go wrong if we went on.
+        next: the command, or the edit, that gets the user further.
+    """
+
+    def __init__(self, name: str, what: str, why: str, next: str) -> None:  # noqa: A002
+        if not _KEBAB.match(name):
+            raise ValueError(f"error names are kebab-case, got {name!r}")
+        super().__init__(f"{name}: {what}")
+        self.name, self.what, self.why, self.next = name, what, why, next
+
+    def __reduce__(self) -> tuple[type[CppmegaError], tuple[str, str, str, str]]:
+        """Cross a process boundary whole (torchrun and multiprocessing pickle exceptions)."""
+        return type(self), (self.name, self.what, self.why, self.next)
+
+    def render(self) -> str:
+        """The four parts as lines for stderr."""
+        return f"error: {self.name}\n  what: {self.what}\n  why:  {self.why}\n  next: {self.next}"
+
+    def as_json(self) -> dict[str, str]:
+        """The four parts for `--json`."""
+        return {"name": self.name, "what": self.what, "why": self.why, "next": self.next}

@@ -1,0 +1,92 @@
+"""The `CPPMEGA_*` variables: which exist, which are set, and which are typing mistakes."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+
+from cppmega.errors import CppmegaError
+from cppmega.page import Page
+
+OWN = {
+    "CPPMEGA_CACHE": "folder for downloaded wheels (default: the user's cache folder)",
+    "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
+}
+"""Variables that the package itself reads."""
+
+NOT_IN_THIS_RELEASE = {
+    "CPPMEGA_INDEX_CACHE",
+    "CPPMEGA_LEMYX_DSA",
+    "CPPMEGA_FP8_PARAM_GATHER",
+    "CPPMEGA_DUALPIPEV",
+    "CPPMEGA_MTP_NATIVE_HOPPER_CE",
+    "CPPMEGA_MAMBA3_P1",
+    "CPPMEGA_PREFER_NATIVE_HOPPER_CE",
+}
+"""Switches of the earlier overlay that people still have in their launch scripts."""
+
+_ON, _OFF = {"1", "true", "on", "yes"}, {"", "0", "false", "off", "no"}
+
+
+def declared(pages: Iterable[Page]) -> set[str]:
+    """Every variable that a page or the package declares."""
+    names = set(OWN)
+    for page in pages:
+        names |= {*page.patch.variables, *filter(None, [page.patch.gate])}
+    return names
+
+
+def check(pages: Iterable[Page], environment: Mapping[str, str] = os.environ) -> None:
+    """Stop on a variable that nothing declares.
+
+    Raises:
+        CppmegaError: `unknown-variable`, with the nearest name.
+    """
+    known = declared(pages)
+    for name in sorted(environment):
+        if not name.startswith("CPPMEGA_") or name in known:
+            continue
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        if name in NOT_IN_THIS_RELEASE:
+            hint = "It is a switch of an earlier overlay and not in this release."
+        elif near:
+            hint = f"Did you mean {near[0]}?"
+        else:
+            hint = "No page declares it."
+        raise CppmegaError(
+            "unknown-variable",
+            f"{name} is set, and nothing reads it. {hint}",
+            "You would believe that a switch is on which does nothing.",
+            f"unset {name}" + (f"; export {near[0]}={environment[name]}" if near else ""),
+        )
+
+
+def is_on(page: Page, environment: Mapping[str, str]) -> bool:
+    """Whether the page's gate is open; a page without a gate is always on.
+
+    Raises:
+        CppmegaError: `bad-gate-value`.
+    """
+    if page.patch.gate is None:
+        return True
+    value = environment.get(page.patch.gate, "").strip().lower()
+    if value in _ON:
+        return True
+    if value in _OFF:
+        return False
+    raise CppmegaError(
+        "bad-gate-value",
+        f"{page.patch.gate}={value!r} is neither on nor off.",
+        "A guess would turn a patch on or off behind your back.",
+        f"export {page.patch.gate}=1 (or 0)",
+    )
+
+
+def values(pages: Iterable[Page], environment: Mapping[str, str]) -> dict[str, str]:
+    """Gate -> "1" or "0", as the receipt stores them."""
+    return {
+        page.patch.gate: "1" if is_on(page, environment) else "0"
+        for page in pages
+        if page.patch.gate is not None
+    }

@@ -1,0 +1,121 @@
+"""The receipt: what was applied to a tree, as JSON beside the patched packages.
+
+`ROOT/.cppmega/` holds `receipt.json`, `originals/<sha256>` (the pristine bytes of every patched
+file) and, while a transaction runs, `journal.json` and the lock.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cppmega.tree import Tree, sha256
+
+FOLDER = ".cppmega"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PatchedFile:
+    """One file: hashes before and after, and which page revisions it went through."""
+
+    before: str
+    after: str
+    origin: str
+    steps: list[str]
+    """`page@revision` in the order in which the edits were made."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchedPage:
+    """One page as it was applied."""
+
+    revision: str
+    state: str
+    kind: str
+    targets: dict[str, dict[str, str]]
+    """Target -> {"before": fingerprint, "after": fingerprint}."""
+
+
+@dataclass
+class Receipt:
+    """What one apply did."""
+
+    tool: str = ""
+    engine: str = ""
+    identity: str = ""
+    megatron: str = ""
+    digest: str = ""
+    pages: dict[str, PatchedPage] = field(default_factory=dict)
+    files: dict[str, PatchedFile] = field(default_factory=dict)
+    gates: dict[str, str] = field(default_factory=dict)
+    excluded: list[str] = field(default_factory=list)
+    """Pages taken out by `revert NAME` or left out by `--only`."""
+    catalogues: list[str] = field(default_factory=list)
+    stack: dict[str, str] = field(default_factory=dict)
+    proofs: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Page -> {"proof", "revision", "digest", "detail"}, written by `cppmega verify`."""
+    survey: dict[str, str] = field(default_factory=dict)
+
+    def dump(self) -> bytes:
+        """The bytes of the JSON file."""
+        return (json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n").encode()
+
+
+def folder(tree: Tree) -> Path:
+    """Where the overlay keeps its things."""
+    return tree.root / FOLDER
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A receipt as found, and what is wrong with it."""
+
+    receipt: Receipt
+    problem: str = ""
+    """Empty; or why the file on disk was not used: the receipt is then a new, empty one."""
+    exists: bool = False
+
+
+def load(tree: Tree) -> Loaded:
+    """Read the receipt of a tree. A torn one, or another tree's, is as good as none."""
+    path = folder(tree) / "receipt.json"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return Loaded(Receipt())
+    try:
+        receipt = parse(data)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Loaded(Receipt(), f"the receipt cannot be read ({error})", True)
+    if receipt.identity != tree.identity:
+        # The survey depends on content only, so it holds for any tree.
+        return Loaded(
+            Receipt(survey=receipt.survey),
+            f"the receipt was written for another installation (megatron-core {receipt.megatron})",
+            True,
+        )
+    return Loaded(receipt, "", True)
+
+
+def parse(data: bytes) -> Receipt:
+    """JSON bytes to a receipt; raises ValueError, TypeError or KeyError on anything odd."""
+    raw: dict[str, Any] = json.loads(data)
+    if raw.pop("schema") != SCHEMA:
+        raise ValueError("it has another schema")
+    raw["pages"] = {name: PatchedPage(**page) for name, page in raw["pages"].items()}
+    raw["files"] = {path: PatchedFile(**entry) for path, entry in raw["files"].items()}
+    return Receipt(**raw)
+
+
+def original(tree: Tree, digest: str | None) -> bytes | None:
+    """The kept pristine bytes with that hash, None where they are missing or damaged."""
+    if not digest:
+        return None
+    try:
+        data = (folder(tree) / "originals" / digest).read_bytes()
+    except FileNotFoundError:
+        return None
+    return data if sha256(data) == digest else None

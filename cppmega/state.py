@@ -1,0 +1,83 @@
+"""The states of a patch on a tree, one word each, and which of them are failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal[
+    "applied",
+    "armed",
+    "pending",
+    "upstreamed",
+    "not-applicable",
+    "off",
+    "drifted",
+    "moved",
+    "absent",
+    "ambiguous",
+    "foreign",
+    "conflict",
+    "too-late",
+    "stale-reference",
+]
+Proof = Literal["passed", "failed", "unverified", "stale"]
+
+MEANING: dict[State, str] = {
+    "applied": "its text is in the tree",
+    "armed": "a runtime patch; it is installed when its module is imported",
+    "pending": "known text; `python -m cppmega.apply_patches` applies it",
+    "upstreamed": "upstream has the fix",
+    "not-applicable": "the feature does not exist in this tree",
+    "off": "its gate is not set, or it was taken out by name",
+    "drifted": "the text of the target is not known",
+    "moved": "the target stands in another file",
+    "absent": "the target is gone",
+    "ambiguous": "the target is defined more than once",
+    "foreign": "the file was edited by somebody else, though the target text is known",
+    "conflict": "two pages edit one symbol without an order",
+    "too-late": "its module was imported before the patch was armed",
+    "stale-reference": "something still holds the original object",
+}
+FAILURES: frozenset[State] = frozenset(
+    {
+        "drifted",
+        "moved",
+        "absent",
+        "ambiguous",
+        "foreign",
+        "conflict",
+        "too-late",
+        "stale-reference",
+    }
+)
+DONE: frozenset[State] = frozenset({"applied", "armed"})
+NEEDED: frozenset[State] = DONE | {"pending"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is so about one patch on one tree."""
+
+    name: str
+    kind: str
+    state: State
+    target: str
+    detail: str = ""
+    proof: Proof = "unverified"
+    targets: tuple[str, ...] = field(default=())
+    next: str = ""
+    """The command that helps, for failures."""
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `patches` in the JSON answer."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "state": self.state,
+            "proof": self.proof,
+            "target": self.target,
+            "targets": list(self.targets),
+            "detail": self.detail,
+            "next": self.next,
+        }

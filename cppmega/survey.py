@@ -1,0 +1,169 @@
+"""Questions about the code of a tree: where is a symbol, what is its fingerprint, is it fixed.
+
+Answers depend on the bytes of a file alone, so they are kept by content hash in the receipt; a
+second `apply` and `status` then hash files instead of parsing them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cppmega.errors import CppmegaError
+from cppmega.page import Edit, Page
+from cppmega.source import Definition, Text, decode, find, parse, shares_its_lines, span
+from cppmega.tree import Tree, sha256
+
+MISSING = ""
+
+
+@dataclass
+class Survey:
+    """Cached answers about one tree."""
+
+    tree: Tree
+    cache: dict[str, str] = field(default_factory=dict)
+    used: dict[str, str] = field(default_factory=dict)
+    """What was asked this time: becomes the cache of the next run."""
+    _parsed: dict[str, tuple[Text, ast.Module]] = field(default_factory=dict)
+    _reads: set[str] = field(default_factory=set)
+
+    def fingerprint(self, data: bytes | None, edit: Edit) -> str:
+        """Fingerprint of an edit's target in a file's bytes.
+
+        Returns:
+            the fingerprint; "" where the symbol is missing; `?N` where it is defined N times;
+            `!reason` where the bytes cannot be read as Python.
+        """
+        if data is None:
+            return MISSING
+        methods = ",".join(edit.overrides) if edit.kind == "class-swap" else ""
+        kind = "class" if edit.kind == "class-swap" else "text"
+        key = f"{sha256(data)} {kind} {edit.symbol} {methods}"
+        return self._answer(key, lambda: self._fingerprint(data, edit))
+
+    def fixed(self, page: Page) -> bool:
+        """What the page's `fixed_upstream` says of this tree."""
+        if page.fixed_upstream is None:
+            return False
+        key = f"fixed {page.name} {page.revision}"
+        answer, _, read = self.cache.get(key, "").partition(" ")
+        if read and read == self._stamp(read.rpartition(" ")[0]):
+            self.used[key] = f"{answer} {read}"
+            return answer == "yes"
+        self._reads = set()
+        verdict = self._ask(page)
+        self.used[key] = (
+            f"{'yes' if verdict else 'no'} {self._stamp(','.join(sorted(self._reads)))}"
+        )
+        return verdict
+
+    def _stamp(self, paths: str) -> str:
+        """Paths and one hash of what they hold now: says whether an answer still stands."""
+        hashes = [sha256(self.tree.read(path) or b"") for path in paths.split(",") if path]
+        return f"{paths} {sha256(' '.join(hashes).encode())[:16]}"
+
+    def exists(self, target: str) -> bool:
+        """Whether the symbol is defined in the file that the target names."""
+        path, _, symbol = target.partition(":")
+        data = self.tree.read(path)
+        if data is None:
+            return False
+        if not symbol:
+            return True
+        key = f"{sha256(data)} exists {symbol}"
+        return self._answer(key, lambda: str(len(self._find(data, path, symbol)) or "")) != ""
+
+    def elsewhere(self, target: str) -> list[str]:
+        """Files, other than the target's own, that define a symbol of this name."""
+        path, _, symbol = target.partition(":")
+        last = symbol.rpartition(".")[2].encode()
+        first = symbol.partition(".")[0].encode()
+        package = path.partition("/")[0] + "/"
+        hits = []
+        for other in self.tree.python_files:
+            if other == path or not other.startswith(package):
+                continue
+            data = self.tree.read(other) or b""
+            words = (b"def " + last, b"class " + last)
+            likely = first in data and any(word in data for word in words)
+            if likely and self.exists(f"{other}:{symbol}"):
+                hits.append(other)
+        return hits
+
+    def text(self, target: str) -> str:
+        """For `fixed_upstream`: a symbol's code as `ast.unparse` writes it, docstrings dropped."""
+        path, _, symbol = target.partition(":")
+        self._reads.add(path)
+        data = self.tree.read(path)
+        found = [] if data is None else self._find(data, path, symbol)
+        return "\n".join(ast.unparse(_without_docstrings(node)) for node in found)
+
+    def file(self, path: str) -> str:
+        """For `fixed_upstream`: the text of a file."""
+        self._reads.add(path)
+        data = self.tree.read(path)
+        return "" if data is None else decode(data, path).body
+
+    def _answer(self, key: str, ask: Callable[[], str]) -> str:
+        if key not in self.used:
+            known = self.cache.get(key)
+            self.used[key] = known if known is not None else ask()
+        return self.used[key]
+
+    def _ask(self, page: Page) -> bool:
+        assert page.fixed_upstream is not None
+        try:
+            return bool(page.fixed_upstream(self))
+        except CppmegaError:
+            raise
+        except Exception as error:
+            raise CppmegaError(
+                "page-failed",
+                f"fixed_upstream of {page.name} raised {type(error).__name__}: {error}.",
+                "Without its answer a missing target cannot be told from a fixed one.",
+                "correct the page",
+            ) from error
+
+    def _parse(self, data: bytes, path: str) -> tuple[Text, ast.Module]:
+        key = sha256(data)
+        if key not in self._parsed:
+            text = decode(data, path)
+            self._parsed[key] = text, parse(text, path)
+        return self._parsed[key]
+
+    def _find(self, data: bytes, path: str, symbol: str) -> list[Definition]:
+        try:
+            return find(self._parse(data, path)[1], symbol)
+        except CppmegaError:
+            return []
+
+    def _fingerprint(self, data: bytes, edit: Edit) -> str:
+        try:
+            text, tree = self._parse(data, edit.path)
+        except CppmegaError as error:
+            return f"!{error.what}"
+        found = find(tree, edit.symbol)
+        if len(found) != 1:
+            return f"?{len(found)}" if found else MISSING
+        where = span(tree, text, found[0])
+        if shares_its_lines(text, found[0], where):
+            return f"!{edit.target} shares a line with other code"
+        from cppmega import fingerprint
+
+        source = "".join(text.lines[where.start : where.end])
+        try:
+            _, node = fingerprint.parse_definition(source, edit.target)
+        except CppmegaError as error:
+            return f"!{error.what}"
+        if edit.kind == "class-swap":
+            return fingerprint.of_class(node, edit.overrides)
+        return fingerprint.of_node(node)
+
+
+def _without_docstrings(node: Definition) -> ast.AST:
+    for inner in ast.walk(node):
+        if isinstance(inner, Definition) and ast.get_docstring(inner, clean=False) is not None:
+            inner.body = inner.body[1:] or [ast.copy_location(ast.Pass(), inner.body[0])]
+    return node

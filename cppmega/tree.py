@@ -1,0 +1,267 @@
+"""ROOT: the folder that holds `megatron/`, what is installed there, and what pristine means."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import csv
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from cppmega.errors import CppmegaError
+
+Origin = Literal["record", "git", "unverified"]
+"""Who vouches for the pristine text: a wheel's RECORD, a checkout's HEAD, or nobody."""
+
+REINSTALL = "pip install --force-reinstall --no-deps megatron-core=={version}"
+
+
+def sha256(data: bytes) -> str:
+    """Hex digest of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One installed distribution of ROOT."""
+
+    name: str
+    version: str
+    record: dict[str, str]
+    """Path relative to ROOT -> SHA-256, for files the wheel lists with a hash."""
+    record_hash: str
+
+
+class Tree:
+    """The files below ROOT. Reads each file once; never writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._bytes: dict[str, bytes | None] = {}
+
+    def read(self, path: str) -> bytes | None:
+        """Bytes of a file, None where there is none."""
+        if path not in self._bytes:
+            try:
+                self._bytes[path] = (self.root / path).read_bytes()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                self._bytes[path] = None
+        return self._bytes[path]
+
+    @cached_property
+    def distributions(self) -> dict[str, Distribution]:
+        """Installed distributions by normalised name.
+
+        Raises:
+            CppmegaError: `two-distributions`, where one name is installed twice.
+        """
+        found: dict[str, Distribution] = {}
+        for folder in sorted(self.root.glob("*.dist-info")):
+            name, _, version = folder.name.removesuffix(".dist-info").partition("-")
+            name = re.sub(r"[-_.]+", "-", name).lower()
+            if name not in _KNOWN_DISTRIBUTIONS:
+                continue
+            if name in found:
+                raise CppmegaError(
+                    "two-distributions",
+                    f"{self.root} holds {name} {found[name].version} and {version}.",
+                    "Files of two versions are mixed, and no RECORD tells which is which.",
+                    f"pip uninstall {name} (twice), then install one version",
+                )
+            record = folder / "RECORD"
+            data = record.read_bytes() if record.is_file() else b""
+            found[name] = Distribution(name, version, _record(data), sha256(data))
+        return found
+
+    @cached_property
+    def version(self) -> str:
+        """megatron-core's version, for messages only; `unknown` where nothing tells it."""
+        if "megatron-core" in self.distributions:
+            return self.distributions["megatron-core"].version
+        data = self.read("megatron/core/package_info.py")
+        if data is None:
+            return "unknown"
+        try:
+            tree = ast.parse(data)
+        except (SyntaxError, ValueError):
+            return "unknown"
+        values = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        numbers = ".".join(str(values.get(part, "?")) for part in ("MAJOR", "MINOR", "PATCH"))
+        return numbers + str(values.get("PRE_RELEASE", ""))
+
+    def has(self, distribution: str) -> bool:
+        """Whether the distribution's files lie below ROOT."""
+        folder = _KNOWN_DISTRIBUTIONS[distribution]
+        return distribution in self.distributions or (self.root / folder).is_dir()
+
+    def pristine(self, path: str) -> tuple[Origin, str | None]:
+        """Who vouches for a file, and its SHA-256 (None: nobody does)."""
+        for distribution in self.distributions.values():
+            if path in distribution.record:
+                return "record", distribution.record[path]
+        if self._checkout is not None and self.git_blob(path) is not None:
+            return "git", sha256(self.git_blob(path) or b"")
+        return "unverified", None
+
+    def git_blob(self, path: str) -> bytes | None:
+        """The committed bytes of a file, None outside of a checkout."""
+        if self._checkout is None or path not in self._checkout:
+            return None
+        done = _git(self.root, "cat-file", "blob", self._checkout[path])
+        return done if done is not None else None
+
+    @cached_property
+    def _checkout(self) -> dict[str, str] | None:
+        """Path -> blob of the commit, where ROOT's megatron is tracked by git; else None.
+
+        A virtual environment inside some other repository is not a checkout: nothing of it is
+        tracked there.
+        """
+        if "megatron-core" in self.distributions:
+            return None
+        listing = _git(self.root, "ls-tree", "-r", "-z", "HEAD", "--", "megatron")
+        if not listing:
+            return None
+        entries = [entry.partition("\t") for entry in listing.decode().split("\0") if entry]
+        return {path: meta.split()[2] for meta, _, path in entries}
+
+    @cached_property
+    def identity(self) -> str:
+        """What a receipt must agree on to belong to this tree: the installed wheels' RECORDs."""
+        parts = [f"{d.name} {d.version} {d.record_hash}" for d in self.distributions.values()]
+        parts.append(self.version)
+        return sha256("\n".join(sorted(parts)).encode())[:16]
+
+    @cached_property
+    def python_files(self) -> list[str]:
+        """Every Python file of the packages we know, relative to ROOT."""
+        found: list[str] = []
+        for folder in _KNOWN_DISTRIBUTIONS.values():
+            for where, folders, files in os.walk(self.root / folder):
+                folders[:] = sorted(name for name in folders if name != "__pycache__")
+                base = Path(where).relative_to(self.root).as_posix()
+                found += [f"{base}/{name}" for name in sorted(files) if name.endswith(".py")]
+        return found
+
+    def check(self) -> None:
+        """Refuse a tree that cannot be patched safely, whatever the patches are.
+
+        Raises:
+            CppmegaError: `no-megatron`, `linked-tree`, `mixed-versions`, `two-distributions`.
+        """
+        package = self.root / "megatron"
+        if not (package / "core").is_dir():
+            raise CppmegaError(
+                "no-megatron",
+                f"{self.root} holds no megatron/core.",
+                "There is nothing to patch.",
+                "pass the folder that holds megatron/: --megatron ROOT",
+            )
+        if package.is_symlink() or (package / "core").is_symlink():
+            raise CppmegaError(
+                "linked-tree",
+                f"{package} is a link to {package.resolve()}.",
+                "Patching through the link would change whoever else uses that folder.",
+                "install a copy (uv: --link-mode=copy), or pass the real folder as --megatron",
+            )
+        self._check_training()
+
+    def _check_training(self) -> None:
+        training = self.root / "megatron" / "training"
+        core = self.distributions.get("megatron-core")
+        if core is None or not (training / "__init__.py").is_file():
+            return
+        files = [path for path in self.python_files if path.startswith("megatron/training/")]
+        strange = [path for path in files if path not in core.record]
+        if len(strange) * 2 > len(files):
+            raise CppmegaError(
+                "mixed-versions",
+                f"megatron/training in {self.root} does not belong to megatron-core "
+                f"{core.version}: its RECORD does not list {len(strange)} of {len(files)} files.",
+                "core and training of two versions call each other with the wrong arguments.",
+                "remove megatron/training, or use a checkout of one version as ROOT",
+            )
+
+
+_KNOWN_DISTRIBUTIONS = {
+    "megatron-core": "megatron",
+    "mamba-ssm": "mamba_ssm",
+    "liger-kernel": "liger_kernel",
+    "transformer-engine": "transformer_engine",
+}
+"""Distributions that pages may target -> their import folder below ROOT."""
+
+
+def find_root() -> Path:
+    """The folder that holds the megatron that Python would import, found without importing it.
+
+    Raises:
+        CppmegaError: `no-megatron`, `several-megatrons`.
+    """
+    spec = importlib.util.find_spec("megatron")
+    folders = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or []]
+    portions = list(dict.fromkeys(f.resolve() for f in folders if f.is_dir()))
+    holding = [folder for folder in portions if _parts(folder)]
+    if not holding:
+        raise CppmegaError(
+            "no-megatron",
+            "Python finds no megatron package.",
+            "There is nothing to patch.",
+            "pip install megatron-core==0.19.2, or pass --megatron ROOT",
+        )
+    if len(holding) > 1:
+        said = [f"megatron.{part} from {folder}" for folder in holding for part in _parts(folder)]
+        raise CppmegaError(
+            "several-megatrons",
+            f"Python would merge {len(holding)} folders into one megatron package: "
+            + ", ".join(said)
+            + "; where a name stands twice, the first one wins.",
+            "Patches would go into one tree while parts of the other train.",
+            "take one of them off PYTHONPATH and the working directory, or pass --megatron ROOT",
+        )
+    first = next(f for f in folders if f.resolve() == holding[0])
+    return first.parent
+
+
+def _parts(folder: Path) -> list[str]:
+    """Sub-packages of a megatron folder that our patches or Megatron's trainer live in."""
+    return [name for name in ("core", "training", "legacy", "rl") if (folder / name).is_dir()]
+
+
+def _record(data: bytes) -> dict[str, str]:
+    """RECORD's hashes as hex; files without a hash (RECORD itself, bytecode) are left out."""
+    hashes: dict[str, str] = {}
+    for row in csv.reader(data.decode(errors="replace").splitlines()):
+        if len(row) == 3 and row[1].startswith("sha256="):
+            digest = row[1].removeprefix("sha256=")
+            padded = digest + "=" * (-len(digest) % 4)
+            hashes[row[0]] = base64.urlsafe_b64decode(padded).hex()
+    return hashes
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    """Output of a git command, None where git or the repository is missing.
+
+    Variables such as GIT_DIR are dropped: they would answer for another repository.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, env=clean, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None

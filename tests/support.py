@@ -1,0 +1,126 @@
+"""Trees of every Megatron version, pristine and patched, and processes that import exactly one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from functools import cache
+from pathlib import Path
+
+from cppmega import overlay, wheels
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+"""Versions on which every page that is needed must apply."""
+OLD = ("0.15.0", "0.15.3")
+NOT_NEEDED = ("upstreamed", "not-applicable", "off")
+UNPINNED = ("0.16.0", "0.17.0", "0.18.0", "0.19.0")
+"""Releases beside the supported ones: nothing may pin them, and every state must be honest."""
+
+_ONE_ROOT = """
+import sys as _sys, types as _types
+_root = _sys.argv[1]; _sys.argv[1:2] = []
+_megatron = _types.ModuleType("megatron")
+_megatron.__path__ = [_root + "/megatron"]
+_sys.modules["megatron"] = _megatron
+_sys.path.insert(0, _root)
+"""
+
+
+@cache
+def pristine(version: str) -> Path:
+    """ROOT of the unpacked wheel of a version. Shared: copy it before changing anything."""
+    return wheels.unpacked(version, lambda message: print(message, file=sys.stderr))
+
+
+@cache
+def _scratch() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="cppmega-tests-"))
+    import atexit
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def copy(version: str, to: Path) -> Path:
+    """A tree of one's own."""
+    shutil.copytree(pristine(version), to)
+    return to
+
+
+@cache
+def patched(version: str, *names: str) -> Path:
+    """ROOT of a copy of a version's wheel with only the named pages applied (none: every page).
+
+    Gated pages are turned on by being named. Shared within the session.
+    """
+    to = copy(version, _scratch() / "-".join((version, *names, "patched"))[:200])
+    session = overlay.Session(to)
+    chosen = [session.pages[name] for name in names] or list(session.pages.values())
+    gates = {p.patch.gate: "1" for p in chosen if p.patch.gate} if names else {}
+    outcome = overlay.apply(session, only=names, environment=gates)
+    done = {v.name for v in outcome.verdicts if v.state in ("applied", "armed")}
+    not_needed = {v.name for v in outcome.verdicts if v.state in NOT_NEEDED}
+    wanted = set(names) or {v.name for v in outcome.verdicts} - not_needed
+    problems = [v for v in outcome.verdicts if v.name in wanted - done]
+    assert not problems, f"not applied on {version}: {problems}"
+    return to
+
+
+def python(
+    root: Path,
+    code: str,
+    nproc: int = 1,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter whose `megatron` is exactly `root/megatron`.
+
+    With `nproc` > 1: one process per rank, with the variables that torchrun sets; the answer has
+    every rank's output one after the other and the first exit status that is not 0.
+    """
+    text = _ONE_ROOT + textwrap.dedent(code)
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
+    base |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CUDA_ARCH_LIST": "9.0",  # 0.15 compiles an extension when it is imported
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(nproc),
+        **(env or {}),
+    }
+    command = [sys.executable, "-c", text, str(root)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(nproc)
+    ]
+    answers = []
+    try:
+        answers = [process.communicate(timeout=timeout) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    code_ = next((p.returncode for p in ranks if p.returncode), 0)
+    out, err = ("".join(part) for part in zip(*answers, strict=True))
+    return subprocess.CompletedProcess(command, code_, out, err)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,68 @@
+"""Start training from the wheel: use the dataset helpers it ships instead of building them.
+
+What: `compile_helpers` returns when the compiled `helpers_cpp` can be imported, and runs make only
+    where it cannot.
+Why: the wheel ships the compiled module but no Makefile, so `make` fails and every training run
+    that uses Megatron's datasets exits with status 1 before its first step (seen on 0.19.2 with
+    upstream's own `pretrain_hybrid.py`; the function is the same in every release).
+Upstream: Not sent: a checkout needs the build, the wheel does not; upstream trains from checkouts.
+Remove: when the wheel ships the Makefile and sources, or `compile_helpers` looks before it builds.
+Numerics: none (bitwise)
+"""
+
+from cppmega.edits import body_of
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/core/datasets/utils.py:compile_helpers"
+
+
+def compile_helpers():  # type: ignore[no-untyped-def]
+    import importlib
+    import os
+    import subprocess
+
+    package = __name__.rpartition(".")[0]
+    try:
+        importlib.import_module(f"{package}.helpers_cpp")
+    except ImportError:
+        command = ["make", "-C", os.path.abspath(os.path.dirname(__file__))]  # noqa: PTH100, PTH120
+        if subprocess.run(command).returncode != 0:
+            raise RuntimeError(
+                f"{package}.helpers_cpp cannot be imported and `{' '.join(command)}` failed; "
+                "reinstall megatron-core from its wheel, or install make, g++ and pybind11"
+            ) from None
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins={
+                "0.15.3": "21e643c8a22291ed",
+                "0.16.1": "21e643c8a22291ed",
+                "0.17.1": "21e643c8a22291ed",
+                "0.18.2": "21e643c8a22291ed",
+                "0.19.2": "21e643c8a22291ed",
+            },
+            edit=body_of(compile_helpers),
+        ),
+    ),
+    reached="startup",
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    return "helpers_cpp" in source.text(TARGET)
+
+
+def verify() -> None:
+    import subprocess
+    from unittest import mock
+
+    from megatron.core.datasets import helpers_cpp, utils
+
+    assert callable(helpers_cpp.build_sample_idx_int32)
+    ran = mock.Mock(return_value=mock.Mock(returncode=0))
+    with mock.patch.object(subprocess, "run", ran):
+        utils.compile_helpers()
+    assert not ran.called, "make was run although the compiled helpers can be imported"
