@@ -19,14 +19,7 @@ from cppmega.state import DONE, FAILURES, NEEDED, Proof, Verdict
 from cppmega.survey import Survey
 from cppmega.tree import Tree, sha256
 
-_ENGINE_FILES = (
-    "edits.py",
-    "fingerprint.py",
-    "marks.py",
-    "node_edits.py",
-    "rewrite.py",
-    "source.py",
-)
+_ENGINE = ("edits", "fingerprint", "marks", "node_edits", "rewrite", "source")
 
 
 @cache
