@@ -1,0 +1,63 @@
+"""Walsh-Hadamard transform in plain torch.
+
+This file imports torch when it is called, not when it is imported: patch pages hand these functions
+to patched files as text, and pages load where torch is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@functools.cache
+def walsh_hadamard_autograd() -> Any:
+    """What `walsh_hadamard` applies: an autograd function, made on first use."""
+    import torch
+
+    class WalshHadamard(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+            ctx.scale = scale
+            n = x.size(-1)
+            if n < 1 or n & (n - 1):
+                raise ValueError(f"the last dimension must be a power of two, got {n}")
+            # A copy, because every other stage writes into this buffer.
+            sums = x.to(
+                torch.float64 if x.dtype == torch.float64 else torch.float32,
+                copy=True,
+                memory_format=torch.contiguous_format,
+            )
+            spare = torch.empty_like(sums)
+            for stride in (1 << stage for stage in range(n.bit_length() - 1)):
+                pairs = (x.numel() // (2 * stride), 2, stride)
+                low, high = sums.view(pairs).unbind(1)
+                out = spare.view(pairs)
+                torch.add(low, high, out=out[:, 0])
+                torch.sub(low, high, out=out[:, 1])
+                sums, spare = spare, sums
+            return sums.mul_(scale).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            # H is symmetric: the gradient is the same transform.
+            return walsh_hadamard(grad, ctx.scale), None
+
+    return WalshHadamard.apply
+
+
+def walsh_hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """`scale * x @ H` over the last dimension, H the Hadamard matrix in natural order.
+
+    Computes what the CUDA kernel of `fast_hadamard_transform.hadamard_transform` computes, sum for
+    sum: fp32 (fp64 for fp64), strides 1, 2, 4..., the scale, then one rounding to the dtype of x.
+    No matrix product, so neither TF32 nor the batch size changes a bit.
+
+    Raises:
+        ValueError: the last dimension is not a power of two.
+    """
+    out: torch.Tensor = walsh_hadamard_autograd()(x, scale)
+    return out
