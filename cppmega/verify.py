@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -263,17 +262,14 @@ def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:
         transaction.commit(session.tree, {}, loaded.receipt.dump())
 
 
-@contextmanager
-def exactly(root: Path) -> Iterator[None]:
+def exactly(root: Path) -> None:
     """Make `megatron` in this process exactly `root/megatron`, whatever else is on the path."""
     import types
 
     for package in PACKAGES:
         folder = root / package
-        if package == "megatron" or not (folder / "__init__.py").exists():
+        if folder.is_dir() and not (folder / "__init__.py").exists():
             module = types.ModuleType(package)
             module.__path__ = [str(folder)]
-            if folder.is_dir():
-                sys.modules[package] = module
+            sys.modules[package] = module
     sys.path.insert(0, str(root))
-    yield

@@ -31,7 +31,8 @@ def main() -> None:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles when it is imported
     warnings.simplefilter("ignore")
     pages = [_load(entry) for entry in order["pages"]]
-    with exactly(Path(order["root"])), contextlib.redirect_stdout(sys.stderr):
+    exactly(Path(order["root"]))
+    with contextlib.redirect_stdout(sys.stderr):
         if order["side"] != "stock":
             for page, edits in pages:
                 fitting = (

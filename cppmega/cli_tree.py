@@ -1,0 +1,118 @@
+"""Commands on a tree: apply, list, explain, status, diff, revert."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cppmega.cli_base import answer, cli, session_of, tree_options
+
+
+@cli.command()
+@tree_options
+@click.option("--only", multiple=True, metavar="NAME", help="Apply these pages and no others.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
+def apply(
+    root: Path | None, patches: Sequence[Path], as_json: bool, only: Sequence[str], check: bool
+) -> None:
+    """Put every patch into the installed Megatron, or change nothing."""
+    from cppmega import overlay, report
+
+    session = session_of(root, patches)
+    if not as_json:
+        report.say(f"megatron-core {session.tree.version} in {session.root}")
+    outcome = overlay.apply(session, only=only, check=check)
+    ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
+    verb = "would change" if check else "changed"
+    closing = f"{report.summary(outcome.verdicts)}; {verb} {len(outcome.changed)} files"
+    if outcome.plan.failures:
+        closing = f"{report.summary(outcome.verdicts)}; nothing was changed"
+    elif outcome.digest:
+        closing += f"; overlay {outcome.digest}"
+    answer(outcome, as_json, ok, closing)
+
+
+@cli.command(name="list")
+@click.option("--patches", type=click.Path(path_type=Path, file_okay=False), multiple=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def list_pages(patches: Sequence[Path], as_json: bool) -> None:
+    """Every page of the catalogue: name, kind, what it does."""
+    from cppmega import catalogue, report
+
+    pages = catalogue.load(patches)
+    if as_json:
+        rows = [
+            {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
+            for p in pages.values()
+        ]
+        report.print_json({"schema": 1, "ok": True, "patches": rows})
+        return
+    width = max((len(name) for name in pages), default=0)
+    for name, page in sorted(pages.items()):
+        gate = f" [{page.patch.gate}=1]" if page.patch.gate else ""
+        click.echo(f"{name:<{width}}  {page.doc.strip().splitlines()[0]}{gate}")
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--patches", type=click.Path(path_type=Path, file_okay=False), multiple=True)
+def explain(name: str, patches: Sequence[Path]) -> None:
+    """What a page does, why, and which texts it knows."""
+    from cppmega import catalogue
+
+    page = catalogue.get(catalogue.load(patches), name)
+    click.echo(f"{name} ({page.patch.kind}), revision {page.revision}\n")
+    click.echo(page.doc.strip() + "\n")
+    click.echo(f"Reached:  {page.patch.reached}")
+    click.echo(f"Gate:     {page.patch.gate or 'always on'}")
+    click.echo(f"Verify needs: {', '.join(page.patch.needs)}")
+    for edit in page.patch.edits:
+        click.echo(f"Target:   {edit.target}")
+        for version, pin in edit.pins.items():
+            click.echo(f"          {version:<14} {pin}")
+
+
+@cli.command()
+@tree_options
+def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+    """The state of every patch; writes nothing."""
+    from cppmega import overlay, report
+
+    session = session_of(root, patches)
+    outcome = overlay.status(session)
+    closing = report.summary(outcome.verdicts)
+    if outcome.digest:
+        closing += f"; overlay {outcome.digest}"
+    answer(outcome, as_json, outcome.ok, closing)
+
+
+@cli.command()
+@click.argument("name", required=False)
+@tree_options
+def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+    """The change to the pristine text: of every patch, or of one."""
+    from cppmega import overlay, report
+
+    text = overlay.diff(session_of(root, patches), name, os.environ)
+    if as_json:
+        report.print_json({"schema": 1, "ok": True, "diff": text})
+        return
+    for line in text.splitlines():
+        code = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
+        click.echo(report.coloured(line, code))
+
+
+@cli.command()
+@click.argument("names", nargs=-1)
+@tree_options
+def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+    """Restore the exact bytes of upstream: of every patch, or take single patches out."""
+    from cppmega import overlay, report
+
+    outcome = overlay.revert(session_of(root, patches), names)
+    ok = not outcome.plan.failures and (outcome.ok or not names)
+    closing = f"{report.summary(outcome.verdicts)}; changed {len(outcome.changed)} files"
+    answer(outcome, as_json, ok, closing)
