@@ -1,0 +1,81 @@
+"""Run DSA's indexer without the package fast_hadamard_transform.
+
+What: `rotate_activation` uses a Hadamard transform of our own, with gradient, where the package
+    `fast_hadamard_transform` cannot be imported; where it can, the package stays in use.
+Why: without the package the first forward through a DSA layer ends in an AssertionError, and
+    no release of it on the package index can be installed: there are no wheels, and each of the
+    five sdists (1.0.0.post1 to 1.1.0) lacks its C++ and CUDA sources (seen on 0.16.1 to 0.19.2).
+Upstream: Not sent: the package has to mend its releases; upstream installs it from git.
+Remove: when Megatron no longer needs the package, or the index has a release that installs.
+Numerics: none (bitwise): the fp32 sums of the package's kernel in its order, and one rounding
+    (read from the kernel's source; the two were not run side by side).
+"""
+
+from typing import Any
+
+from cppmega.edits import in_order, replacing
+from cppmega.ops.hadamard import walsh_hadamard, walsh_hadamard_autograd
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:rotate_activation"
+
+
+def uses_dsa(args: Any) -> bool:
+    variant = getattr(args, "experimental_attention_variant", None)
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""  # 'D' from 0.18 on
+    rotates = getattr(args, "dsa_indexer_rotate_activation", True)  # an option from 0.19 on
+    return rotates and (variant == "dsa" or "D" in pattern)
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2", "0.19.2"), "f717e71c6759c41d"),
+            edit=in_order(
+                replacing(
+                    "assert hadamard_transform is not None, "
+                    "'fast_hadamard_transform is not installed.'",
+                    """
+                    # The package computes the same sums in the same order, in one kernel.
+                    transform = walsh_hadamard if hadamard_transform is None else hadamard_transform
+                    """,
+                ),
+                replacing(
+                    "hadamard_transform(x, scale=hidden_size ** -0.5)",
+                    "transform(x, scale=hidden_size**-0.5)",
+                ),
+            ),
+            imports=("import functools", "import torch", "from typing import Any"),
+            helpers=(walsh_hadamard_autograd, walsh_hadamard),
+        ),
+    ),
+    reached="forward",
+    feature=(TARGET,),
+    when=uses_dsa,
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    file = source.file(TARGET.partition(":")[0])
+    return "def rotate_activation" in file and "fast_hadamard_transform" not in file
+
+
+def verify() -> None:
+    from unittest import mock
+
+    import torch
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    x = torch.randn(3, 128, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(3, 128, dtype=torch.bfloat16)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(7):
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    with mock.patch.object(dsa, "hadamard_transform", None):  # also where it can be imported
+        y = dsa.rotate_activation(x)
+        y.backward(grad)
+    for ours, given in ((y, x), (x.grad, grad)):
+        exact = given.double() @ matrix * 128**-0.5
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-5)
