@@ -11,6 +11,8 @@ from cppmega.page import Page
 
 OWN = {
     "CPPMEGA_CACHE": "folder for downloaded wheels (default: the user's cache folder)",
+    "CPPMEGA_OVERLAY": "set by cppmega.run for its child processes",
+    "CPPMEGA_ROOT": "set by cppmega.run for its child processes",
     "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
 }
 """Variables that the package itself reads."""

@@ -14,11 +14,15 @@ from cppmega.errors import CppmegaError
 from cppmega.page import Page
 from cppmega.plan import Plan, engine_revision
 from cppmega.receipt import PatchedFile, PatchedPage, Receipt
-from cppmega.state import DONE, NEEDED, Verdict
+from cppmega.state import DONE, FAILURES, NEEDED, Verdict
 from cppmega.transaction import Change
 from cppmega.tree import REINSTALL, Tree, find_root, sha256
 
 Say = Callable[[str], None]
+
+NOT_WHOLE = FAILURES | {"pending"}
+"""States with which a run must not start."""
+
 _STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
 
 

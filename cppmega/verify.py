@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from cppmega import mutant, receipt, transaction
 from cppmega.errors import CppmegaError
+from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
 from cppmega.page import Page
 from cppmega.plan import Plan
@@ -27,8 +28,6 @@ Side = Literal["patched", "stock", "mutant"]
 SIDES: tuple[Side, ...] = ("patched", "stock", "mutant")
 PROOFS = "gpu_proofs.json"
 """Beside the pages of a catalogue: proofs made where this machine has no hardware for them."""
-
-PACKAGES = ("megatron", "mamba_ssm", "liger_kernel", "transformer_engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,16 +259,3 @@ def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:
                 "detail": one.detail,
             }
         transaction.commit(session.tree, {}, loaded.receipt.dump())
-
-
-def exactly(root: Path) -> None:
-    """Make `megatron` in this process exactly `root/megatron`, whatever else is on the path."""
-    import types
-
-    for package in PACKAGES:
-        folder = root / package
-        if folder.is_dir() and not (folder / "__init__.py").exists():
-            module = types.ModuleType(package)
-            module.__path__ = [str(folder)]
-            sys.modules[package] = module
-    sys.path.insert(0, str(root))

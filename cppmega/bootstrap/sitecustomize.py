@@ -1,0 +1,32 @@
+"""First on the path of every Python that a guarded run starts: it joins the run's overlay.
+
+Spawned data-loader workers and helper processes import megatron anew; without this they would run
+without the runtime patches. The environment's own sitecustomize, if there is one, still runs.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE))  # noqa: PTH120
+
+
+def _run_the_next_one() -> None:
+    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]  # noqa: PTH100
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _join() -> None:
+    if importlib.util.find_spec("cppmega") is None:
+        sys.path.append(_PACKAGE)
+    from cppmega import guard
+
+    guard.join_or_die()
+
+
+_run_the_next_one()
+_join()
