@@ -1,0 +1,292 @@
+"""Parameters and floating-point operations of a recipe, without torch.
+
+Equal to the built model's count, letter by letter: the tests build Megatron's own models and
+compare. Floating-point operations count every layer, unlike Megatron's report for hybrid models,
+which leaves out `D` and `+`; `megatron_flops` is that report, so that both can be said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cppmega.recipe import Recipe
+
+_PASSES = 3
+"""Forward, gradient of the input, gradient of the weight: each is one product of that size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameter counts of the whole model."""
+
+    layers: dict[str, int]
+    """Letter -> parameters of all trunk layers with that letter, their norms included."""
+    embedding: int
+    head: int
+    """0 where the head shares the embedding."""
+    final_norm: int
+    mtp: int
+    """All MTP depths: their layers, norms and projections; they share embedding and head."""
+    extras: dict[str, int] = field(default_factory=dict)
+    """Embeddings beside the tokens': n-gram hash, structure."""
+    experts: int = 0
+    """Of all the above: weights that expert parallelism spreads."""
+
+    @property
+    def trunk(self) -> int:
+        """Everything but MTP."""
+        own = self.embedding + self.head + self.final_norm
+        return sum(self.layers.values()) + own + sum(self.extras.values())
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.trunk + self.mtp
+
+
+def parameters(recipe: Recipe) -> Parameters:
+    """Count the parameters of the model that the recipe describes, parts no release has included.
+
+    Raises:
+        CppmegaError: nothing that making the recipe would not have raised.
+    """
+    layout = recipe.layout
+    table = recipe.padded_vocab_size * recipe.hidden_size
+    layers = {
+        letter: _layer(recipe, letter) * layout.trunk.count(letter)
+        for letter in dict.fromkeys(layout.trunk)
+    }
+    # A depth: two norms in front, the projection of their concatenation, its layers, a last norm.
+    depth = 3 * recipe.hidden_size + 2 * recipe.hidden_size**2
+    depth += sum(_layer(recipe, letter) for letter in layout.mtp)
+    extras = {}
+    if recipe.ngram_hash is not None:
+        ngram = recipe.ngram_hash
+        width = len(ngram.tables) * ngram.dim
+        extras["ngram_hash"] = sum(ngram.tables) * ngram.dim + width * recipe.hidden_size
+    if recipe.structure is not None:
+        own = recipe.structure
+        rows = own.categories + own.levels
+        scales = 2  # one per kind of input
+        extras["structure"] = (rows + recipe.hidden_size) * own.bottleneck + scales
+    return Parameters(
+        layers=layers,
+        embedding=table,
+        head=0 if recipe.tied_embeddings else table,
+        final_norm=recipe.hidden_size,
+        mtp=depth * layout.depths,
+        extras=extras,
+        experts=_routed(recipe) * layout.counts()["E"],
+    )
+
+
+def _layer(recipe: Recipe, letter: str) -> int:
+    """Parameters of one layer, its input norm included."""
+    return _LAYERS[letter](recipe) + recipe.hidden_size
+
+
+def _mlp(hidden: int, width: int, recipe: Recipe) -> int:
+    return _matrices(recipe) * hidden * width
+
+
+def _matrices(recipe: Recipe) -> int:
+    """Weight matrices of an MLP or an expert: a gated one has a third."""
+    return 3 if recipe.activation == "swiglu" else 2
+
+
+def _routed(recipe: Recipe) -> int:
+    if recipe.num_experts is None or recipe.moe_ffn_hidden_size is None:
+        return 0
+    return recipe.num_experts * _mlp(recipe.hidden_size, recipe.moe_ffn_hidden_size, recipe)
+
+
+def _moe(recipe: Recipe) -> int:
+    assert recipe.num_experts is not None
+    router = recipe.num_experts * recipe.hidden_size  # the expert bias is a buffer
+    shared = recipe.moe_shared_expert_intermediate_size or 0
+    return _routed(recipe) + router + _mlp(recipe.hidden_size, shared, recipe)
+
+
+def _head_dim(recipe: Recipe) -> int:
+    return recipe.kv_channels or recipe.hidden_size // recipe.num_attention_heads
+
+
+def _attention(recipe: Recipe) -> int:
+    heads, dim = recipe.num_attention_heads, _head_dim(recipe)
+    groups = recipe.num_query_groups or heads
+    norms = 2 * dim if recipe.qk_layernorm else 0
+    return recipe.hidden_size * dim * (2 * heads + 2 * groups) + norms
+
+
+def _mla(recipe: Recipe) -> int:
+    heads, hidden, q_rank = recipe.num_attention_heads, recipe.hidden_size, recipe.q_lora_rank
+    latent, nope, rope, value = _mla_sizes(recipe)
+    query = heads * (nope + rope)
+    down_and_up = hidden * query if q_rank is None else q_rank * (hidden + query)
+    kv = hidden * (latent + rope) + latent * heads * (nope + value)
+    norms = (latent + (q_rank or 0)) if recipe.qk_layernorm else 0
+    return down_and_up + kv + heads * value * hidden + norms
+
+
+def _mla_sizes(recipe: Recipe) -> tuple[int, int, int, int]:
+    latent, nope = recipe.kv_lora_rank, recipe.qk_head_dim
+    rope, value = recipe.qk_pos_emb_head_dim, recipe.v_head_dim
+    assert latent and nope and rope and value  # recipe_checks has seen to it
+    return latent, nope, rope, value
+
+
+def _indexer_sizes(recipe: Recipe) -> tuple[int, int, int]:
+    heads, dim = recipe.dsa_indexer_n_heads, recipe.dsa_indexer_head_dim
+    assert heads and dim
+    return heads, dim, recipe.q_lora_rank or recipe.hidden_size
+
+
+def _dsa(recipe: Recipe) -> int:
+    heads, dim, source = _indexer_sizes(recipe)
+    # The key's norm is a LayerNorm in every model: weight and bias.
+    own = source * heads * dim + recipe.hidden_size * dim + 2 * dim + recipe.hidden_size * heads
+    return _mla(recipe) + own
+
+
+def _mamba3_widths(recipe: Recipe) -> tuple[int, int, int, int]:
+    own = recipe.mamba3
+    assert own is not None
+    inner = own.expand * recipe.hidden_size
+    heads = inner // own.head_dim
+    angles = int(own.state_dim * own.rope_fraction) // 2
+    projected = 2 * inner + 2 * own.state_dim * own.groups * own.rank + 3 * heads + angles
+    return inner, heads, projected, own.rank * own.state_dim
+
+
+def _mamba3(recipe: Recipe) -> int:
+    own = recipe.mamba3
+    assert own is not None
+    inner, heads, projected, state = _mamba3_widths(recipe)
+    hidden = recipe.hidden_size
+    biases = 2 * heads * state + 2 * own.state_dim + 2 * heads  # B and C, their norms, dt and D
+    mixing = 3 * heads * own.rank * own.head_dim  # x, z and the output
+    # The mixer normalises its own input as well: one norm more than the layer's.
+    return hidden * projected + biases + mixing + inner * hidden + hidden
+
+
+def _m2rnn_widths(recipe: Recipe) -> tuple[int, int, int]:
+    own = recipe.m2rnn
+    assert own is not None
+    heads = recipe.hidden_size // (own.key_dim + own.value_dim)
+    return heads, heads * own.value_dim, 2 * own.key_dim + heads * own.value_dim
+
+
+def _m2rnn(recipe: Recipe) -> int:
+    own = recipe.m2rnn
+    assert own is not None
+    heads, value, conv = _m2rnn_widths(recipe)
+    projection = recipe.hidden_size * (conv + heads + value)
+    state = heads * own.value_dim**2 + value + 2 * heads  # transition, residual, decay and dt
+    return projection + conv * (own.conv + 1) + state + value + value * recipe.hidden_size
+
+
+_LAYERS: dict[str, Callable[[Recipe], int]] = {
+    "D": _dsa,
+    "+": _mla,
+    "*": _attention,
+    "E": _moe,
+    "-": lambda recipe: _mlp(recipe.hidden_size, recipe.ffn_hidden_size, recipe),
+    "M": _mamba3,
+    "R": _m2rnn,
+}
+
+
+def flops(recipe: Recipe, squares: float | None = None) -> float:
+    """Floating-point operations of one token, forward and backward, every layer counted.
+
+    Recomputation is not counted, and sparse attention counts the keys it looks at.
+
+    Args:
+        recipe: the run.
+        squares: mean over tokens of the length of the token's document, where packed documents
+            attend to themselves only; default: the sequence length.
+    """
+    keys = (squares or recipe.seq_length) / 2  # causal: half of them on average
+    layout = recipe.layout
+    forward = sum(
+        count * _forward(recipe, letter, keys) for letter, count in layout.counts().items()
+    )
+    forward += layout.depths * 2 * 2 * recipe.hidden_size**2
+    forward += (1 + layout.depths) * 2 * recipe.hidden_size * recipe.padded_vocab_size
+    if recipe.ngram_hash is not None:
+        width = len(recipe.ngram_hash.tables) * recipe.ngram_hash.dim
+        forward += 2 * width * recipe.hidden_size
+    if recipe.structure is not None:
+        forward += 2 * recipe.structure.bottleneck * recipe.hidden_size
+    return _PASSES * forward
+
+
+def _forward(recipe: Recipe, letter: str, keys: float) -> float:
+    """Of one token in one layer, forward only."""
+    weights = _LAYERS[letter](recipe)
+    if letter == "E":
+        assert recipe.num_experts is not None
+        idle = _routed(recipe) * (1 - recipe.moe_router_topk / recipe.num_experts)
+        return 2 * (weights - idle)
+    if letter == "*":
+        return 2 * weights + 4 * keys * recipe.num_attention_heads * _head_dim(recipe)
+    if letter == "+":
+        _, nope, rope, value = _mla_sizes(recipe)
+        return 2 * weights + 2 * keys * recipe.num_attention_heads * (nope + rope + value)
+    if letter == "D":
+        latent, _, rope, _ = _mla_sizes(recipe)
+        assert recipe.dsa_indexer_topk is not None
+        chosen = min(keys, float(recipe.dsa_indexer_topk))
+        heads, dim, _ = _indexer_sizes(recipe)
+        attention = 2 * chosen * recipe.num_attention_heads * (2 * latent + rope)
+        return 2 * weights + attention + 2 * keys * heads * dim
+    if letter == "M":
+        assert recipe.mamba3 is not None
+        inner, _, _, state = _mamba3_widths(recipe)
+        # Per chunk: scores and their product with x, and the state in and out, at every rank.
+        chunk = recipe.mamba3.chunk * recipe.mamba3.rank
+        return 2 * weights + 2 * inner * (2 * state + chunk)
+    if letter == "R":
+        assert recipe.m2rnn is not None
+        _, value, _ = _m2rnn_widths(recipe)
+        return 2 * weights + 2 * value * recipe.m2rnn.key_dim * (recipe.m2rnn.value_dim + 2)
+    return 2 * weights
+
+
+def megatron_flops(recipe: Recipe) -> float:
+    """Floating-point operations of one token as stock Megatron reports them.
+
+    Its formula for hybrid models counts *, - and E and nothing for D and + (M and R reach no
+    release). Its formula for GPT models counts DSA as dense MLA, without the indexer.
+    """
+    layout = recipe.layout
+    counts = layout.counts()
+    hidden, keys = recipe.hidden_size, recipe.seq_length / 2
+    gate = _matrices(recipe) / 2
+    shared = recipe.moe_shared_expert_intermediate_size or 0
+    expert = (recipe.moe_ffn_hidden_size or 0) * recipe.moe_router_topk + shared
+    forward = 4 * gate * hidden * (counts["-"] * recipe.ffn_hidden_size + counts["E"] * expert)
+    forward += (1 + layout.depths) * 2 * hidden * recipe.padded_vocab_size
+    if recipe.kind != "hybrid":
+        # Norms count as products here: two of MLA's ranks, three of every MTP depth.
+        forward += layout.depths * 2 * (3 * hidden + 2 * hidden**2)
+        if recipe.attention != "full":
+            return _PASSES * (forward + (counts["+"] + counts["D"]) * _megatron_mla(recipe, keys))
+    return _PASSES * (forward + counts["*"] * _megatron_attention(recipe, keys))
+
+
+def _megatron_mla(recipe: Recipe, keys: float) -> float:
+    latent, nope, rope, value = _mla_sizes(recipe)
+    weights = _mla(recipe)
+    if not recipe.qk_layernorm:
+        weights += latent + (
+            recipe.q_lora_rank or 0
+        )  # it counts the norms even where there is none
+    return 2 * weights + 2 * keys * recipe.num_attention_heads * (nope + rope + value)
+
+
+def _megatron_attention(recipe: Recipe, keys: float) -> float:
+    heads = recipe.num_attention_heads
+    groups, dim = recipe.num_query_groups or heads, _head_dim(recipe)
+    return 2 * recipe.hidden_size * dim * (2 * heads + 2 * groups) + 4 * keys * heads * dim

@@ -1,0 +1,123 @@
+"""Hybrid layer patterns: what the letters say, and which Megatron version knows which letter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cppmega.errors import CppmegaError
+
+LETTERS = {
+    "D": "DeepSeek sparse attention (DSA)",
+    "+": "multi-latent attention (MLA)",
+    "*": "attention",
+    "E": "mixture of experts",
+    "-": "dense MLP",
+    "M": "Mamba-3",
+    "R": "M2RNN",
+}
+"""What a letter of a recipe's pattern means. Megatron's own `M` is Mamba-2: no recipe uses it."""
+
+_SINCE = {"*": (0, 16), "E": (0, 16), "-": (0, 16), "D": (0, 18), "+": (0, 19)}
+"""Letter -> first Megatron release line whose wheel can build it; a missing letter: none can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A parsed pattern."""
+
+    main: str
+    """The trunk, with `|` where a pipeline stage begins."""
+    mtp: str
+    """The layers of one MTP depth; empty: no MTP."""
+    depths: int
+
+    @property
+    def trunk(self) -> str:
+        """The trunk's letters alone."""
+        return self.main.replace("|", "")
+
+    @property
+    def letters(self) -> str:
+        """Every layer that is built: the trunk's and each depth's."""
+        return self.trunk + self.mtp * self.depths
+
+    @property
+    def stages(self) -> int:
+        """Pipeline segments that the pattern spells out; 1: none."""
+        return self.main.count("|") + 1
+
+    def counts(self) -> Counter[str]:
+        """Letter -> layers, trunk and MTP together."""
+        return Counter(self.letters)
+
+    def without(self, letters: Iterable[str]) -> Pattern:
+        """The same pattern with some letters left out."""
+        drop = str.maketrans("", "", "".join(letters))
+        mtp = self.mtp.translate(drop)
+        return Pattern(self.main.translate(drop), mtp, self.depths if mtp else 0)
+
+    def render(self) -> str:
+        """As Megatron spells it."""
+        return "/".join([self.main, *[self.mtp] * self.depths])
+
+
+def parse(text: str) -> Pattern:
+    """Read a pattern such as `DE+EDE/D-/D-`.
+
+    Raises:
+        CppmegaError: `bad-pattern`.
+    """
+    main, *depths = text.split("/")
+    if not main.replace("|", ""):
+        raise _bad(text, "it has no trunk layers", "The model would have no layers.")
+    if len(set(depths)) > 1:
+        raise _bad(
+            text,
+            f"its MTP depths differ: {', '.join(dict.fromkeys(depths))}",
+            "Megatron builds every depth from one pattern.",
+        )
+    if depths and not depths[0]:
+        raise _bad(text, "an MTP depth is empty", "Megatron would build no MTP at all.")
+    mtp = depths[0] if depths else ""
+    if "|" in mtp:
+        raise _bad(text, "an MTP depth holds a |", "MTP runs on the last pipeline stage.")
+    for place, letter in enumerate(text):
+        if letter not in LETTERS and letter not in "/|":
+            known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
+            raise _bad(
+                text,
+                f"character {place + 1}, {letter!r}, is no layer",
+                f"The letters are {known}; / starts an MTP depth, | a pipeline stage.",
+            )
+    if "*" in text and set("D+") & set(text):
+        raise _bad(
+            text,
+            "it mixes * with D or +",
+            "Megatron has one attention configuration for a whole model.",
+        )
+    return Pattern(main, mtp, len(depths))
+
+
+def unknown_to(pattern: Pattern, version: tuple[int, int]) -> list[str]:
+    """Letters of the pattern that no module of that Megatron release builds, in order."""
+    return [
+        letter
+        for letter in dict.fromkeys(pattern.letters)
+        if letter not in _SINCE or version < _SINCE[letter]
+    ]
+
+
+def since(letter: str) -> str:
+    """First release line with the letter, for messages; empty: no release has it."""
+    return ".".join(map(str, _SINCE[letter])) if letter in _SINCE else ""
+
+
+def _bad(text: str, what: str, why: str) -> CppmegaError:
+    return CppmegaError(
+        "bad-pattern",
+        f"Pattern {text!r}: {what}.",
+        why,
+        "correct the pattern, for example DE+EDE/D-/D-",
+    )

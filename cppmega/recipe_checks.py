@@ -1,0 +1,267 @@
+"""What must hold for a recipe to be trainable at all, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe, invalid
+
+
+def check(recipe: Recipe) -> None:
+    """Stop on a recipe that contradicts itself.
+
+    Raises:
+        CppmegaError: `recipe-invalid`, `width-not-aligned`, `bad-pattern`.
+    """
+    _arguments(recipe)
+    _layers(recipe)
+    _attention(recipe)
+    _experts(recipe)
+    _widths(recipe)
+    _parallel(recipe)
+    _training(recipe)
+
+
+def _arguments(recipe: Recipe) -> None:
+    for argument in recipe.arguments:
+        name = argument.partition("=")[0]
+        if name in FORBIDDEN_ARGUMENTS:
+            raise invalid(
+                recipe,
+                f"it holds {name}.",
+                "Switched-off NaN checks, mock data and loss-scaled fp16 have each hidden a "
+                "broken run behind a good throughput.",
+                f"leave {name} out"
+                + (" and pass --mock-data to the trainer" if name == "--mock-data" else ""),
+            )
+
+
+def _layers(recipe: Recipe) -> None:
+    if recipe.kind == "hybrid":
+        if recipe.num_layers or recipe.mtp_num_layers:
+            raise invalid(
+                recipe,
+                "a hybrid recipe sets num_layers or mtp_num_layers.",
+                "Both are counted from the pattern; two sources can disagree.",
+                "recipe.with_(num_layers=0, mtp_num_layers=0)",
+            )
+    elif recipe.pattern:
+        raise invalid(
+            recipe,
+            f"a {recipe.kind} recipe has a pattern.",
+            "Only hybrid models are built from one.",
+            "recipe.with_(kind='hybrid', ...) or pattern=''",
+        )
+    elif recipe.num_layers < 1 or recipe.mtp_num_layers < 0:
+        raise invalid(
+            recipe,
+            f"num_layers={recipe.num_layers}, mtp_num_layers={recipe.mtp_num_layers}.",
+            "A model has at least one layer.",
+        )
+    elif not 0 <= recipe.first_dense_layers <= recipe.num_layers:
+        raise invalid(
+            recipe,
+            f"first_dense_layers={recipe.first_dense_layers} of {recipe.num_layers} layers.",
+            "There are not so many.",
+        )
+    layout = recipe.layout
+    stages = recipe.pipeline_model_parallel_size
+    if layout.stages > 1 and layout.stages % stages:
+        raise CppmegaError(
+            "bad-pattern",
+            f"Pattern {recipe.pattern!r} has {layout.stages} stages for {stages} pipeline ranks.",
+            "Every rank needs the same number of them.",
+            "put as many | into the pattern as there are further ranks",
+        )
+    for letter, part in (("M", "mamba3"), ("R", "m2rnn")):
+        if letter in layout.letters and getattr(recipe, part) is None:
+            raise invalid(
+                recipe,
+                f"its pattern has {letter} but {part} is None.",
+                "The sizes of that mixer stand there.",
+            )
+
+
+def _attention(recipe: Recipe) -> None:
+    if recipe.uses_mla:
+        _need(
+            recipe,
+            "MLA and DSA layers",
+            *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        )
+        if recipe.num_query_groups is not None:
+            raise invalid(recipe, "num_query_groups is set with MLA.", "MLA has no groups.")
+    elif recipe.kv_channels is None and recipe.hidden_size % recipe.num_attention_heads:
+        raise invalid(
+            recipe,
+            f"hidden_size={recipe.hidden_size} is not divisible by "
+            f"num_attention_heads={recipe.num_attention_heads}.",
+            "A head would have a fraction of a channel.",
+            "recipe.with_(kv_channels=...) or another hidden_size",
+        )
+    if recipe.uses_dsa:
+        _need(
+            recipe,
+            "DSA layers",
+            *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+        )
+        assert recipe.dsa_indexer_topk is not None
+        if recipe.dsa_indexer_topk > recipe.seq_length:
+            raise invalid(recipe, "dsa_indexer_topk exceeds seq_length.", "Nothing is sparse.")
+        assert recipe.dsa_indexer_head_dim and recipe.qk_pos_emb_head_dim
+        if recipe.dsa_indexer_head_dim < recipe.qk_pos_emb_head_dim:
+            raise invalid(
+                recipe,
+                "dsa_indexer_head_dim is smaller than qk_pos_emb_head_dim.",
+                "The indexer rotates that many channels of each head.",
+            )
+        head = recipe.dsa_indexer_head_dim
+        if head & (head - 1):
+            raise invalid(
+                recipe,
+                f"dsa_indexer_head_dim={head} is no power of two.",
+                "The indexer's Hadamard rotation has no other sizes.",
+            )
+
+
+def _experts(recipe: Recipe) -> None:
+    if "E" in recipe.layout.letters:
+        _need(recipe, "MoE layers", "num_experts", "moe_ffn_hidden_size")
+        assert recipe.num_experts is not None
+        if recipe.moe_router_topk > recipe.num_experts:
+            raise invalid(recipe, "moe_router_topk exceeds num_experts.", "There are not so many.")
+        if recipe.moe_router_enable_expert_bias and recipe.moe_router_score_function != "sigmoid":
+            raise invalid(recipe, "the expert bias needs sigmoid scores.", "Megatron refuses it.")
+    elif recipe.num_experts is not None and recipe.kind == "hybrid":
+        raise invalid(recipe, "num_experts is set but no layer is E.", "It would do nothing.")
+
+
+def _widths(recipe: Recipe) -> None:
+    if recipe.kind == "loop":
+        return
+    multiple = 16 if recipe.precision == "fp8" else 8
+    for name, width in _matrix_widths(recipe):
+        if width % multiple:
+            raise CppmegaError(
+                "width-not-aligned",
+                f"Recipe {recipe.name}: {name}={width} is not a multiple of {multiple}.",
+                f"Tensor cores take {recipe.precision} matrices in steps of {multiple}; "
+                "Transformer Engine stops, or runs several times slower.",
+                f"recipe.with_({name}={-(-width // multiple) * multiple})",
+            )
+    if recipe.precision == "fp8" and recipe.num_attention_heads % 8:
+        raise CppmegaError(
+            "width-not-aligned",
+            f"Recipe {recipe.name}: num_attention_heads={recipe.num_attention_heads} "
+            "is not a multiple of 8.",
+            "FP8 attention needs it.",
+            "recipe.with_(precision='bf16') or another number of heads",
+        )
+
+
+def _matrix_widths(recipe: Recipe) -> Iterator[tuple[str, int]]:
+    names = (
+        *("hidden_size", "ffn_hidden_size", "kv_channels", "q_lora_rank", "kv_lora_rank"),
+        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "dsa_indexer_head_dim"),
+        *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "seq_length"),
+    )
+    for name in names:
+        value = getattr(recipe, name)
+        if value is not None:
+            yield name, value
+    yield "make_vocab_size_divisible_by", recipe.make_vocab_size_divisible_by
+
+
+def _parallel(recipe: Recipe) -> None:
+    if (recipe.gpus == 0) != (recipe.kind == "loop"):
+        raise invalid(
+            recipe,
+            f"gpus={recipe.gpus} does not go with kind={recipe.kind!r}.",
+            "Only a loop of our own runs without a GPU.",
+        )
+    model = recipe.tensor_model_parallel_size * recipe.pipeline_model_parallel_size
+    if max(recipe.gpus, 1) % model:
+        raise invalid(
+            recipe,
+            f"{recipe.gpus} GPUs cannot be split into TP x PP = {model}.",
+            "Every replica of the model needs that many.",
+        )
+    replicas = recipe.data_parallel_size
+    expert = recipe.expert_model_parallel_size
+    if expert > 1 and (recipe.num_experts is None or recipe.num_experts % expert):
+        raise invalid(
+            recipe,
+            f"{recipe.num_experts} experts do not divide into EP {expert}.",
+            "Every rank holds as many as the others.",
+        )
+    if replicas * recipe.tensor_model_parallel_size % expert:
+        raise invalid(
+            recipe,
+            f"EP {expert} does not divide the {replicas} data-parallel ranks.",
+            "Experts are spread over them.",
+        )
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(recipe, name) % recipe.tensor_model_parallel_size:
+            raise invalid(
+                recipe,
+                f"{name} does not divide by TP {recipe.tensor_model_parallel_size}.",
+                "Every rank computes as many as the others.",
+            )
+    if recipe.global_batch_size % (recipe.micro_batch_size * replicas):
+        raise invalid(
+            recipe,
+            f"global_batch_size={recipe.global_batch_size} is not a multiple of "
+            f"micro_batch_size x data-parallel ranks = {recipe.micro_batch_size} x {replicas}.",
+            "Some rank would have a part of a micro-batch.",
+            f"recipe.with_(global_batch_size={recipe.micro_batch_size * replicas})",
+        )
+    if recipe.overlap_param_gather and not (
+        recipe.overlap_grad_reduce and recipe.use_distributed_optimizer
+    ):
+        raise invalid(
+            recipe,
+            "overlap_param_gather without overlap_grad_reduce and the distributed optimizer.",
+            "Megatron refuses it.",
+        )
+
+
+def _training(recipe: Recipe) -> None:
+    if recipe.precision == "fp32" and recipe.kind != "loop":
+        raise invalid(recipe, "fp32 is for loops on CPU.", "DSA and the experts run in bf16.")
+    if recipe.cuda_graph_modules and recipe.cuda_graph_impl == "none":
+        raise invalid(
+            recipe,
+            "cuda_graph_modules without cuda_graph_impl.",
+            "Megatron accepts it and captures nothing.",
+            "recipe.with_(cuda_graph_impl='transformer_engine')",
+        )
+    if recipe.document_multiple > 1:
+        if not recipe.packed_documents:
+            raise invalid(recipe, "document_multiple without packed_documents.", "Nothing to pad.")
+        if recipe.seq_length % recipe.document_multiple:
+            raise invalid(
+                recipe,
+                "seq_length is no multiple of document_multiple.",
+                "The last document of a pack would end beyond it.",
+            )
+        needed = "mtp_roll_packed_sequences"
+        if recipe.layout.depths and recipe.kind != "loop" and needed not in recipe.patches:
+            raise invalid(
+                recipe,
+                "MTP on documents padded inside the pack without " + needed + ".",
+                "Stock Megatron rolls the labels at the wrong boundaries.",
+                f"recipe.with_(patches=(*recipe.patches, '{needed}'))",
+            )
+    if recipe.packed_documents and recipe.cuda_graph_impl != "none":
+        raise invalid(
+            recipe,
+            "packed_documents with CUDA graphs.",
+            "The number of documents changes from step to step; a graph has one.",
+        )
+
+
+def _need(recipe: Recipe, what: str, *names: str) -> None:
+    missing = [name for name in names if getattr(recipe, name) is None]
+    if missing:
+        raise invalid(recipe, f"{what} need {', '.join(missing)}.", "They have no default.")

@@ -1,0 +1,21 @@
+"""NAM56R's widths on one H200, with the layers that Megatron releases have: the measuring run."""
+
+from cppmega.recipes_index import load
+
+RECIPE = load("nam56r_h200_8gpu_bf16").with_(
+    name="nam56r_h200_slice",
+    purpose="NAM56R's widths, 6 layers and 2 MTP depths, on one H200",
+    gpus=1,
+    pattern="DE+EDE/D-/D-",
+    mamba3=None,
+    m2rnn=None,
+    ngram_hash=None,
+    structure=None,
+    expert_model_parallel_size=1,
+    micro_batch_size=1,
+    global_batch_size=1,
+    overlap_grad_reduce=False,
+    overlap_param_gather=False,
+    train_iters=50,
+    recompute_modules=(),
+)

@@ -1,0 +1,243 @@
+"""Recipes: additive, typed, refused where they contradict themselves, found by name and by path."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cppmega import pattern, recipes_index
+from cppmega.errors import CppmegaError
+from cppmega.recipe import Recipe
+
+SLICE = recipes_index.load("nam56r_h200_slice")
+GPT = recipes_index.load("dsv32_h200_slice")
+
+
+def refused(name: str, **changes: object) -> CppmegaError:
+    """The named error that changing the slice in this way raises."""
+    with pytest.raises(CppmegaError) as caught:
+        SLICE.with_(**changes)
+    assert caught.value.name == name, caught.value.render()
+    return caught.value
+
+
+def test_with_changes_one_field_and_keeps_every_other() -> None:
+    changed = SLICE.with_(micro_batch_size=2, global_batch_size=2)
+    assert changed.micro_batch_size == 2
+    assert changed.with_(micro_batch_size=1, global_batch_size=1) == SLICE
+
+
+def test_an_unknown_field_names_the_nearest_one() -> None:
+    assert "micro_batch_size" in refused("unknown-field", micro_batch=8).what
+
+
+def test_further_arguments_are_added_and_never_replaced() -> None:
+    twice = SLICE.plus("--moe-permute-fusion").plus("--log-params-norm")
+    assert twice.arguments == ("--moe-permute-fusion", "--log-params-norm")
+    assert "plus" in refused("unknown-field", arguments=("--log-params-norm",)).next
+
+
+@pytest.mark.parametrize(
+    "argument", ["--no-check-for-nan-in-loss-and-grad", "--mock-data", "--mock-data=1", "--fp16"]
+)
+def test_no_recipe_can_switch_off_nan_checks_or_turn_on_mock_data(argument: str) -> None:
+    with pytest.raises(CppmegaError, match="recipe-invalid"):
+        SLICE.plus(argument)
+
+
+def test_precision_has_no_default() -> None:
+    with pytest.raises(TypeError, match="precision"):
+        Recipe(  # type: ignore[call-arg]
+            name="x",
+            purpose="",
+            kind="gpt",
+            gpus=1,
+            num_layers=1,
+            hidden_size=64,
+            ffn_hidden_size=64,
+            num_attention_heads=8,
+            seq_length=64,
+            vocab_size=128,
+        )
+    assert "bf16" in refused("recipe-invalid", precision="bf61").what
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pattern": "DE+XDE/D-/D-"}, "character 4, 'X'"),
+        ({"pattern": "DE+EDE/D-/E-"}, "depths differ"),
+        ({"pattern": "*EDE"}, "mixes * with D"),
+        ({"pattern": "/D-"}, "no trunk"),
+        ({"pattern": "DE/D-|"}, "holds a |"),
+        ({"pattern": "DE/"}, "depth is empty"),
+    ],
+)
+def test_a_broken_pattern_says_where(changes: dict[str, str], said: str) -> None:
+    assert said in refused("bad-pattern", **changes).what
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"hidden_size": 4100}, "hidden_size=4100"),
+        ({"moe_ffn_hidden_size": 900}, "moe_ffn_hidden_size=900"),
+        ({"precision": "fp8", "ffn_hidden_size": 21512}, "ffn_hidden_size=21512"),
+        ({"precision": "fp8", "num_attention_heads": 12}, "num_attention_heads=12"),
+    ],
+)
+def test_a_broken_width_names_the_next_one_that_fits(
+    changes: dict[str, object], field: str
+) -> None:
+    error = refused("width-not-aligned", **changes)
+    assert field in error.what
+    if "heads" not in field:
+        fixed = int(error.next.partition("=")[2].rstrip(")"))
+        SLICE.with_(**{**changes, field.partition("=")[0]: fixed})  # the advice must hold
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": None},
+        {"num_experts": 2},  # top-k 4
+        {"moe_router_score_function": "softmax"},  # has an expert bias
+        {"dsa_indexer_topk": 8192},
+        {"dsa_indexer_head_dim": 72},
+        {"kv_lora_rank": None},
+        {"num_query_groups": 4},
+        {"global_batch_size": 3, "micro_batch_size": 2},
+        {"gpus": 3, "pipeline_model_parallel_size": 2},
+        {"expert_model_parallel_size": 5},
+        {"overlap_param_gather": True},
+        {"cuda_graph_modules": ("attn",)},
+        {"document_multiple": 8},
+        {"packed_documents": True, "document_multiple": 8},  # without the roll patch
+        {"precision": "fp32"},
+        {"kind": "loop"},
+        {"num_layers": 4},
+        {"hidden_size": 0},
+        {"lr_decay_style": "sawtooth"},
+        {"pattern": "DEM"},  # M without sizes
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, object]) -> None:
+    refused("recipe-invalid", **changes)
+
+
+def test_padding_inside_the_pack_is_accepted_with_the_patch_it_needs() -> None:
+    patches = (*SLICE.patches, "mtp_roll_packed_sequences")
+    packed = SLICE.with_(packed_documents=True, document_multiple=8, patches=patches)
+    assert packed.document_multiple == 8
+
+
+def test_a_gpt_recipe_has_the_layers_it_says() -> None:
+    assert GPT.layout.trunk == "D-DE"
+    assert (GPT.layout.mtp, GPT.layout.depths) == ("DE", 1)
+
+
+def test_the_full_pattern_is_the_one_the_model_is_defined_by() -> None:
+    layout = recipes_index.load("nam56r_h200_8gpu_bf16").layout
+    places = {letter: [i for i, c in enumerate(layout.trunk, 1) if c == letter] for letter in "D+R"}
+    assert places["D"] == [5, 9, 13, 21, 25, 29, 37, 41, 45]
+    assert places["+"] == [1, 17, 33, 49]
+    assert places["R"] == [12, 24, 36, 48]
+    assert len(layout.trunk) == 52
+    assert (layout.trunk.count("E"), layout.trunk.count("M")) == (22, 13)
+
+
+def test_what_a_release_does_not_know_depends_on_the_release() -> None:
+    layout = pattern.parse("DE+EM-R/D-")
+    assert pattern.unknown_to(layout, (0, 17)) == ["D", "+", "M", "R"]
+    assert pattern.unknown_to(layout, (0, 18)) == ["+", "M", "R"]
+    assert pattern.unknown_to(layout, (0, 19)) == ["M", "R"]
+    assert layout.without("D+MR").render() == "EE-/-"
+
+
+def test_every_shipped_recipe_names_patches_that_exist() -> None:
+    pages = {path.stem for path in (recipes_index.folder().parent / "upstream_patches").glob("*.py")}
+    for name in recipes_index.shipped():
+        assert set(recipes_index.load(name).patches) <= pages, name
+
+
+def test_the_precision_of_a_recipe_is_in_its_name_or_bf16() -> None:
+    for name in recipes_index.shipped():
+        recipe = recipes_index.load(name)
+        if recipe.gpus:
+            assert (recipe.precision == "fp8") == name.endswith("fp8"), name
+
+
+def test_an_unknown_recipe_names_the_nearest_one() -> None:
+    with pytest.raises(CppmegaError, match="Did you mean nam56r_h200_slice"):
+        recipes_index.load("nam56r_h200_slize")
+
+
+def test_a_recipe_is_loaded_by_path_and_must_carry_its_file_name(tmp_path: Path) -> None:
+    text = (
+        "from cppmega.recipes_index import load\n"
+        "RECIPE = load('smoke_cpu').with_(name='{name}', train_iters=3)\n"
+    )
+    own = tmp_path / "mine.py"
+    own.write_text(text.format(name="mine"))
+    assert recipes_index.load(str(own)).train_iters == 3
+    assert not list(tmp_path.glob("__pycache__"))  # the folder may be read-only
+    own.write_text(text.format(name="other"))
+    with pytest.raises(CppmegaError, match="recipe-broken"):
+        recipes_index.load(str(own))
+    own.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(CppmegaError, match="nowhere_to_be_found"):
+        recipes_index.load(str(own))
+
+
+def test_words_of_a_command_line_become_values() -> None:
+    changed = recipes_index.with_text(
+        SLICE, ["micro_batch_size=2", "global_batch_size=4", "dsa_kernel_backend=tilelang", "lr=1"]
+    )
+    assert (changed.micro_batch_size, changed.dsa_kernel_backend) == (2, "tilelang")
+    assert changed.lr == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("micro_batch_size", "bad-assignment"),
+        ("micro_batch_size=two", "bad-assignment"),
+        ("lr='high'", "bad-assignment"),
+        ("micro_batch=2", "unknown-field"),
+    ],
+)
+def test_a_bad_word_of_a_command_line_is_refused(word: str, name: str) -> None:
+    with pytest.raises(CppmegaError) as caught:
+        recipes_index.with_text(SLICE, [word])
+    assert caught.value.name == name
+
+
+def test_the_list_says_what_is_missing_and_what_was_measured(tmp_path: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(recipes_index.list_recipes(True))["recipes"]}
+    assert set(rows) == set(recipes_index.shipped())
+    assert rows["nam56r_h200_8gpu_bf16"]["parameters"] == 5_818_887_802
+    parts = [item["part"] for item in rows["nam56r_h200_8gpu_bf16"]["missing"]]
+    assert len(parts) == 4 and "13 layers M" in parts[0]
+    assert rows["nam56r_h200_slice"]["missing"] == []
+    for date, headline in (("2026-01-01", "old"), ("2026-02-01", "new")):
+        result = {"recipe": "nam56r_h200_slice", "date": date, "headline": headline}
+        (tmp_path / f"{headline}.json").write_text(json.dumps(result))
+    (tmp_path / "torn.json").write_text("{")
+    last = recipes_index.last_result("nam56r_h200_slice", tmp_path)
+    assert last is not None and last["headline"] == "new"
+    assert recipes_index.last_result("smoke_cpu", tmp_path) is None
+    table = recipes_index.list_recipes()
+    assert all(name in table for name in rows)
+
+
+def test_listing_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from cppmega.recipes_index import list_recipes; list_recipes();"
+        "print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
