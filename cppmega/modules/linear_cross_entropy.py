@@ -1,0 +1,156 @@
+"""Megatron's output layer with a loss in it, so that the logits never exist.
+
+`LinearCrossEntropyModule` is a `ColumnParallelLinear`: same constructor, parameters, state-dict
+keys, sharded checkpoint and hooks. Called as Megatron calls it, it *is* one. Called with `labels`
+it returns the loss per token through `cppmega.ops.linear_cross_entropy`. Because that is a call of
+the module and not of a function beside it, the pre-forward hooks run which gather parameters
+(distributed optimizer with overlap).
+
+Works on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2, whose constructors differ: it has none of
+its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.ops.linear_cross_entropy import (
+    LinearCrossEntropyOutput,
+    Upstream,
+    linear_cross_entropy,
+)
+
+
+class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
+    """`ColumnParallelLinear` with a second call form that ends in the loss.
+
+    Call forms:
+        module(hidden, weight=None, runtime_gather_output=None) -> (logits, bias), exactly
+            Megatron's.
+        module(hidden, weight=None, labels=...) -> `LinearCrossEntropyOutput`, loss and argmax
+            `[b, s]`.
+
+    Reductions over the tensor-parallel group in the second form: with sequence parallelism hidden
+    is gathered here, and the backward of the gather reduce-scatters dX; without it the op
+    all-reduces dX, unless `disable_grad_reduce` left that to another. dW is never reduced: each
+    rank owns its part of the vocabulary.
+    """
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
+        upstream: Upstream = "arbitrary",
+        vocab_size: int | None = None,
+        ignore_index: int = -100,
+        logit_scale: float = 1.0,
+        return_argmax: bool = False,
+        caller: str = "LinearCrossEntropyModule",
+    ) -> Any:
+        """Logits, or the loss if there are labels.
+
+        Args:
+            input_: `[s, b, H]` hidden states; `[s/tp, b, H]` with sequence parallelism.
+            weight: `[V/tp, H]`, instead of the module's own (tied embeddings).
+            runtime_gather_output: see `ColumnParallelLinear`; True is refused with labels.
+            labels: `[b, s]` int64 token ids, as Megatron passes them.
+            loss_weights: `[b, s]`, such as the loss mask: what the gradient of the loss will be, up
+                to one scalar. Only with `upstream="weighted-scalar"`.
+            upstream: promise about the gradient of the loss, see `linear_cross_entropy`.
+            vocab_size: true vocabulary; None counts the padding columns, as Megatron does.
+            ignore_index: label without a loss.
+            logit_scale: factor on the logits (MuP).
+            return_argmax: the arg-max token too.
+            caller: named if the promise is broken.
+
+        Returns:
+            `(logits, bias)` without labels; with them `LinearCrossEntropyOutput`.
+
+        Raises:
+            CppmegaError: `linear-ce-module` if this layer is set up in a way that the loss form
+                does not do (see `loss_obstacle`), or what `linear_cross_entropy` raises.
+        """
+        if labels is None:
+            if loss_weights is not None or return_argmax or upstream != "arbitrary":
+                raise CppmegaError(
+                    "linear-ce-module",
+                    "loss_weights, return_argmax or upstream were given without labels.",
+                    "The call would return logits, and these arguments would do nothing.",
+                    "pass labels, or leave them out",
+                )
+            return super().forward(input_, weight, runtime_gather_output)
+        obstacle = self.loss_obstacle(weight, runtime_gather_output)
+        if obstacle:
+            raise CppmegaError(
+                "linear-ce-module",
+                f"The output layer was called with labels, but {obstacle}.",
+                "The loss would not be the one that Megatron's own path computes.",
+                "call it without labels and compute the loss from the logits",
+            )
+        if weight is None:
+            weight = self.weight
+        hidden = input_
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                input_, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        out = linear_cross_entropy(
+            hidden,
+            weight,
+            labels.transpose(0, 1),
+            loss_weights=None if loss_weights is None else loss_weights.transpose(0, 1),
+            upstream=upstream,
+            vocab_size=vocab_size,
+            ignore_index=ignore_index,
+            logit_scale=logit_scale,
+            tp_group=self.tp_group,
+            hidden_grad="reduced" if self.allreduce_dgrad else "partial",
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            return_argmax=return_argmax,
+            caller=caller,
+        )
+        return LinearCrossEntropyOutput(
+            out.loss.transpose(0, 1).contiguous(),
+            out.argmax.transpose(0, 1).contiguous() if out.argmax is not None else None,
+            out.backend,
+        )
+
+    def loss_obstacle(
+        self, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> str | None:
+        """Why this layer cannot be called with labels, as half a sentence; None if it can.
+
+        Depends on the configuration and the arguments alone, so a caller can take Megatron's own
+        path by it.
+
+        Args:
+            weight: as for `forward`.
+            runtime_gather_output: as for `forward`.
+        """
+        config = self.config
+        expected = (self.output_size_per_partition, self.input_size)
+        used = self.weight if weight is None else weight
+        gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        obstacles = {
+            "no weight was supplied and the layer has none": used is None,
+            f"the weight is not shaped {expected}": used is not None
+            and tuple(used.shape) != expected,
+            "it has a bias": self.bias is not None,
+            "it gathers its output over ranks": gathers and self.output_size != expected[0],
+            "it belongs to an expert": self.is_expert,
+            "defer_embedding_wgrad_compute is on": config.defer_embedding_wgrad_compute,
+            "its weight is sharded by generalized tensor parallelism": getattr(
+                self, "gtp_remat_size", 1
+            )
+            > 1,
+        }
+        return next((what for what, is_so in obstacles.items() if is_so), None)

@@ -1,0 +1,329 @@
+"""Cross-entropy of `hidden @ weight.T` without the logits: the language-model head and MTP heads.
+
+Per-token loss and, if wanted, the arg-max token, holding one chunk of logits at a time. Vocabulary
+split over a process group, padding columns, an ignored target, a logit scale, fp32 accumulation of
+dW, also straight into Megatron's `weight.main_grad`.
+
+Three GEMMs or four. The unfused path does three GEMMs (logits, dX, dW), so a kernel that computes
+the logits again in the backward is not faster than it. In training the upstream gradient of token
+i is `scalar * loss_weights[i]`, with the weights (the loss mask) known in the forward and only the
+scalar (1/tokens, the loss scale) unknown. A caller that promises this with
+`upstream="weighted-scalar"` gets dX and dW computed in the forward, while the chunk of logits is at
+hand, with the weights folded into each row; the backward multiplies by the scalar. The promise is
+checked on the device in every backward, without waiting for it. Any other upstream gradient is
+right too, at four GEMMs: `upstream="arbitrary"`, the default.
+
+Memory held between forward and backward with the promise: dX in the type of hidden and dW in fp32,
+`4 * H * V/tp` bytes per head (2 GiB at H=4096, V=131072); without it, one fp32 number per token.
+Neither can go into `main_grad` in the forward: there the scalar is not known.
+
+Numerics. Logits are rounded to the type of the inputs before the softmax, as the unfused path does,
+the rest is fp32; dlogits are rounded once for the tensor cores; dX, kept in the type of hidden, is
+rounded once more by the scalar. Against fp64, errors are those of the unfused path (the benchmark
+prints both). fp16 gradients are computed with the weights normalised to their largest, times 1024,
+so that neither a loss scale nor a small 1/tokens leaves the range.
+
+Source: the three-GEMM scheme is that of https://github.com/mgmalek/efficient_cross_entropy; weights
+per row and the deferred scalar are ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.ops import linear_cross_entropy_external as external
+from cppmega.ops import linear_cross_entropy_reference as reference
+from cppmega.ops.linear_cross_entropy_autograd import DeferredScalar, MainGrad, Recompute
+from cppmega.ops.linear_cross_entropy_chunks import (
+    ChunkKernels,
+    Problem,
+    default_chunk_tokens,
+    walk,
+)
+
+ENVIRONMENT = "CPPMEGA_LINEAR_CE_KERNEL"
+BACKENDS = ("triton", "liger", "cce", "reference")
+Upstream = Literal["weighted-scalar", "arbitrary"]
+HiddenGrad = Literal["reduced", "partial"]
+
+_LOG = logging.getLogger(__name__)
+_said: set[str] = set()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """What `linear_cross_entropy` returns.
+
+    Attributes:
+        loss: shape of the targets, fp32 (fp64 for fp64 inputs), in nats, not multiplied by
+            `loss_weights`; 0 where the target is ignored.
+        argmax: shape of the targets, int64, no gradient: the token with the largest logit, the
+            lowest of equals, -1 where the target is ignored. None unless asked for.
+        backend: which backend computed it.
+    """
+
+    loss: Tensor
+    argmax: Tensor | None
+    backend: str
+
+
+def select_backend(
+    requested: str | None, device: torch.device, dtype: torch.dtype
+) -> tuple[str, str]:
+    """Which backend runs, and why.
+
+    Args:
+        requested: a backend or "auto"; None reads `CPPMEGA_LINEAR_CE_KERNEL`, default "auto".
+        device: of the tensors.
+        dtype: of the tensors.
+
+    Returns:
+        A name from `BACKENDS` and one sentence. `auto` says it once per process, on rank 0.
+
+    Raises:
+        CppmegaError: an unknown name, or a backend asked for by name that cannot run here.
+    """
+    asked = requested or os.environ.get(ENVIRONMENT) or "auto"
+    if asked not in (*BACKENDS, "auto"):
+        raise CppmegaError(
+            "linear-ce-backend-unknown",
+            f"{asked!r} is no backend of linear cross-entropy.",
+            "A misspelt name would otherwise run another kernel than the one measured.",
+            f"set {ENVIRONMENT} to auto, {', '.join(BACKENDS)}",
+        )
+    obstacle = _triton_obstacle(device, dtype) if asked in ("auto", "triton") else None
+    if asked == "auto":
+        name = "reference" if obstacle else "triton"
+        reason = obstacle or f"{device.type} and {dtype}"
+        _say_once(f"linear cross-entropy: auto chose {name}: {reason}")
+        return name, reason
+    if obstacle:
+        raise CppmegaError(
+            "linear-ce-backend-unavailable",
+            f"Backend triton was asked for, but: {obstacle}.",
+            "Another backend has other rounding and other speed; it is not taken in silence.",
+            f"unset {ENVIRONMENT} (auto), or set it to reference",
+        )
+    return asked, "asked for by name"
+
+
+def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if dtype == torch.float64:
+        return "the tensors are fp64"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def _say_once(message: str) -> None:
+    first_rank = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if message not in _said and first_rank:
+        _LOG.warning(message)
+    _said.add(message)
+
+
+def _graph_break(function: _Function) -> _Function:
+    """`torch.compiler.disable`, which has no type of its own."""
+    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+@_graph_break
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    loss_weights: Tensor | None = None,
+    upstream: Upstream = "arbitrary",
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    hidden_grad: HiddenGrad = "reduced",
+    gradient_accumulation_fusion: bool = False,
+    return_argmax: bool = False,
+    backend: str | None = None,
+    chunk_tokens: int | None = None,
+    caller: str = "linear_cross_entropy",
+) -> LinearCrossEntropyOutput:
+    """Cross-entropy per token of `logit_scale * hidden @ weight.T` against `targets`.
+
+    Under torch.compile it is a graph break, not a failure. Under no_grad only the loss is computed.
+
+    Args:
+        hidden: `[..., H]`, the same on all ranks of `tp_group` (a caller with sequence parallelism
+            gathers it first); bf16, fp16, fp32, and fp64 on the reference backend.
+        weight: `[V/tp, H]`, same type: this rank's rows of the output matrix, rank r holding the
+            token ids from `r * V/tp` on.
+        targets: shape of hidden without its last, integer, global token ids.
+        loss_weights: shape of targets: what the upstream gradient will be up to one scalar, such as
+            the loss mask. Only with "weighted-scalar"; None is all ones. Their own gradient is not
+            computed.
+        upstream: "weighted-scalar" promises that the gradient which reaches `loss` is
+            `scalar * loss_weights` (rows with an ignored target may have any): three GEMMs.
+            "arbitrary" promises nothing: four.
+        vocab_size: the true vocabulary; columns from there on are not in the softmax, get no
+            gradient and win no argmax. None counts every column, as Megatron does.
+        ignore_index: target of rows that have no loss.
+        logit_scale: factor on the logits (MuP).
+        tp_group: group over which the vocabulary is split. Per chunk, one all-gather of four
+            numbers per token.
+        hidden_grad: "reduced" sums dX over `tp_group` in the backward, in the type of hidden.
+            "partial" returns this rank's part, for a caller whose own backward sums it: the
+            reduce-scatter of a sequence-parallel gather. dW needs no reduction over `tp_group`.
+        gradient_accumulation_fusion: add dW to `weight.main_grad` in the backward, and set
+            `weight.grad_added_to_main_grad`, as Megatron's linear layers do.
+        return_argmax: the arg-max token too.
+        backend: a name from `BACKENDS` or "auto"; None reads `CPPMEGA_LINEAR_CE_KERNEL`.
+        chunk_tokens: tokens per chunk; None takes what fits in 1 GiB of logits.
+        caller: named in the message if the promise is broken, such as the name of a patch.
+
+    Returns:
+        See `LinearCrossEntropyOutput`.
+
+    Raises:
+        CppmegaError: shapes, types or arguments that do not fit, or a backend that cannot do what
+            is asked.
+        RuntimeError: on the CPU at once, on CUDA as a device-side assertion: a target outside
+            `[0, vocab_size)` on a row that counts, or a broken promise in the backward.
+    """
+    ranks = tp_group.size() if tp_group is not None else 1
+    padded_vocabulary = weight.shape[0] * ranks
+    vocabulary = padded_vocabulary if vocab_size is None else vocab_size
+    _check(
+        hidden, weight, targets, loss_weights, upstream, hidden_grad, vocabulary, padded_vocabulary
+    )
+    name, _ = select_backend(backend, hidden.device, hidden.dtype)
+    shape = targets.shape
+    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    flat_targets = targets.reshape(-1).long()
+    ignored = flat_targets == ignore_index
+    counts = ~ignored
+    if loss_weights is not None:
+        counts &= loss_weights.reshape(-1) != 0
+    known = (flat_targets >= 0) & (flat_targets < vocabulary)
+    torch._assert_async(
+        (known | ~counts).all(),
+        f"{caller}: a target is outside [0, {vocabulary}) and is not the ignored one, "
+        f"{ignore_index}",
+    )
+    main_grad = None
+    if gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
+        main_grad = MainGrad.of(weight)
+
+    if name in ("liger", "cce"):
+        run = external.liger if name == "liger" else external.cce
+        request = external.Request(
+            tensor_parallel=ranks > 1,
+            padded=vocabulary != padded_vocabulary,
+            logit_scale=logit_scale,
+            want_argmax=return_argmax,
+            main_grad=main_grad is not None,
+            ignore_index=ignore_index,
+        )
+        loss, predicted = run(rows, weight, flat_targets, request)
+        argmax = predicted.view(shape) if return_argmax else None
+        return LinearCrossEntropyOutput(loss.view(shape), argmax, name)
+
+    first_column = tp_group.rank() * weight.shape[0] if tp_group is not None else 0
+    problem = Problem(
+        targets=flat_targets,
+        columns=min(max(vocabulary - first_column, 0), weight.shape[0]),
+        first_column=first_column,
+        ignored=ignored,
+        logit_scale=logit_scale,
+        tp_group=tp_group if ranks > 1 else None,
+        chunk_tokens=chunk_tokens
+        or default_chunk_tokens(rows.shape[0], weight.shape[0], hidden.element_size()),
+        want_argmax=return_argmax,
+        kernels=_kernels(name),
+    )
+    reduced = hidden_grad == "reduced"
+    if not (torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)):
+        done = walk(problem, rows, weight)
+        loss, found = cast(Tensor, done.loss), done.argmax
+    elif upstream == "weighted-scalar":
+        counted = _counted_weights(loss_weights, ignored, problem.kernels, hidden.dtype)
+        loss, found = DeferredScalar.apply(  # type: ignore[no-untyped-call]
+            rows, weight, problem, counted, reduced, main_grad, caller
+        )
+    else:
+        loss, found = Recompute.apply(  # type: ignore[no-untyped-call]
+            rows, weight, problem, reduced, main_grad
+        )
+    return LinearCrossEntropyOutput(
+        loss.view(shape), found.view(shape) if found is not None else None, name
+    )
+
+
+def _kernels(name: str) -> ChunkKernels:
+    if name == "reference":
+        return reference
+    from cppmega.ops import linear_cross_entropy_triton as triton_kernels
+
+    return triton_kernels
+
+
+def _counted_weights(
+    loss_weights: Tensor | None, ignored: Tensor, kernels: ChunkKernels, dtype: torch.dtype
+) -> Tensor:
+    """`[N]`: the promised weights, 0 on rows whose loss is constant."""
+    wide = kernels.accumulation_dtype(dtype)
+    if loss_weights is None:
+        return (~ignored).to(wide)
+    return loss_weights.detach().reshape(-1).to(wide).masked_fill(ignored, 0)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss_weights: Tensor | None,
+    upstream: str,
+    hidden_grad: str,
+    vocabulary: int,
+    padded_vocabulary: int,
+) -> None:
+    shapes: dict[str, Any] = {
+        "hidden": list(hidden.shape),
+        "weight": list(weight.shape),
+        "targets": list(targets.shape),
+        "loss_weights": None if loss_weights is None else list(loss_weights.shape),
+    }
+    problems = {
+        "weight is not [V/tp, H] with the H of hidden": weight.dim() != 2
+        or hidden.shape[-1] != weight.shape[-1],
+        "targets are not shaped like hidden without H": targets.shape != hidden.shape[:-1],
+        "loss_weights are not shaped like targets": loss_weights is not None
+        and loss_weights.shape != targets.shape,
+        f"hidden is {hidden.dtype} and weight {weight.dtype}": hidden.dtype != weight.dtype,
+        f"targets are {targets.dtype}": targets.is_floating_point(),
+        f"{hidden.dtype} is not supported": hidden.dtype
+        not in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+        f"vocab_size {vocabulary} is not in 1..{padded_vocabulary}": not (
+            0 < vocabulary <= padded_vocabulary
+        ),
+        f"upstream is {upstream!r}": upstream not in ("weighted-scalar", "arbitrary"),
+        f"hidden_grad is {hidden_grad!r}": hidden_grad not in ("reduced", "partial"),
+        'loss_weights without upstream="weighted-scalar"': loss_weights is not None
+        and upstream == "arbitrary",
+    }
+    wrong = [what for what, is_so in problems.items() if is_so]
+    if wrong:
+        raise CppmegaError(
+            "linear-ce-arguments",
+            f"{'; '.join(wrong)} (shapes {shapes}).",
+            "The loss would be of something else than was meant.",
+            "see the docstring of cppmega.ops.linear_cross_entropy.linear_cross_entropy",
+        )

@@ -1,0 +1,259 @@
+"""The walk over chunks of tokens that every backend of linear cross-entropy of ours shares.
+
+One chunk holds `[n, V/tp]` logits; nothing larger than that ever exists. Per chunk:
+
+    logits = scale * hidden @ weight.T                    GEMM 1
+    lse, target logit, argmax   (all-gather over TP)      row kernel, first read
+    dlogits = row_weight * (softmax - onehot), in place   row kernel, second read
+    dX[chunk] = dlogits @ weight                          GEMM 2
+    dW += dlogits.T @ hidden[chunk]                       GEMM 3, accumulated in fp32
+
+What differs between backends (`linear_cross_entropy_triton`, `linear_cross_entropy_reference`) is
+how one chunk is computed; each of them is a module that has the functions of `ChunkKernels`.
+
+Source: the three-GEMM scheme is that of https://github.com/mgmalek/efficient_cross_entropy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LOGITS_BYTES = 1 << 30
+"""Budget of the logits of one chunk, in bytes.
+
+At V=131072 in bf16 this is a chunk of 4096 tokens. Every chunk reads and writes the whole fp32 dW
+once, which costs as much time as about 250 tokens of matrix work on an H200: chunks of 1024 tokens
+lose a fifth of the speed, chunks of 4096 a twentieth. Twice the budget buys 2-3 % more.
+"""
+
+
+class RowStatistics(NamedTuple):
+    """What one pass over the rows of a chunk of logits yields; each is `[n]`."""
+
+    log_sum_exp: Tensor
+    target_logit: Tensor
+    maximum: Tensor
+    argmax: Tensor | None
+
+
+class ChunkKernels(Protocol):
+    """The functions a backend module has. `targets` are columns of this shard, -1 for none."""
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Type in which dX is kept between forward and backward, for inputs of `dtype`."""
+
+    def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Type of the losses and of the dW accumulator, for inputs of `dtype`."""
+
+    def logits_buffer(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """Uninitialised `[rows, columns]`, on the device of `like`."""
+
+    def logits(self, hidden: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
+        """out = scale * hidden @ weight.T"""
+
+    def statistics(
+        self, logits: Tensor, targets: Tensor, columns: int, want_argmax: bool
+    ) -> RowStatistics:
+        """Statistics of `logits[:, :columns]`."""
+
+    def gradient_(
+        self, logits: Tensor, targets: Tensor, columns: int, lse: Tensor, row_weights: Tensor
+    ) -> None:
+        """Overwrite logits by `row_weights * (exp(logits - lse) - onehot)`; 0 from `columns` on."""
+
+    def statistics_and_gradient_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        columns: int,
+        row_weights: Tensor,
+        want_argmax: bool,
+    ) -> RowStatistics:
+        """Both of the above for a vocabulary that is whole on this rank."""
+
+    def hidden_gradient(self, dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
+        """out = scale * dlogits @ weight"""
+
+    def weight_gradient(
+        self, dlogits: Tensor, hidden: Tensor, scale: float, accumulate: bool, out: Tensor
+    ) -> None:
+        """out = scale * dlogits.T @ hidden, added to what is there if `accumulate`."""
+
+    def scaled(self, source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """factor * source, computed in fp32 at least, rounded once to `dtype`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a call is about besides hidden and weight, checked and brought to one form.
+
+    Attributes:
+        targets: `[N]` int64, global token ids.
+        columns: how many of this rank's `V/tp` rows of the weight are real tokens, not padding.
+        first_column: global token id of this rank's row 0.
+        ignored: `[N]` bool, rows whose loss is 0 whatever the logits.
+        logit_scale: factor on the logits.
+        tp_group: process group over which the vocabulary is split, None if it is whole.
+        chunk_tokens: rows per chunk.
+        want_argmax: compute the arg-max token too.
+        kernels: the backend.
+    """
+
+    targets: Tensor
+    columns: int
+    first_column: int
+    ignored: Tensor
+    logit_scale: float
+    tp_group: dist.ProcessGroup | None
+    chunk_tokens: int
+    want_argmax: bool
+    kernels: ChunkKernels
+
+    def local_targets(self) -> Tensor:
+        """`[N]` int64: the target's column in this shard; -1 if elsewhere or ignored."""
+        local = self.targets - self.first_column
+        here = (local >= 0) & (local < self.columns) & ~self.ignored
+        return torch.where(here, local, -1)
+
+
+class Walk(NamedTuple):
+    """Result of a walk.
+
+    Attributes:
+        loss: `[N]`, unweighted, 0 where ignored; None if `lse` was given.
+        lse: `[N]`, over the whole vocabulary.
+        argmax: `[N]` int64 global token ids, -1 where ignored; None unless wanted.
+        hidden_grad: `[N, H]`, of this rank's part of the vocabulary only.
+        weight_grad: `[V/tp, H]`, or None where it went into the caller's accumulator.
+    """
+
+    loss: Tensor | None
+    lse: Tensor
+    argmax: Tensor | None
+    hidden_grad: Tensor | None
+    weight_grad: Tensor | None
+
+
+def default_chunk_tokens(tokens: int, columns: int, itemsize: int) -> int:
+    """Rows per chunk: what fits in `LOGITS_BYTES`, then evened out over the chunks.
+
+    Multiples of 128, the tile of the matrix units' kernels, so that no chunk but the last pads.
+    """
+    most = max(128, LOGITS_BYTES // (columns * itemsize) // 128 * 128)
+    chunks = max(1, -(-tokens // most))
+    even = -(-tokens // chunks)
+    return min(most, max(128, -(-even // 128) * 128))
+
+
+def combine_over_ranks(local: RowStatistics, shard: int, group: dist.ProcessGroup) -> RowStatistics:
+    """Statistics over the whole vocabulary from each rank's, with one all-gather of `[4, n]`.
+
+    Every rank computes the same bits from the same gathered numbers. Equal maxima go to the lowest
+    token id, as in `torch.argmax`. Column numbers travel as floats: exact below 2**24.
+    """
+    columns = torch.zeros_like(local.maximum) if local.argmax is None else local.argmax
+    mine = torch.stack(
+        [local.log_sum_exp, local.target_logit, local.maximum, columns.to(local.maximum.dtype)]
+    )
+    gathered = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(gathered, mine.view(-1), group=group)
+    lse, target, maximum, column = gathered.view(group.size(), *mine.shape).unbind(1)
+    winner = maximum.argmax(dim=0, keepdim=True)
+    argmax = None
+    if local.argmax is not None:
+        argmax = (column.gather(0, winner).long() + winner * shard).squeeze(0)
+    return RowStatistics(lse.logsumexp(0), target.sum(0), maximum.amax(0), argmax)
+
+
+def walk(
+    problem: Problem,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    row_weights: Tensor | None = None,
+    gradient_scale: float = 1.0,
+    lse: Tensor | None = None,
+    want_hidden_grad: bool = False,
+    want_weight_grad: bool = False,
+    accumulate_into: Tensor | None = None,
+) -> Walk:
+    """Go once over all chunks.
+
+    Args:
+        problem: the call.
+        hidden: `[N, H]`.
+        weight: `[V/tp, H]`, this rank's rows of the output matrix.
+        row_weights: `[N]` fp32, factor on each row's gradient; needed for any gradient.
+        gradient_scale: factor on both gradients, applied inside the GEMM in fp32.
+        lse: `[N]` of an earlier walk: skips the statistics, the loss and their communication.
+        want_hidden_grad: compute dX.
+        want_weight_grad: compute dW.
+        accumulate_into: `[V/tp, H]` fp32 to which dW is added instead of being returned.
+
+    Returns:
+        See `Walk`. Deterministic: the order of every sum depends on the shapes alone.
+    """
+    kernels = problem.kernels
+    tokens, shard = hidden.shape[0], weight.shape[0]
+    wide = kernels.accumulation_dtype(hidden.dtype)
+    loss = hidden.new_empty(tokens, dtype=wide) if lse is None else None
+    all_lse = hidden.new_empty(tokens, dtype=wide) if lse is None else lse
+    argmax = (
+        torch.empty(tokens, dtype=torch.int64, device=hidden.device)
+        if problem.want_argmax and lse is None
+        else None
+    )
+    hidden_grad = (
+        torch.empty_like(hidden, dtype=kernels.gradient_dtype(hidden.dtype))
+        if want_hidden_grad
+        else None
+    )
+    weight_grad = accumulate_into
+    if want_weight_grad and weight_grad is None:
+        # The first chunk overwrites; only a call without tokens leaves the zeros to be seen.
+        allocate = torch.empty_like if tokens else torch.zeros_like
+        weight_grad = allocate(weight, dtype=wide)
+    scale = gradient_scale * problem.logit_scale
+    targets = problem.local_targets()
+    step = problem.chunk_tokens
+    buffer = kernels.logits_buffer(min(step, tokens), shard, hidden)
+
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        logits = buffer[: rows.stop - start]
+        kernels.logits(hidden[rows], weight, problem.logit_scale, logits)
+        chunk = (logits, targets[rows], problem.columns)
+        if loss is not None:
+            if row_weights is not None and problem.tp_group is None:
+                found = kernels.statistics_and_gradient_(
+                    *chunk, row_weights[rows], problem.want_argmax
+                )
+            else:
+                found = kernels.statistics(*chunk, problem.want_argmax)
+            if problem.tp_group is not None:
+                found = combine_over_ranks(found, shard, problem.tp_group)
+            all_lse[rows] = found.log_sum_exp
+            loss[rows] = found.log_sum_exp - found.target_logit
+            if argmax is not None and found.argmax is not None:
+                argmax[rows] = found.argmax
+        if row_weights is None:
+            continue
+        if loss is None or problem.tp_group is not None:
+            kernels.gradient_(*chunk, all_lse[rows], row_weights[rows])
+        if hidden_grad is not None:
+            kernels.hidden_gradient(logits, weight, scale, hidden_grad[rows])
+        if want_weight_grad and weight_grad is not None:
+            adding = start > 0 or accumulate_into is not None
+            kernels.weight_gradient(logits, hidden[rows], scale, adding, weight_grad)
+
+    if loss is not None:
+        loss.masked_fill_(problem.ignored, 0)
+    if argmax is not None:
+        argmax.masked_fill_(problem.ignored, -1)
+    returned = weight_grad if accumulate_into is None else None
+    return Walk(loss, all_lse, argmax, hidden_grad, returned)

@@ -1,0 +1,92 @@
+"""Linear cross-entropy, one chunk at a time, in plain torch: any device, no kernel of ours.
+
+Everything is computed in fp32 (fp64 for fp64 inputs) from the inputs as they are, so it is also the
+yardstick of the other backends: what they lose is what their rounding of the logits costs. See
+`linear_cross_entropy_chunks.ChunkKernels` for what each function has to do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cppmega.ops.linear_cross_entropy_chunks import RowStatistics
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64 inputs (which `torch.autograd.gradcheck` needs)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Not rounded before the deferred scalar is applied."""
+    return accumulation_dtype(dtype)
+
+
+def logits_buffer(rows: int, columns: int, like: Tensor) -> Tensor:
+    """`[rows, columns]` in the accumulation type."""
+    return like.new_empty(rows, columns, dtype=accumulation_dtype(like.dtype))
+
+
+def logits(hidden: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale * hidden @ weight.T"""
+    torch.mm(hidden.to(out.dtype), weight.to(out.dtype).t(), out=out).mul_(scale)
+
+
+def statistics(logits: Tensor, targets: Tensor, columns: int, want_argmax: bool) -> RowStatistics:
+    """Statistics of `logits[:, :columns]`; a shard that is all padding has lse -inf."""
+    if columns == 0:
+        empty = logits.new_full(targets.shape, -torch.inf)
+        return RowStatistics(
+            empty,
+            torch.zeros_like(empty),
+            empty,
+            torch.zeros_like(targets) if want_argmax else None,
+        )
+    valid = logits[:, :columns]
+    maximum, argmax = valid.max(dim=1)
+    at_target = valid.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return RowStatistics(
+        valid.logsumexp(dim=1),
+        at_target.masked_fill(targets < 0, 0),
+        maximum,
+        argmax if want_argmax else None,
+    )
+
+
+def gradient_(
+    logits: Tensor, targets: Tensor, columns: int, lse: Tensor, row_weights: Tensor
+) -> None:
+    """Overwrite logits by `row_weights * (exp(logits - lse) - onehot)`; 0 from `columns` on."""
+    logits.sub_(lse.unsqueeze(1)).exp_()
+    logits[:, columns:] = 0
+    has_target = (targets >= 0).to(logits.dtype).unsqueeze(1)
+    logits.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -has_target)
+    logits.mul_(row_weights.unsqueeze(1))
+
+
+def statistics_and_gradient_(
+    logits: Tensor, targets: Tensor, columns: int, row_weights: Tensor, want_argmax: bool
+) -> RowStatistics:
+    """Both, for a vocabulary that is whole on this rank."""
+    found = statistics(logits, targets, columns, want_argmax)
+    gradient_(logits, targets, columns, found.log_sum_exp, row_weights)
+    return found
+
+
+def hidden_gradient(dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale * dlogits @ weight"""
+    torch.mm(dlogits, weight.to(dlogits.dtype), out=out).mul_(scale)
+
+
+def weight_gradient(
+    dlogits: Tensor, hidden: Tensor, scale: float, accumulate: bool, out: Tensor
+) -> None:
+    """out = scale * dlogits.T @ hidden, added to what is there if `accumulate`."""
+    beta = 1 if accumulate else 0
+    torch.addmm(out, dlogits.t(), hidden.to(dlogits.dtype), beta=beta, alpha=scale, out=out)
+
+
+def scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor * source, rounded once to `dtype`."""
+    return (source * factor).to(dtype)

@@ -1,0 +1,226 @@
+"""Linear cross-entropy on CUDA: cuBLAS for the three GEMMs, one Triton kernel for the rows between.
+
+The row kernel gives one program a row of logits. It reads the row once for the online softmax
+(log-sum-exp, maximum, arg-max, target logit) and once more, mostly from the L2 cache, to overwrite
+it in place by the gradient. Logits and their gradients have the type of the inputs (bf16 or fp16,
+as in the unfused path), all arithmetic on them is fp32, and dW accumulates in fp32 inside the GEMM.
+
+Nothing here waits for the device, allocates by a value on the device, or uses atomics: the result
+is the same bit for bit from run to run, and the whole can be captured in a CUDA graph. See
+`linear_cross_entropy_chunks.ChunkKernels` for what each function has to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.linear_cross_entropy_chunks import RowStatistics
+
+VECTOR: tl.constexpr = tl.constexpr(8)
+"""Columns that one thread reads at a time: 16 bytes of bf16."""
+
+_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+"""Stands for -inf where two of them may be subtracted."""
+
+_ALIGNMENT = 64
+"""Rows of logits start at multiples of 128 bytes, whatever V is: whole vectors, TMA for cuBLAS."""
+
+ROW_GROUPS = 2048
+"""Vectors of one row that are read per step of the row kernel."""
+
+ROW_WARPS = 32
+"""Warps per row. One or two programs fill a multiprocessor, and the rows in flight fit in L2."""
+
+_ELEMENTS = 4096
+"""Elements per program of the scaling kernel."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    row_weights,
+    log_sum_exp,
+    target_logit,
+    maximum,
+    argmax,
+    STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """One row. Reads up to `STRIDE`, so that every vector is whole; what lies beyond `COLUMNS` is
+    taken as -inf, whatever it holds, and becomes 0."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * STRIDE
+    lane = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    target = tl.load(targets + row).to(tl.int32)
+
+    if STATISTICS:
+        # Each thread keeps one running maximum and sum per vector: no exchange inside the loop.
+        top = tl.full([GROUPS], _LOWEST, tl.float32)
+        total = tl.zeros([GROUPS], tl.float32)
+        best = tl.zeros([GROUPS], tl.int32)
+        for start in range(0, COLUMNS, GROUPS * VECTOR):
+            column = start + lane
+            z = tl.load(base + column, mask=column < STRIDE, other=0.0).to(tl.float32)
+            z = tl.where(column < COLUMNS, z, float("-inf"))
+            local = tl.max(z, axis=1)
+            higher = tl.maximum(top, local)
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), axis=1)
+            if ARGMAX:
+                first = tl.min(tl.where(z == local[:, None], column, 2147483647), axis=1)
+                best = tl.where(local > top, first, best)
+            top = higher
+        row_top = tl.max(top, axis=0)
+        lse = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
+        at_target = tl.load(base + tl.maximum(target, 0), mask=target >= 0, other=0.0)
+        tl.store(log_sum_exp + row, lse)
+        tl.store(target_logit + row, at_target.to(tl.float32))
+        tl.store(maximum + row, row_top)
+        if ARGMAX:
+            winner = tl.min(tl.where(top == row_top, best, 2147483647), axis=0)
+            tl.store(argmax + row, winner.to(tl.int64))
+    else:
+        lse = tl.load(log_sum_exp + row)
+
+    if GRADIENT:
+        if STATISTICS:
+            # Other threads overwrite the target logit that this one has just read.
+            tl.debug_barrier()
+        weight = tl.load(row_weights + row)
+        # Backwards: what was read last is the most likely to be in the cache still.
+        last: tl.constexpr = (STRIDE - 1) // (GROUPS * VECTOR) * (GROUPS * VECTOR)
+        for back in range(0, STRIDE, GROUPS * VECTOR):
+            column = last - back + lane
+            inside = column < STRIDE
+            z = tl.load(base + column, mask=inside, other=0.0).to(tl.float32)
+            p = tl.exp(z - lse)
+            gradient = tl.where(column == target, p - 1.0, p) * weight
+            gradient = tl.where(column < COLUMNS, gradient, 0.0)
+            tl.store(base + column, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale_kernel(source, factor, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out = factor * source in fp32, rounded once. `factor` is one number in device memory."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + at, mask=at < elements, other=0.0).to(tl.float32)
+    value = value * tl.load(factor)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < elements)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for every input."""
+    return torch.float32
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dX is kept as the unfused path keeps it: in the type of the inputs."""
+    return dtype
+
+
+def logits_buffer(rows: int, columns: int, like: Tensor) -> Tensor:
+    """`[rows, columns]` in the type of `like`, rows aligned for whole vectors."""
+    stride = -(-columns // _ALIGNMENT) * _ALIGNMENT
+    return like.new_empty(rows, stride)[:, :columns]
+
+
+def logits(hidden: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale * hidden @ weight.T, the scale applied in fp32."""
+    torch.addmm(out, hidden, weight.t(), beta=0, alpha=scale, out=out)
+
+
+def _rows(
+    logits: Tensor,
+    targets: Tensor,
+    columns: int,
+    *,
+    lse: Tensor | None,
+    row_weights: Tensor | None,
+    want_argmax: bool,
+) -> RowStatistics:
+    """Launch the row kernel: statistics unless `lse` is given, the gradient if weights are."""
+    rows = logits.shape[0]
+    numbers = logits.new_empty(3, rows, dtype=torch.float32)
+    found = RowStatistics(
+        numbers[0] if lse is None else lse,
+        numbers[1],
+        numbers[2],
+        torch.empty_like(targets) if want_argmax else None,
+    )
+    vectors: int = triton.cdiv(logits.stride(0), VECTOR.value)
+    groups = min(ROW_GROUPS, triton.next_power_of_2(vectors))
+    options: dict[str, Any] = {"num_warps": min(ROW_WARPS, max(4, groups // 32))}
+    _row_kernel[(rows,)](
+        logits,
+        targets,
+        found.log_sum_exp if row_weights is None else row_weights,
+        found.log_sum_exp,
+        found.target_logit,
+        found.maximum,
+        targets if found.argmax is None else found.argmax,
+        STRIDE=logits.stride(0),
+        COLUMNS=columns,
+        STATISTICS=lse is None,
+        GRADIENT=row_weights is not None,
+        ARGMAX=want_argmax,
+        GROUPS=groups,
+        **options,
+    )
+    return found
+
+
+def statistics(logits: Tensor, targets: Tensor, columns: int, want_argmax: bool) -> RowStatistics:
+    """Statistics of `logits[:, :columns]`; a shard that is all padding has lse -inf."""
+    return _rows(logits, targets, columns, lse=None, row_weights=None, want_argmax=want_argmax)
+
+
+def gradient_(
+    logits: Tensor, targets: Tensor, columns: int, lse: Tensor, row_weights: Tensor
+) -> None:
+    """Overwrite logits by `row_weights * (exp(logits - lse) - onehot)`; 0 from `columns` on."""
+    _rows(logits, targets, columns, lse=lse, row_weights=row_weights, want_argmax=False)
+
+
+def statistics_and_gradient_(
+    logits: Tensor, targets: Tensor, columns: int, row_weights: Tensor, want_argmax: bool
+) -> RowStatistics:
+    """Both in one launch, for a vocabulary that is whole on this rank."""
+    return _rows(
+        logits, targets, columns, lse=None, row_weights=row_weights, want_argmax=want_argmax
+    )
+
+
+def hidden_gradient(dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale * dlogits @ weight, the scale applied in fp32."""
+    torch.addmm(out, dlogits, weight, beta=0, alpha=scale, out=out)
+
+
+def weight_gradient(
+    dlogits: Tensor, hidden: Tensor, scale: float, accumulate: bool, out: Tensor
+) -> None:
+    """out = scale * dlogits.T @ hidden, added in fp32 to what is there if `accumulate`."""
+    beta = 1 if accumulate else 0
+    torch.addmm(out, dlogits.t(), hidden, out_dtype=torch.float32, beta=beta, alpha=scale, out=out)
+
+
+def scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor * source in one pass.
+
+    A kernel of its own, because torch would round the factor, a number in device memory, to the
+    type of a bf16 `source` before it multiplies.
+    """
+    source = source.contiguous()
+    out = torch.empty_like(source, dtype=dtype)
+    if source.numel():
+        grid = (triton.cdiv(source.numel(), _ELEMENTS),)
+        _scale_kernel[grid](source, factor, out, source.numel(), BLOCK=_ELEMENTS, num_warps=8)
+    return out
