@@ -1,4 +1,4 @@
-"""What megatron-core needs in order to run without a GPU: two small shims.
+"""What megatron-core needs in order to run without a GPU: a few small shims.
 
 For the smoke recipe, `verify` and the tests. Never used where CUDA is available.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def shim() -> None:
-    """Let megatron-core's CPU paths run: the current device, and the CUDA random state tracker.
+    """Let megatron-core's CPU paths run: current device and stream, CUDA random state tracker.
 
     Does nothing where CUDA is available. May be called more than once.
     """
@@ -22,6 +22,10 @@ def shim() -> None:
         return
     # Megatron passes it as `device=`, which takes a torch.device as well as an index.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    # DDP asks for the stream before it looks whether there is anything to wait for, and
+    # dist_checkpointing waits for the device before it copies.
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
 
     from megatron.core.tensor_parallel import random
 

@@ -1,0 +1,126 @@
+"""Times of the fast commands as whole processes, beside two plain ways to do the same.
+
+usage: python benchmarks/cli.py [--version 0.19.2] [--runs 7] [--out benchmarks/results]
+
+Writes cli.json and cli.md. Beside cold apply, second apply, status and diff stand `git apply` of
+the equal diff (no check of any kind) and a libcst pass over the same whole files (parse, one
+visitor, print), which is what a rewriter does that does not cut its targets out first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+from cppmega import __version__, wheels
+
+WHOLE_MODULE = """
+import sys, libcst
+for path in sys.argv[1:]:
+    module = libcst.parse_module(open(path).read())
+    open(path, "w").write(module.visit(libcst.CSTTransformer()).code)
+"""
+
+
+def seconds(command: list[str], cwd: Path, codes: tuple[int, ...] = (0,)) -> float:
+    """Wall time of one process, bytecode of megatron and colours left out."""
+    environment = {**os.environ, "NO_COLOR": "1"}
+    started = time.perf_counter()
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    spent = time.perf_counter() - started
+    if done.returncode not in codes:
+        sys.exit(f"{' '.join(command[:5])}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return spent
+
+
+def measure(version: str, runs: int) -> dict[str, list[float]]:
+    """Name -> seconds of each run."""
+    python = [sys.executable, "-m", "cppmega"]
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch) / "tree"
+        shutil.copytree(wheels.unpacked(version, print), root)
+        at = ["--megatron", str(root)]
+        diff = subprocess.run([*python, "diff", *at], capture_output=True, text=True, check=True)
+        patch = Path(scratch) / "overlay.diff"
+        patch.write_text(diff.stdout)
+        files = [line[6:] for line in diff.stdout.splitlines() if line.startswith("+++ b/")]
+        here = Path(scratch)
+        rows: dict[str, list[float]] = {}
+
+        def add(name: str, run: Callable[[], float]) -> None:
+            rows.setdefault(name, []).append(run())
+
+        for _ in range(runs + 1):
+            add("cold apply", lambda: seconds([*python, "apply", *at], here))
+            add("second apply", lambda: seconds([*python, "apply", *at], here))
+            add("status", lambda: seconds([*python, "status", *at], here))
+            add("diff", lambda: seconds([*python, "diff", *at], here))
+            add("revert", lambda: seconds([*python, "revert", *at], here))
+            git = ["git", "apply", "-p1", str(patch)]
+            add("git apply", lambda: seconds(git, root))
+            seconds([*git[:2], "-R", *git[2:]], root)
+            visit = [sys.executable, "-c", WHOLE_MODULE, *files]
+            add("libcst, whole files", lambda: seconds(visit, root))
+        return {name: values[1:] for name, values in rows.items()}  # the first run warms the disk
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--version", default="0.19.2")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    rows = measure(options.version, options.runs)
+    listed = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "cppmega", "list", "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+    result = {
+        "date": date.today().isoformat(),
+        "cppmega": __version__,
+        "megatron-core": options.version,
+        "pages": len(listed["patches"]),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "seconds": {name: sorted(values) for name, values in rows.items()},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "cli.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "cli.md").write_text(table(result))
+    print(table(result))
+
+
+def table(result: dict[str, object]) -> str:
+    """The Markdown that goes beside the JSON."""
+    rows: dict[str, list[float]] = result["seconds"]  # type: ignore[assignment]
+    lines = [
+        f"Whole processes on {result['cores']} cores, Python {result['python']}, megatron-core "
+        f"{result['megatron-core']}, {result['pages']} pages, {result['date']}; seconds.",
+        "",
+        "| command | minimum | median | maximum |",
+        "|---|---|---|---|",
+    ]
+    for name, values in rows.items():
+        middle = statistics.median(values)
+        lines.append(f"| {name} | {values[0]:.2f} | {middle:.2f} | {values[-1]:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Make the virtual environment that quickstart.sh and test.sh use; a second run takes a second.
+#
+# usage: scripts/setup.sh          VENV=folder (default .venv), prints the environment's python
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+torch=2.11.0
+megatron=0.19.2
+stamp=$venv/cppmega-$(cat pyproject.toml scripts/setup.sh | cksum | tr -d ' ')
+
+say() { echo "setup: $*" >&2; }
+
+# A python3.12 on PATH may be a shim that refuses to start, so every candidate is tried.
+starts() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; }
+
+find_python() {
+  local candidate
+  if command -v uv >/dev/null 2>&1 && candidate=$(uv python find 3.12 2>/dev/null) && starts "$candidate"; then
+    echo "$candidate"; return
+  fi
+  for candidate in python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
+    if starts "$candidate"; then echo "$candidate"; return; fi
+  done
+  say "error: no-python"
+  say "  what: none of uv, python3.12, python3 and pyenv's versions starts a Python 3.12 with venv."
+  say "  why:  megatron-core >= 0.17 ships wheels for Python 3.12 only."
+  say "  next: install one (uv python install 3.12, or pyenv install 3.12) and run this again"
+  return 1
+}
+
+if [ ! -e "$stamp" ]; then
+  python=$(find_python)
+  say "$("$python" --version) at $python -> $venv"
+  "$python" -m venv --clear "$venv"
+  say "installing torch $torch and megatron-core $megatron (5 GB, about a minute)"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    "torch==$torch" "megatron-core==$megatron" psutil 2>&1 | grep -v '^WARNING' >&2 || true
+  say "installing cppmega and its development tools"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    hatchling editables -e '.[dev]' 2>&1 | grep -v '^WARNING' >&2 || true
+  "$venv/bin/python" -c 'import torch, megatron.core, cppmega, libcst, pytest, matplotlib' >/dev/null 2>&1 ||
+    { say "the installation is not complete; see the messages above"; exit 1; }
+  touch "$stamp"
+fi
+echo "$PWD/${venv#"$PWD"/}/bin/python"
