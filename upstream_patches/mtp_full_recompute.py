@@ -1,0 +1,137 @@
+"""Let MTP layers train with full recompute, with packed sequences too.
+
+What: `MultiTokenPredictionLayer._checkpointed_forward` takes the padding mask that `forward` hands
+    it (0.18), and keeps what is no tensor, such as the packed-sequence parameters, out of what is
+    saved for the backward (0.16, 0.17).
+Why: With `recompute_granularity=full` every MTP run on 0.18 raises TypeError (unexpected keyword
+    `padding_mask`) in its first forward; on 0.16 and 0.17 every one with packed sequences does
+    (save_for_backward takes tensors only). Both seen on CPU.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6367 (0.18, open) and #4593 (in 0.18.0).
+Remove: when `_checkpointed_forward` has the parameter `padding_mask`; 0.19.0 has.
+Numerics: none (bitwise)
+"""
+
+# ruff: noqa: F821
+from cppmega.edits import adding_argument, adding_parameter, body_of, in_order
+from cppmega.page import Edit, Patch, Source
+
+LAYER = "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionLayer"
+TARGET = f"{LAYER}._checkpointed_forward"
+
+
+def _checkpointed_forward(self, forward_func, *args, **kwargs):
+    # Only tensors and None can be saved for the backward, and only what is handed on by position
+    # gets a gradient; the rest (packed_seq_params...) stays in the closure.
+    tensors = {k: v for k, v in kwargs.items() if v is None or isinstance(v, torch.Tensor)}
+    rest = {k: v for k, v in kwargs.items() if k not in tensors}
+
+    def forward(*values):
+        named = dict(zip(tensors, values[len(args) :], strict=True))
+        return forward_func(*values[: len(args)], **named, **rest)
+
+    def checkpoint_handler():
+        """Determines whether to use the `te_checkpoint` or `tensor_parallel.checkpoint`"""
+        if self.config.fp8:
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            return te_checkpoint(
+                forward,
+                self.config.distribute_saved_activations,
+                tensor_parallel.random.get_cuda_rng_tracker,
+                parallel_state.get_tensor_model_parallel_group(),
+                *args,
+                *tensors.values(),
+            )
+        return tensor_parallel.checkpoint(
+            forward, self.config.distribute_saved_activations, *args, *tensors.values()
+        )
+
+    if self.config.recompute_method == "uniform":
+        assert self.config.recompute_num_layers == 1, (
+            "recompute_num_layers must be 1 for MTP recompute"
+        )
+        outputs = checkpoint_handler()
+    elif self.config.recompute_method == "block":
+        warnings.warn(
+            "recompute_method == 'block' is not supported for MTP yet. Skipping recompute."
+        )
+        outputs = forward_func(*args, **kwargs)
+    else:
+        raise ValueError("Invalid activation recompute method.")
+
+    return outputs
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins={"0.16.1": "5ee675869488710f", "0.17.1": "5ee675869488710f"},
+            edit=body_of(_checkpointed_forward),
+        ),
+        Edit(
+            target=TARGET,
+            pins={"0.18.2": "573bf2e7f2c1dbb2"},
+            edit=in_order(
+                adding_parameter("padding_mask=None"),
+                # The mask needs no gradient, so the closure of the recomputed function may hold it.
+                adding_argument(
+                    "self._proj_and_transformer_layer", "padding_mask=padding_mask", times=2
+                ),
+            ),
+        ),
+    ),
+    reached="forward",
+    when=lambda args: (
+        bool(getattr(args, "mtp_num_layers", None))
+        and getattr(args, "recompute_granularity", None) == "full"
+    ),
+    feature=(TARGET,),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    signature = source.text(TARGET).partition('"""')[0]
+    return "padding_mask" in signature
+
+
+def verify() -> None:
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    layer = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
+    torch.nn.Module.__init__(layer)
+    layer.cp_group, weight, seen = None, torch.tensor(3.0, requires_grad=True), []
+    layer.config = SimpleNamespace(fp8=None, fp4=None, distribute_saved_activations=False)
+    layer.config.recompute_granularity, layer.config.recompute_method = "full", "uniform"
+    layer.config.recompute_num_layers = 1
+
+    def inner(hidden_states, decoder_input, *others, packed_seq_params=None, **named):
+        seen.append(packed_seq_params)
+        return hidden_states * weight + decoder_input
+
+    layer._proj_and_transformer_layer = inner
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 2, 4]))
+    tokens, hidden = torch.arange(4)[None], torch.ones(4, 1, 1, requires_grad=True)
+    with (
+        mock.patch.object(random, "_get_cuda_rng_state", return_value=None),
+        mock.patch.object(random, "_set_cuda_rng_state"),
+    ):
+        out = layer(
+            input_ids=tokens,
+            position_ids=tokens,
+            hidden_states=hidden,
+            attention_mask=None,
+            packed_seq_params=packed,
+            embedding=lambda input_ids, position_ids: input_ids.T[..., None].float(),
+        )[0]
+        assert len(seen) == 1
+        out.sum().backward()
+    assert seen == [packed, packed]  # the second time in the backward
+    assert out.flatten().tolist() == [4, 3, 6, 3], out  # the last token of a sequence has no next
+    assert weight.grad == 4 and hidden.grad.flatten().tolist() == [3, 3, 3, 3]
