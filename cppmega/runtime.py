@@ -132,8 +132,10 @@ def refuse_stale(item: Installed) -> None:
 
 
 def _install(page: str, edit: Edit, module: types.ModuleType) -> None:
-    if (page, edit.target) not in _STATE.armed:
+    if _STATE.armed.get((page, edit.target)) is not edit:
         return  # disarmed since the hook was registered: wrapt has no way to take one back
+    if any(done.page == page and done.edit is edit for done in _STATE.installed):
+        return
     owner: Any = module
     *outer, name = edit.symbol.split(".")
     for part in outer:
@@ -263,7 +265,7 @@ def stale_references(item: Installed) -> list[str]:
 
 def _allowed(item: Installed, original: Any) -> set[int]:
     """Objects that may hold the original: our books, and what the replacement is made of."""
-    allowed = {id(item), id(item.__dict__), id(_STATE.installed)}
+    allowed = {id(item), id(item.__dict__), id(_STATE.installed), id(item.original)}
     pending: list[Any] = [item.replacement, original]
     while pending:
         thing = pending.pop()
