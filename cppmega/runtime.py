@@ -267,10 +267,12 @@ def _allowed(item: Installed, original: Any) -> set[int]:
     """Objects that may hold the original: our books, and what the replacement is made of."""
     allowed = {id(item), id(item.__dict__), id(_STATE.installed), id(item.original)}
     pending: list[Any] = [item.replacement, original]
+    seen: set[int] = set()
     while pending:
         thing = pending.pop()
-        if id(thing) in allowed and thing is not item.replacement:
+        if id(thing) in seen:
             continue
+        seen.add(id(thing))
         allowed.add(id(thing))
         if isinstance(thing, types.FunctionType):
             allowed.add(id(thing.__dict__))
