@@ -37,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FINE)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        what = f"{type(error).__name__}: {error}"
+        broken = CppmegaError("internal-error", what, "This is a bug.", "report it with the above")
+        _fail(broken, INTERNAL, given)
 
 
 def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cppmega.page import Edit, Page
-from cppmega.receipt import Loaded, original
+from cppmega.marks import COMMENT
+from cppmega.page import Edit, Page, left_alone
+from cppmega.receipt import FOLDER, Loaded, original
 from cppmega.state import State, Verdict
 from cppmega.survey import MISSING, Survey
 from cppmega.tree import REINSTALL, Origin, Tree, sha256
+
+_FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
+"""What every text of ours carries, whoever lost the receipt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,19 @@ class FileView:
         """Neither pristine nor ours."""
         return self.current is not None and self.pristine != self.current and not self.ours
 
+    @property
+    def orphaned(self) -> bool:
+        """The file carries our text, and nothing says how it came there."""
+        return not self.ours and any(mark in (self.current or b"") for mark in _FOOTPRINTS)
 
-def view(tree: Tree, loaded: Loaded, path: str, interrupted: Mapping[str, Written]) -> FileView:
+
+def view(
+    tree: Tree, loaded: Loaded, path: str, interrupted: Mapping[str, Sequence[Written]]
+) -> FileView:
     """Look at one file.
 
     Args:
-        interrupted: what a transaction that did not finish was about to write.
+        interrupted: what transactions that did not finish wrote or were about to write.
     """
     current = tree.read(path)
     origin, wanted = tree.pristine(path)
@@ -50,7 +61,7 @@ def view(tree: Tree, loaded: Loaded, path: str, interrupted: Mapping[str, Writte
         return FileView(path, None, None, origin, False)
     now = sha256(current)
     entry = loaded.receipt.files.get(path)
-    written = [interrupted[path]] if path in interrupted else []
+    written = list(interrupted.get(path, ()))
     written += [Written(entry.before, entry.after)] if entry is not None else []
     if origin == "unverified":
         # Nobody vouches for the file: what we found before our first edit counts as pristine.
@@ -76,13 +87,21 @@ def diagnose(
 ) -> Diagnosis:
     """Find the edits of a page that this tree needs."""
     found = {e.target: _look(page, e, views[e.path], survey, loaded) for e in page.patch.edits}
-    for shape in page.patch.shapes():
-        if all(found[target] in known for target, known in shape.items()):
-            edits = tuple(known[found[target]] for target, known in shape.items())
-            strange = [edit for edit in edits if views[edit.path].foreign]
-            if strange:
-                return Diagnosis(verdict=_foreign(page, strange[0], tree, views))
-            return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
+    shape = _fitting(page, found)
+    if shape is not None:
+        edits = tuple(known[found[target]] for target, known in shape.items())
+        edits = tuple(edit for edit in edits if edit.edit is not left_alone)
+        strange = [edit for edit in edits if views[edit.path].foreign]
+        if strange:
+            return Diagnosis(verdict=_foreign(page, strange[0], tree, loaded, views))
+        if not edits:
+            return _no(page, "upstreamed", "its texts are known to need no edit")
+        return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
+    files = [views[edit.path] for edit in page.patch.edits]
+    torn = any(text.startswith("!") for text in found.values())
+    if torn or any(file.foreign or file.orphaned for file in files):
+        # Neither the absence of a feature nor a fix counts as upstream's in a file that is not.
+        return Diagnosis(verdict=_failure(page, tree, survey, found, views))
     for distribution in dict.fromkeys(edit.distribution for edit in page.patch.edits):
         if not tree.has(distribution):
             return _no(page, "not-applicable", f"{distribution} is not installed here")
@@ -92,6 +111,23 @@ def diagnose(
     if survey.fixed(page):
         return _no(page, "upstreamed", "the code has the fix")
     return Diagnosis(verdict=_failure(page, tree, survey, found, views))
+
+
+def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, Edit]] | None:
+    """The shape that the tree has, if every text is known.
+
+    A shape that fits does not count while a larger part of the page recognises some text here and
+    stumbles over another: then a target has drifted, and the page would be applied by half.
+    """
+    shapes = page.patch.shapes()
+    for shape in shapes:
+        if any(found[target] not in known for target, known in shape.items()):
+            continue
+        rivals = [s for s in shapes if any(found[target] in s[target] for target in s)]
+        drifted = {t for s in rivals for t in s if found[t] != MISSING and found[t] not in s[t]}
+        if not drifted - set(shape):
+            return shape
+    return None
 
 
 def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded) -> str:
@@ -124,15 +160,18 @@ def _failure(
 ) -> Verdict:
     """No shape fits: name the first target of the nearest one that does not, and what it is."""
     shapes = page.patch.shapes()
-    shape = max(shapes, key=lambda s: sum(found[t] not in (MISSING,) for t in s) - len(s))
-    shape = max(
-        [s for s in shapes if len(s) == len(shape)] or shapes,
-        key=lambda s: sum(found[t] in known for t, known in s.items()),
+    # The shape with the fewest missing targets; of these, the one with the fewest unknown texts.
+    shape = min(
+        shapes,
+        key=lambda s: (
+            sum(found[t] == MISSING for t in s),
+            sum(found[t] not in known for t, known in s.items()),
+        ),
     )
-    for target, known in shape.items():
+    unknown = [target for target, known in shape.items() if found[target] not in known]
+    others = [t for s in shapes for t in s if found[t] not in {MISSING, *s[t]}]
+    for target in unknown or others[:1]:
         print_ = found[target]
-        if print_ in known:
-            continue
         state, detail, command = _why(page, target, print_, tree, survey, views)
         return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
     target = next(iter(shape))
@@ -151,7 +190,9 @@ def _why(
 ) -> tuple[State, str, str]:
     path = target.partition(":")[0]
     explain = f"cppmega explain {page.name}"
-    reinstall = REINSTALL.format(version=tree.version)
+    restore = restoring(tree, views[path])
+    if views[path].orphaned:
+        return "drifted", "it carries our patch, but neither receipt nor original is left", restore
     if print_ == MISSING:
         places = survey.elsewhere(target)
         if places:
@@ -161,21 +202,37 @@ def _why(
     if print_.startswith("?"):
         return "ambiguous", f"it is defined {print_[1:]} times", explain
     if print_.startswith("!"):
-        return "drifted", print_[1:].rstrip("."), reinstall
-    if views[path].foreign and views[path].origin != "unverified":
+        return "drifted", print_[1:].rstrip("."), restore
+    if views[path].foreign:
         detail = "its text is not upstream's: it was edited by hand or by another tool"
-        if b"_cppmega_reached" in (views[path].current or b""):
-            detail = "it carries our patch, but neither receipt nor original is left"
-        return "drifted", detail, reinstall
+        return "drifted", detail, restore
     edits = [edit for edit in page.patch.edits if edit.target == target]
     versions = dict.fromkeys(version for edit in edits for version in edit.pins)
     return "drifted", f"its text is none of those known ({', '.join(versions)})", explain
 
 
-def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) -> Verdict:
-    who = "the wheel's RECORD" if views[edit.path].origin == "record" else "the commit"
-    detail = f"{edit.path} differs from {who} outside of the target"
-    if views[edit.path].origin == "unverified":
+def _foreign(
+    page: Page, edit: Edit, tree: Tree, loaded: Loaded, views: Mapping[str, FileView]
+) -> Verdict:
+    file = views[edit.path]
+    entry = loaded.receipt.files.get(edit.path)
+    if entry is not None and entry.after == sha256(file.current or b""):
+        detail = f"{edit.path} is as we patched it, but the kept original of it is gone"
+    elif file.origin == "unverified":
         detail = f"{edit.path} was edited after we patched it"
-    command = REINSTALL.format(version=tree.version)
-    return Verdict(page.name, page.patch.kind, "foreign", edit.target, detail, next=command)
+    else:
+        who = "the wheel's RECORD" if file.origin == "record" else "the commit"
+        detail = f"{edit.path} differs from {who} outside of the target"
+    kind = page.patch.kind
+    return Verdict(
+        page.name, kind, "foreign", edit.target, detail, next=restoring(tree, views[edit.path])
+    )
+
+
+def restoring(tree: Tree, file: FileView) -> str:
+    """The command that brings upstream's file back."""
+    if file.origin == "record":
+        return REINSTALL.format(version=tree.version)
+    if file.origin == "git":
+        return f"git -C {tree.root} checkout HEAD -- {file.path}"
+    return f"unpack upstream's {file.path} again, and remove {tree.root / FOLDER}"

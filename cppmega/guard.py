@@ -23,6 +23,7 @@ from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.page import Edit
 from cppmega.receipt import Receipt
+from cppmega.result import overlay_digest
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ def start(root: Path | None = None) -> Guard:
     _check_gates(session, loaded.receipt)
     plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
     wrong = [v for v in plan.verdicts.values() if v.state in overlay.NOT_WHOLE]
-    if wrong or overlay.overlay_digest(loaded.receipt) != loaded.receipt.digest:
+    if wrong or overlay_digest(loaded.receipt) != loaded.receipt.digest:
         said = "; ".join(f"{v.name} is {v.state} ({v.target}) {v.detail}" for v in wrong)
         raise CppmegaError(
             "overlay-not-whole",

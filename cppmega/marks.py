@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FUNCTION = "_cppmega_reached"
 FLAGS = "_CPPMEGA_REACHED"
+COMMENT = "patched by cppmega: "
+"""Stands in the head of a target that no run need reach, and so carries no mark."""
 
 _HELPER = f"""\
 {FLAGS} = set()  # pages of the cppmega overlay that this process went through
@@ -59,6 +61,19 @@ def with_mark(node: cst.CSTNode, page: str, edit: Edit) -> cst.CSTNode:
     if edit.mark is None and isinstance(node, cst.FunctionDef):
         return _marked(node, page)
     return _descend(node, (edit.mark or "__init__").split("."), page, edit)
+
+
+def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
+    """The definition with the page's name in a comment behind its head."""
+    import libcst as cst
+
+    body = cast(cst.FunctionDef, node).body
+    place = "header" if isinstance(body, cst.IndentedBlock) else "trailing_whitespace"
+    line = cast(cst.TrailingWhitespace, getattr(body, place))
+    said = f"{line.comment.value};" if line.comment else "#"
+    comment = cst.Comment(f"{said} {COMMENT}{page}")
+    new = line.with_changes(whitespace=cst.SimpleWhitespace("  "), comment=comment)
+    return node.with_changes(body=body.with_changes(**{place: new}))
 
 
 def _descend(node: cst.CSTNode, path: list[str], page: str, edit: Edit) -> cst.CSTNode:

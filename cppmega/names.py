@@ -20,12 +20,17 @@ def top_level(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {(a.asname or a.name).partition(".")[0] for a in node.names}
+            bound |= imported(node)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
         else:
             pending.extend(ast.iter_child_nodes(node))
     return bound
+
+
+def imported(node: ast.Import | ast.ImportFrom) -> set[str]:
+    """Names that an import statement binds."""
+    return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
 
 
 def undefined(tree: ast.Module, keep: set[str], path: str) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import libcst as cst
@@ -123,6 +123,24 @@ def exactly(swap: Swap, node: cst.CSTNode, what: str, times: int) -> cst.CSTNode
     if swap.found != times:
         raise mismatch(f"`{what}` stands there {swap.found} times, the page says {times}")
     return cast(cst.CSTNode, done)
+
+
+def below(node: cst.CSTNode, symbol: str) -> cst.CSTNode:
+    """The one definition with that dotted name inside a definition; "" is the definition itself."""
+    found = [node]
+    for part in symbol.split(".") if symbol else ():
+        found = [d for scope in found for d in _definitions(scope) if d.name.value == part]
+    if len(found) != 1:
+        raise mismatch(f"{symbol} is defined {len(found)} times after the edits before it")
+    return found[0]
+
+
+def _definitions(scope: cst.CSTNode) -> Iterator[cst.FunctionDef | cst.ClassDef]:
+    for child in scope.children:
+        if isinstance(child, cst.FunctionDef | cst.ClassDef):
+            yield child
+        elif not isinstance(child, cst.BaseExpression):
+            yield from _definitions(child)
 
 
 def mismatch(what: str) -> CppmegaError:

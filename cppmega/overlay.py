@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from cppmega import __version__, catalogue, gates, receipt, transaction
+from cppmega import catalogue, gates, receipt, transaction
 from cppmega import plan as planning
+from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
 from cppmega.plan import Plan, engine_revision
-from cppmega.receipt import PatchedFile, PatchedPage, Receipt
-from cppmega.state import DONE, FAILURES, NEEDED, Verdict
-from cppmega.transaction import Change
-from cppmega.tree import REINSTALL, Tree, find_root, sha256
+from cppmega.result import changes_of, restored, rewritten
+from cppmega.state import DONE, FAILURES, Verdict
+from cppmega.tree import Tree, find_root
 
 Say = Callable[[str], None]
 
 NOT_WHOLE = FAILURES | {"pending"}
 """States with which a run must not start."""
-
-_STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
 
 
 def _silent(message: str) -> None:
@@ -38,17 +37,26 @@ class Session:
     catalogues: Sequence[Path] | None = None
     """Folders given by `--patches`; None: those that the receipt remembers."""
     say: Say = _silent
-    pages: dict[str, Page] = field(init=False)
+    _learned: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.root = self.root if self.root is not None else find_root()
-        self.tree.check()
-        remembered = [Path(p) for p in receipt.load(self.tree).receipt.catalogues]
+        tree = self.tree
+        old = receipt.load(tree).receipt
+        written = {path: {entry.after} for path, entry in old.files.items()}
+        for path, entries in transaction.interrupted(tree).items():
+            written.setdefault(path, set()).update(entry.after for entry in entries)
+        tree.check(written)
+        remembered = [Path(p) for p in old.catalogues]
         if self.catalogues is None and remembered:
             self.say("also patching from " + ", ".join(map(str, remembered)) + " (the receipt)")
         chosen = remembered if self.catalogues is None else self.catalogues
         self.catalogues = [folder.resolve() for folder in chosen]
-        self.pages = catalogue.load(self.catalogues)
+
+    @cached_property
+    def pages(self) -> dict[str, Page]:
+        """Every page of the catalogues, by name."""
+        return catalogue.load(self.catalogues or ())
 
     @property
     def tree(self) -> Tree:
@@ -60,14 +68,17 @@ class Session:
         """Diagnose the tree as it stands."""
         tree = self.tree
         loaded = receipt.load(tree)
-        return planning.make(
+        plan = planning.make(
             tree,
             loaded,
             self.pages,
             excluded=loaded.receipt.excluded if excluded is None else excluded,
             environment=environment,
             interrupted=transaction.interrupted(tree),
+            known=self._learned,
         )
+        self._learned |= plan.survey.used
+        return plan
 
 
 @dataclass
@@ -105,6 +116,7 @@ def status(session: Session) -> Outcome:
     notes = [loaded.problem] if loaded.problem else []
     if transaction.interrupted(tree):
         notes.append("an apply or revert was interrupted; run it again to finish or undo it")
+    notes += [f"{file.path}: {_ORPHAN}" for file in plan.views.values() if file.orphaned]
     return Outcome(plan, loaded.receipt.digest if plan.finished else "", notes=notes)
 
 
@@ -125,9 +137,16 @@ def apply(
         CppmegaError: anything that makes writing unsafe. Pages in a failure state are no
             exception: they are in the outcome, and nothing was written.
     """
-    for name in only:
-        catalogue.get(session.pages, name)
     gates.check(session.pages.values(), environment)
+    for name in only:
+        page = catalogue.get(session.pages, name)
+        if not gates.is_on(page, environment):
+            raise CppmegaError(
+                "gate-closed",
+                f"{name} was asked for by name, but its gate {page.patch.gate} is not set.",
+                "What is asked for and not applied must stop the run.",
+                f"export {page.patch.gate}=1",
+            )
     excluded = set(session.pages) - set(only) if only else set()
     return _make_it_so(session, excluded, environment, check)
 
@@ -139,24 +158,49 @@ def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
         CppmegaError: `foreign-edit`, where somebody edited a patched file since; `unknown-page`.
     """
     loaded = receipt.load(session.tree)
+    begun = bool(transaction.interrupted(session.tree))
     for name in names:
         if name not in loaded.receipt.pages:
             catalogue.get(session.pages, name)
-    if names:
+    if names and (loaded.receipt.pages or begun):
         excluded = {*loaded.receipt.excluded, *names}
         environment = {**os.environ, **loaded.receipt.gates}
         return _make_it_so(session, excluded, environment, check=False)
-    if not (receipt.folder(session.tree) / "receipt.json").exists() and not transaction.interrupted(
-        session.tree
-    ):
-        session.say("nothing is applied")
-        return Outcome(session.plan(set(session.pages), {}), "")
+    if not names:
+        try:
+            _ = session.pages
+        except CppmegaError as error:
+            session.say(f"{error}; reverting by the receipt alone")
+            session.pages = {}
+        if loaded.exists or begun:
+            return _revert_all(session)
+    session.say("nothing is applied")
+    plan = session.plan(set(session.pages), {})
+    _refuse_orphans(plan, ())
+    return Outcome(plan, "", notes=[loaded.problem] if loaded.problem else [])
+
+
+def _revert_all(session: Session) -> Outcome:
     with transaction.locked(session.tree, session.say):
         plan = session.plan(set(session.pages), {})
-        changes = dict(_restored(plan, keep=set()))
-        transaction.sweep(plan.tree, plan.views)
+        changes = dict(restored(plan, keep=set()))
+        _refuse_orphans(plan, changes)
         transaction.commit(plan.tree, changes, None)
     return Outcome(session.plan(set(session.pages), {}), "", sorted(changes))
+
+
+_ORPHAN = "it carries our patch, but neither receipt nor original is left"
+
+
+def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
+    for path, file in plan.views.items():
+        if file.orphaned and path not in restored:
+            raise CppmegaError(
+                "receipt-missing",
+                f"{path}: {_ORPHAN}.",
+                "Without them nobody can say which part of the file is upstream's.",
+                restoring(plan.tree, file),
+            )
 
 
 def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> str:
@@ -171,7 +215,7 @@ def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> 
     for path, work in plan.work.items():
         pristine = plan.views[path].pristine
         assert pristine is not None
-        data, _ = _rewritten(plan, path)
+        data, _ = rewritten(plan, path)
         if work.edits:
             pieces.extend(
                 difflib.unified_diff(
@@ -200,21 +244,21 @@ def _make_it_so(
     plan = session.plan(excluded, environment)
     if plan.failures:
         return Outcome(plan, "")
+    _refuse_orphans(plan, ())
     if not _needs_writing(session, plan):
         return Outcome(plan, plan.loaded.receipt.digest)
     if check:
-        changes, _, digest = _changes(session, plan)
+        changes, _, digest = changes_of(plan, session.catalogues or ())
         return Outcome(plan, digest, sorted(changes), receipt_changed=True)
     with transaction.locked(session.tree, session.say):
         plan = session.plan(excluded, environment)  # the tree may have changed while we waited
         if plan.failures:
             return Outcome(plan, "")
-        changes, new, digest = _changes(session, plan)
+        if not _needs_writing(session, plan):
+            return Outcome(plan, plan.loaded.receipt.digest)
+        changes, new, digest = changes_of(plan, session.catalogues or ())
         if plan.loaded.problem:
             session.say(f"{plan.loaded.problem}; writing a new one")
-        transaction.sweep(plan.tree, plan.views)
-        for path in transaction.interrupted(plan.tree):
-            transaction.drop_bytecode(plan.tree.root / path)
         transaction.commit(plan.tree, changes, new)
     after = session.plan(excluded, environment)
     return Outcome(after, digest, sorted(changes), True)
@@ -236,99 +280,3 @@ def _needs_writing(session: Session, plan: Plan) -> bool:
         or set(old.pages) != done
         or any(path not in plan.work for path in old.files)
     )
-
-
-def _changes(session: Session, plan: Plan) -> tuple[dict[str, Change], bytes, str]:
-    """Compute every file in memory, and the receipt that goes with them."""
-    new = Receipt(
-        tool=__version__,
-        engine=engine_revision(),
-        identity=plan.tree.identity,
-        megatron=plan.tree.version,
-        gates=plan.gates,
-        excluded=plan.excluded,
-        catalogues=[str(folder) for folder in session.catalogues or []],
-        stack=_stack(),
-        proofs=plan.loaded.receipt.proofs,
-    )
-    changes = dict(_restored(plan, keep=set(plan.work)))
-    after: dict[str, str] = {}
-    for path, work in plan.work.items():
-        file = plan.views[path]
-        assert file.pristine is not None
-        data, prints = _rewritten(plan, path)
-        after |= prints
-        new.files[path] = PatchedFile(sha256(file.pristine), sha256(data), file.origin, work.steps)
-        if data != file.current:
-            changes[path] = Change(data, file.pristine)
-    for name, edits in plan.edits.items():
-        if plan.verdicts[name].state not in NEEDED:
-            continue
-        runtime = all(edit.kind != "source" for edit in edits)
-        new.pages[name] = PatchedPage(
-            revision=plan.pages[name].revision,
-            state="armed" if runtime else "applied",
-            kind=plan.pages[name].patch.kind,
-            targets={
-                edit.target: {
-                    "before": plan.before[name][edit.target],
-                    "after": after.get(edit.target, "runtime"),
-                }
-                for edit in edits
-            },
-        )
-    new.digest = overlay_digest(new)
-    new.survey = dict(sorted(plan.survey.used.items()))
-    return changes, new.dump(), new.digest
-
-
-def _rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str]]:
-    """New bytes of a file and the fingerprints of its targets."""
-    from cppmega.rewrite import Step, rewrite
-
-    file, work = plan.views[path], plan.work[path]
-    assert file.pristine is not None
-    steps = [Step(p.name, edit, p.patch.reached != "never") for p, edit in work.edits]
-    done = rewrite(file.pristine, path, steps)
-    return done.data, {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
-
-
-def _restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
-    """Files that earlier applies wrote and that no active page edits any more."""
-    ours: dict[str, object] = {**plan.loaded.receipt.files, **transaction.interrupted(plan.tree)}
-    for path in sorted(set(ours) - keep):
-        file = plan.views[path]
-        if file.ours and file.pristine is not None:
-            yield path, Change(file.pristine, file.pristine)
-        elif file.foreign:
-            raise CppmegaError(
-                "foreign-edit",
-                f"{path} was edited by somebody else after we patched it.",
-                "Restoring the original would lose that edit.",
-                "save the edit, then " + REINSTALL.format(version=plan.tree.version),
-            )
-
-
-def overlay_digest(new: Receipt) -> str:
-    """One hash of what is applied: no path of the machine, no time."""
-    lines = [f"file {path} {entry.after}" for path, entry in new.files.items()]
-    for name, page in new.pages.items():
-        lines.append(f"page {name} {page.state}")
-        lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
-        if page.state == "armed" or "runtime" in str(page.targets):
-            lines.append(f"runtime {name} {page.revision}")
-    lines += [f"gate {name}={value}" for name, value in new.gates.items()]
-    return sha256("\n".join(sorted(lines)).encode())[:16]
-
-
-def _stack() -> dict[str, str]:
-    """Versions of the packages that train, read from their metadata, not by importing them."""
-    from importlib import metadata
-
-    found = {}
-    for name in _STACK:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

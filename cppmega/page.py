@@ -21,6 +21,16 @@ KINDS: tuple[str, ...] = get_args(Kind)
 REACHED: tuple[str, ...] = get_args(Reached)
 
 
+def left_alone(node: Any) -> Any:
+    """The edit of a text that the page knows and that needs no change.
+
+    Versions differ in how many symbols a patch must edit. Where a symbol that is edited in other
+    versions is already right, the page pins it with this; otherwise it could not be told from
+    one that drifted, and the page would be applied by half.
+    """
+    return node
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """One symbol, the texts of it that we know, and what becomes of it.

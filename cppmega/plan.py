@@ -19,7 +19,7 @@ from cppmega.state import DONE, FAILURES, NEEDED, Proof, Verdict
 from cppmega.survey import Survey
 from cppmega.tree import Tree, sha256
 
-_ENGINE = ("edits", "fingerprint", "marks", "node_edits", "rewrite", "source")
+_ENGINE = ("edits", "fingerprint", "marks", "node_edits", "rewrite", "source", "survey")
 
 
 @cache
@@ -92,15 +92,23 @@ def make(
     *,
     excluded: Iterable[str] = (),
     environment: Mapping[str, str],
-    interrupted: Mapping[str, Written] | None = None,
+    interrupted: Mapping[str, Sequence[Written]] | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Diagnose every page and collect the work; writes nothing and rewrites nothing."""
-    survey = Survey(tree, dict(loaded.receipt.survey))
+    """Diagnose every page and collect the work; writes nothing and rewrites nothing.
+
+    Args:
+        interrupted: what transactions that did not finish wrote or were about to write.
+        known: what an earlier look of this process learned, by hashes of contents.
+    """
+    cached = loaded.receipt.survey if loaded.receipt.engine == engine_revision() else {}
+    survey = Survey(tree, {**cached, **(known or {})})
     plan = Plan(tree, loaded, pages, survey, excluded=sorted(set(excluded)))
     plan.gates = gates.values(pages.values(), environment)
     paths = {edit.path for page in pages.values() for edit in page.patch.edits}
-    for path in sorted(paths | set(loaded.receipt.files)):
+    for path in sorted(paths | set(loaded.receipt.files) | set(interrupted or {})):
         plan.views[path] = view(tree, loaded, path, interrupted or {})
+    survey.pristine = {p: v.pristine for p, v in plan.views.items() if v.ours and v.pristine}
     diagnoses: dict[str, Diagnosis] = {}
     for name, page in sorted(pages.items()):
         off = _off(page, plan.excluded, environment)
@@ -187,7 +195,7 @@ def _conflicts(
             if other == name or not overlap or ordered:
                 continue
             for page, rival, target in ((name, other, edit.target), (other, name, theirs.target)):
-                detail = f"{rival} edits it too, and neither says after=[...]"
+                detail = f"{rival} edits it too, and they declare no order, or two"
                 command = f'add after=("{rival}",) to one of the two pages'
                 kind = pages[page].patch.kind
                 verdict = Verdict(page, kind, "conflict", target, detail, next=command)
@@ -198,10 +206,14 @@ def _conflicts(
 def _overlap(a: Edit, b: Edit) -> bool:
     if a.path != b.path:
         return False
-    first, second = sorted((a.symbol, b.symbol), key=len)
-    inside = second.startswith(first + ".")
-    swaps = "class-swap" in (a.kind, b.kind)
-    return first == second or (inside and not swaps)
+    outer, inner = sorted((a, b), key=lambda edit: len(edit.symbol))
+    if outer.symbol == inner.symbol:
+        return True
+    below = inner.symbol.removeprefix(outer.symbol + ".")
+    if below == inner.symbol:
+        return False
+    # A subclass leaves alone what it does not override.
+    return outer.kind != "class-swap" or below.partition(".")[0] in ("__init__", *outer.overrides)
 
 
 def _collect_work(plan: Plan, names: Sequence[str]) -> None:

@@ -91,12 +91,17 @@ def load(tree: Tree) -> Loaded:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Loaded(Receipt(), f"the receipt cannot be read ({error})", True)
     if receipt.identity != tree.identity:
-        # The survey depends on content only, so it holds for any tree.
-        return Loaded(
-            Receipt(survey=receipt.survey),
-            f"the receipt was written for another installation (megatron-core {receipt.megatron})",
-            True,
+        # What depends on hashes of contents only holds for any tree.
+        kept = Receipt(
+            engine=receipt.engine,
+            files=receipt.files,
+            catalogues=receipt.catalogues,
+            survey=receipt.survey,
         )
+        said = (
+            f"the receipt was written for another installation (megatron-core {receipt.megatron})"
+        )
+        return Loaded(kept, said, True)
     return Loaded(receipt, "", True)
 
 

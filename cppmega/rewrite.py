@@ -7,16 +7,16 @@ symbols and in the imports, helpers and marks that belong to them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 
-from cppmega import fingerprint, marks, names
+from cppmega import fingerprint, marks, names, node_edits
 from cppmega.edits import function_text
 from cppmega.errors import CppmegaError
-from cppmega.page import Edit
-from cppmega.source import Span, Text, decode, find, parse, shares_its_lines, span
+from cppmega.page import Edit, Page
+from cppmega.source import Definition, Span, Text, decode, find, parse, shares_its_lines, span
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,15 @@ class Step:
     page: str
     edit: Edit
     marked: bool
+    known: frozenset[str] = frozenset()
+    """Every text of the target that the page would edit."""
+
+    @classmethod
+    def of(cls, page: Page, edit: Edit) -> Step:
+        """The step of a page's edit."""
+        same = [e for e in page.patch.edits if e.target == edit.target]
+        known = frozenset(pin for e in same for pin in e.pins.values())
+        return cls(page.name, edit, page.patch.reached != "never", known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,15 @@ class Rewritten:
     after: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Lines of the old file, the lines that come instead, and the blocks in front of them."""
+
+    where: Span
+    new: str
+    blocks: list[str]
+
+
 def rewrite(data: bytes, path: str, steps: Sequence[Step]) -> Rewritten:
     """Apply the steps to a file.
 
@@ -44,21 +62,31 @@ def rewrite(data: bytes, path: str, steps: Sequence[Step]) -> Rewritten:
             undefined, or reaches beyond its target.
     """
     text = decode(data, path)
-    by_symbol: dict[str, list[Step]] = {}
-    for step in steps:
-        by_symbol.setdefault(step.edit.symbol, []).append(step)
     tree = parse(text, path)
-    done, after, inserted = text, {}, _Inserted(tree, text, path)
-    for symbol, group in _bottom_up(by_symbol, tree, text, path):
-        now = text if done is text else decode(done.encode("".join(done.lines), path), path)
-        where = locate(parse(now, path), now, f"{path}:{symbol}")
-        lines, after[symbol] = _edit_slice("".join(now.lines[where.start : where.end]), group, path)
-        blocks = inserted.in_front_of(group, where)
-        done = _splice(now, where, lines, blocks)
-    done = _splice_imports(done, inserted.imports(steps), path)
-    result = done.encode("".join(done.lines), path)
-    _check(text, decode(result, path), path, list(by_symbol), inserted)
+    groups = _by_outermost(steps)
+    places = {symbol: locate(tree, text, f"{path}:{symbol}") for symbol in groups}
+    inserted = _Inserted(tree, path)
+    cuts: list[_Cut] = []
+    after: dict[str, str] = {}
+    for symbol, where in sorted(places.items(), key=lambda item: item[1].start):
+        source = "".join(text.lines[where.start : where.end])
+        new, prints = _edit_slice(source, symbol, groups[symbol], path)
+        after |= prints
+        cuts.append(_Cut(where, new, inserted.in_front_of(groups[symbol])))
+    body = _spliced(text, tree, cuts, inserted.imports(steps))
+    result = text.encode(body, path)
+    _check(text, tree, decode(result, path), path, cuts, list(groups), inserted)
     return Rewritten(result, after)
+
+
+def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """Steps by symbol; a method whose class is edited too goes with its class, in page order."""
+    symbols = {step.edit.symbol for step in steps}
+    groups: dict[str, list[Step]] = {}
+    for step in steps:
+        holders = [s for s in symbols if f"{step.edit.symbol}.".startswith(f"{s}.")]
+        groups.setdefault(min(holders, key=len), []).append(step)
+    return groups
 
 
 def locate(tree: ast.Module, text: Text, target: str) -> Span:
@@ -86,35 +114,39 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
     return where
 
 
-def _bottom_up(
-    by_symbol: dict[str, list[Step]], tree: ast.Module, text: Text, path: str
-) -> list[tuple[str, list[Step]]]:
-    """Last definition first, so that earlier line numbers stay right.
-
-    Where one target lies inside another (a class and its method, ordered by `after`) the pages'
-    own order holds; every round locates its symbol anew.
-    """
-    groups = list(by_symbol.items())
-    if any(a != b and b.startswith(a + ".") for a in by_symbol for b in by_symbol):
-        return groups
-    starts = {symbol: locate(tree, text, f"{path}:{symbol}").start for symbol, _ in groups}
-    return sorted(groups, key=lambda item: -starts[item[0]])
-
-
-def _edit_slice(source: str, group: Sequence[Step], path: str) -> tuple[str, str]:
-    """The lines of a definition -> its new lines and their fingerprint."""
-    module, node = fingerprint.parse_definition(source, f"{path}:{group[0].edit.symbol}")
+def _edit_slice(
+    source: str, symbol: str, group: Sequence[Step], path: str
+) -> tuple[str, dict[str, str]]:
+    """The lines of a definition -> its new lines, and the fingerprint of every target in it."""
+    module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
     for step in group:
-        node = _edited(step, node)
+        node = _within(node, symbol, step, _edited)
     for step in group:
-        if step.marked:
-            node = marks.with_mark(node, step.page, step.edit)
-    new = _render(module, node, wrapped=source.startswith((" ", "\t")))
-    after = fingerprint.of_node(node)
+        node = _within(node, symbol, step, _marked)
+    after = {}
     for step in group:
-        if after in step.edit.pins.values():
+        inner = node_edits.below(node, step.edit.symbol[len(symbol) + 1 :])
+        after[step.edit.symbol] = fingerprint.of_node(inner)
+        if after[step.edit.symbol] in step.known | set(step.edit.pins.values()):
             raise _bad_edit(step, "gives a text that it would edit again")
-    return new, after
+    return _render(module, node, wrapped=source.startswith((" ", "\t"))), after
+
+
+def _within(
+    node: cst.CSTNode, symbol: str, step: Step, change: Callable[[Step, cst.CSTNode], cst.CSTNode]
+) -> cst.CSTNode:
+    """Change the step's target, which is the node itself or lies inside it."""
+    if step.edit.symbol == symbol:
+        return change(step, node)
+    inner = node_edits.below(node, step.edit.symbol[len(symbol) + 1 :])
+    new: cst.CSTNode = node.deep_replace(inner, change(step, inner))
+    return new
+
+
+def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
+    if not step.marked:
+        return marks.with_comment(node, step.page)
+    return marks.with_mark(node, step.page, step.edit)
 
 
 def _render(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
@@ -128,16 +160,17 @@ def _render(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
 
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
-    before = fingerprint.of_node(node)
     try:
         new = step.edit.edit(node)
     except CppmegaError as error:
         raise CppmegaError(
             error.name, f"{step.page}: {error.what}", error.why, error.next
         ) from None
+    except Exception as error:
+        raise _bad_edit(step, f"raises {type(error).__name__}: {error}") from error
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "gives back something else than its target")
-    if fingerprint.of_node(new) == before:
+    if fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
 
@@ -154,13 +187,13 @@ def _bad_edit(step: Step, what: str) -> CppmegaError:
 class _Inserted:
     """What belongs to the targets but stands outside them."""
 
-    def __init__(self, tree: ast.Module, text: Text, path: str) -> None:
-        self.text, self.path = text, path
+    def __init__(self, tree: ast.Module, path: str) -> None:
+        self.path = path
         self.defined = names.top_level(tree)
-        self.has_torch = "torch" in self.defined
-        self.present = {
-            ast.dump(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
-        }
+        imports = [s for s in tree.body if isinstance(s, ast.Import | ast.ImportFrom)]
+        self.present = {ast.dump(statement) for statement in imports}
+        # Not below `if TYPE_CHECKING`, where the name would be missing when the file is imported.
+        self.has_torch = any("torch" in names.imported(statement) for statement in imports)
         self.helpers: dict[str, str] = {}
         self.import_lines: list[str] = []
 
@@ -172,7 +205,7 @@ class _Inserted:
                     self.import_lines.append(line)
         return self.import_lines
 
-    def in_front_of(self, group: Sequence[Step], where: Span) -> list[str]:
+    def in_front_of(self, group: Sequence[Step]) -> list[str]:
         """Helper definitions to write before the top-level statement that holds the target."""
         blocks: list[str] = []
         wanted: list[tuple[str, str]] = []
@@ -195,39 +228,51 @@ class _Inserted:
         return blocks
 
 
-def _splice(text: Text, where: Span, new: str, blocks: Sequence[str]) -> Text:
-    front = "".join(block.rstrip("\n") + "\n\n\n" for block in blocks)
-    front = front.replace("\n", text.newline)
-    body = (
-        "".join(text.lines[: where.top])
-        + front
-        + "".join(text.lines[where.top : where.start])
-        + new
-        + "".join(text.lines[where.end :])
-    )
-    return decode(text.encode(body, "the result"), "the result")
+def _spliced(text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequence[str]) -> str:
+    """The new text of the file: the old lines, with the cuts and the inserted blocks."""
+    front: dict[int, list[str]] = {cut.where.top: [] for cut in cuts}
+    for cut in cuts:
+        front[cut.where.top] += [block.rstrip("\n") + "\n\n\n" for block in cut.blocks]
+    front.setdefault(_import_line(tree, min(front)), [])[:0] = [line + "\n" for line in imports]
+    replaced = {cut.where.start: cut for cut in cuts}
+    pieces: list[str] = []
+    at = 0
+    while at < len(text.lines):
+        pieces += [block.replace("\n", text.newline) for block in front.get(at, ())]
+        if at in replaced:
+            pieces.append(replaced[at].new)
+            at = replaced[at].where.end
+        else:
+            pieces.append(text.lines[at])
+            at += 1
+    return "".join(pieces)
 
 
-def _splice_imports(text: Text, lines: Sequence[str], path: str) -> Text:
-    if not lines:
-        return text
-    tree = parse(text, path)
+def _import_line(tree: ast.Module, limit: int) -> int:
+    """The line behind the last import before the first definition; at most `limit`."""
     at = 0
     for statement in tree.body:
         docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if (statement.end_lineno or 0) > limit or isinstance(statement, Definition):
+            break
         if isinstance(statement, ast.Import | ast.ImportFrom) or (docstring and at == 0):
             at = statement.end_lineno or 0
-        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            break
-    block = "".join(line + text.newline for line in lines)
-    body = "".join(text.lines[:at]) + block + "".join(text.lines[at:])
-    return decode(text.encode(body, path), path)
+    return at
 
 
-def _check(old: Text, new: Text, path: str, symbols: Sequence[str], extra: _Inserted) -> None:
+def _check(
+    old: Text,
+    old_tree: ast.Module,
+    new: Text,
+    path: str,
+    cuts: Sequence[_Cut],
+    symbols: Sequence[str],
+    extra: _Inserted,
+) -> None:
     """Only the targets and what belongs to them changed, and every name is defined."""
     new_tree = parse(new, path)
-    left, right = _rest(old, path, symbols), _rest(new, path, symbols)
+    left = _rest(old, [cut.where for cut in cuts])
+    right = _rest(new, [locate(new_tree, new, f"{path}:{symbol}") for symbol in symbols])
     for block in [*extra.helpers.values()]:
         right = _without(right, (block.rstrip("\n") + "\n\n\n").replace("\n", new.newline))
     for line in extra.import_lines:
@@ -239,9 +284,8 @@ def _check(old: Text, new: Text, path: str, symbols: Sequence[str], extra: _Inse
             "Only what a page declares may differ from upstream.",
             "report this: an edit cannot normally do it",
         )
-    keep = set(symbols) | set(extra.helpers)
-    undefined = names.undefined(new_tree, keep, path)
-    if undefined - names.undefined(parse(old, path), set(symbols), path):
+    undefined = names.undefined(new_tree, set(symbols) | set(extra.helpers), path)
+    if undefined and undefined - names.undefined(old_tree, set(symbols), path):
         raise CppmegaError(
             "undefined-name",
             f"The patched {path} uses undefined names: {', '.join(sorted(undefined))}.",
@@ -250,13 +294,10 @@ def _check(old: Text, new: Text, path: str, symbols: Sequence[str], extra: _Inse
         )
 
 
-def _rest(text: Text, path: str, symbols: Sequence[str]) -> str:
-    tree = parse(text, path)
+def _rest(text: Text, spans: Sequence[Span]) -> str:
     lines = list(text.lines)
-    for symbol in symbols:
-        where = locate(tree, text, f"{path}:{symbol}")
-        for at in range(where.start, where.end):
-            lines[at] = ""
+    for where in spans:
+        lines[where.start : where.end] = [""] * (where.end - where.start)
     return "".join(lines)
 
 

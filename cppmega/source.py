@@ -65,9 +65,9 @@ def decode(data: bytes, name: str) -> Text:
         body = data.decode(encoding)
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         raise unreadable(name, str(error)) from None
+    if body.encode(encoding, errors="replace") != data:
+        raise unreadable(name, f"as {encoding} it does not encode back to the same bytes")
     lines = tuple(_LINES.findall(body))
-    if "".join(lines) != body:
-        raise unreadable(name, "its line ends are mixed in a way that Python reads differently")
     ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
     newline = max(("\n", "\r\n", "\r"), key=ends.count)
     return Text(lines, encoding, newline)

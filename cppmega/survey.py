@@ -7,7 +7,7 @@ second `apply` and `status` then hash files instead of parsing them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cppmega.errors import CppmegaError
@@ -18,12 +18,18 @@ from cppmega.tree import Tree, sha256
 MISSING = ""
 
 
+class UnreadableError(Exception):
+    """A page asked about a file that is no Python: it can answer nothing."""
+
+
 @dataclass
 class Survey:
     """Cached answers about one tree."""
 
     tree: Tree
     cache: dict[str, str] = field(default_factory=dict)
+    pristine: Mapping[str, bytes] = field(default_factory=dict)
+    """What stood in the files that we wrote: questions are about upstream's text, never ours."""
     used: dict[str, str] = field(default_factory=dict)
     """What was asked this time: becomes the cache of the next run."""
     _parsed: dict[str, tuple[Text, ast.Module]] = field(default_factory=dict)
@@ -53,7 +59,10 @@ class Survey:
             self.used[key] = f"{answer} {read}"
             return answer == "yes"
         self._reads = set()
-        verdict = self._ask(page)
+        try:
+            verdict = self._ask(page)
+        except UnreadableError:
+            return False
         self.used[key] = (
             f"{'yes' if verdict else 'no'} {self._stamp(','.join(sorted(self._reads)))}"
         )
@@ -61,19 +70,28 @@ class Survey:
 
     def _stamp(self, paths: str) -> str:
         """Paths and one hash of what they hold now: says whether an answer still stands."""
-        hashes = [sha256(self.tree.read(path) or b"") for path in paths.split(",") if path]
+        hashes = [sha256(self.read(path) or b"") for path in paths.split(",") if path]
         return f"{paths} {sha256(' '.join(hashes).encode())[:16]}"
 
     def exists(self, target: str) -> bool:
-        """Whether the symbol is defined in the file that the target names."""
+        """Whether the symbol is defined in the file that the target names.
+
+        A file that is no Python answers yes: nobody can say that the symbol is missing there.
+        """
         path, _, symbol = target.partition(":")
-        data = self.tree.read(path)
-        if data is None:
-            return False
-        if not symbol:
-            return True
-        key = f"{sha256(data)} exists {symbol}"
-        return self._answer(key, lambda: str(len(self._find(data, path, symbol)) or "")) != ""
+        data = self.read(path)
+        return data is not None and (not symbol or self._count(data, path, symbol) != "")
+
+    def _count(self, data: bytes, path: str, symbol: str) -> str:
+        """How often a file defines a symbol; "" for never, "!" where the file is no Python."""
+
+        def ask() -> str:
+            try:
+                return str(len(find(self._parse(data, path)[1], symbol)) or "")
+            except CppmegaError:
+                return "!"
+
+        return self._answer(f"{sha256(data)} exists {symbol}", ask)
 
     def elsewhere(self, target: str) -> list[str]:
         """Files, other than the target's own, that define a symbol of this name."""
@@ -85,10 +103,10 @@ class Survey:
         for other in self.tree.python_files:
             if other == path or not other.startswith(package):
                 continue
-            data = self.tree.read(other) or b""
+            data = self.read(other) or b""
             words = (b"def " + last, b"class " + last)
             likely = first in data and any(word in data for word in words)
-            if likely and self.exists(f"{other}:{symbol}"):
+            if likely and self._count(data, other, symbol) not in ("", "!"):
                 hits.append(other)
         return hits
 
@@ -96,15 +114,20 @@ class Survey:
         """For `fixed_upstream`: a symbol's code as `ast.unparse` writes it, docstrings dropped."""
         path, _, symbol = target.partition(":")
         self._reads.add(path)
-        data = self.tree.read(path)
-        found = [] if data is None else self._find(data, path, symbol)
+        data = self.read(path)
+        found = [] if data is None else find(self._readable(data, path)[1], symbol)
         return "\n".join(ast.unparse(_without_docstrings(node)) for node in found)
 
     def file(self, path: str) -> str:
         """For `fixed_upstream`: the text of a file."""
         self._reads.add(path)
-        data = self.tree.read(path)
-        return "" if data is None else decode(data, path).body
+        data = self.read(path)
+        return "" if data is None else self._readable(data, path)[0].body
+
+    def read(self, path: str) -> bytes | None:
+        """Upstream's bytes of a file."""
+        kept = self.pristine.get(path)
+        return kept if kept is not None else self.tree.read(path)
 
     def _answer(self, key: str, ask: Callable[[], str]) -> str:
         if key not in self.used:
@@ -116,7 +139,7 @@ class Survey:
         assert page.fixed_upstream is not None
         try:
             return bool(page.fixed_upstream(self))
-        except CppmegaError:
+        except (CppmegaError, UnreadableError):
             raise
         except Exception as error:
             raise CppmegaError(
@@ -133,11 +156,11 @@ class Survey:
             self._parsed[key] = text, parse(text, path)
         return self._parsed[key]
 
-    def _find(self, data: bytes, path: str, symbol: str) -> list[Definition]:
+    def _readable(self, data: bytes, path: str) -> tuple[Text, ast.Module]:
         try:
-            return find(self._parse(data, path)[1], symbol)
+            return self._parse(data, path)
         except CppmegaError:
-            return []
+            raise UnreadableError from None
 
     def _fingerprint(self, data: bytes, edit: Edit) -> str:
         try:

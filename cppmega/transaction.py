@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from pathlib import Path
 
 from cppmega.diagnose import Written
 from cppmega.errors import CppmegaError
-from cppmega.receipt import FOLDER, folder
+from cppmega.receipt import folder
 from cppmega.tree import Tree, sha256
 
 SUFFIX = ".cppmega-new"
@@ -42,52 +44,66 @@ def locked(tree: Tree, say: Callable[[str], None]) -> Iterator[None]:
     Raises:
         CppmegaError: `read-only-tree`, `locked-tree`.
     """
-    from filelock import FileLock, Timeout
-
     place = folder(tree)
     with _named_faults(tree):
-        place.mkdir(exist_ok=True)
-        lock = FileLock(place / "lock")
-    try:
-        with _named_faults(tree):
-            try:
-                lock.acquire(timeout=0.2)
-            except Timeout:
-                say(f"waiting for another process that patches {tree.root}")
-                lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout:
-        raise CppmegaError(
-            "locked-tree",
-            f"Another process has held {place / 'lock'} for {LOCK_SECONDS} seconds.",
-            "Two writers at once would tear files.",
-            "wait for it, or end it, then run `python -m cppmega.apply_patches` again",
-        ) from None
+        handle = _acquire(place, say)
     try:
         yield
     finally:
-        # Waiters notice that the file is gone and take a new one.
+        # Whoever waits notices that the file is gone, and takes a new one.
         if not any(entry.name != "lock" for entry in place.iterdir()):
             shutil.rmtree(place, ignore_errors=True)
-        lock.release()
+        os.close(handle)
 
 
-def interrupted(tree: Tree) -> dict[str, Written]:
-    """Hashes of what an unfinished transaction wrote or was about to write, by path.
+def _acquire(place: Path, say: Callable[[str], None]) -> int:
+    """The open lock file, locked and still in its place. A killed process leaves no lock behind."""
+    began = time.monotonic()
+    said = False
+    while time.monotonic() - began < LOCK_SECONDS:
+        try:
+            place.mkdir(exist_ok=True)
+            handle = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            continue  # its last user removed the folder just now
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_nlink:
+                return handle
+        except BlockingIOError:
+            if not said and time.monotonic() - began > 0.2:
+                say(f"waiting for another process that patches {place.parent}")
+                said = True
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+        time.sleep(0.02)
+    raise CppmegaError(
+        "locked-tree",
+        f"Another process has held {place / 'lock'} for {LOCK_SECONDS} seconds.",
+        "Two writers at once would tear files.",
+        "wait for it, or end it, then run `python -m cppmega.apply_patches` again",
+    )
+
+
+def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
+    """Hashes of what unfinished transactions wrote or were about to write, by path.
 
     The journal is put in place by a rename, so it is whole or not there.
     """
     try:
         raw = json.loads((folder(tree) / "journal.json").read_bytes())
+        return {path: tuple(Written(*pair) for pair in rows) for path, rows in raw["files"].items()}
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CppmegaError(
             "torn-journal",
             f"{folder(tree) / 'journal.json'} cannot be read: {error}.",
             "It says which files an interrupted run was writing.",
             "reinstall megatron-core, remove the folder .cppmega beside it, and apply again",
         ) from None
-    return {path: Written(*entry) for path, entry in raw["files"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +122,39 @@ def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> 
         receipt: the new receipt; None removes it and all that was kept.
 
     Raises:
-        CppmegaError: `disk-full`, `read-only-tree`, `write-failed`, `torn-write`.
+        CppmegaError: `disk-full`, `read-only-tree`, `linked-tree`, `write-failed`, `torn-write`.
     """
     place = folder(tree)
+    before = interrupted(tree)
     with _named_faults(tree):
         try:
-            _stage_all(tree, changes, receipt)
+            _clean_up(tree, before)
+            _stage_all(tree, changes, receipt, before)
         except BaseException:
-            sweep(tree, changes)
-            if not (place / "receipt.json").exists():
-                _forget(place)
+            _unstage(tree, journal=bool(before))
             raise
         try:
             _replace_all(tree, changes, receipt)
-        except Exception:
-            _roll_back(tree, changes)
+        except BaseException:
+            _roll_back(tree, changes, journal=bool(before))
             raise
-        if receipt is None:
-            step("forget originals")
-            _forget(place)
+    with _named_faults(tree, "The change itself is complete."):
+        step("forget originals")
+        _forget(place, receipt)
         step("forget journal")
         (place / "journal.json").unlink(missing_ok=True)
 
 
-def _stage_all(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> None:
+def _stage_all(
+    tree: Tree,
+    changes: Mapping[str, Change],
+    receipt: bytes | None,
+    before: Mapping[str, tuple[Written, ...]],
+) -> None:
     """Everything that needs room on the disk; the journal comes last."""
     place = folder(tree)
     for path, change in changes.items():
+        _refuse_link(tree, path)
         step(f"original {path}")
         kept = place / "originals" / sha256(change.pristine)
         if not kept.exists():
@@ -144,16 +166,43 @@ def _stage_all(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None)
     if receipt is not None:
         _write_temporary(place / "receipt.json", receipt)
     step("journal")
-    written = {path: (sha256(c.pristine), sha256(c.data)) for path, c in changes.items()}
+    # What an earlier run left stays in the book until this one is through.
+    written = {path: [(w.before, w.after) for w in rows] for path, rows in before.items()}
+    for path, change in changes.items():
+        written.setdefault(path, []).append((sha256(change.pristine), sha256(change.data)))
     _write(place / "journal.json", json.dumps({"files": written}).encode())
 
 
-def sweep(tree: Tree, paths: Iterable[str]) -> None:
-    """Remove temporary files that a killed run left beside its targets."""
-    for path in paths:
-        _temporary(tree.root / path).unlink(missing_ok=True)
-    for leftover in folder(tree).glob(f"**/.*{SUFFIX}"):
-        leftover.unlink(missing_ok=True)
+def _refuse_link(tree: Tree, path: str) -> None:
+    parent = (tree.root / path).parent
+    if parent.resolve() != tree.root.resolve() / Path(path).parent:
+        raise CppmegaError(
+            "linked-tree",
+            f"{parent} is, or lies below, a link: it is {parent.resolve()}.",
+            "Patching through the link would change whoever else uses that folder.",
+            "install a copy (uv: --link-mode=copy)",
+        )
+
+
+def _clean_up(tree: Tree, before: Iterable[str]) -> None:
+    """Remove what killed runs left: temporary files, and bytecode of what they replaced."""
+    for place in (folder(tree), *tree.packages):
+        for where, _, files in os.walk(place):
+            for name in files:
+                if name.endswith(SUFFIX):
+                    (Path(where) / name).unlink(missing_ok=True)
+    for path in before:
+        drop_bytecode(tree.root / path)
+
+
+def _unstage(tree: Tree, journal: bool) -> None:
+    """Undo the staging; the journal stays if an earlier run needs it."""
+    with contextlib.suppress(OSError):
+        _clean_up(tree, ())
+    if not journal:
+        (folder(tree) / "journal.json").unlink(missing_ok=True)
+        if not (folder(tree) / "receipt.json").exists():
+            _forget(folder(tree), None)
 
 
 def drop_bytecode(path: Path) -> None:
@@ -192,19 +241,33 @@ def _replace_all(tree: Tree, changes: Mapping[str, Change], receipt: bytes | Non
     _sync_folder(place)
 
 
-def _roll_back(tree: Tree, changes: Mapping[str, Change]) -> None:
-    for path in changes:
-        data = tree.read(path) or b""
-        if (tree.root / path).read_bytes() != data:
-            _stage(tree.root / path, data)
-            _temporary(tree.root / path).replace(tree.root / path)
+def _roll_back(tree: Tree, changes: Mapping[str, Change], journal: bool) -> None:
+    try:
+        for path in changes:
+            data = tree.read(path)
+            if data is not None and (tree.root / path).read_bytes() != data:
+                _stage(tree.root / path, data)
+                _temporary(tree.root / path).replace(tree.root / path)
             drop_bytecode(tree.root / path)
-    sweep(tree, changes)
-    (folder(tree) / "journal.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise CppmegaError(
+            "rollback-failed",
+            f"A write failed, and so did putting the files back: {error}.",
+            "Some files are patched and some are not; the journal knows which.",
+            "mend the cause and run `python -m cppmega.apply_patches` again, or `cppmega revert`",
+        ) from error
+    _unstage(tree, journal)
 
 
-def _forget(place: Path) -> None:
-    shutil.rmtree(place / "originals", ignore_errors=True)
+def _forget(place: Path, receipt: bytes | None) -> None:
+    """Drop the originals that no receipt names any more."""
+    files = json.loads(receipt)["files"].values() if receipt is not None else ()
+    named = {entry["before"] for entry in files}
+    for kept in (place / "originals").glob("*"):
+        if kept.name not in named:
+            kept.unlink(missing_ok=True)
+    if not named:
+        shutil.rmtree(place / "originals", ignore_errors=True)
 
 
 def _stage(target: Path, data: bytes) -> None:
@@ -237,13 +300,14 @@ def _temporary(target: Path) -> Path:
 def _sync_folder(place: Path) -> None:
     handle = os.open(place, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with contextlib.suppress(OSError):  # some file systems sync no folders
+            os.fsync(handle)
     finally:
         os.close(handle)
 
 
 @contextmanager
-def _named_faults(tree: Tree) -> Iterator[None]:
+def _named_faults(tree: Tree, done: str = "Nothing was changed.") -> Iterator[None]:
     """Turn the operating system's refusals into named errors."""
     try:
         yield
@@ -251,21 +315,21 @@ def _named_faults(tree: Tree) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CppmegaError(
                 "disk-full",
-                f"There is no room left below {tree.root}. Nothing was changed.",
+                f"There is no room left below {tree.root}. {done}",
                 "A half-written file would break the import of megatron.",
                 "free some space and run `python -m cppmega.apply_patches` again",
             ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise CppmegaError(
                 "read-only-tree",
-                f"{error.filename or tree.root} cannot be written. Nothing was changed.",
+                f"{error.filename or tree.root} cannot be written. {done}",
                 "The patches cannot be put where Python imports megatron from.",
                 "use an environment of your own: python -m venv, or copy the tree and pass "
                 "--megatron",
             ) from error
         raise CppmegaError(
             "write-failed",
-            f"{error.strerror}: {error.filename or tree.root} (in {FOLDER}). Nothing was changed.",
+            f"{error.strerror}: {error.filename or tree.root}. {done}",
             "The patches could not be written as a whole.",
             "mend the cause and run `python -m cppmega.apply_patches` again",
         ) from error

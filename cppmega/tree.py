@@ -10,8 +10,9 @@ import importlib.util
 import os
 import re
 import subprocess
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +35,7 @@ class Distribution:
 
     name: str
     version: str
-    record: dict[str, str]
+    record: Mapping[str, str]
     """Path relative to ROOT -> SHA-256, for files the wheel lists with a hash."""
     record_hash: str
 
@@ -53,6 +54,13 @@ class Tree:
                 self._bytes[path] = (self.root / path).read_bytes()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 self._bytes[path] = None
+            except OSError as error:
+                raise CppmegaError(
+                    "unreadable-file",
+                    f"{self.root / path} cannot be read: {error.strerror}.",
+                    "Nothing can be said about a file that nobody can look at.",
+                    "mend its permissions, or run as the user who owns the environment",
+                ) from None
         return self._bytes[path]
 
     @cached_property
@@ -75,8 +83,7 @@ class Tree:
                     "Files of two versions are mixed, and no RECORD tells which is which.",
                     f"pip uninstall {name} (twice), then install one version",
                 )
-            record = folder / "RECORD"
-            data = record.read_bytes() if record.is_file() else b""
+            data = self.read(f"{folder.name}/RECORD") or b""
             found[name] = Distribution(name, version, _record(data), sha256(data))
         return found
 
@@ -112,16 +119,30 @@ class Tree:
         for distribution in self.distributions.values():
             if path in distribution.record:
                 return "record", distribution.record[path]
-        if self._checkout is not None and self.git_blob(path) is not None:
-            return "git", sha256(self.git_blob(path) or b"")
-        return "unverified", None
+        if self._checkout is None or path not in self._checkout:
+            return "unverified", None
+        if self.vouched(path):
+            return "git", sha256(self.read(path) or b"")
+        blob = self.git_blob(path)
+        return ("git", sha256(blob)) if blob is not None else ("unverified", None)
+
+    def vouched(self, path: str) -> bool:
+        """Whether a file is as the wheel's RECORD or the checkout's commit has it."""
+        data = self.read(path)
+        if data is None:
+            return False
+        for distribution in self.distributions.values():
+            if path in distribution.record:
+                return distribution.record[path] == sha256(data)
+        blob = (self._checkout or {}).get(path, "")
+        name = hashlib.sha1 if len(blob) == 40 else hashlib.sha256
+        return blob == name(b"blob %d\0" % len(data) + data).hexdigest()
 
     def git_blob(self, path: str) -> bytes | None:
         """The committed bytes of a file, None outside of a checkout."""
         if self._checkout is None or path not in self._checkout:
             return None
-        done = _git(self.root, "cat-file", "blob", self._checkout[path])
-        return done if done is not None else None
+        return _git(self.root, "cat-file", "blob", self._checkout[path])
 
     @cached_property
     def _checkout(self) -> dict[str, str] | None:
@@ -140,24 +161,36 @@ class Tree:
 
     @cached_property
     def identity(self) -> str:
-        """What a receipt must agree on to belong to this tree: the installed wheels' RECORDs."""
-        parts = [f"{d.name} {d.version} {d.record_hash}" for d in self.distributions.values()]
-        parts.append(self.version)
-        return sha256("\n".join(sorted(parts)).encode())[:16]
+        """What a receipt must agree on to belong to this tree: the installed megatron-core.
+
+        An upgrade of another package is no reason to forget what was done here: every single file
+        is compared with its own hashes anyway.
+        """
+        core = self.distributions.get("megatron-core")
+        record = core.record_hash if core is not None else ""
+        return sha256(f"{self.version} {record}".encode())[:16]
+
+    @property
+    def packages(self) -> list[Path]:
+        """The folders that pages may target."""
+        return [self.root / folder for folder in _KNOWN_DISTRIBUTIONS.values()]
 
     @cached_property
     def python_files(self) -> list[str]:
         """Every Python file of the packages we know, relative to ROOT."""
         found: list[str] = []
-        for folder in _KNOWN_DISTRIBUTIONS.values():
-            for where, folders, files in os.walk(self.root / folder):
+        for package in self.packages:
+            for where, folders, files in os.walk(package):
                 folders[:] = sorted(name for name in folders if name != "__pycache__")
                 base = Path(where).relative_to(self.root).as_posix()
                 found += [f"{base}/{name}" for name in sorted(files) if name.endswith(".py")]
         return found
 
-    def check(self) -> None:
+    def check(self, written: Mapping[str, Container[str]]) -> None:
         """Refuse a tree that cannot be patched safely, whatever the patches are.
+
+        Args:
+            written: path -> SHA-256 hashes of what we wrote ourselves.
 
         Raises:
             CppmegaError: `no-megatron`, `linked-tree`, `mixed-versions`, `two-distributions`.
@@ -177,20 +210,20 @@ class Tree:
                 "Patching through the link would change whoever else uses that folder.",
                 "install a copy (uv: --link-mode=copy), or pass the real folder as --megatron",
             )
-        self._check_training()
+        self._check_training(written)
 
-    def _check_training(self) -> None:
+    def _check_training(self, written: Mapping[str, Container[str]]) -> None:
         training = self.root / "megatron" / "training"
-        core = self.distributions.get("megatron-core")
-        if core is None or not (training / "__init__.py").is_file():
+        if "megatron-core" not in self.distributions and self._checkout is None:
             return
-        files = [path for path in self.python_files if path.startswith("megatron/training/")]
-        strange = [path for path in files if path not in core.record]
-        if len(strange) * 2 > len(files):
+        files = sorted(f"megatron/training/{path.name}" for path in training.glob("*.py"))
+        strange = [path for path in files if not self.vouched(path)]
+        strange = [p for p in strange if sha256(self.read(p) or b"") not in written.get(p, ())]
+        if len(strange) * _HAND_EDITED > len(files):
             raise CppmegaError(
                 "mixed-versions",
                 f"megatron/training in {self.root} does not belong to megatron-core "
-                f"{core.version}: its RECORD does not list {len(strange)} of {len(files)} files.",
+                f"{self.version}: {len(strange)} of its {len(files)} files are others.",
                 "core and training of two versions call each other with the wrong arguments.",
                 "remove megatron/training, or use a checkout of one version as ROOT",
             )
@@ -203,6 +236,10 @@ _KNOWN_DISTRIBUTIONS = {
     "transformer-engine": "transformer_engine",
 }
 """Distributions that pages may target -> their import folder below ROOT."""
+
+
+_HAND_EDITED = 5
+"""One file of so many may be edited by hand; more are another version's."""
 
 
 def find_root() -> Path:
@@ -241,26 +278,34 @@ def _parts(folder: Path) -> list[str]:
     return [name for name in ("core", "training", "legacy", "rl") if (folder / name).is_dir()]
 
 
-def _record(data: bytes) -> dict[str, str]:
+@lru_cache(maxsize=16)
+def _record(data: bytes) -> Mapping[str, str]:
     """RECORD's hashes as hex; files without a hash (RECORD itself, bytecode) are left out."""
     hashes: dict[str, str] = {}
     for row in csv.reader(data.decode(errors="replace").splitlines()):
         if len(row) == 3 and row[1].startswith("sha256="):
             digest = row[1].removeprefix("sha256=")
-            padded = digest + "=" * (-len(digest) % 4)
-            hashes[row[0]] = base64.urlsafe_b64decode(padded).hex()
+            try:
+                hashes[row[0]] = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()
+            except ValueError:
+                hashes[row[0]] = "torn"  # equal to no hash: the file counts as edited
     return hashes
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
     """Output of a git command, None where git or the repository is missing.
 
-    Variables such as GIT_DIR are dropped: they would answer for another repository.
+    Variables such as GIT_DIR are dropped: they would answer for another repository. Git would not
+    answer at all for a checkout that belongs to another user, as in most containers; what is asked
+    here runs nothing of the repository.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, env=clean, check=False
+            ["git", "-c", "safe.directory=*", "-C", str(root), *arguments],
+            capture_output=True,
+            env=clean,
+            check=False,
         )
     except OSError:
         return None

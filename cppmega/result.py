@@ -1,0 +1,119 @@
+"""What becomes of every file, and the receipt that goes with it; computed in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cppmega import __version__, receipt
+from cppmega.diagnose import restoring
+from cppmega.errors import CppmegaError
+from cppmega.plan import Plan, engine_revision
+from cppmega.receipt import PatchedFile, PatchedPage, Receipt
+from cppmega.state import NEEDED
+from cppmega.transaction import Change, interrupted
+from cppmega.tree import sha256
+
+_STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
+
+
+def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change], bytes, str]:
+    """Compute every file in memory, and the receipt that goes with them."""
+    new = Receipt(
+        tool=__version__,
+        engine=engine_revision(),
+        identity=plan.tree.identity,
+        megatron=plan.tree.version,
+        gates=plan.gates,
+        excluded=plan.excluded,
+        catalogues=[str(folder) for folder in catalogues],
+        stack=_stack(),
+        proofs=plan.loaded.receipt.proofs,
+    )
+    changes = dict(restored(plan, keep=set(plan.work)))
+    after: dict[str, str] = {}
+    for path, work in plan.work.items():
+        file = plan.views[path]
+        assert file.pristine is not None
+        data, prints = rewritten(plan, path)
+        after |= prints
+        new.files[path] = PatchedFile(sha256(file.pristine), sha256(data), file.origin, work.steps)
+        if data != file.current:
+            changes[path] = Change(data, file.pristine)
+    for name, edits in plan.edits.items():
+        if plan.verdicts[name].state not in NEEDED:
+            continue
+        runtime = all(edit.kind != "source" for edit in edits)
+        new.pages[name] = PatchedPage(
+            revision=plan.pages[name].revision,
+            state="armed" if runtime else "applied",
+            kind=plan.pages[name].patch.kind,
+            targets={
+                edit.target: {
+                    "before": plan.before[name][edit.target],
+                    "after": after.get(edit.target, "runtime"),
+                }
+                for edit in edits
+            },
+        )
+    new.digest = overlay_digest(new)
+    new.survey = dict(sorted(plan.survey.used.items()))
+    return changes, new.dump(), new.digest
+
+
+def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str]]:
+    """New bytes of a file and the fingerprints of its targets."""
+    from cppmega.rewrite import Step, rewrite
+
+    file, work = plan.views[path], plan.work[path]
+    assert file.pristine is not None
+    done = rewrite(file.pristine, path, [Step.of(page, edit) for page, edit in work.edits])
+    return done.data, {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
+
+
+def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
+    """Files that earlier applies wrote and that no active page edits any more."""
+    files = plan.loaded.receipt.files
+    for path in sorted({*files, *interrupted(plan.tree)} - keep):
+        file = plan.views[path]
+        if file.ours and file.pristine is not None:
+            yield path, Change(file.pristine, file.pristine)
+        elif path in files and files[path].after == sha256(file.current or b""):
+            raise CppmegaError(
+                "original-missing",
+                f"The kept original of {path} is gone from {receipt.FOLDER}/originals.",
+                "Its exact bytes cannot be restored from here.",
+                restoring(plan.tree, file),
+            )
+        elif file.foreign:
+            raise CppmegaError(
+                "foreign-edit",
+                f"{path} was edited by somebody else after we patched it.",
+                "Restoring the original would lose that edit.",
+                "save the edit, then: " + restoring(plan.tree, file),
+            )
+
+
+def overlay_digest(new: Receipt) -> str:
+    """One hash of what is applied: no path of the machine, no time."""
+    lines = [f"file {path} {entry.after}" for path, entry in new.files.items()]
+    for name, page in new.pages.items():
+        lines.append(f"page {name} {page.state}")
+        lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
+        if page.state == "armed" or "runtime" in str(page.targets):
+            lines.append(f"runtime {name} {page.revision}")
+    lines += [f"gate {name}={value}" for name, value in new.gates.items()]
+    return sha256("\n".join(sorted(lines)).encode())[:16]
+
+
+def _stack() -> dict[str, str]:
+    """Versions of the packages that train, read from their metadata, not by importing them."""
+    from importlib import metadata
+
+    found = {}
+    for name in _STACK:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
