@@ -52,7 +52,11 @@ def shape(node: cst.CSTNode) -> str:
     try:
         return ast.dump(ast.parse(textwrap.dedent(code)))
     except SyntaxError:  # parts of a line that stretch over several are not code by themselves
+        pass
+    try:
         return ast.dump(ast.parse(f"({code.strip()})"))
+    except SyntaxError:
+        return code  # no code by itself at all: equal to nothing
 
 
 class Swap(cst.CSTTransformer):
@@ -64,13 +68,63 @@ class ExpressionSwap(Swap):
         super().__init__()
         self.old = cst.parse_expression(old)
         self.new = cst.parse_expression(new)
+        self.texts = old, new
         self.shape = shape(self.old)
+        self.names: set[int] = set()
+        """Names that are no expressions: of attributes, keywords, parameters, definitions."""
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(self.old, cst.Name):
+            self.names |= {id(getattr(node, at, None)) for at in ("attr", "keyword", "name")}
+        return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNodeT, updated_node: cst.CSTNodeT) -> Any:
-        if type(original_node) is type(self.old) and shape(original_node) == self.shape:
-            self.found += 1
-            return self.new
-        return super().on_leave(original_node, updated_node)
+        if type(original_node) is not type(self.old) or shape(original_node) != self.shape:
+            return super().on_leave(original_node, updated_node)
+        if id(original_node) in self.names:
+            return super().on_leave(original_node, updated_node)
+        self.found += 1
+        around: Any = original_node
+        if around.lpar and not self.new.lpar:
+            return self.new.with_changes(lpar=around.lpar, rpar=around.rpar)
+        return self.new
+
+    def check(self, before: cst.CSTNode, after: cst.CSTNode) -> None:
+        """Refuse a result in which the new expression has come apart: `a + b` for `x` in `x * 2`.
+
+        The same with a name in place of the expression, and the expression put in for the name
+        in the syntax tree, must be the same code.
+        """
+        if isinstance(self.new, _ATOMS) or self.new.lpar:
+            return
+        old, new = self.texts
+        hole = "_cppmega_hole"
+        marked = cast(cst.CSTNode, before.visit(ExpressionSwap(old, hole)))
+        wanted = ast.parse(_EMPTY.code_for_node(marked))
+        filled = _Fill(hole, ast.parse(f"({new})", mode="eval").body).visit(wanted)
+        if ast.dump(filled) != ast.dump(ast.parse(_EMPTY.code_for_node(after))):
+            raise mismatch(f"`{new}` comes apart where `{old}` stands; put it in parentheses")
+
+
+_ATOMS = (
+    cst.Name,
+    cst.Attribute,
+    cst.Call,
+    cst.Subscript,
+    cst.SimpleString,
+    cst.List,
+    cst.Dict,
+    cst.Set,
+)
+"""Expressions that stay in one piece wherever they stand."""
+
+
+class _Fill(ast.NodeTransformer):
+    def __init__(self, hole: str, expression: ast.expr) -> None:
+        self.hole, self.expression = hole, expression
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.expression if node.id == self.hole else node
 
 
 class HeadSwap(Swap):
@@ -122,6 +176,8 @@ def exactly(swap: Swap, node: cst.CSTNode, what: str, times: int) -> cst.CSTNode
     done = node.visit(swap)
     if swap.found != times:
         raise mismatch(f"`{what}` stands there {swap.found} times, the page says {times}")
+    if isinstance(swap, ExpressionSwap):
+        swap.check(node, cast(cst.CSTNode, done))
     return cast(cst.CSTNode, done)
 
 
