@@ -185,29 +185,27 @@ def _run(
             for page in pages
         ],
     }
-    process = subprocess.Popen(
+    seen = set()
+    with subprocess.Popen(
         [sys.executable, "-m", "cppmega.verify_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert process.stdin is not None and process.stdout is not None
-    with process.stdin:
-        process.stdin.write(json.dumps(order))
-    seen = set()
-    for line in process.stdout:
-        if not line.startswith("{"):
-            continue
-        answer = json.loads(line)
-        name = answer.pop("name")
-        seen.add(name)
-        say(f"verify: {side:<7} {answer['result']:<7} {name}")
-        yield name, Run(**answer)
-    status = process.wait()
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin:
+            process.stdin.write(json.dumps(order))
+        for line in process.stdout:
+            answer = json.loads(line)
+            name = answer.pop("name")
+            seen.add(name)
+            say(f"verify: {side:<7} {answer['result']:<7} {name}")
+            yield name, Run(**answer)
     for page in pages:
         if page.name not in seen:
-            yield page.name, Run("not-run", f"the {side} process ended with status {status}")
+            ended = f"the {side} process ended with status {process.returncode}"
+            yield page.name, Run("not-run", ended)
 
 
 def _judge(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:

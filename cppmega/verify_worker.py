@@ -52,8 +52,6 @@ def _load(entry: dict[str, Any]) -> tuple[Page, list[Edit]]:
 
 def _import_targets(edits: Any) -> None:
     """Import once what every fork would import for itself."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("torch").set_num_threads(1)
     for group in edits:
         for edit in group:
             with contextlib.suppress(Exception):  # the proof itself will say what is wrong
@@ -77,7 +75,7 @@ def _forked(page: Page) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     seconds = time.monotonic() - started
     if not data:
-        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {status}"
+        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.waitstatus_to_exitcode(status)}"
         return {"result": "failed", "detail": f"the process ended with {how}", "seconds": seconds}
     return {**json.loads(data), "seconds": seconds}
 
