@@ -315,12 +315,13 @@ def _around(
     function: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]
 ) -> Callable[..., Any]:
     import functools
+    import importlib
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
         before()
         result = function(*args, **kwargs)
-        after(sys.modules["megatron.training.global_vars"].get_args())
+        after(importlib.import_module("megatron.training.global_vars").get_args())
         return result
 
     return watched
