@@ -120,13 +120,21 @@ def _attention(recipe: Recipe) -> int:
 
 
 def _mla(recipe: Recipe) -> int:
+    return _mla_matrices(recipe) + (_mla_ranks(recipe) if recipe.qk_layernorm else 0)
+
+
+def _mla_ranks(recipe: Recipe) -> int:
+    """Widths of the low-rank query and key-value, which their norms have too."""
+    return (recipe.kv_lora_rank or 0) + (recipe.q_lora_rank or 0)
+
+
+def _mla_matrices(recipe: Recipe) -> int:
     heads, hidden, q_rank = recipe.num_attention_heads, recipe.hidden_size, recipe.q_lora_rank
     latent, nope, rope, value = _mla_sizes(recipe)
     query = heads * (nope + rope)
     down_and_up = hidden * query if q_rank is None else q_rank * (hidden + query)
     kv = hidden * (latent + rope) + latent * heads * (nope + value)
-    norms = (latent + (q_rank or 0)) if recipe.qk_layernorm else 0
-    return down_and_up + kv + heads * value * hidden + norms
+    return down_and_up + kv + heads * value * hidden
 
 
 def _mla_sizes(recipe: Recipe) -> tuple[int, int, int, int]:
@@ -143,10 +151,15 @@ def _indexer_sizes(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def _dsa(recipe: Recipe) -> int:
-    heads, dim, source = _indexer_sizes(recipe)
+    _, dim, _ = _indexer_sizes(recipe)
     # The key's norm is a LayerNorm in every model: weight and bias.
-    own = source * heads * dim + recipe.hidden_size * dim + 2 * dim + recipe.hidden_size * heads
-    return _mla(recipe) + own
+    return _mla(recipe) + _indexer(recipe) + 2 * dim
+
+
+def _indexer(recipe: Recipe) -> int:
+    """Its matrices: queries, one key, and a weight per head."""
+    heads, dim, source = _indexer_sizes(recipe)
+    return source * heads * dim + recipe.hidden_size * (dim + heads)
 
 
 def _mamba3_widths(recipe: Recipe) -> tuple[int, int, int, int]:
@@ -200,7 +213,8 @@ _LAYERS: dict[str, Callable[[Recipe], int]] = {
 def flops(recipe: Recipe, squares: float | None = None) -> float:
     """Floating-point operations of one token, forward and backward, every layer counted.
 
-    Recomputation is not counted, and sparse attention counts the keys it looks at.
+    Matrix products only. Recomputation is not counted; sparse attention counts the keys that it
+    attends to, and its indexer all of them.
 
     Args:
         recipe: the run.
@@ -209,49 +223,67 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
     """
     keys = (squares or recipe.seq_length) / 2  # causal: half of them on average
     layout = recipe.layout
-    forward = sum(
-        count * _forward(recipe, letter, keys) for letter, count in layout.counts().items()
-    )
-    forward += layout.depths * 2 * 2 * recipe.hidden_size**2
-    forward += (1 + layout.depths) * 2 * recipe.hidden_size * recipe.padded_vocab_size
+    total = sum(count * _work(recipe, letter, keys) for letter, count in layout.counts().items())
+    products = layout.depths * 2 * recipe.hidden_size**2
+    products += (1 + layout.depths) * recipe.hidden_size * recipe.padded_vocab_size
     if recipe.ngram_hash is not None:
-        width = len(recipe.ngram_hash.tables) * recipe.ngram_hash.dim
-        forward += 2 * width * recipe.hidden_size
+        ngram = recipe.ngram_hash
+        products += len(ngram.tables) * ngram.dim * recipe.hidden_size
     if recipe.structure is not None:
-        forward += 2 * recipe.structure.bottleneck * recipe.hidden_size
-    return _PASSES * forward
+        products += recipe.structure.bottleneck * recipe.hidden_size
+    return total + _PASSES * 2 * products
 
 
-def _forward(recipe: Recipe, letter: str, keys: float) -> float:
-    """Of one token in one layer, forward only."""
-    weights = _LAYERS[letter](recipe)
+def _work(recipe: Recipe, letter: str, keys: float) -> float:
+    """Of one token in one layer, forward and backward."""
+    heads = recipe.num_attention_heads
     if letter == "E":
         assert recipe.num_experts is not None
         idle = _routed(recipe) * (1 - recipe.moe_router_topk / recipe.num_experts)
-        return 2 * (weights - idle)
+        return _PASSES * 2 * (_moe(recipe) - idle)
     if letter == "*":
-        return 2 * weights + 4 * keys * recipe.num_attention_heads * _head_dim(recipe)
+        groups, dim = recipe.num_query_groups or heads, _head_dim(recipe)
+        weights = recipe.hidden_size * dim * (2 * heads + 2 * groups)
+        return _PASSES * 2 * (weights + keys * heads * 2 * dim)
     if letter == "+":
         _, nope, rope, value = _mla_sizes(recipe)
-        return 2 * weights + 2 * keys * recipe.num_attention_heads * (nope + rope + value)
+        return _PASSES * 2 * (_mla_matrices(recipe) + keys * heads * (nope + rope + value))
     if letter == "D":
-        latent, _, rope, _ = _mla_sizes(recipe)
-        assert recipe.dsa_indexer_topk is not None
-        chosen = min(keys, float(recipe.dsa_indexer_topk))
-        heads, dim, _ = _indexer_sizes(recipe)
-        attention = 2 * chosen * recipe.num_attention_heads * (2 * latent + rope)
-        return 2 * weights + attention + 2 * keys * heads * dim
+        return _dsa_work(recipe, keys)
     if letter == "M":
         assert recipe.mamba3 is not None
-        inner, _, _, state = _mamba3_widths(recipe)
+        inner, _, projected, state = _mamba3_widths(recipe)
         # Per chunk: scores and their product with x, and the state in and out, at every rank.
         chunk = recipe.mamba3.chunk * recipe.mamba3.rank
-        return 2 * weights + 2 * inner * (2 * state + chunk)
+        weights = recipe.hidden_size * (projected + inner)
+        return _PASSES * 2 * (weights + inner * (2 * state + chunk))
     if letter == "R":
         assert recipe.m2rnn is not None
-        _, value, _ = _m2rnn_widths(recipe)
-        return 2 * weights + 2 * value * recipe.m2rnn.key_dim * (recipe.m2rnn.value_dim + 2)
-    return 2 * weights
+        state = recipe.m2rnn.key_dim * (recipe.m2rnn.value_dim + 2)
+        recurrent, value, conv = _m2rnn_widths(recipe)
+        weights = recipe.hidden_size * (conv + recurrent + 2 * value) + conv * recipe.m2rnn.conv
+        return _PASSES * 2 * (weights + value * state)
+    return _PASSES * 2 * _mlp(recipe.hidden_size, recipe.ffn_hidden_size, recipe)
+
+
+def _dsa_work(recipe: Recipe, keys: float) -> float:
+    """Attention in the latent space over the top-k; the indexer's scores over all keys.
+
+    The indexer has a backward pass only where it has a loss, none into its inputs, and with the
+    sparse loss only over the top-k.
+    """
+    latent, _, rope, _ = _mla_sizes(recipe)
+    heads, dim, _ = _indexer_sizes(recipe)
+    assert recipe.dsa_indexer_topk is not None
+    topk = float(recipe.dsa_indexer_topk)
+    # The first top-k tokens of a document have fewer keys than that.
+    chosen = keys if 2 * keys <= topk else topk - topk**2 / (4 * keys)
+    attention = chosen * recipe.num_attention_heads * (2 * latent + rope)
+    indexer = _indexer(recipe) + keys * heads * dim
+    if recipe.dsa_indexer_loss_coeff:
+        seen = chosen if recipe.dsa_indexer_use_sparse_loss else keys
+        indexer += _indexer(recipe) + 2 * seen * heads * dim
+    return _PASSES * 2 * (_mla_matrices(recipe) + attention) + 2 * indexer
 
 
 def megatron_flops(recipe: Recipe) -> float:
@@ -277,12 +309,8 @@ def megatron_flops(recipe: Recipe) -> float:
 
 
 def _megatron_mla(recipe: Recipe, keys: float) -> float:
-    latent, nope, rope, value = _mla_sizes(recipe)
-    weights = _mla(recipe)
-    if not recipe.qk_layernorm:
-        weights += latent + (
-            recipe.q_lora_rank or 0
-        )  # it counts the norms even where there is none
+    _, nope, rope, value = _mla_sizes(recipe)
+    weights = _mla_matrices(recipe) + _mla_ranks(recipe)  # it counts norms even where there is none
     return 2 * weights + 2 * keys * recipe.num_attention_heads * (nope + rope + value)
 
 

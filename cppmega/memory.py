@@ -56,7 +56,7 @@ def _states(recipe: Recipe) -> int:
     tensor, pipeline = recipe.tensor_model_parallel_size, recipe.pipeline_model_parallel_size
     replicas = recipe.data_parallel_size
     expert = recipe.expert_model_parallel_size
-    ends = counts.embedding + counts.head + counts.mtp + sum(counts.extras.values())
+    ends = counts.total - sum(counts.layers.values())
     body = sum(counts.layers.values()) // pipeline
     routed = counts.experts // pipeline
     dense = (body + ends - routed) // tensor

@@ -101,6 +101,13 @@ def _attention(recipe: Recipe) -> None:
             "recipe.with_(kv_channels=...) or another hidden_size",
         )
     if recipe.uses_dsa:
+        if recipe.kind == "gpt" and recipe.mtp_num_layers:
+            raise invalid(
+                recipe,
+                "a GPT with DSA has MTP depths.",
+                "Megatron's GPT builder stops on it; its hybrid builder makes the same layers.",
+                "recipe.with_(kind='hybrid', pattern='D-DE/DE', num_layers=0, mtp_num_layers=0)",
+            )
         _need(
             recipe,
             "DSA layers",

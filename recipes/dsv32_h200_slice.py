@@ -1,20 +1,18 @@
-"""DeepSeek-V3.2's widths on one H200: a GPT with one dense and one MoE layer and one MTP depth.
+"""DeepSeek-V3.2's widths on one H200: one dense and one MoE block, and one MTP depth.
 
 16 of the 256 experts: what one GPU would hold at EP 16. No group-limited routing for that reason.
+Built as a hybrid model, because Megatron's GPT builder knows no MTP with DSA.
 """
 
 from cppmega.recipe import Recipe
 
 RECIPE = Recipe(
     name="dsv32_h200_slice",
-    purpose="DeepSeek-V3.2's widths, 2 layers and 1 MTP depth, on one H200",
-    kind="gpt",
+    purpose="DeepSeek-V3.2's widths, 2 blocks and 1 MTP depth, on one H200",
+    kind="hybrid",
     precision="bf16",
     gpus=1,
-    num_layers=2,
-    first_dense_layers=1,
-    mtp_num_layers=1,
-    attention="dsa",
+    pattern="D-DE/DE",
     hidden_size=7168,
     ffn_hidden_size=18432,
     num_attention_heads=128,

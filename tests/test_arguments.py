@@ -102,8 +102,7 @@ def recipes() -> dict[str, Recipe]:
 def parsed(version: str) -> dict[str, Any]:
     """What a release makes of every recipe, and of one line that was rendered for another."""
     cases = {
-        name: (recipe.gpus, render(recipe, version, RUN).argv)
-        for name, recipe in recipes().items()
+        name: (recipe.gpus, render(recipe, version, RUN).argv) for name, recipe in recipes().items()
     }
     other = "0.19.2" if version != "0.19.2" else "0.17.1"
     cases["for another release"] = (1, render(GRAPHS, other, RUN).argv)

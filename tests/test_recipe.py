@@ -14,7 +14,7 @@ from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 
 SLICE = recipes_index.load("nam56r_h200_slice")
-GPT = recipes_index.load("dsv32_h200_slice")
+V32 = recipes_index.load("dsv32_h200_slice")
 
 
 def refused(name: str, **changes: object) -> CppmegaError:
@@ -136,8 +136,12 @@ def test_padding_inside_the_pack_is_accepted_with_the_patch_it_needs() -> None:
 
 
 def test_a_gpt_recipe_has_the_layers_it_says() -> None:
-    assert GPT.layout.trunk == "D-DE"
-    assert (GPT.layout.mtp, GPT.layout.depths) == ("DE", 1)
+    sizes = {"pattern": "", "num_layers": 2, "first_dense_layers": 1}
+    gpt = V32.with_(kind="gpt", attention="mla", mtp_num_layers=1, **sizes)
+    assert gpt.layout.trunk == "+-+E"
+    assert (gpt.layout.mtp, gpt.layout.depths) == ("+E", 1)
+    with pytest.raises(CppmegaError, match="a GPT with DSA has MTP depths"):
+        gpt.with_(attention="dsa")
 
 
 def test_the_full_pattern_is_the_one_the_model_is_defined_by() -> None:
@@ -159,7 +163,8 @@ def test_what_a_release_does_not_know_depends_on_the_release() -> None:
 
 
 def test_every_shipped_recipe_names_patches_that_exist() -> None:
-    pages = {path.stem for path in (recipes_index.folder().parent / "upstream_patches").glob("*.py")}
+    catalogue = recipes_index.folder().parent / "upstream_patches"
+    pages = {path.stem for path in catalogue.glob("*.py")}
     for name in recipes_index.shipped():
         assert set(recipes_index.load(name).patches) <= pages, name
 
