@@ -1,0 +1,81 @@
+"""The checks of several small pages in one process per version.
+
+Importing megatron-core takes longer than all of them together. The process imports a tree with
+these pages applied; the unpatched files are loaded beside it, so that both can be called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from tests.support import patched, pristine, python
+
+PAGES = {
+    "combined_1f1b_autocast": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "fused_cross_entropy_grad_dtype": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "hybrid_mtp_padding_mask": ("0.18.2", "0.19.2"),
+    "mamba_packed_seq_idx": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "moe_expert_bias_padding_mask": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "mtp_loss_no_host_sync": ("0.17.1",),
+    "rope_thd_no_host_sync": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+}
+
+
+def assert_passes(page: str, version: str) -> None:
+    """Run `check` of the page's test module on a version."""
+    result = _results(version)[page]
+    assert result == "passed", result
+
+
+@cache
+def _results(version: str) -> dict[str, str]:
+    pages = [page for page, versions in PAGES.items() if version in versions]
+    code = f"""
+    from tests.upstream_patches import one_process
+    one_process.run({pages!r}, {str(pristine(version))!r})
+    """
+    done = python(patched(version, *pages), code)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def run(pages: list[str], stock_root: str) -> None:
+    """In the process: print what came of each page."""
+    stock = Stock(Path(stock_root))
+    results = {}
+    for page in pages:
+        test = importlib.import_module(f"tests.upstream_patches.test_{page}")
+        try:
+            test.check(stock)
+        except Exception:
+            results[page] = traceback.format_exc()
+        else:
+            results[page] = "passed"
+    print(json.dumps(results))
+
+
+class Stock:
+    """Modules of the unpatched tree, which import everything else from the patched one."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def module(self, name: str) -> ModuleType:
+        """The unpatched `megatron.core.x`, loaded beside the patched one."""
+        package, _, last = name.rpartition(".")
+        beside = f"{package}.stock_{last}"  # in the same package, for its relative imports
+        if beside not in sys.modules:
+            path = self.root / (name.replace(".", "/") + ".py")
+            spec = importlib.util.spec_from_file_location(beside, path)
+            assert spec is not None and spec.loader is not None
+            sys.modules[beside] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[beside])
+        return sys.modules[beside]
