@@ -1,0 +1,140 @@
+"""Apply RoPE to packed sequences without asking the device for the sequence lengths.
+
+What: `_apply_rotary_pos_emb_thd` finds each token's position by search and gather on the device,
+    for any number of sequences and for context parallelism.
+Why: stock reads the lengths to the host, for queries and keys of every attention layer, and with a
+    table for the whole pack once more per sequence: 2 + 2n waits (tested; 0.19.2: `.tolist()`,
+    `cu_seqlens[-1].item()`, `cu_seqlens[i].item()`). None of it can be captured in a CUDA graph,
+    and 0.19 launches some ten kernels per sequence. MLA with DSA cannot use the fused RoPE.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; in no release)
+Remove: when the function has no `.tolist()`.
+Numerics: none (bitwise)
+"""
+
+from cppmega.edits import body_of
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
+
+
+def freqs_of_packed_tokens(t, cu_seqlens, freqs, cp_group):  # type: ignore[no-untyped-def]
+    import torch
+
+    if cp_group is None:
+        raise ValueError("cp_group must be provided for THD format RoPE")
+    cp_size, cp_rank = cp_group.size(), cp_group.rank()
+    boundaries = cu_seqlens.long()
+    lengths = boundaries.diff() // cp_size  # tokens of each sequence on this rank
+    ends = lengths.cumsum(0)
+    whole = ends[-1:] == t.size(0)
+    if cp_size > 1:  # a rank has two halves of each sequence, one from either end
+        whole = whole & (lengths % 2 == 0).all()
+    # Stock fails in torch.split where the lengths are not those of `t`; so must this, unseen.
+    torch._assert_async(whole, "cu_seqlens does not describe the packed tensor")
+
+    token = torch.arange(t.size(0), device=t.device)
+    sequence = torch.searchsorted(ends, token, right=True)
+    length = lengths[sequence]
+    position = token - ends[sequence] + length
+    if cp_size > 1:
+        half = length // 2
+        front = cp_rank * half + position
+        back = length * cp_size - (cp_rank + 1) * half + position - half
+        position = torch.where(position < half, front, back)
+    # A table as long as the pack has a row for every token of it; any other starts at zero again.
+    packed = boundaries[-1] == freqs.size(0)
+    return freqs[position + torch.where(packed, boundaries[sequence], 0)]
+
+
+def until_018(  # type: ignore[no-untyped-def]
+    t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group
+):
+    return _apply_rotary_pos_emb_bshd(  # noqa: F821
+        t.unsqueeze(1),
+        freqs_of_packed_tokens(t, cu_seqlens, freqs, cp_group),
+        rotary_interleaved=rotary_interleaved,
+        multi_latent_attention=multi_latent_attention,
+        mscale=mscale,
+    ).squeeze(1)
+
+
+def since_019(  # type: ignore[no-untyped-def]
+    t,
+    cu_seqlens,
+    freqs,
+    rotary_interleaved,
+    mla_rotary_interleaved,
+    mscale,
+    cp_group,
+    multi_latent_attention,
+):
+    if multi_latent_attention is not None:
+        warnings.warn(  # noqa: F821
+            "multi_latent_attention is deprecated. Please use mla_rotary_interleaved instead.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        mla_rotary_interleaved = multi_latent_attention
+    return _apply_rotary_pos_emb_bshd(  # noqa: F821
+        t.unsqueeze(1),
+        freqs_of_packed_tokens(t, cu_seqlens, freqs, cp_group),
+        rotary_interleaved=rotary_interleaved,
+        mla_rotary_interleaved=mla_rotary_interleaved,
+        mscale=mscale,
+    ).squeeze(1)
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins=dict.fromkeys(("0.15.3", "0.16.1", "0.17.1", "0.18.2"), "04977edc9a3f2bd2"),
+            edit=body_of(until_018),
+            helpers=(freqs_of_packed_tokens,),
+        ),
+        Edit(
+            target=TARGET,
+            pins={"0.19.2": "5dd4cb729a8d92d8"},
+            edit=body_of(since_019),
+            helpers=(freqs_of_packed_tokens,),
+        ),
+    ),
+    reached="forward",
+    feature=(TARGET,),
+    when=lambda args: False,  # only runs that pack sequences and do not fuse RoPE come here
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.text(TARGET)
+    return bool(text) and ".tolist()" not in text
+
+
+def verify() -> None:
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
+
+    one, first, second = (
+        SimpleNamespace(size=lambda n=n: n, rank=lambda r=r: r) for n, r in ((1, 0), (2, 0), (2, 1))
+    )
+
+    def positions(group, boundaries, rows, tokens, device="cpu"):  # type: ignore[no-untyped-def]
+        """Turn unit vectors; the angle they are turned by is the row of the table they got."""
+        table = (torch.arange(rows, device=device) * 0.01).view(rows, 1, 1, 1).expand(-1, 1, 1, 2)
+        unit = torch.tensor([1.0, 0.0]).to(device).expand(tokens, 1, 2)
+        boundaries = torch.tensor(boundaries, dtype=torch.int32).to(device)
+        turned = rope_utils._apply_rotary_pos_emb_thd(unit, boundaries, table, cp_group=group)
+        return (torch.atan2(turned[:, 0, 1], turned[:, 0, 0]) * 100).round().long()
+
+    cases = (  # group, boundaries, rows of the table, positions of the tokens
+        (one, [0, 3, 8], 6, [0, 1, 2, 0, 1, 2, 3, 4]),
+        (one, [0, 3, 8], 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (first, [0, 4, 12], 9, [0, 3, 0, 1, 6, 7]),
+        (second, [0, 4, 12], 12, [1, 2, 6, 7, 8, 9]),
+    )
+    for group, boundaries, rows, wanted in cases:
+        assert positions(group, boundaries, rows, len(wanted)).tolist() == wanted
+        # A meta tensor has no values: whatever asks it for one raises.
+        assert positions(group, boundaries, rows, len(wanted), "meta").shape == (len(wanted),)
