@@ -1,0 +1,70 @@
+"""Tell the MTP heads of a hybrid model which tokens are padding.
+
+What: `HybridModel.forward` hands `padding_mask` to the MTP block, as it does to the decoder.
+Why: MTP takes the mask and rolls it along with the tokens, and `GPTModel` passes it; `HybridModel`
+    does not. The MoE routers of the MTP depths then count padding as tokens: in their auxiliary
+    losses, and in the loads that move the expert bias (tested: 8 tokens of 2 x 8 were padding, and
+    an MTP router counted all 16).
+Upstream: Not sent: found by reading; dev passes the mask, main does not.
+Remove: when `HybridModel.forward` passes `padding_mask` to `self.mtp`.
+Numerics: changes results of runs that pass a padding mask and have MoE in their MTP depths
+"""
+
+from cppmega.edits import adding_argument
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/core/models/hybrid/hybrid_model.py:HybridModel.forward"
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins={
+                "0.18.2": "f0c6ad11370a6a8a",
+                "0.19.2": "cc72c3a7ee6033e9",
+                "main-d98e8a64": "11cd0a6566dfd959",
+            },
+            edit=adding_argument("self.mtp", "padding_mask=padding_mask"),
+        ),
+    ),
+    reached="forward",
+    feature=(TARGET,),
+    when=lambda args: bool(
+        getattr(args, "hybrid_layer_pattern", None) and getattr(args, "mtp_num_layers", None)
+    ),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    call = source.text(TARGET).partition("self.mtp(")[2].partition("if not self.post_process")[0]
+    return "padding_mask=padding_mask" in call
+
+
+def verify() -> None:
+    import torch
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    class Quiet:
+        """Has every attribute; what is not given is None."""
+
+        def __init__(self, **given):  # type: ignore[no-untyped-def]
+            self.__dict__.update(given)
+
+        def __getattr__(self, name):  # type: ignore[no-untyped-def]
+            return None
+
+    def mtp(*, hidden_states, padding_mask=None, **_):  # type: ignore[no-untyped-def]
+        return hidden_states if padding_mask is None else hidden_states.masked_fill(padding_mask, 0)
+
+    model = Quiet(
+        config=Quiet(),
+        decoder=lambda *, hidden_states, **_: hidden_states,
+        mtp=mtp,
+        mtp_process=True,
+        post_process=False,
+    )
+    padding = torch.tensor([False, True, False, True])
+    out = HybridModel.forward(
+        model, None, None, None, decoder_input=torch.ones(4), padding_mask=padding
+    )
+    assert out.tolist() == [1, 0, 1, 0], "the MTP block did not get the padding mask"
