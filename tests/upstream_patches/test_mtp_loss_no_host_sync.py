@@ -1,0 +1,79 @@
+"""The MTP loss on 0.17.1: the bits of stock, without its host sync."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.upstream_patches import one_process
+
+torch = pytest.importorskip("torch")
+
+PAGE = "mtp_loss_no_host_sync"
+DEPTHS = 2
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("version", one_process.PAGES[PAGE])
+def test_mtp_loss(version: str) -> None:
+    one_process.assert_passes(PAGE, version)
+
+
+def check(stock: one_process.Stock) -> None:
+    from megatron.core.transformer import multi_token_prediction as patched
+
+    from tests.host_sync import HostSyncError, no_host_sync
+
+    unpatched = stock.module("megatron.core.transformer.multi_token_prediction")
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randint(2, (3, 8), generator=generator)
+    only_first = torch.zeros(3, 8).index_fill_(
+        1, torch.tensor([0]), 1.0
+    )  # rolled away: none is left
+    for mask in (some.float(), some, torch.ones(3, 8), only_first, None):
+        for per_token in (False, True):
+            wanted = outcome(unpatched, mask, per_token)
+            with no_host_sync():
+                got = outcome(patched, mask, per_token)
+            assert len(got) == len(wanted) == DEPTHS + 2
+            for ours, theirs in zip(got, wanted, strict=True):
+                assert torch.equal(ours, theirs)
+            with pytest.raises(HostSyncError), no_host_sync():
+                outcome(unpatched, mask, per_token)
+
+
+def outcome(module: ModuleType, mask: Any, per_token: bool) -> list[Any]:
+    """What is logged for each depth, the hidden states that come back, and their gradient."""
+    logged: list[Any] = []
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn((1 + DEPTHS) * 8, 3, 5, generator=generator, requires_grad=True)
+    labels = torch.arange(24).view(3, 8)
+    helper, group = module.MTPLossLoggingHelper, "get_data_parallel_group"
+    with (
+        mock.patch.object(
+            helper, "save_loss_to_tracker", lambda loss, *_, **__: logged.append(loss)
+        ),
+        mock.patch.object(module.parallel_state, group, lambda *_, **__: None),
+    ):
+        out = module.process_mtp_loss(
+            hidden_states=hidden,
+            labels=labels,
+            loss_mask=mask,
+            output_layer=lambda given, **_: (given, None),
+            output_weight=None,
+            runtime_gather_output=None,
+            is_training=True,
+            compute_language_model_loss=lambda labels, logits: (
+                logits.float().pow(2).sum(-1).t() * (labels + 1)
+            ),
+            config=SimpleNamespace(
+                mtp_num_layers=DEPTHS,
+                mtp_loss_scaling_factor=0.3,
+                calculate_per_token_loss=per_token,
+            ),
+        )
+    (gradient,) = torch.autograd.grad(out.sum(), hidden)
+    return [*logged, out, gradient]

@@ -1,0 +1,75 @@
+"""Log the MTP loss without asking the device how many tokens counted.
+
+What: `process_mtp_loss` chooses between the mean and zero on the device.
+Why: `... if num_tokens > 0 else ...` waits for the GPU once per MTP depth and microbatch, and
+    cannot be captured in a CUDA graph (tested: the only host sync of the function on 0.17.1).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4247 (0.18.0)
+Remove: when 0.17 is no longer supported.
+Numerics: none (bitwise)
+"""
+
+from cppmega.edits import replacing
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/core/transformer/multi_token_prediction.py:process_mtp_loss"
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins={"0.17.1": "da492af27f9167a0"},
+            edit=replacing(
+                "torch.sum(mtp_loss) / num_tokens if num_tokens > 0 else mtp_loss.new_tensor(0.0)",
+                "torch.where(num_tokens > 0, torch.sum(mtp_loss) / num_tokens, 0.0)",
+            ),
+        ),
+    ),
+    reached="forward",
+    feature=(TARGET,),
+    when=lambda args: bool(getattr(args, "mtp_num_layers", None)),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.text(TARGET)
+    return bool(text) and "if num_tokens > 0" not in text
+
+
+def verify() -> None:
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    config = SimpleNamespace(
+        mtp_num_layers=1, mtp_loss_scaling_factor=0.1, calculate_per_token_loss=False
+    )
+
+    def logged(mask, device="cpu"):  # type: ignore[no-untyped-def]
+        seen = []
+        with (
+            mock.patch.object(
+                mtp.MTPLossLoggingHelper,
+                "save_loss_to_tracker",
+                lambda loss, *_, **__: seen.append(loss),
+            ),
+            mock.patch.object(mtp.parallel_state, "get_data_parallel_group", lambda *_, **__: None),
+        ):
+            mtp.process_mtp_loss(
+                hidden_states=torch.ones(8, 1, 2, device=device),
+                labels=torch.arange(4, device=device)[None],
+                loss_mask=torch.tensor([mask]).to(device),
+                output_layer=lambda hidden, **_: (hidden, None),
+                output_weight=None,
+                runtime_gather_output=None,
+                is_training=True,
+                compute_language_model_loss=lambda labels, logits: labels.float() + 1,
+                config=config,
+            )
+        return seen[0]
+
+    # A meta tensor has no values: whatever asks it for one raises.
+    assert logged([1.0, 1.0, 1.0, 1.0], "meta").shape == ()
+    assert logged([1.0, 1.0, 0.0, 1.0]).item() == 3.0  # rolled: labels 1, 2, 3, mask 1, 0, 1
+    assert logged([1.0, 0.0, 0.0, 0.0]).item() == 0.0, "no token counts, the loss is zero"
