@@ -1,0 +1,93 @@
+"""Rotate the DSA indexer's queries and keys as DeepSeek and Megatron 0.19 do.
+
+What: `DSAIndexer._apply_rope` rotates the first `qk_pos_emb_head_dim` channels of a head, in
+    halves, instead of the last ones in interleaved pairs.
+Why: DeepSeek's weights, and those of megatron-core from 0.19.0 on, have the rotated channels first
+    and not interleaved; 0.16 to 0.18 turn others, so that an indexer trained elsewhere picks other
+    keys (here 0.19.2's own scores, within rounding, are the proof), and one trained here does so in
+    0.19.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/3026 (in 0.19.0), of which this is the RoPE
+    part; its other part moves the q and k norms, and with them the names of parameters.
+Remove: when `_apply_rope` puts the rotated channels first; 0.19.0 does.
+Numerics: changes results: other channels are rotated. An indexer trained without this page needs
+    its head channels put in the new order, or it must train again: the last r = qk_pos_emb_head_dim
+    channels first, of these the even ones before the odd ones, then the rest. That is a permutation
+    of the rows of `linear_wq_b.weight` (in every head), `linear_wk.weight`, `k_norm.weight` and
+    `k_norm.bias`, after which the scores are the old ones.
+"""
+
+# ruff: noqa: F821
+from cppmega.edits import body_of
+from cppmega.page import Edit, Patch, Source
+
+INDEXER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer"
+TARGET = f"{INDEXER}._apply_rope"
+
+
+def _apply_rope(self, x, rotary_pos_emb, mscale):
+    # x_pe   [seqlen, batch, *, qk_pos_emb_head_dim], in front as in DeepSeek's implementation
+    # x_nope [seqlen, batch, *, index_head_dim - qk_pos_emb_head_dim]
+    x_pe, x_nope = torch.split(
+        x, [self.qk_pos_emb_head_dim, self.index_head_dim - self.qk_pos_emb_head_dim], dim=-1
+    )
+    # `apply_rotary_pos_emb` would interleave, because the model's attention is MLA. DSA has neither
+    # RoPE fusion nor context parallelism in these versions, so this is what it comes down to.
+    x_pe = _apply_rotary_pos_emb_bshd(
+        x_pe,
+        rotary_pos_emb,
+        rotary_interleaved=self.config.rotary_interleaved,
+        multi_latent_attention=False,
+        mscale=mscale,
+    )
+    # [seqlen, batch, *, index_head_dim]
+    return torch.cat([x_pe, x_nope], dim=-1)
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2"), "b5e039e3423e7693"),
+            edit=body_of(_apply_rope),
+            imports=(
+                "from megatron.core.models.common.embeddings.rope_utils import"
+                " _apply_rotary_pos_emb_bshd",
+            ),
+        ),
+    ),
+    reached="forward",
+    # True also where a hybrid pattern names the layers.
+    when=lambda args: (
+        getattr(args, "experimental_attention_variant", None) == "dsa"
+        or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
+    ),
+    feature=(TARGET,),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    return "x_pe, x_nope = torch.split" in source.text(TARGET)
+
+
+def verify() -> None:
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer
+
+    indexer = DSAIndexer.__new__(DSAIndexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.qk_pos_emb_head_dim, indexer.index_head_dim = 4, 6
+    indexer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    indexer.config = SimpleNamespace(
+        apply_rope_fusion=False,
+        multi_latent_attention=True,
+        rotary_interleaved=False,
+        dsa_indexer_rope_interleaved=False,
+    )
+    # Position 0 stays, position 1 turns (0, 2) by 90 degrees and (1, 3) by 180.
+    angles = torch.tensor([[0, 0, 0, 0], [0.5, 1, 0.5, 1]]).view(2, 1, 1, 4) * torch.pi
+    x = torch.tensor([1.0, 2, 3, 4, 5, 6]).expand(2, 1, 1, 6)
+    turned = indexer._apply_rope(x, angles, 1.0).flatten(0, 2)
+    expected = torch.tensor([[1.0, 2, 3, 4, 5, 6], [-3, -2, 1, -4, 5, 6]])
+    assert torch.allclose(turned, expected, atol=1e-6), turned
