@@ -116,7 +116,9 @@ def render(recipe: Recipe, version: str, run: Run | None = None) -> Rendered:
     words: list[str] = []
     for name, values in _arguments(recipe, line, run):
         name = _name(name, line)
-        if name:
+        if name and len(values) == 1 and values[0].startswith("-"):
+            words.append(f"{name}={values[0]}")  # a pattern may begin with the letter for an MLP
+        elif name:
             words += [name, *values]
     for argument in recipe.arguments:
         words.append(_name(argument, line) or argument)
