@@ -172,7 +172,7 @@ def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
         except CppmegaError as error:
             session.say(f"{error}; reverting by the receipt alone")
             session.pages = {}
-        if loaded.exists or begun:
+        if receipt.folder(session.tree).is_dir():  # perhaps only what a killed run left there
             return _revert_all(session)
     session.say("nothing is applied")
     plan = session.plan(set(session.pages), {})
@@ -272,7 +272,7 @@ def _needs_writing(session: Session, plan: Plan) -> bool:
         not plan.loaded.exists
         or bool(plan.loaded.problem)
         or not plan.finished
-        or bool(transaction.interrupted(plan.tree))
+        or (receipt.folder(plan.tree) / transaction.UNFINISHED).exists()
         or old.gates != plan.gates
         or old.excluded != plan.excluded
         or old.engine != engine_revision()

@@ -1,7 +1,7 @@
 """The receipt: what was applied to a tree, as JSON beside the patched packages.
 
 `ROOT/.cppmega/` holds `receipt.json`, `originals/<sha256>` (the pristine bytes of every patched
-file) and, while a transaction runs, `journal.json` and the lock.
+file), the lock and, while a transaction runs, `journal.json` and `unfinished`.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from cppmega.receipt import folder
 from cppmega.tree import Tree, sha256
 
 SUFFIX = ".cppmega-new"
+UNFINISHED = "unfinished"
+"""Stands in our folder while a transaction runs; after a kill it tells the next run to clean up."""
 LOCK_SECONDS = 120
 
 Step = Callable[[str], None]
@@ -128,6 +130,7 @@ def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> 
     before = interrupted(tree)
     with _named_faults(tree):
         try:
+            (place / UNFINISHED).touch()
             _clean_up(tree, before)
             _stage_all(tree, changes, receipt, before)
         except BaseException:
@@ -143,6 +146,7 @@ def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> 
         _forget(place, receipt)
         step("forget journal")
         (place / "journal.json").unlink(missing_ok=True)
+        (place / UNFINISHED).unlink(missing_ok=True)
 
 
 def _stage_all(
@@ -201,6 +205,7 @@ def _unstage(tree: Tree, journal: bool) -> None:
         _clean_up(tree, ())
     if not journal:
         (folder(tree) / "journal.json").unlink(missing_ok=True)
+        (folder(tree) / UNFINISHED).unlink(missing_ok=True)
         if not (folder(tree) / "receipt.json").exists():
             _forget(folder(tree), None)
 
