@@ -5,8 +5,8 @@ What: The mixer derives `seq_idx` from `cu_seqlens` for the length it works on, 
 Why: since 0.17.0 `seq_idx` exists only if the caller of `PackedSeqParams` also set `total_tokens`.
     Nothing in megatron/training 0.19.2 and no helper in megatron/core does, and the mixer takes
     None as "one document": convolution and scan state run on into the next one, without an error
-    (tested: with documents of 3 and 5 tokens all 5 outputs of the second are wrong). And
-    `repeat_interleave` with device counts waits for the GPU: once per batch, on 0.16 per layer.
+    (tested with a plain stand-in for the kernel: every document but the first came out wrong).
+    And `repeat_interleave` with counts on the GPU waits for it: per batch, on 0.16 per layer.
 Upstream: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3484 sets `total_tokens` in one caller
 Remove: when `MambaMixer` refuses or computes a missing `seq_idx`, without `repeat_interleave`.
 Numerics: changes results where `seq_idx` was missing: documents no longer see each other; where

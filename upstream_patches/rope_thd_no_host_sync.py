@@ -2,10 +2,11 @@
 
 What: `_apply_rotary_pos_emb_thd` finds each token's position by search and gather on the device,
     for any number of sequences and for context parallelism.
-Why: stock reads the lengths to the host, for queries and keys of every attention layer, and with a
-    table for the whole pack once more per sequence: 2 + 2n waits (tested; 0.19.2: `.tolist()`,
-    `cu_seqlens[-1].item()`, `cu_seqlens[i].item()`). None of it can be captured in a CUDA graph,
-    and 0.19 launches some ten kernels per sequence. MLA with DSA cannot use the fused RoPE.
+Why: stock reads the lengths on the host: two waits for the GPU per call, one call each for the
+    queries and the keys of every attention layer, and with a table for the whole pack one more per
+    sequence (tested: `.tolist()`, `cu_seqlens[-1]`, `cu_seqlens[i].item()`). None of it can be
+    captured in a CUDA graph, 0.19 also launches a dozen kernels per sequence, and DSA does not
+    allow the fused RoPE.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; in no release)
 Remove: when the function has no `.tolist()`.
 Numerics: none (bitwise)
