@@ -13,11 +13,11 @@ from typing import NoReturn
 
 import click
 
-from cppmega import cli_proof, cli_tree
+from cppmega import cli_proof, cli_recipes, cli_tree
 from cppmega.cli_base import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
 
-__all__ = ["cli", "cli_proof", "cli_tree", "main"]
+__all__ = ["cli", "cli_proof", "cli_recipes", "cli_tree", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -16,11 +16,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 FINE, NOT_AS_IT_MUST_BE, INTERNAL = 0, 1, 2
 
 
+_ORDER = ("apply", "list", "explain", "status", "diff", "verify", "drift", "revert", "recipes")
+
+
 class _Commands(click.Group):
     """Commands in the order in which a user meets them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return sorted(self.commands, key=lambda name: (*_ORDER, name).index(name))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,15 +36,18 @@ def cli() -> None:
     """
 
 
+patches_option = click.option(
+    "--patches",
+    type=click.Path(path_type=Path, file_okay=False),
+    multiple=True,
+    help="A catalogue of your own beside ours; may be given more than once.",
+)
+
+
 def tree_options(command: F) -> F:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-        click.option(
-            "--patches",
-            type=click.Path(path_type=Path, file_okay=False),
-            multiple=True,
-            help="A catalogue of your own beside ours; may be given more than once.",
-        ),
+        patches_option,
         click.option(
             "--megatron",
             "root",

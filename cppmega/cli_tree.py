@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli_base import answer, cli, session_of, tree_options
+from cppmega.cli_base import answer, cli, patches_option, session_of, tree_options
 
 
 @cli.command()
@@ -36,7 +36,7 @@ def apply(
 
 
 @cli.command(name="list")
-@click.option("--patches", type=click.Path(path_type=Path, file_okay=False), multiple=True)
+@patches_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_pages(patches: Sequence[Path], as_json: bool) -> None:
     """Every page of the catalogue: name, kind, what it does."""
@@ -58,7 +58,7 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
 
 @cli.command()
 @click.argument("name")
-@click.option("--patches", type=click.Path(path_type=Path, file_okay=False), multiple=True)
+@patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
     """What a page does, why, and which texts it knows."""
     from cppmega import catalogue

@@ -1,7 +1,8 @@
 """The CPU smoke run: a small GPT with MTP trains on stock and on patched megatron-core.
 
-A loop of our own on megatron-core's model, indexed data, DDP and distributed checkpointing, with a
-torch optimizer: Megatron's `pretrain` and its optimizer insist on CUDA. `scripts/smoke.py` wraps it.
+A loop of our own on megatron-core's model, indexed data, DDP and distributed checkpointing, with
+a torch optimizer: Megatron's `pretrain` and its optimizer insist on CUDA. `scripts/smoke.py`
+wraps it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the run.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    default=Path("runs/smoke_data"),
+    show_default=True,
+    help="Folder of the indexed dataset; built there if it is missing.",
+)
 @click.option("--steps", type=int, default=None, help="Training steps (default: the recipe's).")
 @click.option("--stock", is_flag=True, help="Train on the pristine text of the installed tree.")
-def train(out: Path, steps: int | None, stock: bool) -> None:
+def train(out: Path, data: Path, steps: int | None, stock: bool) -> None:
     """Train, write `curve.json` and a checkpoint; resumes from the checkpoint if there is one."""
     if not stock:
-        run(out, steps)
+        run(out, data, steps)
         return
     from cppmega import imported, verify
     from cppmega.overlay import Session
@@ -44,7 +52,7 @@ def train(out: Path, steps: int | None, stock: bool) -> None:
         session = Session()
         verify.build(session.plan(None, os.environ), Path(folder), "stock")
         imported.only_from(Path(folder))
-        run(out, steps)
+        run(out, data, steps)
 
 
 def recipe() -> Recipe:
@@ -54,7 +62,7 @@ def recipe() -> Recipe:
     return load("smoke_cpu")
 
 
-def run(out: Path, steps: int | None) -> None:
+def run(out: Path, data: Path, steps: int | None) -> None:
     """Train the recipe and keep what happened."""
     import torch
 
@@ -67,12 +75,11 @@ def run(out: Path, steps: int | None) -> None:
     total = steps or plan.train_iters
     stock_ends = _compile_helpers()
     out.mkdir(parents=True, exist_ok=True)
-    smoke_data.build(out / "data" / "train", held_out=False)
-    smoke_data.build(out / "data" / "held_out", held_out=True)
-    model, ddp, optimizer = _build(plan)
-    first = _load(out, model, optimizer)
+    smoke_data.build(data)
+    model, ddp, optimizer = build(plan)
+    first = load(out, model, optimizer)
     curve: list[dict[str, Any]] = json.loads((out / "curve.json").read_text()) if first else []
-    packs = smoke_data.packs(out / "data" / "train", plan, SEED)
+    packs = smoke_data.packs(data / "train", plan, SEED)
     for _ in range(first):
         next(packs)
     started = time.monotonic()
@@ -129,7 +136,8 @@ def _compile_helpers() -> str:
     return ""
 
 
-def _build(plan: Recipe) -> tuple[Any, Any, Any]:
+def build(plan: Recipe) -> tuple[Any, Any, Any]:
+    """The model, DDP around it, and the optimizer."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -171,6 +179,8 @@ def _step(plan: Recipe, model: Any, ddp: Any, optimizer: Any, pack: Any) -> dict
     if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
         sys.exit(f"loss {loss.item()} or gradient norm {norm.item()} is not finite")
     optimizer.step()
+    # DDP adds what it finds in `grad` to `main_grad`: they must not stay one tensor.
+    optimizer.zero_grad(set_to_none=True)
     tracker = MTPLossLoggingHelper.tracker
     mtp = tracker.get("loss_values", tracker.get("values"))  # renamed in 0.19
     wrong, labels = _wrong_labels(plan, pack)
@@ -221,7 +231,7 @@ def _save(out: Path, model: Any, optimizer: Any, step: int) -> None:
     (out / "latest").write_text(str(step))
 
 
-def _load(out: Path, model: Any, optimizer: Any) -> int:
+def load(out: Path, model: Any, optimizer: Any) -> int:
     """Load the newest checkpoint of the folder; the step to go on at, 0 for a fresh run."""
     from megatron.core import dist_checkpointing
 
@@ -240,9 +250,10 @@ def _load(out: Path, model: Any, optimizer: Any) -> int:
 @cli.command()
 @click.argument("runs", nargs=2, type=click.Path(path_type=Path, exists=True))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the answer.")
+@click.option("--data", type=click.Path(path_type=Path), default=Path("runs/smoke_data"))
 @click.option("--packs", "count", type=int, default=40, help="Held-out packs to score on.")
-def compare(runs: tuple[Path, Path], out: Path, count: int) -> None:
+def compare(runs: tuple[Path, Path], out: Path, data: Path, count: int) -> None:
     """Score two runs on the true MTP labels of held-out documents, and plot both curves."""
     from cppmega import smoke_report
 
-    smoke_report.compare(runs, out, recipe(), count)
+    smoke_report.compare(runs, out, data, recipe(), count)

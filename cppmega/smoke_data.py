@@ -7,6 +7,7 @@ FP8 need it, so `cu_seqlens_q` (real lengths) and `cu_seqlens_q_padded` (positio
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class Pack:
 
         real = torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32)
         padded = torch.tensor([*self.starts, self.tokens.size(1)], dtype=torch.int32)
-        longest = max(b - a for a, b in zip(padded[:-1], padded[1:], strict=True))
+        longest = max(b - a for a, b in itertools.pairwise(padded))
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=real,
@@ -78,24 +79,23 @@ def paragraphs() -> list[bytes]:
     return found
 
 
-def build(prefix: Path, held_out: bool) -> int:
-    """Write a Megatron indexed dataset of documents; returns their number.
+def build(folder: Path) -> None:
+    """Write the indexed datasets `train` and `held_out` (one document in ten), once.
 
-    Args:
-        prefix: path without `.bin` and `.idx`.
-        held_out: the documents for scoring instead of those for training.
+    A folder that has them is left as it is, so that two runs can share their data.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    count = 0
-    for text in paragraphs():
-        if (hashlib.sha256(text).digest()[0] < 26) == held_out:  # one document in ten
-            builder.add_document(torch.tensor([*text, END]), [len(text) + 1])
-            count += 1
-    builder.finalize(f"{prefix}.idx")
-    return count
+    if (folder / "held_out.idx").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    documents = paragraphs()
+    for name, held_out in (("train", False), ("held_out", True)):
+        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=np.int32)
+        for text in documents:
+            if (hashlib.sha256(text).digest()[0] < 26) == held_out:
+                builder.add_document(torch.tensor([*text, END]), [len(text) + 1])
+        builder.finalize(str(folder / f"{name}.idx"))
 
 
 def packs(prefix: Path, recipe: Recipe, seed: int) -> Iterator[Pack]:

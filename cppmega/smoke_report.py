@@ -12,13 +12,13 @@ from cppmega import cpu, smoke, smoke_data
 from cppmega.recipe import Recipe
 
 
-def compare(runs: tuple[Path, Path], out: Path, recipe: Recipe, count: int) -> None:
+def compare(runs: tuple[Path, Path], out: Path, data: Path, recipe: Recipe, count: int) -> None:
     """Write `comparison.json` and `curves.png`, and print the numbers."""
     cpu.init_distributed()
     rows = {}
     for run in runs:
         summary = json.loads((run / "summary.json").read_text())
-        summary["true_mtp_loss"] = score(run, recipe, count)
+        summary["true_mtp_loss"] = score(run, data, recipe, count)
         rows[run.name] = summary
     out.mkdir(parents=True, exist_ok=True)
     (out / "comparison.json").write_text(json.dumps(rows, indent=1) + "\n")
@@ -27,21 +27,21 @@ def compare(runs: tuple[Path, Path], out: Path, recipe: Recipe, count: int) -> N
         share = 100 * row["wrong_mtp_labels"] / row["mtp_labels"]
         losses = ", ".join(f"{loss:.3f}" for loss in row["true_mtp_loss"])
         print(
-            f"{name:<8} trained on {row['wrong_mtp_labels']} wrong of {row['mtp_labels']} MTP labels"
+            f"{name}: {row['wrong_mtp_labels']} of {row['mtp_labels']} MTP labels wrong"
             f" ({share:.1f} %); MTP loss on the true labels, by depth: {losses}"
         )
     print(f"curves: {out / 'curves.png'}")
 
 
-def score(run: Path, recipe: Recipe, count: int) -> list[float]:
+def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
     """Mean MTP loss per depth on the true labels of held-out packs, in nats.
 
     Both runs are scored by the same code, with inputs and labels shifted document by document.
     """
-    model, _, optimizer = smoke._build(recipe)
-    smoke._load(run, model, optimizer)
+    model, _, optimizer = smoke.build(recipe)
+    smoke.load(run, model, optimizer)
     model.eval()
-    packs = smoke_data.packs(run / "data" / "held_out", recipe, smoke.SEED)
+    packs = smoke_data.packs(data / "held_out", recipe, smoke.SEED)
     heads: list[torch.Tensor] = []
     hook = model.output_layer.register_forward_hook(lambda *a: heads.append(a[2][0]))
     total = torch.zeros(recipe.mtp_num_layers, dtype=torch.float64)

@@ -20,13 +20,13 @@ step "4/6 each patch's behaviour on patched code, on stock and on a do-nothing m
 "$python" -m cppmega verify
 
 step "5/6 train a small GPT with MTP on CPU, stock and patched, same seeds"
-[ -e "$out/stock/summary.json" ] || "$python" scripts/smoke.py train --stock --out "$out/stock"
+[ -e "$out/stock/summary.json" ] || "$python" scripts/smoke.py train --stock --data "$out/data" --out "$out/stock"
 digest=$("$python" -m cppmega status --json | "$python" -c 'import json,sys; print(json.load(sys.stdin)["digest"])')
 patched=$out/patched-$digest
-[ -e "$patched/summary.json" ] || "$python" -m cppmega.run scripts/smoke.py train --out "$patched"
+[ -e "$patched/summary.json" ] || "$python" -m cppmega.run scripts/smoke.py train --data "$out/data" --out "$patched"
 
 step "6/6 both models on the true labels"
-"$python" scripts/smoke.py compare "$out/stock" "$patched" --out "$out"
+"$python" scripts/smoke.py compare --data "$out/data" "$out/stock" "$patched" --out "$out"
 
 cat <<EOF
 

@@ -1,0 +1,51 @@
+"""Generated documents are what the code and the result files say; every command has help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from cppmega import catalogue, readme
+from cppmega.catalogue_table import readme as catalogue_readme
+from cppmega.cli import cli
+from cppmega.run import run
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def test_the_catalogue_table_is_the_catalogue() -> None:
+    written = (REPOSITORY / "upstream_patches" / "README.md").read_text()
+    assert written == catalogue_readme(), "run python scripts/catalogue_readme.py"
+
+
+def test_the_readme_shows_what_the_result_files_say() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    assert text == readme.rewritten(text), "run python scripts/readme_figures.py"
+
+
+def test_every_page_is_in_the_changelog() -> None:
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    missing = [name for name in catalogue.load() if f"`{name}`" not in changelog]
+    assert not missing
+
+
+def commands() -> list[click.Command]:
+    return [cli, run, *cli.commands.values()]
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.name)
+def test_every_command_explains_itself(command: click.Command) -> None:
+    done = CliRunner().invoke(command, ["--help"])
+    assert done.exit_code == 0
+    assert command.help and len(command.help) > 20
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{command.name} {parameter.opts[0]} has no help"
+
+
+def test_every_command_is_in_the_readme() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    assert [name for name in cli.commands if f"cppmega {name}" not in text] == []

@@ -1,0 +1,33 @@
+"""The law `needed`: each page's proof fails on stock, passes patched, fails on a mutant.
+
+On every supported version, against the real code, all pages of a version in three processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cppmega import catalogue, verify
+from cppmega.overlay import Session
+from tests.support import VERSIONS, copy
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_needed_page_is_proved(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for page in catalogue.load().values():
+        if page.patch.gate:
+            monkeypatch.setenv(page.patch.gate, "1")
+    session = Session(copy(version, tmp_path / "tree"))
+    proved = verify.verify(session)
+    wrong = {one.name: one.detail for one in proved if one.proof in ("failed", "stale")}
+    assert not wrong
+    here = {one.name for one in proved if one.proof == "passed"}
+    needs = {name for name, page in session.pages.items() if page.patch.needs == ("cpu",)}
+    assert here >= needs & {one.name for one in proved}, "a CPU proof was not run"
+    slow = {o.name: r.seconds for o in proved for r in o.runs.values() if r.seconds > 20}
+    assert not slow
