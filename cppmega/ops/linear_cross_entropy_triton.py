@@ -105,7 +105,9 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             p = tl.exp(z - lse)
             gradient = tl.where(column == target, p - 1.0, p) * weight
             gradient = tl.where(column < COLUMNS, gradient, 0.0)
-            tl.store(base + column, gradient.to(logits.dtype.element_ty), mask=inside)
+            gradient = gradient.to(logits.dtype.element_ty)
+            # Not read again here: leave the cache to the rows that are (8 % of the kernel).
+            tl.store(base + column, gradient, mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -200,8 +202,15 @@ def statistics_and_gradient_(
 
 
 def hidden_gradient(dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
-    """out = scale * dlogits @ weight, the scale applied in fp32."""
-    torch.addmm(out, dlogits, weight, beta=0, alpha=scale, out=out)
+    """out = scale * dlogits @ weight, summed in fp32 and rounded once.
+
+    Told to write bf16, cuBLAS may split this long sum over V and add the parts in bf16, which
+    doubles the error of dX wherever the output has few tiles.
+    """
+    wide = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
+    torch.addmm(wide, dlogits, weight, out_dtype=torch.float32, beta=0, alpha=scale, out=wide)
+    if wide is not out:
+        out.copy_(wide)
 
 
 def weight_gradient(

@@ -1,0 +1,451 @@
+"""Linear cross-entropy on one GPU: forward and backward of every implementation, in one process.
+
+    python benchmarks/linear_cross_entropy.py --out DIR
+
+First correctness, at a shape with ragged sizes: relative error of loss, dX and dW in the 2-norm
+against fp64, beside that of the unfused path, and a profile of the kernels that ran: an
+implementation whose own kernel is not among them, or whose errors are not near the unfused
+path's, ends the run. Then, per shape, the median time of forward and backward, TFLOP/s counted as
+6*N*H*V (three GEMMs, whatever is really done), and peak memory twice: above the inputs, and above
+inputs plus the gradients dX and dW in the type of the inputs, which every implementation must
+return. Writes `linear_cross_entropy_h200.json` and `.md` (or `--name`) to DIR.
+
+Times are taken twice, because matrix work of more than some 50 ms runs into the card's power limit
+and then at lower clocks: back to back, and, with `--pauses`, single steps after 0.4 s of idling.
+The header says what a plain matrix product of cuBLAS reaches in a short burst and after 2 s.
+
+Data is random: logits of standard deviation 2, a tenth of the tokens masked.
+
+Rivals, where installed: Megatron's `vocab_parallel_cross_entropy` on materialised logits (the same
+arithmetic in torch if megatron-core is missing, and the table says so), torch.compile of unfused
+torch, Liger mean and none, cut-cross-entropy with its filter off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cppmega.ops.linear_cross_entropy import linear_cross_entropy
+from cppmega.ops.linear_cross_entropy_chunks import LOGITS_BYTES
+
+GIB = float(1 << 30)
+TOKENS = (8192, 32768, 49152)
+VOCABULARIES = (65536, 131072)
+
+
+@dataclass
+class Case:
+    """Inputs of one measurement; `mask` is 0/1, and the loss is sum(mask * loss) / sum(mask)."""
+
+    x: Tensor
+    w: Tensor
+    targets: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def random(tokens: int, hidden: int, vocabulary: int) -> Case:
+        """bf16 inputs with logits of standard deviation 2."""
+        generator = torch.Generator("cuda").manual_seed(tokens + vocabulary)
+        options: dict[str, Any] = {"device": "cuda", "generator": generator}
+        x = torch.randn(tokens, hidden, dtype=torch.bfloat16, **options)
+        w = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, **options) * (2 / hidden**0.5)
+        targets = torch.randint(vocabulary, (tokens,), **options)
+        mask = (torch.rand(tokens, **options) > 0.1).float()
+        return Case(x.requires_grad_(), w.requires_grad_(), targets, mask)
+
+    def reduce(self, per_token: Tensor) -> Tensor:
+        """What a training step does with the loss per token."""
+        return (per_token * self.mask).sum() / self.mask.sum()
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One implementation.
+
+    Attributes:
+        name: in the table.
+        loss: the scalar loss of a case.
+        kernel: part of the name of a kernel that proves that it ran; None for unfused torch, whose
+            proof is that none of the others' kernels ran.
+        repeats: timed runs.
+    """
+
+    name: str
+    loss: Callable[[Case], Tensor]
+    kernel: str | None
+    repeats: int = 20
+
+
+@dataclass
+class Row:
+    """One line of the result."""
+
+    name: str
+    tokens: int
+    vocabulary: int
+    hidden: int
+    milliseconds: float | None = None
+    tflops: float | None = None
+    above_inputs_gib: float | None = None
+    above_gradients_gib: float | None = None
+    paused_milliseconds: float | None = None
+    paused_tflops: float | None = None
+    note: str = ""
+    spread: list[float] = field(default_factory=list)
+
+
+def _ours(**options: Any) -> Callable[[Case], Tensor]:
+    def loss(case: Case) -> Tensor:
+        if options.get("upstream") == "weighted-scalar":
+            out = linear_cross_entropy(
+                case.x, case.w, case.targets, loss_weights=case.mask, **options
+            )
+        else:
+            out = linear_cross_entropy(case.x, case.w, case.targets, **options)
+        named = options["backend"]
+        if out.backend != named:
+            raise SystemExit(f"{named} was named, but {out.backend} ran")
+        return case.reduce(out.loss)
+
+    return loss
+
+
+def _into_main_grad(case: Case) -> Tensor:
+    weight: Any = case.w
+    if not hasattr(weight, "main_grad"):
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
+    return _ours(backend="triton", upstream="weighted-scalar", gradient_accumulation_fusion=True)(
+        case
+    )
+
+
+def _torch_unfused(case: Case) -> Tensor:
+    logits = torch.matmul(case.x, case.w.t())
+    return case.reduce(cross_entropy(logits.float(), case.targets, reduction="none"))
+
+
+def _compiled() -> Callable[[Case], Tensor]:
+    @torch.compile(dynamic=False)
+    def per_token(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(torch.matmul(x, w.t()).float(), targets, reduction="none")
+
+    return lambda case: case.reduce(per_token(case.x, case.w, case.targets))
+
+
+def _liger_mean(case: Case) -> Tensor:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    targets = case.targets.masked_fill(case.mask == 0, -100)
+    returned: tuple[Tensor, ...] = LigerFusedLinearCrossEntropyFunction.apply(
+        case.x, case.w, targets, None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32
+    )
+    return returned[0]
+
+
+def _stock() -> tuple[str, Callable[[Case], Tensor]]:
+    """Megatron's own arithmetic, and its label."""
+    try:
+        from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+    except ImportError:
+        return "stock (its arithmetic in torch)", _torch_unfused
+    store = tempfile.mkdtemp()
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{store}/store", rank=0, world_size=1
+    )
+    group = torch.distributed.group.WORLD
+
+    def loss(case: Case) -> Tensor:
+        logits = torch.matmul(case.x, case.w.t())
+        return case.reduce(vocab_parallel_cross_entropy(logits, case.targets, tp_group=group))
+
+    return f"stock (megatron-core {importlib.metadata.version('megatron-core')})", loss
+
+
+def rivals() -> list[Rival]:
+    """Everything that is installed; what is not is said on stderr."""
+    name, stock = _stock()
+    found = [
+        Rival(name, stock, None),
+        Rival("torch.compile of stock", _compiled(), None),
+    ]
+    for package, entries in {
+        "liger-kernel": [
+            Rival("Liger mean", _liger_mean, "liger_cross_entropy_kernel"),
+            Rival("Liger none", _ours(backend="liger"), "liger_cross_entropy_kernel"),
+        ],
+        "cut-cross-entropy": [Rival("CCE", _ours(backend="cce"), "cce_backward_kernel", 5)],
+    }.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package} is not installed: its rows are missing", file=sys.stderr)
+            continue
+        found += [
+            Rival(f"{rival.name} ({version})", rival.loss, rival.kernel, rival.repeats)
+            for rival in entries
+        ]
+    promised = _ours(backend="triton", upstream="weighted-scalar")
+    return [
+        *found,
+        Rival("ours", promised, "_row_kernel"),
+        Rival("ours, into main_grad", _into_main_grad, "_row_kernel"),
+        Rival("ours, any upstream gradient", _ours(backend="triton"), "_row_kernel"),
+    ]
+
+
+def step(rival: Rival, case: Case) -> Tensor:
+    """Forward and backward from no gradients."""
+    case.x.grad = case.w.grad = None
+    loss = rival.loss(case)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def exact(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, dX, dW in fp64."""
+    x, w = (t.detach().double().requires_grad_() for t in (case.x, case.w))
+    loss = cross_entropy(x @ w.t(), case.targets, reduction="none")
+    scalar = case.reduce(loss)
+    d_x, d_w = torch.autograd.grad(scalar, (x, w))
+    return scalar.detach(), d_x, d_w
+
+
+def check(everyone: list[Rival], hidden: int) -> list[dict[str, Any]]:
+    """Errors against fp64, and which kernels ran. Raises SystemExit on a wrong one."""
+    case = Case.random(2085, hidden, 32003)
+    truth = exact(case)
+    ours_in_fp32 = Rival(
+        "bf16 inputs, fp32 arithmetic",
+        _ours(backend="reference", upstream="weighted-scalar"),
+        None,
+    )
+    results: list[dict[str, Any]] = []
+    for rival in [*everyone, ours_in_fp32]:
+        case = Case.random(2085, hidden, 32003)
+        step(rival, case)
+        weight: Any = case.w
+        fused = hasattr(weight, "main_grad")
+        if fused:
+            weight.main_grad.zero_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            loss = step(rival, case)
+            torch.cuda.synchronize()
+        kernels = {event.key for event in profile.key_averages()}
+        got = (loss, case.x.grad, weight.main_grad if fused else case.w.grad)
+        errors = {
+            name: float((ours.double() - true).norm() / true.norm())
+            for name, ours, true in zip(("loss", "dX", "dW"), got, truth, strict=True)
+            if ours is not None
+        }
+        proven = [k for k in ("_row_kernel", "liger_cross", "cce_backward") if _ran(k, kernels)]
+        results.append({"name": rival.name, **errors, "fused kernels": proven})
+        print(results[-1], flush=True)
+        ran = _ran(rival.kernel, kernels) if rival.kernel else not proven
+        if not ran:
+            raise SystemExit(f"{rival.name} did not run; kernels: {sorted(kernels)}")
+        allowed = {"loss": 1e-4, "dX": 2e-2, "dW": 2e-2}
+        if not all(errors[name] <= limit for name, limit in allowed.items()):
+            raise SystemExit(f"{rival.name} is wrong: {errors}")
+    return results
+
+
+def _ran(part: str, kernels: set[str]) -> bool:
+    return any(part in kernel for kernel in kernels)
+
+
+def measure(rival: Rival, case: Case, pauses: int = 0) -> Row:
+    """Peak memory of one step, the median time of the repeats, and of single steps after pauses."""
+    tokens, hidden = case.x.shape
+    row = Row(rival.name, tokens, case.w.shape[0], hidden)
+    try:
+        for _ in range(2):
+            step(rival, case)
+        case.x.grad = case.w.grad = None
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(rival, case)
+        torch.cuda.synchronize()
+        above = torch.cuda.max_memory_allocated() - before
+        times = elapsed(step, rival, case, repeats=rival.repeats)
+        paused = []
+        for _ in range(pauses):
+            time.sleep(0.4)
+            paused += elapsed(step, rival, case, repeats=1)
+    except torch.OutOfMemoryError:
+        row.note = "out of memory"
+        return row
+    finally:
+        case.x.grad = case.w.grad = None
+    gradients = (case.x.numel() + case.w.numel()) * case.x.element_size()
+    row.milliseconds = statistics.median(times)
+    row.spread = [min(times), max(times)]
+    work = 6 * case.x.numel() * case.w.shape[0] / 1e9
+    row.tflops = work / row.milliseconds
+    if paused:
+        row.paused_milliseconds = statistics.median(paused)
+        row.paused_tflops = work / row.paused_milliseconds
+    row.above_inputs_gib = above / GIB
+    row.above_gradients_gib = (above - gradients) / GIB
+    return row
+
+
+def elapsed(work: Callable[..., Any], *arguments: Any, repeats: int = 10) -> list[float]:
+    """Milliseconds of each repeat, by CUDA events."""
+    times = []
+    for _ in range(repeats):
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        start.record()
+        work(*arguments)
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return times
+
+
+def median(work: Callable[..., Any], *arguments: Any) -> float:
+    """Median milliseconds of 10, after 2 that do not count."""
+    return statistics.median(elapsed(work, *arguments, repeats=12)[2:])
+
+
+def ceilings() -> dict[str, float]:
+    """What this card does in this process: a bf16 matrix product and a device-to-device copy."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(1 << 30, device="cuda")
+    work = 2 * 8192**3 / 1e9
+    burst = median(torch.mm, a, b)
+    sustained = statistics.median(elapsed(torch.mm, a, b, repeats=1500)[-200:])
+    return {
+        "bf16 matrix product 8192^3, TFLOP/s, in a burst": work / burst,
+        "bf16 matrix product 8192^3, TFLOP/s, after 2 s": work / sustained,
+        "copy, TB/s read and written": 2 * source.nbytes / median(torch.clone, source) / 1e9,
+    }
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Markdown lines."""
+    lines = [
+        "| N | V | implementation | ms | min..max | TFLOP/s | ms, TFLOP/s after a pause "
+        "| GiB above inputs | GiB above inputs, dX, dW |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.milliseconds is None:
+            values = f"{row.note} | | | | |"
+        else:
+            paused = ""
+            if row.paused_milliseconds is not None:
+                paused = f"{row.paused_milliseconds:.2f}, {row.paused_tflops:.0f}"
+            values = (
+                f"{row.milliseconds:.2f} | {row.spread[0]:.2f}..{row.spread[1]:.2f} "
+                f"| {row.tflops:.0f} | {paused} | {row.above_inputs_gib:.2f} "
+                f"| {row.above_gradients_gib:.2f}"
+            )
+        lines.append(f"| {row.tokens} | {row.vocabulary} | {row.name} | {values} |")
+    return lines
+
+
+def markdown(report: dict[str, Any], rows: list[Row]) -> str:
+    """The report for people."""
+    names = list(report["correctness"][0])
+    errors = [
+        "| "
+        + " | ".join(str(r.get(n)) if n in ("name", names[-1]) else f"{r[n]:.2e}" for n in names)
+        for r in report["correctness"]
+    ]
+    facts = [f"- {name}: {value}" for name, value in report["environment"].items()]
+    return "\n".join(
+        [
+            f"# Linear cross-entropy, forward and backward, bf16, H={report['hidden']}",
+            "",
+            "Written by `benchmarks/linear_cross_entropy.py`; its docstring says what is counted.",
+            "",
+            *facts,
+            "",
+            *table(rows),
+            "",
+            "Relative errors against fp64 at N=2085, V=32003, and the fused kernels that ran:",
+            "",
+            "| " + " | ".join(names) + " |",
+            "|" + "---|" * len(names),
+            *(line + " |" for line in errors),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Parse the arguments, run, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--name", default="linear_cross_entropy_h200", help="stem of the files")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES))
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--pauses", type=int, default=0, help="single steps after idling, per row")
+    parser.add_argument("--only", nargs="+", help="parts of the names of what to measure")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    everyone = rivals()
+    if arguments.only:
+        everyone = [r for r in everyone if any(part in r.name for part in arguments.only)]
+    report: dict[str, Any] = {
+        "hidden": arguments.hidden,
+        "logits_budget_bytes": LOGITS_BYTES,
+        "environment": {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "GPU": torch.cuda.get_device_name(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": importlib.metadata.version("triton"),
+        },
+    }
+    report["environment"] |= {name: f"{value:.2f}" for name, value in ceilings().items()}
+    report["correctness"] = check(everyone, hidden=1024)
+    rows: list[Row] = []
+    for vocabulary in arguments.vocabularies:
+        for tokens in arguments.tokens:
+            for rival in everyone:
+                # Inputs of its own for each, so that no rival keeps another's memory.
+                case = Case.random(tokens, arguments.hidden, vocabulary)
+                rows.append(measure(rival, case, arguments.pauses))
+                del case
+                gc.collect()
+                torch.cuda.empty_cache()
+                print(table(rows[-1:])[-1], flush=True)
+    report["rows"] = [asdict(row) for row in rows]
+    report["environment"]["seconds for everything"] = f"{time.monotonic() - began:.0f}"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = arguments.out / arguments.name
+    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(markdown(report, rows))
+    print(markdown(report, rows))
+
+
+if __name__ == "__main__":
+    main()
