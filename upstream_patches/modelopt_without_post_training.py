@@ -1,0 +1,86 @@
+"""Train from the wheel where NVIDIA ModelOpt happens to be installed.
+
+What: `get_model` goes on where `megatron.post_training`, which the wheel does not ship, cannot be
+    imported, and refuses only what needs it: a ModelOpt checkpoint or a distillation teacher.
+Why: With `modelopt` importable (many images have it) `get_model` imports
+    `megatron.post_training.checkpointing`, so every run from the 0.17 and 0.18 wheels stops with
+    ModuleNotFoundError at model setup. Seen on CPU with 0.17.1 and 0.18.2.
+Upstream: Not sent: 0.19.0 imports both packages under one guard.
+Remove: when `get_model` does not import from `megatron.post_training` by itself.
+Numerics: none (bitwise)
+"""
+
+from cppmega.edits import replacing
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/training/training.py:get_model"
+
+
+def _cppmega_has_modelopt_state(args):
+    """Upstream's check of a checkpoint, or one that does without `megatron.post_training`."""
+    try:
+        from megatron.post_training.checkpointing import has_modelopt_state
+
+        return has_modelopt_state
+    except ModuleNotFoundError as missing:
+        if not (missing.name or "").startswith("megatron.post_training"):
+            raise
+    from pathlib import Path
+
+    needs = "needs megatron.post_training, which the megatron-core wheel does not ship"
+    if getattr(args, "export_kd_teacher_load", None):
+        raise RuntimeError(f"--export-kd-teacher-load {needs}; use a checkout of Megatron-LM")
+
+    def has_modelopt_state(load):
+        if any(Path(load).glob("*/modelopt_state")):
+            raise RuntimeError(f"The ModelOpt checkpoint {load} {needs}; use a checkout")
+        return False
+
+    return has_modelopt_state
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins={"0.17.1": "a1042bc4c39a9888", "0.18.2": "6d8fcf1e823fc2f2"},
+            edit=replacing(
+                "from megatron.post_training.checkpointing import has_modelopt_state",
+                "has_modelopt_state = _cppmega_has_modelopt_state(args)",
+            ),
+            helpers=(_cppmega_has_modelopt_state,),
+        ),
+    ),
+    reached="startup",
+    feature=(TARGET,),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.text(TARGET)
+    return bool(text) and "megatron.post_training" not in text
+
+
+def verify() -> None:
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from megatron.training import training
+
+    class BuiltError(Exception):
+        """The model provider was asked for the model."""
+
+    args = SimpleNamespace(load=None, virtual_pipeline_model_parallel_size=None)
+    args.init_model_with_meta_device = False
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    with (
+        mock.patch.object(training, "has_nvidia_modelopt", True),
+        mock.patch.object(training, "get_args", return_value=args),
+    ):
+        try:
+            training.get_model(
+                mock.Mock(side_effect=BuiltError), pg_collection=SimpleNamespace(pp=group, tp=group)
+            )
+        except BuiltError:
+            return
+    raise AssertionError("the model provider was never called")
