@@ -81,10 +81,8 @@ class Loaded:
 
 def load(tree: Tree) -> Loaded:
     """Read the receipt of a tree. A torn one, or another tree's, is as good as none."""
-    path = folder(tree) / "receipt.json"
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    data = tree.read(f"{FOLDER}/receipt.json")
+    if data is None:
         return Loaded(Receipt())
     try:
         receipt = parse(data)

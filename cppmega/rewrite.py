@@ -129,7 +129,9 @@ def _edit_slice(
         after[step.edit.symbol] = fingerprint.of_node(inner)
         if after[step.edit.symbol] in step.known | set(step.edit.pins.values()):
             raise _bad_edit(step, "gives a text that it would edit again")
-    return _render(module, node, wrapped=source.startswith((" ", "\t"))), after
+    new = _render(module, node, wrapped=source.startswith((" ", "\t")))
+    ending = source[len(source.rstrip("\r\n")) :]  # libcst drops a last line end of "\r" alone
+    return new.rstrip("\r\n") + ending, after
 
 
 def _within(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cppmega.diagnose import Written
 from cppmega.errors import CppmegaError
-from cppmega.receipt import folder
+from cppmega.receipt import FOLDER, folder
 from cppmega.tree import Tree, sha256
 
 SUFFIX = ".cppmega-new"
@@ -94,11 +94,12 @@ def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
 
     The journal is put in place by a rename, so it is whole or not there.
     """
-    try:
-        raw = json.loads((folder(tree) / "journal.json").read_bytes())
-        return {path: tuple(Written(*pair) for pair in rows) for path, rows in raw["files"].items()}
-    except FileNotFoundError:
+    data = tree.read(f"{FOLDER}/journal.json")
+    if data is None:
         return {}
+    try:
+        raw = json.loads(data)
+        return {path: tuple(Written(*pair) for pair in rows) for path, rows in raw["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CppmegaError(
             "torn-journal",

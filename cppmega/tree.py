@@ -203,13 +203,14 @@ class Tree:
                 "There is nothing to patch.",
                 "pass the folder that holds megatron/: --megatron ROOT",
             )
-        if package.is_symlink() or (package / "core").is_symlink():
-            raise CppmegaError(
-                "linked-tree",
-                f"{package} is a link to {package.resolve()}.",
-                "Patching through the link would change whoever else uses that folder.",
-                "install a copy (uv: --link-mode=copy), or pass the real folder as --megatron",
-            )
+        for folder in (package, package / "core"):
+            if folder.is_symlink():
+                raise CppmegaError(
+                    "linked-tree",
+                    f"{folder} is a link to {folder.resolve()}.",
+                    "Patching through the link would change whoever else uses that folder.",
+                    "install a copy (uv: --link-mode=copy), or pass the real folder as --megatron",
+                )
         self._check_training(written)
 
     def _check_training(self, written: Mapping[str, Container[str]]) -> None:
