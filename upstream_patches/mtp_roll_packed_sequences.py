@@ -1,0 +1,318 @@
+"""Shift MTP labels, masks and inputs within the documents of a pack, without waiting for the GPU.
+
+What: `roll_tensor` finds each token's successor from the padded boundaries on the device, and under
+    context parallelism exchanges all boundary tokens at once inside the group. What has no real
+    successor (a document's last token, padding, the tail of the pack) becomes 0 and is not
+    counted. On 0.15 this adds packed sequences to MTP, which refuses them there.
+Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and padded=[0,4,8] becomes
+    2 3 0 4 0 5 P P, so a padding slot is trained on 4, token 4 on nothing, token 5 on itself. 100
+    documents cost 1302 operators and 400 host syncs per roll, now 32 and none (counted on 0.19.2).
+    Tokens behind the last boundary are counted, a local piece of 1 token raises IndexError, and
+    the exchange takes the world's process group, one pair of messages per document.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6205 (padding) and
+    https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); the syncs are fixed on dev for CP=1.
+Remove: when a release reads the padded boundaries, sends in the group and has no loop over
+    documents.
+Numerics: changes results: MTP labels, masks and token counts of padded packs and of tails; packs
+    without padding and unpacked sequences stay bitwise the same.
+"""
+
+from __future__ import annotations
+
+from textwrap import indent
+from typing import TYPE_CHECKING, Any
+
+from cppmega.edits import adding_argument, adding_parameter, in_order, inserting
+from cppmega.page import Edit, Patch, Source, left_alone
+
+if TYPE_CHECKING:
+    import torch
+
+FILE = "megatron/core/transformer/multi_token_prediction.py"
+LAYER = f"{FILE}:MultiTokenPredictionLayer"
+
+
+def _cppmega_roll_documents(tensor, cu_seqlens, cu_seqlens_padded, cp_group):
+    """Along the last dimension: each token's successor in its document, 0 where it has none.
+
+    Nothing here waits for the device, so CUDA graphs can capture it. Under context parallelism
+    documents lie as Transformer Engine partitions them: rank r of n has the pieces r and 2n-1-r of
+    each document's 2n equal pieces.
+    """
+    starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    assert starts.shape == cu_seqlens.shape, "Each document needs a real and a padded boundary."
+    documents, tokens = starts.numel() - 1, tensor.size(-1)
+    if documents < 1 or tokens == 0:
+        return torch.zeros_like(tensor)
+    cp_size = cp_group.size() if cp_group is not None else 1
+    cp_rank = torch.distributed.get_rank(group=cp_group) if cp_size > 1 else 0
+
+    # The tail behind the last boundary counts as one more document, which has no tokens.
+    extend = torch.nn.functional.pad
+    real = extend(cu_seqlens.to(tensor.device).long().diff(), (0, 1))
+    starts = starts.to(tensor.device).long() // cp_size
+    length = extend(starts.diff(), (0, 1))
+    front = (length + 1) // 2
+    here = torch.arange(tokens, device=tensor.device)
+    document = torch.searchsorted(starts[1:], here, right=True)
+    offset, half = here - starts[document], front[document]
+    in_back = offset >= half
+    place = offset + half * (cp_rank + in_back * 2 * (cp_size - 1 - cp_rank))
+    has_successor = place + 1 < real[document]
+
+    rolled = torch.roll(tensor, -1, dims=-1)
+    if cp_size > 1:
+        # Behind piece r comes the front piece of rank r+1, behind piece 2n-1-r the back piece of
+        # rank r-1. All documents' first tokens travel together: one message to each neighbour.
+        heads = torch.cat((starts[:-1], starts[:-1] + front[:-1])).clamp(max=tokens - 1)
+        sent = tensor.detach().index_select(-1, heads).chunk(2, dim=-1)
+        to_prev, to_next = (part.contiguous() for part in sent)
+        from_next, from_prev = torch.empty_like(to_prev), torch.empty_like(to_next)
+        ranks = torch.distributed.get_process_group_ranks(group=cp_group)
+        ops = []
+        for peer, out, into in (
+            (cp_rank - 1, to_prev, from_prev),
+            (cp_rank + 1, to_next, from_next),
+        ):
+            if 0 <= peer < cp_size:
+                for op, buffer in ((torch.distributed.isend, out), (torch.distributed.irecv, into)):
+                    ops.append(torch.distributed.P2POp(op, buffer, ranks[peer], group=cp_group))
+        for request in torch.distributed.batch_isend_irecv(ops):
+            request.wait()
+        crosses = offset + 1 == length[document]
+        if cp_rank < cp_size - 1:  # the last rank's two pieces adjoin
+            crosses = crosses | (offset + 1 == half)
+        slot = (document + documents * in_back).clamp(max=2 * documents - 1)
+        received = torch.cat((from_next, from_prev), dim=-1).index_select(-1, slot)
+        rolled = torch.where(crosses, received, rolled)
+    return rolled.masked_fill(~has_successor, 0)
+
+
+ONE_TOKEN = 'assert shifts == -1, "Packed sequence roll only supports a single-token left shift."\n'
+PACKED = f"""\
+assert dims in (-1, tensor.dim() - 1), "Packed sequence roll only supports the last dimension."
+{ONE_TOKEN}cu_seqlens = packed_seq_params.cu_seqlens_q
+assert cu_seqlens is not None, "Packed sequence parameters must provide cu_seqlens_q."
+rolled_tensor = _cppmega_roll_documents(
+    tensor, cu_seqlens, packed_seq_params.cu_seqlens_q_padded, cp_group
+)
+"""
+UNPACKED = """\
+# One document over all ranks; its boundaries are made on the device, because a copy would wait.
+assert shifts == -1, "Context parallel roll only supports a single-token left shift."
+cu_seqlens = torch.arange(2, device=tensor.device) * (tensor.size(dims) * cp_group.size())
+rolled_tensor = _cppmega_roll_documents(tensor.movedim(dims, -1), cu_seqlens, None, cp_group)
+rolled_tensor = rolled_tensor.movedim(-1, dims)
+"""
+
+
+def _replacing_run(first: str, last: str, new: str) -> Any:
+    """Replace the statements from the one that begins with `first` to the one with `last`."""
+
+    def edit(node: Any) -> Any:
+        import libcst as cst
+
+        from cppmega import node_edits
+
+        body = list(node.body.body)
+        code = [cst.Module([]).code_for_node(s.with_changes(leading_lines=())) for s in body]
+        (start,) = [at for at, text in enumerate(code) if text.startswith(first)]
+        (end,) = [at for at, text in enumerate(code) if text.startswith(last)]
+        body[start : end + 1] = node_edits.statements(new)
+        return node.with_changes(body=node.body.with_changes(body=body))
+
+    return edit
+
+
+ONE_EXCHANGE = _replacing_run("tensor_list = ", "rolled_tensor = torch.cat(", UNPACKED)
+THROUGH = "packed_seq_params=packed_seq_params"
+PARAMETER = "packed_seq_params: Optional[PackedSeqParams] = None"
+ROLLED_MASK = f"""\
+padding_mask, _ = roll_tensor(
+    padding_mask, shifts=-1, dims=-1, cp_group=self.cp_group, {THROUGH}
+)
+"""
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=f"{FILE}:roll_tensor",
+            pins={
+                "0.16.1": "387c8572e4cc68f9",
+                "0.17.1": "387c8572e4cc68f9",
+                "0.18.2": "387c8572e4cc68f9",
+                "0.19.2": "3ad190f2594f2bae",
+                "main-d98e8a64": "12a38b7e595861fb",
+            },
+            edit=ONE_EXCHANGE,
+            helpers=(_cppmega_roll_documents,),
+        ),
+        Edit(
+            target=f"{FILE}:_roll_tensor_packed_seq",
+            pins={
+                "0.16.1": "08becdabef99f062",
+                "0.17.1": "8c63ad2a905a227a",
+                "0.18.2": "8c63ad2a905a227a",
+                "0.19.2": "8c63ad2a905a227a",
+                "main-d98e8a64": "ff01aa649ac849ff",
+            },
+            edit=_replacing_run("assert (", "for i in range(", PACKED),
+        ),
+        Edit(  # True is padding there, and roll_tensor now leaves zeros in what is padding
+            target=f"{LAYER}._get_embeddings",
+            pins={
+                "0.18.2": "a9a604c68eb9e732",
+                "0.19.2": "41664a509d6f2b38",
+                "main-d98e8a64": "490ea53af1461d49",
+            },
+            edit=in_order(
+                inserting("unrolled_mask = padding_mask", before=ROLLED_MASK),
+                inserting(
+                    """
+                    if packed_seq_params is not None:
+                        # The roll leaves zeros in padding, and zero here is a real token.
+                        padding_mask = padding_mask.logical_or(unrolled_mask)
+                    """,
+                    after=ROLLED_MASK,
+                ),
+            ),
+        ),
+        Edit(  # no padding mask there yet
+            target=f"{LAYER}._get_embeddings",
+            pins=dict.fromkeys(("0.16.1", "0.17.1"), "3481911cc4e0f5ee"),
+            edit=left_alone,
+        ),
+        # The backport: 0.15 has neither the packed roll nor the way to it.
+        Edit(
+            target=f"{FILE}:roll_tensor",
+            pins={"0.15.3": "2c1afec1041a6aeb"},
+            edit=in_order(
+                ONE_EXCHANGE,
+                inserting(
+                    f"if packed_seq_params is not None:\n{indent(PACKED, ' ' * 4)}"
+                    "    return rolled_tensor, rolled_tensor.sum()",
+                    before="""
+                    if cp_group is None or cp_group.size() == 1:
+                        rolled_tensor = torch.roll(tensor, shifts=shifts, dims=dims)
+                        rolled_tensor.select(dims, shifts).fill_(0)
+                        return rolled_tensor, rolled_tensor.sum()
+                    """,
+                ),
+                adding_parameter("packed_seq_params=None"),
+            ),
+            helpers=(_cppmega_roll_documents,),
+        ),
+        Edit(
+            target=f"{LAYER}._get_embeddings",
+            pins={"0.15.3": "691fbf08ba1e3c1e"},
+            edit=in_order(
+                adding_parameter(PARAMETER), adding_argument("roll_tensor", THROUGH, times=2)
+            ),
+        ),
+        Edit(
+            target=f"{LAYER}.forward",
+            pins={"0.15.3": "55fe47cbf21ba1a0"},
+            edit=in_order(
+                _replacing_run("assert (", "assert (", ""),
+                adding_argument("self._get_embeddings", THROUGH),
+            ),
+        ),
+        Edit(
+            target="megatron/core/models/gpt/gpt_model.py:GPTModel._postprocess",
+            pins={"0.15.3": "3cfcd42a1b39659e"},
+            edit=adding_argument("roll_tensor", THROUGH, times=2),
+        ),
+    ),
+    reached="forward",
+    feature=(f"{FILE}:roll_tensor",),
+    when=lambda args: bool(args.mtp_num_layers),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.file(FILE)
+    loops = "range(len(cu_seqlens) - 1)" in text
+    sends_to_the_world = "torch.distributed.isend(tensor=" in text
+    return "cu_seqlens_q_padded" in text and not loops and not sends_to_the_world
+
+
+def verify() -> None:
+    import inspect
+    from types import MethodType, SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cppmega import cpu
+
+    cpu.shim()
+
+    def pack() -> PackedSeqParams:
+        real, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
+        return PackedSeqParams(cu_seqlens_q=real, cu_seqlens_q_padded=padded)
+
+    tokens = torch.tensor([[1, 2, 3, 9, 4, 5, 9, 9, 7]])  # 9 is padding, 7 the tail
+    shifted = [[2, 3, 0, 0, 5, 0, 0, 0, 0]]
+    rolled, total = mtp.roll_tensor(tokens, packed_seq_params=pack())
+    assert (rolled.tolist(), total.item()) == (shifted, 10), (rolled, total)
+    with FakeTensorMode():  # raises where the host needs a value
+        mtp.roll_tensor(torch.ones(1, 9), packed_seq_params=pack())
+
+    # Rank 0 of 2 with one token: the group's other member sends what follows.
+    group, messages = SimpleNamespace(size=lambda: 2), []
+
+    def exchange(ops):
+        messages.extend((op.kind, op.peer, op.group) for op in ops)
+        for op in ops:
+            if op.kind is torch.distributed.irecv:
+                op.tensor.fill_(2)
+        return []
+
+    with mock.patch.multiple(
+        torch.distributed,
+        get_rank=lambda group: 0,
+        get_process_group_ranks=lambda group: [4, 6],
+        P2POp=lambda kind, tensor, peer, group: SimpleNamespace(**locals()),
+        batch_isend_irecv=exchange,
+    ):
+        rolled, _ = mtp.roll_tensor(torch.tensor([[1]]), cp_group=group)
+    assert rolled.tolist() == [[2]], rolled
+    kinds = (torch.distributed.isend, torch.distributed.irecv)
+    assert messages == [(kind, 6, group) for kind in kinds], messages
+
+    # What the layer and the loss see.
+    off = ("calculate_per_token_loss", "mtp_detach_heads", "sequence_parallel", "use_mup")
+    config = SimpleNamespace(**dict.fromkeys(off, False), recompute_granularity=None)
+    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 1.0
+    layer = mock.MagicMock(config=config, cp_group=None)
+    layer._get_embeddings = MethodType(mtp.MultiTokenPredictionLayer._get_embeddings, layer)
+    forward = mtp.MultiTokenPredictionLayer.forward
+    arguments = {
+        "input_ids": tokens,
+        "position_ids": tokens,
+        "hidden_states": torch.zeros(9, 1, 1),
+        "attention_mask": None,
+        "padding_mask": tokens == 9,  # rolled from 0.18 on
+        "packed_seq_params": pack(),
+        "embedding": lambda input_ids, position_ids: input_ids,
+    }
+    known = inspect.signature(forward).parameters
+    _, ids, positions, *masks = forward(layer, **{k: arguments[k] for k in known if k in arguments})
+    assert ids.tolist() == positions.tolist() == shifted, (ids, positions)
+    for mask in masks:
+        assert mask[:, :8].equal(tokens[:, :8] == 9), mask
+
+    model = mock.MagicMock(config=config, cp_group=None, training=False)
+    model.pg_collection.cp = None
+    model.share_embeddings_and_output_weights = False
+    model.output_layer.side_effect = lambda hidden_states, **_: (hidden_states, None)
+    model.compute_language_model_loss.side_effect = lambda labels, logits: labels.float()
+    rest = dict.fromkeys(("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"))
+    states = torch.zeros(18, 1, 1)
+    GPTModel._postprocess(model, states, tokens, tokens, tokens, packed_seq_params=pack(), **rest)
+    labels = model.compute_language_model_loss.call_args_list[0].args[0]
+    assert labels.tolist() == shifted, labels
