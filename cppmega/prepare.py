@@ -1,0 +1,78 @@
+"""The command that turns text into a dataset; `scripts/prepare_data.py` wraps it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from cppmega import data, tokens
+from cppmega.errors import CppmegaError
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Path without suffix.")
+@click.option("--tokenizer", default="byte", show_default=True, help="byte, or a tokenizer.json.")
+@click.option("--eod", help="The token that ends a document, where the tokenizer does not say it.")
+@click.option("--key", default="text", show_default=True, help="Field of a JSON line.")
+@click.option("--suffix", multiple=True, help="In folders, only files that end so; repeatable.")
+def main(
+    inputs: tuple[Path, ...],
+    out: Path,
+    tokenizer: str,
+    eod: str | None,
+    key: str,
+    suffix: tuple[str, ...],
+) -> None:
+    """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
+
+    A run that was stopped goes on where it was; a finished dataset is never overwritten.
+    """
+    try:
+        _run(inputs, out, tokenizer, eod, key, suffix)
+    except CppmegaError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(
+    inputs: tuple[Path, ...],
+    out: Path,
+    tokenizer: str,
+    eod: str | None,
+    key: str,
+    suffix: tuple[str, ...],
+) -> None:
+    chosen = tokens.load(tokenizer, eod)
+    total = sum(path.stat().st_size for path in data.files(inputs, suffix))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(f"preparing {out.name}", total=total)
+        card = data.prepare(
+            out,
+            inputs,
+            chosen,
+            key=key,
+            suffixes=suffix,
+            advance=lambda took: progress.advance(task, took),
+        )
+    for reason, count in card.skipped.items():
+        print(f"left out: {count} documents ({reason})", file=sys.stderr)
+    print(f"{out} {card.fingerprint} {card.documents} documents {card.tokens} tokens")

@@ -1,0 +1,142 @@
+"""Tokenizers that prepare data: bytes, or a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from cppmega.errors import CppmegaError
+
+BYTES = 256
+"""Ids of the byte tokenizer below its end-of-document token."""
+
+
+class Tokenizer(Protocol):
+    """What `prepare_data` needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to one less."""
+
+    @property
+    def eod(self) -> int:
+        """Id put behind every document."""
+
+    def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
+        """Token ids of each document, without the end. Raises UnicodeDecodeError where needed."""
+
+    def describe(self) -> dict[str, Any]:
+        """What identifies it, as the data's card keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """Every byte is a token; nothing to download and nothing that cannot be encoded."""
+
+    vocab_size: int = BYTES + 1
+    eod: int = BYTES
+
+    def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
+        """The bytes themselves."""
+        return [list(document) for document in documents]
+
+    def describe(self) -> dict[str, Any]:
+        """Kind and sizes."""
+        return {"kind": "byte", "vocab_size": self.vocab_size, "eod": self.eod, "sha256": ""}
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, read by the package tokenizers; transformers is not needed."""
+
+    def __init__(self, path: Path, eod: str | None = None) -> None:
+        """Load it.
+
+        Args:
+            path: the file, or a folder that holds it.
+            eod: the token that ends a document; default: the end token its configuration names.
+
+        Raises:
+            CppmegaError: `tokenizer-not-found`, `tokenizers-not-installed`, `tokenizer-broken`,
+                `no-end-token`.
+        """
+        self.file = path / "tokenizer.json" if path.is_dir() else path
+        if not self.file.is_file():
+            raise CppmegaError(
+                "tokenizer-not-found",
+                f"There is no tokenizer file {self.file}.",
+                "Without it the text cannot become tokens.",
+                "--tokenizer byte, or the path of a tokenizer.json or of its folder",
+            )
+        try:
+            package: Any = importlib.import_module("tokenizers")
+        except ImportError:
+            raise CppmegaError(
+                "tokenizers-not-installed",
+                "The package tokenizers is missing.",
+                f"It reads {self.file.name}.",
+                "pip install tokenizers, or use --tokenizer byte",
+            ) from None
+        try:
+            self._tokenizer = package.Tokenizer.from_file(str(self.file))
+        except Exception as error:  # the package raises bare Exception
+            raise CppmegaError(
+                "tokenizer-broken",
+                f"{self.file} is no tokenizer: {error}",
+                "Without it the text cannot become tokens.",
+                "take a tokenizer.json that the package tokenizers saved",
+            ) from error
+        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        name = eod or _end_token(self.file.parent)
+        found = self._tokenizer.token_to_id(name) if name else None
+        if found is None:
+            raise CppmegaError(
+                "no-end-token",
+                f"{self.file} "
+                + (f"has no token {name!r}." if name else "does not say which token ends a text."),
+                "Documents would run into each other.",
+                "--eod TOKEN names it, for example --eod '<|endoftext|>'",
+            )
+        self.eod = int(found)
+
+    def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
+        """Ids of each document, on all threads."""
+        texts = [document.decode() for document in documents]
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [list(one.ids) for one in encoded]
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, sizes, and the hash of the file."""
+        return {
+            "kind": "huggingface",
+            "vocab_size": self.vocab_size,
+            "eod": self.eod,
+            "sha256": hashlib.sha256(self.file.read_bytes()).hexdigest(),
+        }
+
+
+def load(name: str, eod: str | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
+    """`byte`, or a path.
+
+    Raises:
+        CppmegaError: what `HuggingFaceTokenizer` raises.
+    """
+    return ByteTokenizer() if name == "byte" else HuggingFaceTokenizer(Path(name), eod)
+
+
+def _end_token(folder: Path) -> str | None:
+    """What the files beside a tokenizer call its end."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            value = json.loads((folder / file).read_text()).get("eos_token")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            return value
+    return None
