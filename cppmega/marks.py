@@ -70,9 +70,11 @@ def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
     body = cast(cst.FunctionDef, node).body
     place = "header" if isinstance(body, cst.IndentedBlock) else "trailing_whitespace"
     line = cast(cst.TrailingWhitespace, getattr(body, place))
-    said = f"{line.comment.value};" if line.comment else "#"
-    comment = cst.Comment(f"{said} {COMMENT}{page}")
-    new = line.with_changes(whitespace=cst.SimpleWhitespace("  "), comment=comment)
+    if line.comment is None:
+        line = line.with_changes(whitespace=cst.SimpleWhitespace("  "), comment=cst.Comment("#"))
+    said = cast(cst.Comment, line.comment).value.removesuffix(";") or "#"
+    said += " " if said == "#" else "; "
+    new = line.with_changes(comment=cst.Comment(f"{said}{COMMENT}{page}"))
     return node.with_changes(body=body.with_changes(**{place: new}))
 
 

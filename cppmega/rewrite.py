@@ -7,7 +7,7 @@ symbols and in the imports, helpers and marks that belong to them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -75,7 +75,7 @@ def rewrite(data: bytes, path: str, steps: Sequence[Step]) -> Rewritten:
         cuts.append(_Cut(where, new, inserted.in_front_of(groups[symbol])))
     body = _spliced(text, tree, cuts, inserted.imports(steps))
     result = text.encode(body, path)
-    _check(text, tree, decode(result, path), path, cuts, list(groups), inserted)
+    _check(text, tree, decode(result, path), path, cuts, groups, inserted)
     return Rewritten(result, after)
 
 
@@ -268,13 +268,14 @@ def _check(
     new: Text,
     path: str,
     cuts: Sequence[_Cut],
-    symbols: Sequence[str],
+    groups: Mapping[str, Sequence[Step]],
     extra: _Inserted,
 ) -> None:
     """Only the targets and what belongs to them changed, and every name is defined."""
+    pages = ", ".join(dict.fromkeys(step.page for group in groups.values() for step in group))
     new_tree = parse(new, path)
     left = _rest(old, [cut.where for cut in cuts])
-    right = _rest(new, [locate(new_tree, new, f"{path}:{symbol}") for symbol in symbols])
+    right = _rest(new, [locate(new_tree, new, f"{path}:{symbol}") for symbol in groups])
     for block in [*extra.helpers.values()]:
         right = _without(right, (block.rstrip("\n") + "\n\n\n").replace("\n", new.newline))
     for line in extra.import_lines:
@@ -282,15 +283,17 @@ def _check(
     if left != right:
         raise CppmegaError(
             "edit-reaches-beyond-its-target",
-            f"Outside of {', '.join(symbols)} the text of {path} would change.",
+            f"Outside of {', '.join(groups)} the text of {path} would change ({pages}).",
             "Only what a page declares may differ from upstream.",
             "report this: an edit cannot normally do it",
         )
-    undefined = names.undefined(new_tree, set(symbols) | set(extra.helpers), path)
-    if undefined and undefined - names.undefined(old_tree, set(symbols), path):
+    undefined = names.undefined(new_tree, set(groups) | set(extra.helpers), path)
+    if undefined:
+        undefined -= names.undefined(old_tree, set(groups), path)
+    if undefined:
         raise CppmegaError(
             "undefined-name",
-            f"The patched {path} uses undefined names: {', '.join(sorted(undefined))}.",
+            f"{path}, patched by {pages}, uses undefined names: {', '.join(sorted(undefined))}.",
             "It would raise a NameError in the middle of training.",
             "declare the import or the helper in the page",
         )

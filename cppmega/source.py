@@ -9,6 +9,7 @@ import ast
 import io
 import re
 import tokenize
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -61,7 +62,8 @@ def decode(data: bytes, name: str) -> Text:
         CppmegaError: `unreadable-python`, when the bytes are not a text in the declared encoding.
     """
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        plain = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(plain).readline)
         body = data.decode(encoding)
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         raise unreadable(name, str(error)) from None
@@ -86,9 +88,16 @@ def unreadable(name: str, reason: str) -> CppmegaError:
 def parse(text: Text, name: str) -> ast.Module:
     """The syntax tree of a file; a torn file is a named error."""
     try:
-        return ast.parse(text.body)
+        return parse_silently(text.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise unreadable(name, str(error)) from None
+
+
+def parse_silently(body: str) -> ast.Module:
+    """Invalid escapes of upstream's are no news to the user, and no error under `-W error`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(body)
 
 
 def definitions(tree: ast.AST) -> Iterator[Definition]:
