@@ -11,6 +11,7 @@ import libcst as cst
 
 from cppmega.errors import CppmegaError
 from cppmega.fingerprint import is_docstring
+from cppmega.source import parse_silently
 
 _EMPTY = cst.Module([], default_indent="    ")
 
@@ -50,11 +51,11 @@ def shape(node: cst.CSTNode) -> str:
     """The syntax tree of a node as text: equal for equal code in any layout."""
     code = _EMPTY.code_for_node(node)
     try:
-        return ast.dump(ast.parse(textwrap.dedent(code)))
+        return ast.dump(parse_silently(textwrap.dedent(code)))
     except SyntaxError:  # parts of a line that stretch over several are not code by themselves
         pass
     try:
-        return ast.dump(ast.parse(f"({code.strip()})"))
+        return ast.dump(parse_silently(f"({code.strip()})"))
     except SyntaxError:
         return code  # no code by itself at all: equal to nothing
 
@@ -100,9 +101,9 @@ class ExpressionSwap(Swap):
         old, new = self.texts
         hole = "_cppmega_hole"
         marked = cast(cst.CSTNode, before.visit(ExpressionSwap(old, hole)))
-        wanted = ast.parse(_EMPTY.code_for_node(marked))
+        wanted = parse_silently(_EMPTY.code_for_node(marked))
         filled = _Fill(hole, ast.parse(f"({new})", mode="eval").body).visit(wanted)
-        if ast.dump(filled) != ast.dump(ast.parse(_EMPTY.code_for_node(after))):
+        if ast.dump(filled) != ast.dump(parse_silently(_EMPTY.code_for_node(after))):
             raise mismatch(f"`{new}` comes apart where `{old}` stands; put it in parentheses")
 
 

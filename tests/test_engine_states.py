@@ -237,6 +237,14 @@ def test_hand_deleted_feature_is_not_not_applicable(lab: Lab) -> None:
     assert lab.refused().state == "absent"
 
 
+def test_invalid_escapes_upstream_are_no_syntax_error(lab: Lab) -> None:
+    """They only warn, and here as in many programs warnings are errors."""
+    lab.files[A] = FILES[A].replace(b"return x + x", b"return x + x + len('\\d')")
+    lab.wheel()
+    lab.page(edit='replacing("x + x", "2 * x")')
+    assert lab.apply().ok
+
+
 # -- what upstream has or has not ----------------------------------------------------------------
 
 
