@@ -104,7 +104,7 @@ def select_backend(
     if asked == "auto":
         name = "reference" if obstacle else "triton"
         reason = obstacle or f"{device.type} and {dtype}"
-        _say_once(f"linear cross-entropy: auto chose {name}: {reason}")
+        say_once(f"linear cross-entropy: auto chose {name}: {reason}")
         return name, reason
     if obstacle:
         raise CppmegaError(
@@ -126,7 +126,8 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _say_once(message: str) -> None:
+def say_once(message: str) -> None:
+    """Log a line once per process, on the first rank."""
     first_rank = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
     if message not in _said and first_rank:
         _LOG.warning(message)

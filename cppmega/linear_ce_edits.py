@@ -1,0 +1,74 @@
+"""The two edits that the pages of the GPT and of the hybrid head share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cppmega.edits import in_order, inserting, replacing
+
+if TYPE_CHECKING:
+    from cppmega.edits import NodeEdit
+
+_CHOICE = """
+# A ColumnParallelLinear that can also end in the loss, so that the logits never exist.
+output_layer_class = tensor_parallel.ColumnParallelLinear
+if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == 'linear':
+    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+
+    output_layer_class = LinearCrossEntropyModule
+"""
+
+LOGITS = """
+logits, _ = self.output_layer(
+    hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
+)
+"""
+
+_LOSS = """
+# Nobody but the loss wants the logits here: take it from the hidden states.
+if (
+    labels is not None
+    and not in_inference_mode{unless}
+    and self.config.cross_entropy_loss_fusion
+    and self.config.cross_entropy_fusion_impl == 'linear'
+):
+    from cppmega.modules.linear_cross_entropy_heads import head_loss
+
+    loss = head_loss(
+        self,
+        hidden_states,
+        output_weight,
+        runtime_gather_output,
+        labels,
+        {loss_mask},
+        '{page}',
+    )
+    if loss is not None:
+        return loss
+"""
+
+
+def choosing_output_layer() -> NodeEdit:
+    """`__init__` of a model: the class of its output layer follows the configuration."""
+    return in_order(
+        replacing("tensor_parallel.ColumnParallelLinear", "output_layer_class"),
+        inserting(_CHOICE, after="super().__init__(config=config, pg_collection=pg_collection)"),
+    )
+
+
+def returning_loss(page: str, *, unless: str = "", loss_mask: str = "loss_mask") -> NodeEdit:
+    """The forward part of a model: return the loss before the logits are computed.
+
+    Args:
+        page: named if the promise about the gradient is broken.
+        unless: an expression that is true where something else wants the logits.
+        loss_mask: what the loss function will multiply the loss by.
+    """
+    also = f"\n    and not {unless}" if unless else ""
+    return inserting(_LOSS.format(unless=also, loss_mask=loss_mask, page=page), before=LOGITS)
+
+
+def asked_for(args: object) -> bool:
+    """Whether a run's arguments ask for linear cross-entropy."""
+    fusion = getattr(args, "cross_entropy_loss_fusion", False)
+    return bool(fusion) and getattr(args, "cross_entropy_fusion_impl", "") == "linear"

@@ -1,0 +1,217 @@
+"""What the proofs of the linear cross-entropy pages share: tiny models, and a watch for logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import MethodType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cppmega import cpu
+
+S, B, H, V = 8, 2, 8, 48
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor with rows as long as the vocabulary that any operation returned."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.elements = columns, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[-1] == self.columns:
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+@contextlib.contextmanager
+def no_logits(columns: int = V) -> Iterator[None]:
+    """Fails if the logits of all `S * B` tokens were made; the op's chunks are made small.
+
+    Args:
+        columns: of the logits on this rank.
+
+    Raises:
+        AssertionError: they were.
+    """
+    from cppmega.ops import linear_cross_entropy as op
+
+    with mock.patch.object(op, "default_chunk_tokens", lambda *_: 4), _Largest(columns) as seen:
+        yield
+    whole = S * B * columns
+    assert 0 < seen.elements < whole, f"{seen.elements} of {whole} logits at once"
+
+
+def config(**options: Any) -> Any:
+    """A TransformerConfig that asks for linear cross-entropy."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = {
+        "num_layers": 1,
+        "hidden_size": H,
+        "ffn_hidden_size": H,
+        "num_attention_heads": 2,
+        "use_cpu_initialization": True,
+        "bias_dropout_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "linear",
+    } | options
+    return TransformerConfig(**options)
+
+
+def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
+    """A GPTModel; needs a process group."""
+    cpu.init_distributed()
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    settings = config(mtp_num_layers=mtp, **options)
+    layer = gpt_layer_specs.get_gpt_layer_local_spec()
+    depths = {}
+    if mtp:
+        depths["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            settings, layer, use_transformer_engine=False
+        )
+    torch.manual_seed(0)
+    return GPTModel(
+        config=settings,
+        transformer_layer_spec=layer,
+        vocab_size=V,
+        max_sequence_length=S,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=tied,
+        **depths,
+    )
+
+
+def hybrid(tied: bool = False, **options: Any) -> Any:
+    """A model of one attention and one MLP layer: HybridModel, or MambaModel before 0.18."""
+    cpu.init_distributed()
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        stack, submodules = block.HybridStack, block.HybridStackSubmodules
+        pattern, spec = "hybrid_layer_pattern", "hybrid_stack_spec"
+    except ImportError:
+        from megatron.core.models.mamba.mamba_model import MambaModel as Model
+        from megatron.core.ssm import mamba_block as block
+
+        stack, submodules = block.MambaStack, block.MambaStackSubmodules
+        pattern, spec = "hybrid_override_pattern", "mamba_stack_spec"
+        import inspect
+
+        if "hybrid_layer_pattern" in inspect.signature(Model).parameters:
+            pattern = "hybrid_layer_pattern"
+    whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=whole.self_attention,
+        self_attn_bda=whole.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
+    )
+    layers = submodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
+    )
+    torch.manual_seed(0)
+    with mock.patch.object(block, "TENorm", WrappedTorchNorm):  # TransformerEngine's
+        return Model(
+            config=config(num_layers=2, **options),
+            vocab_size=V,
+            max_sequence_length=S,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=tied,
+            **{pattern: "*-", spec: ModuleSpec(module=stack, submodules=layers)},
+        )
+
+
+def batch() -> dict[str, Any]:
+    """Arguments of a model's `forward`."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(V, (B, S + 1), generator=generator)
+    mask = (torch.rand(B, S, generator=generator) > 0.3).float()
+    attention = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
+    return {
+        "input_ids": tokens[:, :-1],
+        "position_ids": torch.arange(S).expand(B, S),
+        "attention_mask": attention,
+        "labels": tokens[:, 1:],
+        "loss_mask": mask,
+    }
+
+
+def head(model: Any) -> None:
+    """The loss of a model's head comes without its logits, and is the cross-entropy of them."""
+    given = batch()
+    with no_logits():
+        loss = model(**given)
+    logits = model(**{**given, "labels": None})
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), given["labels"].flatten(), reduction="none"
+    )
+    torch.testing.assert_close(loss, expected.view(B, S))
+    assert loss.requires_grad
+
+
+def mtp() -> None:
+    """The MTP loss comes without logits; its gradient is that of the masked mean."""
+    cpu.init_distributed()
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer import multi_token_prediction as module
+
+    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+
+    settings = config(mtp_num_layers=1, mtp_loss_scaling_factor=0.5)
+    layer = LinearCrossEntropyModule(
+        H, V, config=settings, init_method=torch.nn.init.normal_, bias=False
+    )
+    given = batch()
+    hidden = torch.randn(2 * S, B, H, generator=torch.Generator().manual_seed(2))
+    hidden.requires_grad_()
+    model = SimpleNamespace(config=settings)
+    with no_logits():
+        out = module.process_mtp_loss(
+            hidden_states=hidden,
+            labels=given["labels"],
+            loss_mask=given["loss_mask"],
+            output_layer=layer,
+            output_weight=None,
+            runtime_gather_output=None,
+            is_training=True,
+            compute_language_model_loss=MethodType(
+                LanguageModule.compute_language_model_loss, model
+            ),
+            config=settings,
+        )
+        (gradient,) = torch.autograd.grad(out.sum(), hidden)
+    labels, mask = given["labels"].roll(-1, 1), given["loss_mask"].roll(-1, 1)
+    mask[:, -1] = 0
+    logits = (hidden[S:] @ layer.weight.t()).transpose(0, 1)
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(B, S)
+    (expected,) = torch.autograd.grad(0.5 * (losses * mask).sum() / mask.sum(), hidden)
+    torch.testing.assert_close(gradient[S:], expected[S:])

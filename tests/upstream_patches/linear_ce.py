@@ -1,0 +1,194 @@
+"""One process of the tests of linear cross-entropy: real models, stock's numbers and ours."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cppmega import cpu, linear_ce_proof
+from cppmega.linear_ce_proof import B, S, V
+
+OFF = {"cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native"}
+GPT, HYBRID = linear_ce_proof.gpt, linear_ce_proof.hybrid
+SOME, NONE_LEFT, NOT_GIVEN = "some tokens masked", "all tokens masked", "no mask"
+
+
+def cases(version: str, ranks: int) -> dict[str, tuple[Any, dict[str, Any], str]]:
+    """Name -> model, its options, mask."""
+    new = version >= "0.17"
+    found: dict[str, tuple[Any, dict[str, Any], str]] = {
+        "gpt, mtp": (GPT, {"mtp": 2}, SOME),
+        "gpt, mtp, no mask": (GPT, {"mtp": 2}, NOT_GIVEN),
+        "gpt, tied, mtp, per token": (
+            GPT,
+            {"mtp": 2, "tied": True, "calculate_per_token_loss": True},
+            SOME,
+        ),
+        "hybrid": (HYBRID, {}, SOME),
+        "hybrid, tied, no mask": (HYBRID, {"tied": True}, NOT_GIVEN),
+        # 0.16 divides the loss of MTP by the count of its tokens.
+        "all masked": (GPT, {"mtp": 2 if new else None}, NONE_LEFT),
+    }
+    if new:
+        mup = {"use_mup": True, "mup_base_hidden_size": 4}
+        found["gpt, mtp, mup"] = (GPT, {"mtp": 1, **mup}, SOME)
+    if version >= "0.19":
+        found["gpt, mtp, detached heads"] = (GPT, {"mtp": 1, "mtp_detach_heads": True}, SOME)
+    if ranks > 1:
+        parallel = {"sequence_parallel": True}
+        found["gpt, mtp, sequence parallel"] = (GPT, {"mtp": 2, **parallel}, SOME)
+        found["hybrid, sequence parallel"] = (HYBRID, parallel, SOME)
+        found = {
+            name: (make, {**options, "tensor_model_parallel_size": ranks}, mask)
+            for name, (make, options, mask) in found.items()
+        }
+    return found
+
+
+@contextlib.contextmanager
+def mtp_log() -> Iterator[list[Any]]:
+    """What MTP logs: the loss, and on 0.19 the accepted tokens and all tokens, per depth."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Helper
+
+    logged: list[Any] = []
+    name = "save_metrics_to_tracker"
+    if not hasattr(Helper, name):
+        name = "save_loss_to_tracker"
+
+    def save(*arguments: Any, **_: Any) -> None:
+        logged.extend(a.detach().clone() for a in arguments if isinstance(a, torch.Tensor))
+
+    with mock.patch.object(Helper, name, save):
+        yield logged
+
+
+def outcome(model: Any, mask: str) -> dict[str, Any]:
+    """Loss per token, MTP's log, and every gradient of what Megatron's loss functions return."""
+    given = linear_ce_proof.batch()
+    weights = given["loss_mask"]
+    if mask == NONE_LEFT:
+        weights = given["loss_mask"] = torch.zeros(B, S)
+    if mask == NOT_GIVEN:
+        # The loss function may then weigh tokens as it likes.
+        weights = torch.linspace(-1, 2, B * S).view(B, S)
+        given["loss_mask"] = None
+    with mtp_log() as logged:
+        loss = model(**given)
+    ((loss * weights).sum() / weights.sum().clamp(min=1) * 64).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "logged": logged, "gradients": gradients}
+
+
+def main(side: str, version: str, ranks: int, folder: Path) -> None:
+    """Every case on one tree; the patched side compares with what the stock side wrote."""
+    cpu.init_distributed(tensor=ranks)
+    rank = torch.distributed.get_rank()
+    kept = folder / f"stock-{rank}.pt"
+    if side == "stock":
+        results = {}
+        for name, (make, options, mask) in cases(version, ranks).items():
+            model = make(**options, **OFF)
+            results[name] = outcome(model, mask)
+            results[name]["keys"] = list(model.state_dict())
+        torch.save(results, kept)
+        if ranks == 1:
+            save_checkpoint(GPT(mtp=2, **OFF), folder / "checkpoint")
+        return
+    expected = torch.load(kept)
+    for name, (make, options, mask) in cases(version, ranks).items():
+        check_off(name, make(**options, **OFF), mask, expected[name])
+    assert "cppmega.modules.linear_cross_entropy" not in sys.modules, "only with the flag"
+    for name, (make, options, mask) in cases(version, ranks).items():
+        check_on(name, make(**options), mask, expected[name], ranks)
+    check_other_paths(ranks)
+    if ranks == 1:
+        check_checkpoint(folder / "checkpoint")
+
+
+def check_off(name: str, model: Any, mask: str, expected: dict[str, Any]) -> None:
+    """Without the flag the patched code gives the bits of stock."""
+    torch.testing.assert_close(
+        {k: v for k, v in expected.items() if k != "keys"},
+        outcome(model, mask),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+        msg=lambda said: f"{name}, flag off: {said}",
+    )
+
+
+def check_on(name: str, model: Any, mask: str, expected: dict[str, Any], ranks: int) -> None:
+    """With the flag no logits, and the values of stock."""
+    assert list(model.state_dict()) == expected["keys"]
+    with linear_ce_proof.no_logits(V // ranks):
+        got = outcome(model, mask)
+    torch.testing.assert_close(
+        got,
+        {k: v for k, v in expected.items() if k != "keys"},
+        rtol=2e-5,
+        atol=2e-6,
+        msg=lambda said: f"{name}: {said}",
+    )
+
+
+def check_other_paths(ranks: int) -> None:
+    """What the fused path does not do takes Megatron's, with the same numbers."""
+    parallel = {"tensor_model_parallel_size": ranks}
+    for make in (GPT, HYBRID):
+        model, plain = make(**parallel), make(**parallel, **OFF)
+        given = linear_ce_proof.batch()
+        no_labels = {**given, "labels": None}
+        if make is GPT:
+            with torch.no_grad():
+                assert torch.equal(model.eval()(**no_labels), plain.eval()(**no_labels))
+        expected = plain(**given)
+        # Distillation puts a loss of its own in the place of Megatron's, and wants logits.
+        seen = []
+        model.compute_language_model_loss = lambda labels, logits, seen=seen: (
+            seen.append(logits.shape) or logits.sum(-1)
+        )
+        model(**given)
+        assert seen == [(S, B, V // ranks)]
+        del model.compute_language_model_loss
+        # What a layer says that it cannot do keeps Megatron's path, which says so.
+        model.output_layer.loss_obstacle = lambda *_: "of a test"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loss = model(**given)
+        assert torch.equal(loss, expected)
+        assert any("without fusion" in str(warning.message) for warning in said)
+
+
+def save_checkpoint(model: Any, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    folder.mkdir()
+    dist_checkpointing.save(model.sharded_state_dict(metadata=metadata()), str(folder))
+
+
+def check_checkpoint(folder: Path) -> None:
+    """A stock checkpoint loads into the patched model, and the model computes stock's loss."""
+    from megatron.core import dist_checkpointing
+
+    model = GPT(mtp=2)
+    wanted = {name: value.clone() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loaded = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), str(folder))
+    model.load_state_dict(loaded)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, wanted[name]), name
+
+
+def metadata() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

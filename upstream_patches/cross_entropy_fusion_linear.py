@@ -1,0 +1,99 @@
+"""Accept `--cross-entropy-fusion-impl linear`, and never compute no loss for it.
+
+What: `ModelParallelConfig` knows the value `linear`, from which Megatron's parser makes its
+    choices, and `compute_language_model_loss` computes the unfused loss for it, with a warning:
+    whoever calls it has the logits already.
+Why: launch lines written for upstream's dev branch carry the flag, and every release refuses it
+    (argparse: invalid choice); a configuration built in code is accepted, and the first loss ends
+    in an UnboundLocalError (tested on 0.16.1, 0.17.1, 0.18.2 and 0.19.2).
+Upstream: Not sent: dev has the value, with kernels for Blackwell alone.
+Remove: when every supported release has `linear`.
+Numerics: none (bitwise)
+"""
+
+from cppmega.edits import in_order, inserting, replacing
+from cppmega.linear_ce_edits import asked_for
+from cppmega.page import Edit, Patch, Source
+
+CONFIG = "megatron/core/model_parallel_config.py:ModelParallelConfig"
+LANGUAGE_MODULE = "megatron/core/models/common/language_module/language_module.py:LanguageModule"
+LOSS = f"{LANGUAGE_MODULE}.compute_language_model_loss"
+
+UNFUSED = """
+if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == 'linear':
+    warnings.warn(
+        "--cross-entropy-fusion-impl linear: a loss was asked for from logits that exist; "
+        "it is computed without fusion"
+    )
+"""
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=CONFIG,
+            pins={
+                "0.16.1": "63248361ad21ee7e",
+                "0.17.1": "3dc0d45ec31013ef",
+                "0.18.2": "6a1eb2e3b69c1753",
+                "0.19.2": "309bdcc165ffeabd",
+            },
+            edit=replacing("Literal['native', 'te']", "Literal['native', 'te', 'linear']"),
+            mark="__post_init__",
+        ),
+        Edit(
+            target=LOSS,
+            pins={
+                "0.16.1": "69e98048138e9f18",
+                "0.17.1": "69e98048138e9f18",
+                "0.18.2": "0de2d24e29d94914",
+                "0.19.2": "2431e3551b813424",
+            },
+            edit=in_order(
+                replacing(
+                    "if self.config.cross_entropy_loss_fusion:",
+                    "if self.config.cross_entropy_loss_fusion "
+                    "and self.config.cross_entropy_fusion_impl != 'linear':",
+                ),
+                inserting(UNFUSED, after="labels = labels.transpose(0, 1).contiguous()"),
+            ),
+            imports=("import warnings",),
+        ),
+    ),
+    reached="startup",
+    feature=(CONFIG, LOSS),
+    when=asked_for,
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    _, _, choices = source.text(CONFIG).partition("cross_entropy_fusion_impl: Literal[")
+    return "linear" in choices.partition("]")[0]
+
+
+def verify() -> None:
+    import dataclasses
+    import typing
+    import warnings
+    from types import SimpleNamespace
+
+    import torch
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    from cppmega import cpu
+
+    cpu.init_distributed()
+    (field,) = (
+        f for f in dataclasses.fields(ModelParallelConfig) if f.name == "cross_entropy_fusion_impl"
+    )
+    assert "linear" in typing.get_args(field.type), "the parser makes its choices from this"
+    config = ModelParallelConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear")
+    model = SimpleNamespace(config=config, pg_collection=SimpleNamespace(tp=None), tp_group=None)
+    labels = torch.tensor([[1, 2, 0]])
+    logits = torch.randn(3, 1, 4, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss = LanguageModule.compute_language_model_loss(model, labels, logits.clone())
+    assert any("without fusion" in str(warning.message) for warning in said)
+    expected = torch.nn.functional.cross_entropy(logits[:, 0], labels[0], reduction="none")
+    torch.testing.assert_close(loss, expected[None])

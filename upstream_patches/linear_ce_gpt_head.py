@@ -1,0 +1,77 @@
+"""Compute the loss of GPTModel without its logits, for `--cross-entropy-fusion-impl linear`.
+
+What: the output layer is a `LinearCrossEntropyModule`, a ColumnParallelLinear with the same
+    parameters and checkpoint, and `_postprocess` takes the loss from the hidden states. Inference,
+    calls without labels, logged logits, a model with a loss of its own, a bias, gathered logits and
+    deferred weight gradients take Megatron's path, and the reason is said once.
+Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
+    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster (KERNELS.md section 1).
+Upstream: Not sent: dev has a GPT head with kernels for Blackwell alone.
+Remove: when the releases have linear cross-entropy that runs on Hopper.
+Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
+    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+"""
+
+from cppmega.edits import in_order, inserting
+from cppmega.linear_ce_edits import asked_for, choosing_output_layer, returning_loss
+from cppmega.page import Edit, Patch, Source
+
+PATH = "megatron/core/models/gpt/gpt_model.py"
+INIT = f"{PATH}:GPTModel.__init__"
+POSTPROCESS = f"{PATH}:GPTModel._postprocess"
+LOGGED = "has_config_logger_enabled(self.config)"
+"""GPTModel writes its logits to disk then."""
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=INIT,
+            pins={
+                "0.16.1": "1538c0d41299f48d",
+                "0.17.1": "860c4e30804a9925",
+                "0.18.2": "53a672d2d56c43e7",
+                "0.19.2": "f0c73715b456bd77",
+                "main-d98e8a64": "8b7b2a1a1e78736b",
+            },
+            edit=choosing_output_layer(),
+        ),
+        Edit(
+            target=POSTPROCESS,
+            pins={
+                "0.17.1": "7795e20c52482408",
+                "0.18.2": "bad3e6ff127d7596",
+                "0.19.2": "7cce493b49072d6a",
+                "main-d98e8a64": "7cce493b49072d6a",
+            },
+            edit=returning_loss("linear_ce_gpt_head", unless=LOGGED),
+        ),
+        Edit(
+            target=POSTPROCESS,
+            pins={"0.16.1": "46958da335bff1de"},
+            edit=in_order(
+                # MTP, which is inline in this version, rolls the mask under the name it came by.
+                inserting(
+                    "main_loss_mask = loss_mask  # before MTP rolls it",
+                    before="output_weight = None",
+                ),
+                returning_loss("linear_ce_gpt_head", unless=LOGGED, loss_mask="main_loss_mask"),
+            ),
+        ),
+    ),
+    reached="forward",
+    feature=(
+        POSTPROCESS,
+        "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
+    ),
+    when=lambda args: asked_for(args) and not getattr(args, "hybrid_layer_pattern", None),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    return "LinearCrossEntropyModule" in source.text(INIT)
+
+
+def verify() -> None:
+    from cppmega import linear_ce_proof
+
+    linear_ce_proof.head(linear_ce_proof.gpt())

@@ -1,0 +1,69 @@
+"""Compute the loss of a hybrid model without its logits, for `--cross-entropy-fusion-impl linear`.
+
+What: the output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearCrossEntropyModule`,
+    a ColumnParallelLinear with the same parameters and checkpoint, and `forward` takes the loss
+    from the hidden states. Inference, calls without labels, a model with a loss of its own, a bias
+    and gathered logits take Megatron's path, and the reason is said once.
+Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
+    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster (KERNELS.md section 1).
+Upstream: Not sent: dev has the GPT head alone, with kernels for Blackwell.
+Remove: when the releases have linear cross-entropy for hybrid models that runs on Hopper.
+Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
+    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+"""
+
+from cppmega.linear_ce_edits import asked_for, choosing_output_layer, returning_loss
+from cppmega.page import Edit, Patch, Source
+
+HYBRID = "megatron/core/models/hybrid/hybrid_model.py:HybridModel"
+MAMBA = "megatron/core/models/mamba/mamba_model.py:MambaModel"
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=f"{HYBRID}.__init__",
+            pins={
+                "0.18.2": "b737be12a45fe896",
+                "0.19.2": "b7202dcd6e0814cb",
+                "main-d98e8a64": "1c3179209e7986b2",
+            },
+            edit=choosing_output_layer(),
+        ),
+        Edit(
+            target=f"{HYBRID}.forward",
+            pins={
+                "0.18.2": "f0c6ad11370a6a8a",
+                "0.19.2": "cc72c3a7ee6033e9",
+                "main-d98e8a64": "11cd0a6566dfd959",
+            },
+            edit=returning_loss("linear_ce_hybrid_head"),
+        ),
+        Edit(
+            target=f"{MAMBA}.__init__",
+            pins={"0.16.1": "ef0daff16f3cb716", "0.17.1": "f9de44f6ba46d14a"},
+            edit=choosing_output_layer(),
+        ),
+        Edit(
+            target=f"{MAMBA}.forward",
+            pins={"0.16.1": "a51e85e60db9f16b", "0.17.1": "ee2f079b74ebbfb5"},
+            edit=returning_loss("linear_ce_hybrid_head"),
+        ),
+    ),
+    reached="forward",
+    feature=(
+        f"{MAMBA}.__init__",
+        "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
+    ),
+    when=lambda args: asked_for(args) and bool(getattr(args, "hybrid_layer_pattern", None)),
+    after=("hybrid_mtp_padding_mask",),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    return "LinearCrossEntropyModule" in source.text(f"{HYBRID}.__init__")
+
+
+def verify() -> None:
+    from cppmega import linear_ce_proof
+
+    linear_ce_proof.head(linear_ce_proof.hybrid())

@@ -1,0 +1,116 @@
+"""Compute the MTP losses without their logits, for `--cross-entropy-fusion-impl linear`.
+
+What: `process_mtp_loss` takes each depth's loss, and on 0.19 the tokens that its acceptance rate
+    counts, from the hidden states, where the output layer is a `LinearCrossEntropyModule`. Masks,
+    logging, scaling and detached heads stay stock's. A model with a loss of its own, a bias and
+    gathered logits take Megatron's path, and the reason is said once.
+Why: each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward: a GPT of 2
+    layers with 2 depths and V=131072 takes 71 GiB more than without at MBS 8 (one H200).
+Upstream: Not sent: dev does it for GPTModel, with kernels for Blackwell alone.
+Remove: when the releases have linear cross-entropy that runs on Hopper.
+Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
+    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+"""
+
+from cppmega.edits import in_order, inserting, replacing
+from cppmega.linear_ce_edits import asked_for
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/core/transformer/multi_token_prediction.py:process_mtp_loss"
+
+FIND = """
+linear_ce = None  # what computes a depth's loss without its logits
+if (
+    getattr(config, 'cross_entropy_loss_fusion', False)
+    and config.cross_entropy_fusion_impl == 'linear'
+):
+    from cppmega.modules.linear_cross_entropy_heads import find_head
+
+    linear_ce = find_head(
+        output_layer,
+        output_weight,
+        runtime_gather_output,
+        compute_language_model_loss,
+        scale_logits_fn,
+        'mtp_linear_ce',
+    )
+"""
+LOGITS = """
+mtp_logits, _ = output_layer(
+    hidden_states_list[mtp_layer_number + 1],
+    weight=output_weight,
+    runtime_gather_output=runtime_gather_output,
+)
+if scale_logits_fn is not None:
+    mtp_logits = scale_logits_fn(mtp_logits)
+"""
+NO_LOGITS = """
+if linear_ce is None:
+    mtp_logits, _ = output_layer(
+        hidden_states_list[mtp_layer_number + 1],
+        weight=output_weight,
+        runtime_gather_output=runtime_gather_output,
+    )
+    if scale_logits_fn is not None:
+        mtp_logits = scale_logits_fn(mtp_logits)
+"""
+LOSS = "mtp_loss = compute_language_model_loss(mtp_labels, mtp_logits)"
+NEW_LOSS = """
+if linear_ce is None:
+    mtp_loss = compute_language_model_loss(mtp_labels, mtp_logits)
+else:
+    # The mask of this depth is what MTPLossAutoScaler's gradient is multiplied by.
+    mtp_loss, correct, total = linear_ce(
+        hidden_states_list[mtp_layer_number + 1], mtp_labels, loss_mask, {accepted}
+    )
+"""
+COUNTS = """
+correct, total = _compute_mtp_acceptance_counts(
+    mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group
+)
+"""
+NEW_COUNTS = """
+if linear_ce is None:
+    correct, total = _compute_mtp_acceptance_counts(
+        mtp_logits, mtp_labels, loss_mask, output_layer, runtime_gather_output, tp_group
+    )
+"""
+
+
+def without_logits(accepted: str):  # type: ignore[no-untyped-def]
+    """The edit; `accepted` says when the acceptance counts are wanted."""
+    return in_order(
+        inserting(FIND, before="original_num_tokens = loss_mask.sum()"),
+        replacing(LOGITS, NO_LOGITS),
+        replacing(LOSS, NEW_LOSS.format(accepted=accepted)),
+    )
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins={"0.17.1": "da492af27f9167a0", "0.18.2": "b7136abdc86ef7be"},
+            edit=without_logits("accepted=False"),
+        ),
+        Edit(
+            target=TARGET,
+            pins={"0.19.2": "23dfe1e189d9ba30"},
+            edit=in_order(without_logits("accepted=is_training"), replacing(COUNTS, NEW_COUNTS)),
+        ),
+    ),
+    reached="forward",
+    feature=(TARGET,),
+    when=lambda args: asked_for(args) and bool(getattr(args, "mtp_num_layers", None)),
+    after=("mtp_loss_no_host_sync",),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    return "'linear'" in source.text(TARGET)
+
+
+def verify() -> None:
+    from cppmega import linear_ce_proof
+
+    linear_ce_proof.mtp()
