@@ -14,6 +14,7 @@ from cppmega.recipe import Recipe
 
 def compare(runs: tuple[Path, Path], out: Path, data: Path, recipe: Recipe, count: int) -> None:
     """Write `comparison.json` and `curves.png`, and print the numbers."""
+    torch.set_num_threads(1)  # the matrices are too small to share
     cpu.init_distributed()
     rows = {}
     for run in runs:

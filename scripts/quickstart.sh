@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-runs/quickstart}
+export PYTHONWARNINGS=ignore  # Megatron's own, at every import
 step() { printf '\n== %s\n' "$*" >&2; }
 
 step "1/6 environment"
