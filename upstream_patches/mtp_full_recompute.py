@@ -2,10 +2,11 @@
 
 What: `MultiTokenPredictionLayer._checkpointed_forward` takes the padding mask that `forward` hands
     it (0.18), and keeps what is no tensor, such as the packed-sequence parameters, out of what is
-    saved for the backward (0.16, 0.17).
+    saved for the backward (up to 0.17).
 Why: With `recompute_granularity=full` every MTP run on 0.18 raises TypeError (unexpected keyword
     `padding_mask`) in its first forward; on 0.16 and 0.17 every one with packed sequences does
-    (save_for_backward takes tensors only). Both seen on CPU.
+    (save_for_backward takes tensors only). Both seen on CPU. 0.15 needs it for the packed
+    sequences that `mtp_roll_packed_sequences` brings there.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6367 (0.18, open) and #4593 (in 0.18.0).
 Remove: when `_checkpointed_forward` has the parameter `padding_mask`; 0.19.0 has.
 Numerics: none (bitwise)
@@ -66,7 +67,7 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins={"0.16.1": "5ee675869488710f", "0.17.1": "5ee675869488710f"},
+            pins=dict.fromkeys(("0.15.3", "0.16.1", "0.17.1"), "5ee675869488710f"),
             edit=body_of(_checkpointed_forward),
         ),
         Edit(
@@ -96,6 +97,7 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    import inspect
     from types import SimpleNamespace
     from unittest import mock
 
@@ -106,32 +108,29 @@ def verify() -> None:
 
     layer = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
     torch.nn.Module.__init__(layer)
-    layer.cp_group, weight, seen = None, torch.tensor(3.0, requires_grad=True), []
     layer.config = SimpleNamespace(fp8=None, fp4=None, distribute_saved_activations=False)
-    layer.config.recompute_granularity, layer.config.recompute_method = "full", "uniform"
-    layer.config.recompute_num_layers = 1
+    layer.config.recompute_method, layer.config.recompute_num_layers = "uniform", 1
+    weight, seen = torch.tensor(3.0, requires_grad=True), []
 
-    def inner(hidden_states, decoder_input, *others, packed_seq_params=None, **named):
-        seen.append(packed_seq_params)
+    def inner(hidden_states, decoder_input, *others, **named):
+        seen.append({name: value for name, value in named.items() if value is not None})
         return hidden_states * weight + decoder_input
 
     layer._proj_and_transformer_layer = inner
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 2, 4]))
-    tokens, hidden = torch.arange(4)[None], torch.ones(4, 1, 1, requires_grad=True)
+    # As `forward` of the version calls it.
+    given, function = {"packed_seq_params": PackedSeqParams(qkv_format="thd")}, (inner,)
+    if "forward_func" not in inspect.signature(layer._checkpointed_forward).parameters:
+        given["padding_mask"], function = torch.tensor([[False, True]]), ()
+    hidden = torch.ones(2, 1, 1, requires_grad=True)
     with (
         mock.patch.object(random, "_get_cuda_rng_state", return_value=None),
         mock.patch.object(random, "_set_cuda_rng_state"),
     ):
-        out = layer(
-            input_ids=tokens,
-            position_ids=tokens,
-            hidden_states=hidden,
-            attention_mask=None,
-            packed_seq_params=packed,
-            embedding=lambda input_ids, position_ids: input_ids.T[..., None].float(),
-        )[0]
+        out = layer._checkpointed_forward(
+            *function, hidden_states=hidden, decoder_input=hidden, attention_mask=None, **given
+        )
         assert len(seen) == 1
         out.sum().backward()
-    assert seen == [packed, packed]  # the second time in the backward
-    assert out.flatten().tolist() == [4, 3, 6, 3], out  # the last token of a sequence has no next
-    assert weight.grad == 4 and hidden.grad.flatten().tolist() == [3, 3, 3, 3]
+    assert seen == [given, given]  # the second time in the backward
+    assert out.flatten().tolist() == [4, 4]
+    assert weight.grad == 2 and hidden.grad.flatten().tolist() == [4, 4]
