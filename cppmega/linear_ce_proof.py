@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -119,8 +120,6 @@ def hybrid(tied: bool = False, **options: Any) -> Any:
 
         stack, submodules = block.MambaStack, block.MambaStackSubmodules
         pattern, spec = "hybrid_override_pattern", "mamba_stack_spec"
-        import inspect
-
         if "hybrid_layer_pattern" in inspect.signature(Model).parameters:
             pattern = "hybrid_layer_pattern"
     whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
@@ -148,8 +147,14 @@ def hybrid(tied: bool = False, **options: Any) -> Any:
         )
 
 
+def arguments(model: Any, **given: Any) -> dict[str, Any]:
+    """A batch without what the model's `forward` does not take: MambaModel of 0.16 no mask."""
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in {**batch(), **given}.items() if name in taken}
+
+
 def batch() -> dict[str, Any]:
-    """Arguments of a model's `forward`."""
+    """Arguments of the `forward` of a model."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(V, (B, S + 1), generator=generator)
     mask = (torch.rand(B, S, generator=generator) > 0.3).float()
@@ -165,10 +170,10 @@ def batch() -> dict[str, Any]:
 
 def head(model: Any) -> None:
     """The loss of a model's head comes without its logits, and is the cross-entropy of them."""
-    given = batch()
+    given = arguments(model)
     with no_logits():
         loss = model(**given)
-    logits = model(**{**given, "labels": None})
+    logits = model(**arguments(model, labels=None))
     expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), given["labels"].flatten(), reduction="none"
     )

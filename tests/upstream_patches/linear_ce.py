@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from cppmega import cpu, linear_ce_proof
@@ -85,16 +86,15 @@ def mtp_log() -> Iterator[list[Any]]:
 
 def outcome(model: Any, mask: str) -> dict[str, Any]:
     """Loss per token, MTP's log, and every gradient of what Megatron's loss functions return."""
-    given = linear_ce_proof.batch()
-    weights = given["loss_mask"]
+    weights = linear_ce_proof.batch()["loss_mask"]
     if mask == NONE_LEFT:
-        weights = given["loss_mask"] = torch.zeros(B, S)
+        weights = torch.zeros(B, S)
     if mask == NOT_GIVEN:
         # The loss function may then weigh tokens as it likes.
         weights = torch.linspace(-1, 2, B * S).view(B, S)
-        given["loss_mask"] = None
+    given = None if mask == NOT_GIVEN else weights
     with mtp_log() as logged:
-        loss = model(**given)
+        loss = model(**linear_ce_proof.arguments(model, loss_mask=given))
     ((loss * weights).sum() / weights.sum().clamp(min=1) * 64).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), "logged": logged, "gradients": gradients}
@@ -125,6 +125,10 @@ def main(side: str, version: str, ranks: int, folder: Path) -> None:
         watch = linear_ce_proof.no_logits(V // ranks) if fused else contextlib.nullcontext()
         check_on(name, make(**options), mask, expected[name], watch)
     check_other_paths(ranks)
+    check_broken_promise(ranks)
+    check_logged_logits(ranks)
+    if version >= "0.17":
+        check_mtp_without_labels(ranks)
     if ranks == 1:
         check_checkpoint(folder / "checkpoint")
 
@@ -160,7 +164,7 @@ def check_other_paths(ranks: int) -> None:
     parallel = {"tensor_model_parallel_size": ranks}
     for make in (GPT, HYBRID):
         model, plain = make(**parallel), make(**parallel, **OFF)
-        given = linear_ce_proof.batch()
+        given = linear_ce_proof.arguments(model)
         no_labels = {**given, "labels": None}
         if make is GPT:
             with torch.no_grad():
@@ -181,6 +185,39 @@ def check_other_paths(ranks: int) -> None:
             loss = model(**given)
         assert torch.equal(loss, expected)
         assert any("without fusion" in str(warning.message) for warning in said)
+
+
+def check_broken_promise(ranks: int) -> None:
+    """A loss function that weighs tokens by something else than its mask hears which patch."""
+    model = GPT(tensor_model_parallel_size=ranks)
+    loss = model(**linear_ce_proof.arguments(model))
+    with pytest.raises(RuntimeError, match="linear_ce_gpt_head"):
+        (loss * torch.linspace(1, 2, B * S).view(B, S)).sum().backward()
+
+
+def check_logged_logits(ranks: int) -> None:
+    """GPTModel writes its logits to disk where it is asked to; then they must exist."""
+    from megatron.core.models.gpt import gpt_model
+
+    model = GPT(tensor_model_parallel_size=ranks)
+    model.config.config_logger_dir = "somewhere"
+    with mock.patch.object(gpt_model, "log_config_to_disk") as log:
+        model(**linear_ce_proof.arguments(model))
+    assert log.call_args.args[1]["logits"].shape == (S, B, V // ranks)
+
+
+def check_mtp_without_labels(ranks: int) -> None:
+    """Reinforcement learning wants the logits, and from 0.19 on trains MTP on the tokens."""
+    logs = []
+    for flag in ({}, OFF):
+        model = GPT(mtp=2, tensor_model_parallel_size=ranks, **flag)
+        with mtp_log() as logged:
+            logits = model(**linear_ce_proof.arguments(model, labels=None))
+        gradients = torch.autograd.grad(
+            logits.sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
+        )
+        logs.append([logits, *logged, *gradients])
+    torch.testing.assert_close(*logs, rtol=2e-5, atol=2e-6)
 
 
 def save_checkpoint(model: Any, folder: Path) -> None:
