@@ -17,6 +17,9 @@ from cppmega import cli_proof, cli_recipes, cli_tree
 from cppmega.cli_base import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
 
+STOPPED = 130
+"""As a shell says it of a process that ended on Ctrl-C."""
+
 __all__ = ["cli", "cli_proof", "cli_recipes", "cli_tree", "main"]
 
 
@@ -29,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except CppmegaError as error:
         _fail(error, NOT_AS_IT_MUST_BE, given)
     except click.exceptions.Abort:
-        sys.exit(130)
+        what = "Stopped from the keyboard."
+        stopped = CppmegaError("stopped", what, "The work is not done.", "run the command again")
+        _fail(stopped, STOPPED, given)
     except click.ClickException as error:
         what = error.format_message()
         wrong = CppmegaError("wrong-usage", what, "Nothing was done.", "cppmega --help")

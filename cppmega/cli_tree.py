@@ -48,7 +48,7 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
             {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
             for p in pages.values()
         ]
-        report.print_json({"schema": 1, "ok": True, "patches": rows})
+        report.print_json({**report.NOTHING, "ok": True, "patches": rows})
         return
     width = max((len(name) for name in pages), default=0)
     for name, page in sorted(pages.items()):
@@ -96,9 +96,11 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
     """The change to the pristine text: of every patch, or of one."""
     from cppmega import overlay, report
 
-    text = overlay.diff(session_of(root, patches), name, os.environ)
+    session = session_of(root, patches)
+    text = overlay.diff(session, name, os.environ)
     if as_json:
-        report.print_json({"schema": 1, "ok": True, "diff": text})
+        megatron = {"version": session.tree.version, "root": str(session.root)}
+        report.print_json({**report.NOTHING, "megatron": megatron, "ok": True, "diff": text})
         return
     for line in text.splitlines():
         code = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")

@@ -110,6 +110,7 @@ def _only(statements: Sequence[cst.CSTNode]) -> cst.CSTNode:
     return statements[0]
 
 
+@lru_cache(maxsize=512)
 def bare(node: cst.CSTNode) -> str:
     """The text of a definition that the fingerprint is taken of."""
     state = _BareState()
@@ -122,6 +123,7 @@ def of_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
 
+@lru_cache(maxsize=512)
 def of_node(node: cst.CSTNode) -> str:
     """Fingerprint of a definition given as a libcst node."""
     return of_text(bare(node))

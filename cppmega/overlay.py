@@ -16,7 +16,7 @@ from cppmega.errors import CppmegaError
 from cppmega.page import Page
 from cppmega.plan import Plan, engine_revision
 from cppmega.result import changes_of, restored, rewritten
-from cppmega.state import DONE, FAILURES, Verdict
+from cppmega.state import DONE, FAILURES, NEEDED, Verdict
 from cppmega.tree import Tree, find_root
 
 Say = Callable[[str], None]
@@ -211,6 +211,8 @@ def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> 
         excluded = set(session.pages) - {name}
     plan = session.plan(excluded, environment)
     _refuse(plan, [v for v in plan.failures if name in (None, v.name)])
+    if name is not None and plan.verdicts[name].state not in NEEDED:
+        session.say(f"{name} is {plan.verdicts[name].state}: {plan.verdicts[name].detail}")
     pieces: list[str] = []
     for path, work in plan.work.items():
         pristine = plan.views[path].pristine

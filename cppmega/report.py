@@ -67,18 +67,21 @@ def as_json(outcome: Outcome, ok: bool) -> dict[str, Any]:
     }
 
 
+NOTHING: Mapping[str, Any] = {
+    "schema": 1,
+    "megatron": None,
+    "digest": "",
+    "ok": False,
+    "changed": [],
+    "notes": [],
+    "patches": [],
+}
+"""What every answer of `--json` has, whatever the command knows."""
+
+
 def error_json(error: CppmegaError) -> dict[str, Any]:
     """The object that `--json` prints when nothing could be answered."""
-    return {
-        "schema": 1,
-        "megatron": None,
-        "digest": "",
-        "ok": False,
-        "changed": [],
-        "notes": [],
-        "patches": [],
-        "error": error.as_json(),
-    }
+    return {**NOTHING, "error": error.as_json()}
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
