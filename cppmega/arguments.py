@@ -151,6 +151,9 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
         if getattr(recipe, name) is not None:
             reason = "no megatron-core release has it, and cppmega does not bring it yet"
             found.append(Missing(part, reason))
+    if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
+        reason = f"megatron-core {version} takes the argument, and its builder then stops"
+        found.append(Missing("DSA in a GPT", reason))
     if recipe.uses_dsa and recipe.dsa_kernel_backend != "none" and line < (0, 19):
         reason = f"megatron-core {version} has no DSA kernels, 0.19 is the first that does"
         found.append(Missing(f"DSA kernel backend {recipe.dsa_kernel_backend}", reason))

@@ -17,73 +17,18 @@ from tests.support import patched, pristine, python
 
 TOKENS = 64
 
-# Transformer Engine is not there on CPU; its layers are replaced by ones with the same parameters
-# before the release's own specs are read. The model, its config and its builder are the release's.
+# Transformer Engine's layers have stand-ins; the model, its config and its builder are Megatron's.
 BUILD = """
 import json, os, sys
-from unittest import mock
 
 import torch
-from cppmega import cpu
+from tests.te_stand_ins import install
 
-cpu.init_distributed()
-import megatron.core.extensions.transformer_engine as te
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-
-class NormLinear(ColumnParallelLinear):
-    def __init__(self, input_size, *args, **kwargs):
-        super().__init__(input_size, *args, **kwargs)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
-
-
-class Duplicated(torch.nn.Linear):
-    def __init__(self, input_size, output_size, **kwargs):
-        super().__init__(input_size, output_size, bias=False)
-
-    def forward(self, x):
-        return super().forward(x), None
-
-
-class Norm:
-    def __new__(cls, config, hidden_size, eps=1e-5, **kwargs):
-        rms = config.normalization == "RMSNorm"
-        return (torch.nn.RMSNorm if rms else torch.nn.LayerNorm)(hidden_size, eps=eps)
-
-
-class Core(DotProductAttention):
-    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.config.num_attention_heads
-
-
-te.TEColumnParallelLinear, te.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
-te.TELayerNormColumnParallelLinear, te.TELinear = NormLinear, Duplicated
-te.TENorm, te.TEDotProductAttention = Norm, Core
-from megatron.core.extensions import transformer_engine_spec_provider as provider
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.models.hybrid import hybrid_block
-from megatron.core.transformer import (
-    mla_qk_norm_config, multi_latent_attention, transformer_config
-)
-from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
-
-hybrid_block.TENorm = provider.FusedLayerNorm = Norm
-for module in (variants, gpt_layer_specs):
-    module.HAVE_TE, module.TESpecProvider, module.TENorm = True, TESpecProvider, Norm
-mla_qk_norm_config.get_backend = lambda impl: TESpecProvider()
-for module in (multi_latent_attention, absorbed_mla):
-    module.TELinear, module.TEColumnParallelLinear = Duplicated, ColumnParallelLinear
-dsa.rotate_activation = lambda x: x  # the Hadamard package is not on any index
+install()
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import argument_utils, arguments, training
 from torch.utils.flop_counter import FlopCounterMode
 
-transformer_config.is_te_min_version = lambda *a, **k: True
 out = {}
 for name, (kind, argv, run) in json.loads(os.environ["CASES"]).items():
     sys.argv, sys.stdout = ["train", *argv], open(os.devnull, "w")

@@ -1,0 +1,327 @@
+"""Train a recipe with the installed Megatron: `python -m cppmega.run scripts/train.py RECIPE ...`.
+
+Works from the wheel alone from megatron-core 0.17 on. Whatever files can tell is checked first,
+before torch is imported and before any GPU memory is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import shlex
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cppmega import gates, guard, imported, recipes_index
+from cppmega import trainer_checks as checks
+from cppmega.arguments import Rendered, Run, render
+from cppmega.arithmetic import flops, megatron_flops, parameters
+from cppmega.errors import CppmegaError
+from cppmega.overlay import Session
+from cppmega.recipe import Recipe
+from cppmega.trainer_batch import DataTokens, dataset_provider
+from cppmega.trainer_log import MOCK, Log, append
+
+_FOLDER = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that everything on disk agrees with."""
+
+    recipe: Recipe
+    run: Run
+    rendered: Rendered
+    data: DataTokens
+    session: Session
+    overlay: str
+    """Digest of what is applied; empty until the machine was looked at."""
+    metrics: Path | None
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe")
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
+@click.option("--data", multiple=True, metavar="PREFIX", help="A prepared dataset; repeatable.")
+@click.option("--tokenizer", help="What made the data, where its card does not say or to check it.")
+@click.option("--eod", help="End token of that tokenizer, where its files do not say it.")
+@click.option("--data-cache", type=_FOLDER, help="Folder for sample indices [beside the data].")
+@click.option("--mock-data", is_flag=True, help="Train on made-up tokens; every line says so.")
+@click.option("--save", type=_FOLDER, help="Checkpoints; a run started again goes on from them.")
+@click.option("--load", type=_FOLDER, help="Go on from the checkpoint of another run.")
+@click.option("--save-interval", type=int, default=500, show_default=True, help="Steps.")
+@click.option("--exit-interval", type=int, help="End after a multiple of this many steps.")
+@click.option("--log-interval", type=int, default=1, show_default=True, help="Steps.")
+@click.option("--tensorboard", type=_FOLDER, help="Folder for TensorBoard.")
+@click.option("--wandb-project", default="", help="Log to this Weights & Biases project.")
+@click.option("--wandb-name", default="", help="Name of the run there [the recipe's].")
+@click.option("--metrics", type=_FOLDER, help="File for one JSON object per logged step.")
+@click.option("--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here.")
+@click.option("--dry-run", is_flag=True, help="Check everything files can tell, print the line.")
+def train(
+    recipe: str,
+    changes: tuple[str, ...],
+    data: tuple[str, ...],
+    tokenizer: str | None,
+    eod: str | None,
+    data_cache: Path | None,
+    mock_data: bool,
+    save: Path | None,
+    load: Path | None,
+    save_interval: int,
+    exit_interval: int | None,
+    log_interval: int,
+    tensorboard: Path | None,
+    wandb_project: str,
+    wandb_name: str,
+    metrics: Path | None,
+    root: Path | None,
+    dry_run: bool,
+) -> None:
+    """Train RECIPE, a shipped name or a path. See `cppmega recipes`."""
+    resumed = save is not None and load is None and (save / checks.CHECKPOINT).is_file()
+    run = Run(
+        data=data,
+        mock_data=mock_data,
+        data_cache=data_cache,
+        save=save,
+        load=save if resumed else load,
+        save_interval=save_interval,
+        exit_interval=exit_interval,
+        log_interval=log_interval,
+        tensorboard=tensorboard,
+        wandb_project=wandb_project,
+        wandb_name=wandb_name,
+    )
+    changed = recipes_index.with_text(recipes_index.load(recipe), changes)
+    session = _session(root)
+    ready = plan(changed, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)
+    if dry_run:
+        click.echo(shlex.join(ready.rendered.argv))
+    ready = on_this_machine(ready)
+    if not dry_run:
+        launch(ready)
+
+
+def _session(root: Path | None) -> Session:
+    """The tree that this process imports megatron from."""
+    active = guard.active()
+    if active is not None:  # cppmega.run has chosen it already, and armed its patches
+        return active.session
+    session = Session(root)
+    if root is not None:
+        imported.only_from(root)
+    return session
+
+
+def plan(
+    recipe: Recipe,
+    run: Run,
+    session: Session,
+    *,
+    tokenizer: str | None = None,
+    eod: str | None = None,
+    metrics: Path | None = None,
+) -> Plan:
+    """Check recipe, data and checkpoint. Imports no torch, takes no GPU memory.
+
+    Raises:
+        CppmegaError: one named reason for each thing that is not as it must be.
+    """
+    if recipe.kind == "loop":
+        raise CppmegaError(
+            "recipe-is-a-loop",
+            f"Recipe {recipe.name} runs in a loop of our own, not in Megatron's pretrain.",
+            "Megatron's training loop and optimizer insist on CUDA.",
+            "python -m cppmega.run scripts/smoke.py train --out runs/smoke",
+        )
+    gates.check(session.pages.values())
+    version = session.tree.version
+    checks.check_complete(recipe, render(recipe, version, run))  # refuses versions below 0.17
+    checks.check_gates(recipe, os.environ)
+    data = checks.check_data(recipe, run, tokenizer, eod)
+    checks.check_checkpoint(run.load)
+    return Plan(
+        recipe=recipe,
+        run=run,
+        rendered=render(recipe, version, replace(run, eod=data.eod)),
+        data=data,
+        session=session,
+        overlay="",
+        metrics=metrics,
+    )
+
+
+def on_this_machine(ready: Plan) -> Plan:
+    """Check the installation, and set what the run relies on. Imports no torch either.
+
+    Raises:
+        CppmegaError: one named reason for each thing that is not as it must be.
+    """
+    checks.check_tree(ready.session.tree)
+    digest = checks.check_patches(ready.recipe, ready.session)
+    checks.check_packages(ready.recipe, ready.run)
+    checks.check_world(ready.recipe, os.environ)
+    checks.set_environment(ready.rendered.environment)
+    active = guard.active()
+    return replace(ready, overlay=active.receipt.digest if active is not None else digest)
+
+
+def launch(ready: Plan) -> None:
+    """Hand over to Megatron's training loop; returns when it has ended.
+
+    Raises:
+        CppmegaError: `no-gpu`, `argument-refused`, and what `check_arguments` raises.
+    """
+    started = time.time()
+    import torch
+
+    _check_gpus(torch)
+    sys.argv = [sys.argv[0], *ready.rendered.argv]
+    from megatron.training import arguments, pretrain, set_startup_timestamps, training
+
+    checks.check_arguments(ready.recipe, ready.run, parse(arguments, ready))
+    _announce(ready)
+    set_startup_timestamps(program_start=started, main_entry=time.time())
+
+    from megatron.core.enums import ModelType
+
+    from cppmega.trainer_model import model_config, model_provider
+    from cppmega.trainer_step import ForwardStep
+
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    step = ForwardStep(ready.recipe, ready.data.eod, device, fresh=ready.run.load is None)
+    _hear(training, ready, step, torch)
+    cache = str(ready.run.data_cache) if ready.run.data_cache is not None else None
+    data = dataset_provider(ready.recipe, ready.data, ready.run.data, cache)
+    kind = ModelType.encoder_or_decoder
+    own = _own_arguments(ready)
+    if "cfg_container" not in inspect.signature(pretrain).parameters:  # 0.17
+        pretrain(data, model_provider(ready.recipe), kind, step, extra_args_provider=own)
+    else:
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        args = arguments.parse_and_validate_args(extra_args_provider=own)
+        model = model_config(ready.recipe, args)
+        container = pretrain_cfg_container_from_args(args, model)
+        if model is None:  # 0.18
+            pretrain(container, data, model_provider(ready.recipe), kind, step)
+        else:
+            pretrain(container, data, kind, step)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def parse(arguments: Any, ready: Plan) -> Any:
+    """The line through Megatron's parser, without its three hundred lines of usage.
+
+    Raises:
+        CppmegaError: `argument-refused`.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return arguments.parse_args(extra_args_provider=_own_arguments(ready))
+    except SystemExit as stop:
+        reason = said.getvalue().strip().rpartition("\n")[2]
+        raise CppmegaError(
+            "argument-refused",
+            f"megatron-core {ready.rendered.version} refuses the line: {reason}",
+            "It knows no such argument or value.",
+            "correct what was added with plus() or --set arguments",
+        ) from stop
+
+
+def _own_arguments(ready: Plan) -> Any:
+    """Recipe, overlay and data among Megatron's arguments: so they are in every checkpoint."""
+
+    def provide(parser: Any) -> Any:
+        group = parser.add_argument_group("cppmega")
+        group.add_argument("--cppmega-recipe", default=ready.recipe.name)
+        group.add_argument("--cppmega-overlay", default=ready.overlay)
+        group.add_argument("--cppmega-data", default=ready.data.fingerprint)
+        return parser
+
+    return provide
+
+
+def _check_gpus(torch: Any) -> None:
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < wanted:
+        raise CppmegaError(
+            "no-gpu",
+            f"{wanted} processes were started on this host and it has {found} usable GPUs.",
+            "Megatron's training loop and optimizer insist on CUDA.",
+            "look at nvidia-smi; without a GPU: python scripts/smoke.py train --out runs/smoke",
+        )
+
+
+def _hear(training: Any, ready: Plan, step: Any, torch: Any) -> None:
+    """Take Megatron's log line on its way out; train() looks the function up in its module."""
+
+    def last_rank() -> bool:
+        return bool(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
+
+    log = Log(
+        ready.recipe,
+        int(os.environ.get("WORLD_SIZE", "1")),
+        mock=ready.run.mock_data,
+        squares=step.taken_squares,
+        peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
+        metrics=ready.metrics,
+    )
+    training.print_rank_last = log.around(training.print_rank_last, last_rank)
+
+
+def _announce(ready: Plan) -> None:
+    """One line for people and one object for machines: what is about to be trained."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    recipe, count = ready.recipe, parameters(ready.recipe)
+    data = MOCK if ready.run.mock_data else f"data {ready.data.fingerprint}"
+    if rank == 0:
+        print(
+            f"cppmega: recipe {recipe.name}, {recipe.precision}, megatron-core "
+            f"{ready.rendered.version}, overlay {ready.overlay}, {data}, "
+            f"{count.total / 1e9:.3f} B parameters ({count.mtp / 1e9:.3f} B of MTP), "
+            f"{flops(recipe) / 1e9:.2f} GFLOP per token (Megatron counts "
+            f"{megatron_flops(recipe) / 1e9:.2f})",
+            flush=True,
+        )
+    if rank == world - 1 and ready.metrics is not None:
+        append(
+            ready.metrics,
+            {
+                "start": recipe.name,
+                "megatron": ready.rendered.version,
+                "overlay": ready.overlay,
+                "data": ready.data.fingerprint,
+                "mock_data": ready.run.mock_data,
+                "parameters": count.total,
+                "load": str(ready.run.load) if ready.run.load else None,
+                "arguments": list(ready.rendered.argv),
+            },
+        )
+
+
+def main() -> None:
+    """Train, with errors as four lines that name host and rank."""
+    try:
+        train.main(prog_name="train", standalone_mode=False)
+    except CppmegaError as error:
+        print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

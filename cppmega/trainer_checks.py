@@ -1,0 +1,276 @@
+"""What must hold before a training run may touch a GPU: everything that files can tell.
+
+None of this imports torch. Each check stops with its own name, so that a mistyped path is not
+found out after the model has been built, or, worse, never.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cppmega import corpus, receipt, tokens
+from cppmega.arguments import Rendered, Run
+from cppmega.errors import CppmegaError
+from cppmega.overlay import Session
+from cppmega.recipe import Recipe
+from cppmega.trainer_batch import DataTokens
+from cppmega.tree import Tree
+
+CHECKPOINT = "latest_checkpointed_iteration.txt"
+"""Megatron writes it when a checkpoint is whole."""
+
+
+def check_tree(tree: Tree) -> None:
+    """Is there a training loop in the megatron that will be imported?
+
+    Raises:
+        CppmegaError: `training-not-in-wheel`.
+    """
+    if not (tree.root / "megatron" / "training" / "__init__.py").is_file():
+        raise CppmegaError(
+            "training-not-in-wheel",
+            f"{tree.root} has megatron.core {tree.version} and no megatron.training.",
+            "Wheels up to 0.16 ship the library alone; the training loop is in the repository.",
+            "pip install megatron-core==0.19.2, or a checkout of the same version on PYTHONPATH",
+        )
+
+
+def check_complete(recipe: Recipe, rendered: Rendered) -> None:
+    """Does the release have everything the recipe is made of?
+
+    Raises:
+        CppmegaError: `recipe-not-complete`.
+    """
+    if rendered.missing:
+        said = "; ".join(f"{gap.part}: {gap.reason}" for gap in rendered.missing)
+        raise CppmegaError(
+            "recipe-not-complete",
+            f"Recipe {recipe.name} on megatron-core {rendered.version} lacks {said}.",
+            "What would train is another, smaller model under this model's name.",
+            "train nam56r_h200_slice, or a recipe of your own without these parts",
+        )
+
+
+def check_patches(recipe: Recipe, session: Session) -> str:
+    """Are the patches that the recipe names in the tree? Returns the overlay digest, or `none`.
+
+    Raises:
+        CppmegaError: `patch-missing`.
+    """
+    applied = receipt.load(session.tree).receipt
+    verdicts = session.plan(None, {**os.environ, **applied.gates}).verdicts
+    for name in recipe.patches:
+        state = verdicts[name].state if name in verdicts else "unknown"
+        if state not in ("applied", "armed", "upstreamed", "not-applicable"):
+            raise CppmegaError(
+                "patch-missing",
+                f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",
+                "The run would stop later, or train something else than it says.",
+                "python -m cppmega.apply_patches",
+            )
+    return applied.digest or "none"
+
+
+def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Are the switches set that the recipe relies on?
+
+    Raises:
+        CppmegaError: `gate-not-set`.
+    """
+    for name, wanted in recipe.gates:
+        found = environment.get(name, "")
+        if found != wanted:
+            raise CppmegaError(
+                "gate-not-set",
+                f"Recipe {recipe.name} needs {name}={wanted}; the environment has {found!r}.",
+                "The patch behind it is off, and the run is not the one the recipe describes.",
+                f"export {name}={wanted}, then python -m cppmega.apply_patches",
+            )
+
+
+def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Are there as many processes as the recipe has GPUs?
+
+    Raises:
+        CppmegaError: `wrong-world-size`.
+    """
+    world = int(environment.get("WORLD_SIZE", "1"))
+    if world != recipe.gpus:
+        raise CppmegaError(
+            "wrong-world-size",
+            f"Recipe {recipe.name} takes {recipe.gpus} GPUs; {world} processes were started.",
+            "Another number of replicas is another batch and another layout.",
+            f"torchrun --nproc_per_node {recipe.gpus} -m cppmega.run scripts/train.py "
+            f"{recipe.name} ..., or --set gpus={world} with a batch that fits",
+        )
+
+
+def check_packages(recipe: Recipe, run: Run) -> None:
+    """Are the packages installed that the run will import late?
+
+    Raises:
+        CppmegaError: `package-missing`.
+    """
+    needed = {"transformer_engine": "the layers of every recipe for GPUs"}
+    if recipe.uses_dsa and recipe.dsa_kernel_backend == "tilelang":
+        needed["tilelang"] = "the recipe's DSA kernels"
+    if run.tensorboard is not None:
+        needed["tensorboard"] = "--tensorboard"
+    if run.wandb_project:
+        needed["wandb"] = "--wandb-project"
+    for package, purpose in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise CppmegaError(
+                "package-missing",
+                f"The package {package} is not installed; it is needed for {purpose}.",
+                "Megatron would stop after the start, or print a warning and log nothing.",
+                f"pip install {package.replace('_', '-')}, or leave that option out",
+            )
+
+
+def check_data(recipe: Recipe, run: Run, tokenizer: str | None, eod: str | None) -> DataTokens:
+    """Is the data there, whole, and made for this model's vocabulary?
+
+    Args:
+        recipe: the run.
+        run: names the datasets, or asks for mock data.
+        tokenizer: what the user says made the data; None: the data's card says it.
+        eod: end token of that tokenizer, where its files do not say it.
+
+    Raises:
+        CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
+            `tokenizer-differs`, `vocabulary-too-small`, and what `corpus` and `tokens` raise.
+    """
+    if run.mock_data:
+        if run.data:
+            raise CppmegaError(
+                "data-and-mock-data",
+                "Both --data and --mock-data are given.",
+                "It would not be clear afterwards what the model was trained on.",
+                "leave one of them out",
+            )
+        return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
+    if not run.data:
+        raise CppmegaError(
+            "no-data",
+            "Neither --data nor --mock-data is given.",
+            "Mock data is never taken silently: it trains faster and means nothing.",
+            "scripts/prepare_data.py --out PREFIX TEXT..., then --data PREFIX",
+        )
+    found = [corpus.open_(Path(prefix)) for prefix in run.data]
+    described = [_described(one, tokenizer, eod) for one in found]
+    for one, other in zip(found, described, strict=True):
+        if other != described[0]:
+            raise _differs(one, other, described[0], f"as {found[0].prefix}")
+    vocab = int(described[0]["vocab_size"])
+    if vocab > recipe.vocab_size:
+        raise CppmegaError(
+            "vocabulary-too-small",
+            f"The data has {vocab} token ids, recipe {recipe.name} {recipe.vocab_size}.",
+            "The embedding has no rows for the highest ones.",
+            f"--set vocab_size={vocab}, or data made with the model's tokenizer",
+        )
+    for one in found:
+        corpus.check_ids(one, recipe.vocab_size)
+        if one.tokens <= recipe.seq_length:
+            raise CppmegaError(
+                "data-too-small",
+                f"{one.prefix} has {one.tokens} tokens; a sample takes {recipe.seq_length + 1}.",
+                "There would not be a single one.",
+                "prepare more text",
+            )
+    names = "+".join(one.card.fingerprint if one.card else str(one.tokens) for one in found)
+    return DataTokens(recipe.vocab_size, int(described[0]["eod"]), names)
+
+
+def _described(found: corpus.Corpus, tokenizer: str | None, eod: str | None) -> dict[str, Any]:
+    """The tokenizer that made a dataset."""
+    own = found.card.tokenizer if found.card is not None else None
+    if tokenizer is None:
+        if own is None:
+            raise CppmegaError(
+                "tokenizer-unknown",
+                f"{found.prefix} has no card: nothing says which tokenizer made it.",
+                "The end of a document and the size of the vocabulary are the tokenizer's.",
+                "--tokenizer byte, or the path of its tokenizer.json",
+            )
+        return own
+    given = tokens.load(tokenizer, eod).describe()
+    if own is not None and own != given:
+        raise _differs(found, own, given, "than --tokenizer says")
+    return given
+
+
+def _differs(
+    found: corpus.Corpus, own: Mapping[str, Any], other: Mapping[str, Any], whose: str
+) -> CppmegaError:
+    fields = [f"{key} {own.get(key)} and {other.get(key)}" for key in own]
+    parts = [text for text, key in zip(fields, own, strict=True) if own[key] != other.get(key)]
+    return CppmegaError(
+        "tokenizer-differs",
+        f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
+        "Its ids would mean other words.",
+        "leave --tokenizer out to take the data's own, or prepare the data again",
+    )
+
+
+def check_checkpoint(load: Path | None) -> None:
+    """Is there a whole checkpoint where the run shall go on?
+
+    Raises:
+        CppmegaError: `no-checkpoint`.
+    """
+    if load is not None and not (load / CHECKPOINT).is_file():
+        raise CppmegaError(
+            "no-checkpoint",
+            f"{load} holds no finished checkpoint ({CHECKPOINT} is missing).",
+            "Megatron would warn and train on from random weights.",
+            "correct --load, or leave it out for a fresh start",
+        )
+
+
+def set_environment(variables: Sequence[tuple[str, str]]) -> None:
+    """Set what the run relies on where the user has not; before torch is imported."""
+    for name, value in variables:
+        os.environ.setdefault(name, value)
+
+
+def check_arguments(recipe: Recipe, run: Run, args: Any) -> None:
+    """What the parser made of the line, in the places where a run has lied before.
+
+    Raises:
+        CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`.
+    """
+    if not args.check_for_nan_in_loss_and_grad:
+        raise CppmegaError(
+            "nan-checks-off",
+            "The NaN checks of loss and gradient are off.",
+            "A run full of NaN gradients looks like a fast one.",
+            "leave out whatever switches them off",
+        )
+    if not args.bf16 or (args.fp8 is not None) != (recipe.precision == "fp8"):
+        found = f"bf16={args.bf16}, fp16={args.fp16}, fp8={args.fp8}"
+        raise CppmegaError(
+            "precision-differs",
+            f"Recipe {recipe.name} says {recipe.precision}; the line says {found}.",
+            "The result would be filed under a precision it did not have.",
+            "recipe.with_(precision=...) instead of an argument",
+        )
+    if args.mock_data != run.mock_data:
+        raise CppmegaError(
+            "mock-data-differs",
+            f"--mock-data is {run.mock_data} for the trainer and {args.mock_data} for Megatron.",
+            "Results must name their data.",
+            "pass --mock-data to the trainer alone",
+        )
+    if args.context_parallel_size != 1:
+        raise CppmegaError(
+            "not-supported",
+            f"context_parallel_size={args.context_parallel_size}.",
+            "This trainer does not split a sequence over ranks: they would all see all of it.",
+            "leave --context-parallel-size out",
+        )
