@@ -44,7 +44,8 @@ def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
     model.eval()
     packs = smoke_data.packs(data / "held_out", recipe, smoke.SEED)
     heads: list[torch.Tensor] = []
-    hook = model.output_layer.register_forward_hook(lambda *a: heads.append(a[2][0]))
+    # A copy: Megatron's cross entropy turns the logits into probabilities in place.
+    hook = model.output_layer.register_forward_hook(lambda *a: heads.append(a[2][0].clone()))
     total = torch.zeros(recipe.mtp_num_layers, dtype=torch.float64)
     tokens = torch.zeros(recipe.mtp_num_layers, dtype=torch.float64)
     with torch.no_grad():
