@@ -19,6 +19,9 @@ CONFIG = "megatron/core/model_parallel_config.py:ModelParallelConfig"
 LANGUAGE_MODULE = "megatron/core/models/common/language_module/language_module.py:LanguageModule"
 LOSS = f"{LANGUAGE_MODULE}.compute_language_model_loss"
 
+LAYER = "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw"
+"""Of 0.16 and later, which our output layer is made for."""
+
 UNFUSED = """
 if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == 'linear':
     warnings.warn(
@@ -60,7 +63,7 @@ PATCH = Patch(
         ),
     ),
     reached="startup",
-    feature=(CONFIG, LOSS),
+    feature=(LOSS, LAYER),
     when=asked_for,
 )
 
