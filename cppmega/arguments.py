@@ -350,6 +350,8 @@ def _run(recipe: Recipe, run: Run) -> Iterator[Argument]:
     if run.wandb_project:
         yield "--wandb-project", (run.wandb_project,)
         yield "--wandb-exp-name", (run.wandb_name or recipe.name,)
+        # Megatron's default is below --save, also where there is none.
+        yield "--wandb-save-dir", (str((run.save or Path()) / "wandb"),)
 
 
 def _values(recipe: Recipe, *names: str) -> Iterator[Argument]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,18 @@ def check_checkpoint(load: Path | None) -> None:
 
 
 def set_environment(variables: Sequence[tuple[str, str]]) -> None:
-    """Set what the run relies on where the user has not; before torch is imported."""
+    """Set what the run relies on where the user has not; before torch is imported.
+
+    A process that no launcher started is a world of one.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(alone)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", port)
     for name, value in variables:
         os.environ.setdefault(name, value)
 
