@@ -17,6 +17,7 @@ from cppmega.page import Page
 from cppmega.plan import Plan, engine_revision
 from cppmega.result import changes_of, restored, rewritten
 from cppmega.state import DONE, FAILURES, NEEDED, Verdict
+from cppmega.survey import Survey
 from cppmega.tree import Tree, find_root
 
 Say = Callable[[str], None]
@@ -37,7 +38,7 @@ class Session:
     catalogues: Sequence[Path] | None = None
     """Folders given by `--patches`; None: those that the receipt remembers."""
     say: Say = _silent
-    _learned: dict[str, str] = field(default_factory=dict)
+    _survey: Survey | None = None
 
     def __post_init__(self) -> None:
         self.root = self.root if self.root is not None else find_root()
@@ -75,9 +76,9 @@ class Session:
             excluded=loaded.receipt.excluded if excluded is None else excluded,
             environment=environment,
             interrupted=transaction.interrupted(tree),
-            known=self._learned,
+            earlier=self._survey,
         )
-        self._learned |= plan.survey.used
+        self._survey = plan.survey
         return plan
 
 

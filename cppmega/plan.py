@@ -93,16 +93,19 @@ def make(
     excluded: Iterable[str] = (),
     environment: Mapping[str, str],
     interrupted: Mapping[str, Sequence[Written]] | None = None,
-    known: Mapping[str, str] | None = None,
+    earlier: Survey | None = None,
 ) -> Plan:
     """Diagnose every page and collect the work; writes nothing and rewrites nothing.
 
     Args:
         interrupted: what transactions that did not finish wrote or were about to write.
-        known: what an earlier look of this process learned, by hashes of contents.
+        earlier: what this process learned when it looked before, by hashes of contents.
     """
     cached = loaded.receipt.survey if loaded.receipt.engine == engine_revision() else {}
-    survey = Survey(tree, {**cached, **(known or {})})
+    survey = Survey(tree, dict(cached))
+    if earlier is not None:
+        survey.cache |= earlier.cache | earlier.used
+        survey.parsed = earlier.parsed
     plan = Plan(tree, loaded, pages, survey, excluded=sorted(set(excluded)))
     plan.gates = gates.values(pages.values(), environment)
     paths = {edit.path for page in pages.values() for edit in page.patch.edits}

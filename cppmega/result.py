@@ -67,7 +67,8 @@ def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str]]:
 
     file, work = plan.views[path], plan.work[path]
     assert file.pristine is not None
-    done = rewrite(file.pristine, path, [Step.of(page, edit) for page, edit in work.edits])
+    steps = [Step.of(page, edit) for page, edit in work.edits]
+    done = rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
     return done.data, {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
 
 

@@ -54,15 +54,23 @@ class _Cut:
     blocks: list[str]
 
 
-def rewrite(data: bytes, path: str, steps: Sequence[Step]) -> Rewritten:
+def rewrite(
+    data: bytes,
+    path: str,
+    steps: Sequence[Step],
+    parsed: tuple[Text, ast.Module] | None = None,
+) -> Rewritten:
     """Apply the steps to a file.
+
+    Args:
+        parsed: text and syntax tree of the data, where somebody has them.
 
     Raises:
         CppmegaError: an edit does not fit, does nothing, renames its target, leaves a name
             undefined, or reaches beyond its target.
     """
-    text = decode(data, path)
-    tree = parse(text, path)
+    text = parsed[0] if parsed else decode(data, path)
+    tree = parsed[1] if parsed else parse(text, path)
     groups = _by_outermost(steps)
     places = {symbol: locate(tree, text, f"{path}:{symbol}") for symbol in groups}
     inserted = _Inserted(tree, path)
@@ -75,7 +83,7 @@ def rewrite(data: bytes, path: str, steps: Sequence[Step]) -> Rewritten:
         cuts.append(_Cut(where, new, inserted.in_front_of(groups[symbol])))
     body = _spliced(text, tree, cuts, inserted.imports(steps))
     result = text.encode(body, path)
-    _check(text, tree, decode(result, path), path, cuts, groups, inserted)
+    _check(text, decode(result, path), path, cuts, groups, inserted)
     return Rewritten(result, after)
 
 
@@ -264,7 +272,6 @@ def _import_line(tree: ast.Module, limit: int) -> int:
 
 def _check(
     old: Text,
-    old_tree: ast.Module,
     new: Text,
     path: str,
     cuts: Sequence[_Cut],
@@ -289,7 +296,7 @@ def _check(
         )
     undefined = names.undefined(new_tree, set(groups) | set(extra.helpers), path)
     if undefined:
-        undefined -= names.undefined(old_tree, set(groups), path)
+        undefined -= names.undefined(parse(old, path), set(groups), path)
     if undefined:
         raise CppmegaError(
             "undefined-name",

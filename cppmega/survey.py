@@ -7,6 +7,7 @@ second `apply` and `status` then hash files instead of parsing them.
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +33,8 @@ class Survey:
     """What stood in the files that we wrote: questions are about upstream's text, never ours."""
     used: dict[str, str] = field(default_factory=dict)
     """What was asked this time: becomes the cache of the next run."""
-    _parsed: dict[str, tuple[Text, ast.Module]] = field(default_factory=dict)
+    parsed: dict[str, tuple[Text, ast.Module]] = field(default_factory=dict)
+    """By the hash of a file's bytes."""
     _reads: set[str] = field(default_factory=set)
 
     def fingerprint(self, data: bytes | None, edit: Edit) -> str:
@@ -87,7 +89,7 @@ class Survey:
 
         def ask() -> str:
             try:
-                return str(len(find(self._parse(data, path)[1], symbol)) or "")
+                return str(len(find(self.parse(data, path)[1], symbol)) or "")
             except CppmegaError:
                 return "!"
 
@@ -109,6 +111,22 @@ class Survey:
             if likely and self._count(data, other, symbol) not in ("", "!"):
                 hits.append(other)
         return hits
+
+    def source(self, target: str) -> str:
+        """The lines of one definition as upstream's file has them; "" where there is not one."""
+        path, _, symbol = target.partition(":")
+        data = self.read(path)
+        if data is None:
+            return ""
+        try:
+            text, tree = self.parse(data, path)
+        except CppmegaError:
+            return ""
+        found = find(tree, symbol)
+        if len(found) != 1:
+            return ""
+        where = span(tree, text, found[0])
+        return "".join(text.lines[where.start : where.end])
 
     def text(self, target: str) -> str:
         """For `fixed_upstream`: a symbol's code as `ast.unparse` writes it, docstrings dropped."""
@@ -149,22 +167,23 @@ class Survey:
                 "correct the page",
             ) from error
 
-    def _parse(self, data: bytes, path: str) -> tuple[Text, ast.Module]:
+    def parse(self, data: bytes, path: str) -> tuple[Text, ast.Module]:
+        """Text and syntax tree of a file's bytes; whoever changes the tree takes a copy."""
         key = sha256(data)
-        if key not in self._parsed:
+        if key not in self.parsed:
             text = decode(data, path)
-            self._parsed[key] = text, parse(text, path)
-        return self._parsed[key]
+            self.parsed[key] = text, parse(text, path)
+        return self.parsed[key]
 
     def _readable(self, data: bytes, path: str) -> tuple[Text, ast.Module]:
         try:
-            return self._parse(data, path)
+            return self.parse(data, path)
         except CppmegaError:
             raise UnreadableError from None
 
     def _fingerprint(self, data: bytes, edit: Edit) -> str:
         try:
-            text, tree = self._parse(data, edit.path)
+            text, tree = self.parse(data, edit.path)
         except CppmegaError as error:
             return f"!{error.what}"
         found = find(tree, edit.symbol)
@@ -186,6 +205,7 @@ class Survey:
 
 
 def _without_docstrings(node: Definition) -> ast.AST:
+    node = copy.deepcopy(node)
     for inner in ast.walk(node):
         if isinstance(inner, Definition) and ast.get_docstring(inner, clean=False) is not None:
             inner.body = inner.body[1:] or [ast.copy_location(ast.Pass(), inner.body[0])]
