@@ -33,3 +33,55 @@ def verify(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_
                 f"{report.coloured(f'{one.proof:<11}', code)} {one.name:<{width}}  {one.detail}"
             )
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
+
+
+_patches_option = click.option(
+    "--patches",
+    type=click.Path(path_type=Path, file_okay=False),
+    multiple=True,
+    help="A catalogue of your own beside ours; may be given more than once.",
+)
+
+
+@cli.command()
+@click.argument("old")
+@click.argument("new")
+@_patches_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def drift(old: str, new: str, patches: Sequence[Path], as_json: bool) -> None:
+    """What an upgrade from OLD to NEW would do to every patch; run it before you upgrade.
+
+    OLD and NEW are each a version (0.19.2; its wheel is downloaded with pip, once), a .whl file,
+    or a folder that holds megatron/. Nothing is installed, changed or imported.
+
+    \b
+    same          the text that the patch edits did not change
+    changed       it did: which statements, and whether our edit replaces them (!) or is beside (~)
+    moved, gone   where it stands now, or what is most like it
+    upstreamed    NEW has the fix, the patch retires itself
+    newly-needed  NEW needs it, OLD did not
+    lost-again    OLD has the fix, NEW has the bug again
+
+    Exit status 0: after the upgrade every patch is known, fixed upstream or not applicable.
+    """
+    import tempfile
+
+    from cppmega import catalogue, drift_report, given, report
+    from cppmega import drift as drifting
+
+    pages = catalogue.load(patches)
+    with tempfile.TemporaryDirectory(prefix="cppmega-drift-") as scratch:
+        sides = [
+            (name, given.tree_of(name, Path(scratch) / place, report.say))
+            for name, place in ((old, "old"), (new, "new"))
+        ]
+        found = drifting.compare(sides[0], sides[1], pages)
+        if as_json:
+            report.print_json(drift_report.as_json(found))
+        else:
+            for line in drift_report.lines(found):
+                click.echo(line)
+            if any(target.changes for page in found.pages for target in page.targets):
+                report.say(drift_report.LEGEND)
+            report.say(drift_report.closing(found))
+    sys.exit(FINE if found.safe else NOT_AS_IT_MUST_BE)
