@@ -85,3 +85,117 @@ def drift(old: str, new: str, patches: Sequence[Path], as_json: bool) -> None:
                 report.say(drift_report.LEGEND)
             report.say(drift_report.closing(found))
     sys.exit(FINE if found.safe else NOT_AS_IT_MUST_BE)
+
+
+@cli.command()
+@click.argument("name")
+@click.argument("version")
+@click.option(
+    "--from",
+    "source",
+    metavar="ROOT|WHEEL",
+    help="Where the text is read: a folder that holds megatron/, or a wheel (default: the wheel "
+    "of VERSION, downloaded with pip).",
+)
+@click.option(
+    "--like",
+    default="",
+    metavar="VERSION",
+    help="Use the edits that the page has for this version.",
+)
+@click.option(
+    "--unverified", is_flag=True, help="Pin although the proof cannot run on this machine."
+)
+@_patches_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def pin(
+    name: str,
+    version: str,
+    source: str | None,
+    like: str,
+    unverified: bool,
+    patches: Sequence[Path],
+    as_json: bool,
+) -> None:
+    """Add a Megatron version to page NAME, after every law passed on that version's code.
+
+    The page's edit is applied to the new text, applied again and reverted, and its proof must pass
+    with the patch, fail without it, and fail on a patch that does nothing. If one of them does not,
+    nothing is written. Only the pin is added to the page's file; everything else stays as it is.
+    """
+    import tempfile
+
+    from cppmega import catalogue, given, report
+    from cppmega import pin as pinning
+
+    page = catalogue.get(catalogue.load(patches), name)
+    with tempfile.TemporaryDirectory(prefix="cppmega-pin-") as folder:
+        scratch = Path(folder)
+        tree = given.tree_of(source or version, scratch / "given", report.say)
+        done = pinning.pin(
+            page, version, tree, scratch, report.say, like=like, unverified=unverified
+        )
+    if as_json:
+        report.print_json({**report.NOTHING, **done.as_json()})
+        return
+    word = report.coloured("pinned" if done.added else "already pinned", "32")
+    click.echo(f"{word} {name} for {version} in {done.path}")
+    for target, fingerprint in done.added.items():
+        click.echo(f"    {target}  {fingerprint}")
+    for note in done.notes:
+        report.say(f"note: {note}")
+
+
+@cli.command()
+@click.argument("name")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="PATH:SYMBOL",
+    help="The function, method or class to patch; may be given more than once.",
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the page (default: upstream_patches of a checkout, else ./patches).",
+)
+@click.option(
+    "--megatron",
+    "root",
+    type=click.Path(path_type=Path),
+    metavar="ROOT",
+    help="Where the target is looked up (default: the Megatron that Python would import).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def new(
+    name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
+) -> None:
+    """Write the page of a new patch: a file that loads, with TODO where you have to fill in.
+
+    With --target megatron/core/transformer/mlp.py:MLP.forward the text of the installed Megatron is
+    pinned. The edit, and the proof that it works, are yours to write.
+    """
+    from cppmega import catalogue, report, scaffold
+    from cppmega.tree import Tree, find_root
+
+    where = folder or scaffold.default_folder()
+    beside = where.resolve() != catalogue.builtin_folder().resolve()
+    pages = catalogue.load([where] if beside and where.is_dir() else [])
+    tree = Tree(root or find_root()) if targets else None
+    path = scaffold.new(name, where, targets, tree, pages)
+    extra = f" --patches {where}" if beside else ""
+    steps = [
+        f"write the edit and the proof: {path}",
+        f"see what it changes: cppmega diff {name}{extra}",
+        f"prove it: cppmega verify {name}{extra}",
+        f"add a Megatron version: cppmega pin {name} VERSION{extra}",
+    ]
+    if as_json:
+        written = {"ok": True, "changed": [str(path)], "page": str(path), "steps": steps}
+        report.print_json({**report.NOTHING, **written})
+        return
+    click.echo(str(path))
+    for number, step in enumerate(steps, 1):
+        report.say(f"{number}. {step}")
