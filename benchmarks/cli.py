@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -58,20 +57,21 @@ def measure(version: str, runs: int) -> dict[str, list[float]]:
         here = Path(scratch)
         rows: dict[str, list[float]] = {}
 
-        def add(name: str, run: Callable[[], float]) -> None:
-            rows.setdefault(name, []).append(run())
-
+        git = ["git", "apply", "-p1", str(patch)]
+        commands = {
+            "cold apply": ([*python, "apply", *at], here),
+            "second apply": ([*python, "apply", *at], here),
+            "status": ([*python, "status", *at], here),
+            "diff": ([*python, "diff", *at], here),
+            "revert": ([*python, "revert", *at], here),
+            "git apply": (git, root),
+            "libcst, whole files": ([sys.executable, "-c", WHOLE_MODULE, *files], root),
+        }
         for _ in range(runs + 1):
-            add("cold apply", lambda: seconds([*python, "apply", *at], here))
-            add("second apply", lambda: seconds([*python, "apply", *at], here))
-            add("status", lambda: seconds([*python, "status", *at], here))
-            add("diff", lambda: seconds([*python, "diff", *at], here))
-            add("revert", lambda: seconds([*python, "revert", *at], here))
-            git = ["git", "apply", "-p1", str(patch)]
-            add("git apply", lambda: seconds(git, root))
-            seconds([*git[:2], "-R", *git[2:]], root)
-            visit = [sys.executable, "-c", WHOLE_MODULE, *files]
-            add("libcst, whole files", lambda: seconds(visit, root))
+            for name, (command, folder) in commands.items():
+                rows.setdefault(name, []).append(seconds(command, folder))
+                if name == "git apply":
+                    seconds([*git[:2], "-R", *git[2:]], root)
         return {name: values[1:] for name, values in rows.items()}  # the first run warms the disk
 
 

@@ -18,11 +18,11 @@ from cppmega import cpu
 S, B, H, V = 8, 2, 8, 48
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The largest tensor with rows as long as the vocabulary that any operation returned."""
 
     def __init__(self, columns: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.columns, self.elements = columns, 0
 
     def __torch_dispatch__(

@@ -8,8 +8,9 @@ instead of calling the code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, cast
 
 import libcst as cst
@@ -18,17 +19,25 @@ from cppmega.fingerprint import is_docstring
 from cppmega.page import Edit
 
 
-def of_edit(edit: Edit) -> Edit:
-    """The same edit, doing nothing."""
-    if edit.kind == "source":
-        return replace(edit, edit=_source_mutant(edit.edit), pins=edit.pins)
+def of_sources(edits: Sequence[Edit]) -> Edit:
+    """The source edits that several pages make to one symbol, in order, as one that does nothing.
+
+    Later edits are written for the text that earlier ones leave, so they are merged as a whole.
+    """
+
+    def nothing(stock: Any) -> Any:
+        return merged(stock, reduce(lambda node, edit: edit.edit(node), edits, stock))
+
+    helpers = dict.fromkeys(helper for edit in edits for helper in edit.helpers)
+    imports = dict.fromkeys(line for edit in edits for line in edit.imports)
+    return replace(edits[0], edit=nothing, helpers=tuple(helpers), imports=tuple(imports))
+
+
+def of_runtime(edit: Edit) -> Edit:
+    """A runtime edit that puts the original's behaviour under the replacement's name."""
     if edit.kind == "class-swap":
         return replace(edit, edit=_class_mutant(edit.edit))
     return replace(edit, edit=_function_mutant)
-
-
-def _source_mutant(edit: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda node: merged(node, edit(node))
 
 
 def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:

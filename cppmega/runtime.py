@@ -1,8 +1,8 @@
 """Runtime patches: installed when their module is imported, before anyone copies the name.
 
 `arm` registers a post-import hook per target. A module that is imported already is `too-late`:
-other modules may hold the original. After the replacement, whatever still refers to the original object
-is a `stale-reference`; both stop the process.
+other modules may hold the original. After the replacement, whatever still refers to the original
+object is a `stale-reference`; both stop the process.
 """
 
 from __future__ import annotations

@@ -138,5 +138,11 @@ def _pack(documents: list[np.ndarray[Any, Any]], size: int, multiple: int) -> Pa
         lengths.append(length)
         starts.append(at)
         at += _padded(length, multiple)
-    arrays = (torch.from_numpy(array) for array in (tokens, labels, mask, positions))
-    return Pack(*arrays, lengths=lengths, starts=starts)
+    return Pack(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(mask),
+        position_ids=torch.from_numpy(positions),
+        lengths=lengths,
+        starts=starts,
+    )

@@ -13,7 +13,7 @@ from cppmega import cpu
 from cppmega.recipe import Recipe
 
 
-class DocumentAttention(MegatronModule):
+class DocumentAttention(MegatronModule):  # type: ignore[misc]  # megatron has no types
     """Causal attention inside each document of a pack.
 
     Megatron's own CPU attention asserts that there are no packed sequences; its fused ones need a
@@ -48,10 +48,11 @@ class DocumentAttention(MegatronModule):
     ) -> torch.Tensor:
         """query, key, value [T, heads, width] -> [T, heads * width]; padding attends to itself."""
         bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
-        heads = [x.transpose(0, 1) for x in (query, key, value)]
-        attend = torch.nn.functional.scaled_dot_product_attention
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         parts = [
-            attend(*(x[:, a:b] for x in heads), is_causal=True, scale=self.scale)
+            torch.nn.functional.scaled_dot_product_attention(
+                q[:, a:b], k[:, a:b], v[:, a:b], is_causal=True, scale=self.scale
+            )
             for a, b in itertools.pairwise(bounds)
         ]
         return torch.cat(parts, dim=1).transpose(0, 1).reshape(query.size(0), -1)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
 from cppmega.page import Page
 from cppmega.plan import Plan
+from cppmega.rewrite import Step, rewrite
 from cppmega.state import DONE, NEEDED, Proof
 
 Side = Literal["patched", "stock", "mutant"]
@@ -135,20 +136,30 @@ def _gpu(need: str) -> bool:
 
 def build(plan: Plan, root: Path, side: Side) -> None:
     """A tree of links to the real one, with the edited files as this side has them."""
-    from cppmega.rewrite import Step, rewrite
-
     changed: dict[str, bytes] = {}
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None
         changed[path] = file.pristine
         if side != "stock":
-            edits = [(p, e if side == "patched" else mutant.of_edit(e)) for p, e in work.edits]
-            steps = [Step(p.name, e, p.patch.reached != "never") for p, e in edits]
+            steps = [Step(p.name, e, p.patch.reached != "never") for p, e in work.edits]
+            if side == "mutant":
+                steps = _mutants(steps)
             changed[path] = rewrite(file.pristine, path, steps).data
     for package in PACKAGES:
         if (plan.tree.root / package).is_dir():
             _link(plan.tree.root / package, root / package, changed, package)
+
+
+def _mutants(steps: Sequence[Step]) -> list[Step]:
+    """One step per symbol, which carries the text of all its pages and does nothing."""
+    by_symbol: dict[str, list[Step]] = {}
+    for step in steps:
+        by_symbol.setdefault(step.edit.symbol, []).append(step)
+    return [
+        replace(group[0], edit=mutant.of_sources([step.edit for step in group]))
+        for group in by_symbol.values()
+    ]
 
 
 def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> None:

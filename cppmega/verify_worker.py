@@ -35,10 +35,9 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         if order["side"] != "stock":
             for page, edits in pages:
-                fitting = (
-                    edits if order["side"] == "patched" else [mutant.of_edit(e) for e in edits]
-                )
-                runtime.arm(page, fitting)
+                mutants = order["side"] == "mutant"
+                chosen = runtime.runtime_edits(page, edits)
+                runtime.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
         _import_targets(edits for _, edits in pages)
     for page, _ in pages:
         answer = _forked(page)
@@ -75,7 +74,8 @@ def _forked(page: Page) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     seconds = time.monotonic() - started
     if not data:
-        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.waitstatus_to_exitcode(status)}"
+        code = os.waitstatus_to_exitcode(status)
+        how = f"signal {-code}" if code < 0 else f"status {code}"
         return {"result": "failed", "detail": f"the process ended with {how}", "seconds": seconds}
     return {**json.loads(data), "seconds": seconds}
 
