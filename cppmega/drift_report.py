@@ -278,8 +278,10 @@ def closing(drift: Drift) -> str:
     """The last line: may the upgrade go ahead?"""
     new = drift.new.label
     unsafe = [page.page.name for page in drift.pages if not page.safe]
-    lost = [page.page.name for page in drift.pages if page.word == "lost-again"]
-    also = f"; upstream lost {len(lost)} of its fixes again: {', '.join(lost)}" if lost else ""
+    also = ""
+    for said, safe in (("upstream lost its fix again", True), ("may have lost its fix", False)):
+        lost = [p.page.name for p in drift.pages if p.word == "lost-again" and p.safe is safe]
+        also += f"; {said}: {', '.join(lost)}" if lost else ""
     total = f"{len(drift.pages)} patches"
     if unsafe:
         return f"not safe: {len(unsafe)} of {total} need work for {new}: {', '.join(unsafe)}{also}"
