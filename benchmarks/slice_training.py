@@ -1,0 +1,366 @@
+"""Train a recipe on stock Megatron and with the overlay, one after the other on the same GPUs.
+
+"Stock" is pristine but for the two patches without which it does not start from a wheel. The runs
+see the same data in the same order from the same weights. A third run is killed and resumed, and
+its curve compared with that of the overlay.
+
+    python benchmarks/slice_training.py run --site SITE --work SCRATCH --out DIR
+    python benchmarks/slice_training.py plot DIR/nam56r_h200_slice.json
+
+SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leaves them; it is
+copied, never changed. Everything else must be importable.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from cppmega import corpus, recipes_index  # noqa: E402
+from cppmega.recipe import Recipe  # noqa: E402
+
+STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
+"""Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""
+WARM = 10
+"""Steps left out of the medians."""
+SAVE, KILL, END = 20, 25, 40
+"""The resumed run saves every so many steps, is killed after that one, and ends at that one."""
+_COLUMNS = {"stock": "stock, made to start", "overlay": "with the overlay"}
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.group()
+def main() -> None:
+    """Stock against overlay on a GPU."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where everything is, and what every run has in common."""
+
+    recipe: Recipe
+    changes: tuple[str, ...]
+    site: Path
+    work: Path
+    out: Path
+    data: Path
+    timeout: float
+
+    def tree(self, name: str) -> Path:
+        """A copy of the pristine megatron with that variant's patches."""
+        root = self.work / "trees" / name
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            shutil.copytree(self.site / "megatron", root / "megatron")
+            for info in self.site.glob("megatron_core-*.dist-info"):
+                shutil.copytree(info, root / info.name)
+        only = [word for page in STARTS for word in ("--only", page)] if name == "stock" else []
+        command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root), *only]
+        subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
+        return root
+
+    def start(self, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
+        """Start a training run in a process group of its own."""
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", str(self.recipe.gpus), "-m", "cppmega.run"),
+            *("--megatron", str(tree), str(REPOSITORY / "scripts" / "train.py")),
+            *(self.recipe.name, "--data", str(self.data)),
+            *("--data-cache", str(self.work / "cache"), "--metrics", str(self.metrics(name))),
+            *(word for change in self.changes for word in ("--set", change)),
+            *options,
+        ]
+        log = (self.out / f"{name}.log").open("ab")
+        print(f"{name}: {' '.join(command)}", file=sys.stderr)
+        return subprocess.Popen(
+            command, env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
+
+    def metrics(self, name: str) -> Path:
+        """Where a run writes its steps."""
+        return self.out / f"{name}.jsonl"
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """What a run wrote so far, headers included; a line that is being written is left out."""
+        path = self.metrics(name)
+        if not path.is_file():
+            return []
+        lines = path.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def wait(self, name: str, process: subprocess.Popen[bytes], until: int | None = None) -> None:
+        """Wait for a run's end, or until it has logged a step; stop it after the time limit."""
+        deadline = time.monotonic() + self.timeout
+        shown = 0
+        while process.poll() is None:
+            step = max((row.get("step", 0) for row in self.rows(name)), default=0)
+            if step >= shown + 10:
+                shown = step
+                print(f"{name}: step {step}", file=sys.stderr)
+            if until is not None and step >= until:
+                return
+            if time.monotonic() > deadline:
+                kill(process)
+                raise click.ClickException(f"{name} ran for more than {self.timeout:.0f} s")
+            time.sleep(0.5)
+        if process.returncode:
+            tail = (self.out / f"{name}.log").read_text(errors="replace")[-3000:]
+            raise click.ClickException(f"{name} exited with {process.returncode}:\n{tail}")
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a run and all its ranks, without a chance to save."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@main.command()
+@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
+@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees, checkpoints, indices.")
+@click.option("--out", type=_FOLDER, required=True, help="Results, logs and curves.")
+@click.option("--recipe", default="nam56r_h200_slice", show_default=True)
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
+@click.option("--data", type=_FOLDER, help="Prepared dataset [made of --text].")
+@click.option("--text", type=_FOLDER, multiple=True, help="Text to prepare [Python's own sources].")
+@click.option("--runs", default="stock,overlay,resume", show_default=True, help="Which, in order.")
+@click.option("--timeout", default=500.0, show_default=True, help="Seconds for one run.")
+def run(
+    site: Path,
+    work: Path,
+    out: Path,
+    recipe: str,
+    changes: tuple[str, ...],
+    data: Path | None,
+    text: tuple[Path, ...],
+    runs: str,
+    timeout: float,
+) -> None:
+    """Run, and write RECIPE.json and RECIPE.md to --out; results of earlier calls are kept."""
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    chosen = recipes_index.with_text(recipes_index.load(recipe), changes)
+    prefix = data or prepare(work / "data" / "corpus", text)
+    bench = Bench(chosen, changes, site.resolve(), work.resolve(), out.resolve(), prefix, timeout)
+    target = out / f"{recipe}.json"
+    result = json.loads(target.read_text()) if target.is_file() else {}
+    result |= header(bench)
+    result.setdefault("runs", {})
+    for name in runs.split(","):
+        if name == "resume":
+            result["resume"] = resumed(bench)
+        else:
+            for old in (bench.metrics(name), out / f"{name}.log"):
+                old.unlink(missing_ok=True)
+            bench.wait(name, bench.start(name, bench.tree(name)))
+            result["runs"][name] = measured(bench.rows(name))
+        result["headline"] = headline(result)
+        target.write_text(json.dumps(result, indent=1) + "\n")
+        (out / f"{recipe}.md").write_text(table(result))
+    print(table(result))
+
+
+def prepare(prefix: Path, text: tuple[Path, ...]) -> Path:
+    """Real text as a dataset: what is given, or the sources of Python's standard library."""
+    if not corpus.with_suffix(prefix, ".json").is_file():
+        sources = text or (Path(os.__file__).parent,)
+        command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py")]
+        command += ["--out", str(prefix), *map(str, sources)]
+        command += [] if text else ["--suffix", ".py"]
+        subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
+    return prefix
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the repository first."""
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def header(bench: Bench) -> dict[str, Any]:
+    """What was measured, on what, with which data."""
+    found = corpus.open_(bench.data)
+    code = (
+        "import json, torch, importlib.metadata as m\n"
+        "stack = {'torch': torch.__version__, 'cuda': torch.version.cuda,"
+        " 'gpu': torch.cuda.get_device_name()}\n"
+        "for name in ('megatron-core', 'transformer-engine', 'triton', 'tilelang'):\n"
+        "    try: stack[name] = m.version(name)\n"
+        "    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(stack))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, env=environment()
+    )
+    return {
+        "schema": 1,
+        "benchmark": "slice_training",
+        "recipe": bench.recipe.name,
+        "changes": list(bench.changes),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "gpus": bench.recipe.gpus,
+        "stack": json.loads(done.stdout),
+        "data": {
+            "fingerprint": found.card.fingerprint if found.card else "",
+            "tokens": found.tokens,
+            "documents": found.documents,
+            "mock": False,
+        },
+    }
+
+
+def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Curves and medians of one run.
+
+    Raises:
+        ClickException: where a loss or gradient is not finite: such a run has no throughput.
+    """
+    start = next(row for row in rows if "start" in row)
+    steps = [row for row in rows if "step" in row]
+    if start["mock_data"] or any(row["mock_data"] for row in steps):
+        raise click.ClickException("mock data has no place in a result")
+    for row in steps:
+        if not all(math.isfinite(row[key] or math.nan) for key in ("loss", "grad_norm")):
+            raise click.ClickException(f"step {row['step']}: {row['loss']=} {row['grad_norm']=}")
+    if len(steps) <= WARM:
+        raise click.ClickException(f"{len(steps)} steps are too few: {WARM} warm up")
+    seconds = statistics.median(row["seconds"] for row in steps[WARM:])
+    middle = min(steps[WARM:], key=lambda row: abs(row["seconds"] - seconds))
+    return {
+        "overlay": start["overlay"],
+        "steps": len(steps),
+        "milliseconds": round(1000 * seconds, 1),
+        "tokens_per_second": round(middle["tokens_per_second"], 1),
+        "tflops_per_gpu": round(middle["tflops_per_gpu"], 1),
+        "tflops_per_gpu_by_megatron": middle["tflops_per_gpu_by_megatron"],
+        "peak_gib": round(max(row["peak_gib"] for row in steps), 2),
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "curve": [[row["step"], row["loss"], row["grad_norm"], row["seconds"]] for row in steps],
+        "mtp": [[row["step"], *mtp(row)] for row in steps],
+    }
+
+
+def mtp(row: dict[str, Any]) -> list[float]:
+    """The MTP losses of a step, by depth."""
+    return [value for key, value in sorted(row["losses"].items()) if key.startswith("mtp")]
+
+
+def resumed(bench: Bench) -> dict[str, Any]:
+    """Kill a run without warning, start it again, and compare it with the one that ran through."""
+    name, tree = "resume", bench.tree("overlay")
+    checkpoints = bench.work / f"checkpoints-{datetime.now(UTC):%H%M%S}"  # never one that exists
+    for old in (bench.metrics(name), bench.out / f"{name}.log"):
+        old.unlink(missing_ok=True)
+    options = [*("--save", str(checkpoints), "--save-interval", str(SAVE))]
+    options += ["--exit-interval", str(END)]
+    process = bench.start(name, tree, *options)
+    bench.wait(name, process, until=KILL)
+    kill(process)
+    before = len(bench.rows(name))
+    bench.wait(name, bench.start(name, tree, *options))
+    rows = bench.rows(name)[before:]
+    again = {row["step"]: row["loss"] for row in rows if "step" in row}
+    whole = {row["step"]: row["loss"] for row in bench.rows("overlay") if "step" in row}
+    both = sorted(set(again) & set(whole))
+    if not both or both[0] != SAVE + 1:
+        raise click.ClickException(f"resumed at step {both[:1]}, the checkpoint was of step {SAVE}")
+    return {
+        "killed_after_step": KILL,
+        "resumed_from_step": SAVE,
+        "compared_steps": [both[0], both[-1]],
+        "largest_difference": max(abs(again[step] - whole[step]) for step in both),
+        "loss_span": max(whole.values()) - min(whole.values()),
+    }
+
+
+def headline(result: dict[str, Any]) -> str:
+    """One line for `cppmega recipes`."""
+    parts = [
+        f"{name} {row['tokens_per_second']:.0f} tokens/s, {row['peak_gib']:.1f} GiB"
+        for name, row in result["runs"].items()
+    ]
+    return f"{result['gpus']} x {result['stack']['gpu']}: " + "; ".join(parts)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    return "\n".join(_table(result)) + "\n"
+
+
+def _table(result: dict[str, Any]) -> Iterator[str]:
+    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
+    changes = f" ({', '.join(result['changes'])})" if result["changes"] else ""
+    yield f"# {result['recipe']}{changes}, {result['date']}"
+    yield ""
+    yield f"{result['gpus']} GPUs; {stack}."
+    data = result["data"]
+    yield f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens."
+    yield ""
+    names = [name for name in _COLUMNS if name in result["runs"]]
+    yield "| | " + " | ".join(_COLUMNS[name] for name in names) + " |"
+    yield "|" + "---|" * (1 + len(names))
+    for label, key in (
+        ("overlay digest", "overlay"),
+        ("step, ms", "milliseconds"),
+        ("tokens/s", "tokens_per_second"),
+        ("TFLOP/s per GPU, every layer counted", "tflops_per_gpu"),
+        ("TFLOP/s per GPU, as Megatron says", "tflops_per_gpu_by_megatron"),
+        ("peak memory, GiB", "peak_gib"),
+        ("first loss", "first_loss"),
+        ("last loss", "last_loss"),
+    ):
+        yield f"| {label} | " + " | ".join(str(result["runs"][n][key]) for n in names) + " |"
+    if "resume" in result:
+        row = result["resume"]
+        yield ""
+        yield (
+            f"Killed after step {row['killed_after_step']}, resumed from step "
+            f"{row['resumed_from_step']}: over steps {row['compared_steps'][0]} to "
+            f"{row['compared_steps'][1]} the loss differs by at most "
+            f"{row['largest_difference']:.2e} (it spans {row['loss_span']:.2f})."
+        )
+
+
+@main.command()
+@click.argument("result", type=_FOLDER)
+def plot(result: Path) -> None:
+    """Draw the curves of a result into a PNG beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    data = json.loads(result.read_text())
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for name, row in data["runs"].items():
+        steps = [point[0] for point in row["curve"]]
+        left.plot(steps, [point[1] for point in row["curve"]], label=name)
+        right.plot(steps, [1000 * point[3] for point in row["curve"]], label=name)
+    left.set(xlabel="step", ylabel="loss, nats", title=f"{data['recipe']} on real data")
+    right.set(xlabel="step", ylabel="step, ms", yscale="log", title=data["stack"]["gpu"])
+    left.legend()
+    figure.tight_layout()
+    target = result.with_suffix(".png")
+    figure.savefig(target, dpi=120)
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Pack what cppmega needs for a GPU host that has torch and no network: its own dependencies, and
+# whatever else is named. Megatron and Transformer Engine come as wheels, like on any other host.
+#
+# usage: scripts/gpu_bundle.sh OUT_DIR [REQUIREMENT | WHEEL]...
+#   scripts/gpu_bundle.sh .gpu                                      # cppmega's dependencies alone
+#   scripts/gpu_bundle.sh .gpu megatron-core==0.19.2 ./te.whl       # and these, theirs not followed
+# on the host
+#   mkdir -p SITE && tar -xJf site-cppmega.tar.xz -C SITE && export PYTHONPATH=SITE
+#
+# PYTHON picks an interpreter with pip; TARGET the host's Python (3.12).
+set -euo pipefail
+[ $# -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+here=$(cd "$(dirname "$0")/.." && pwd)
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+platforms=()
+for glibc in 2_39 2_34 2_28 2_27 2_24 2_17; do
+  platforms+=(--platform "manylinux_${glibc}_x86_64")
+done
+fetch() {
+  "$python" -m pip download -q --only-binary=:all: --implementation cp \
+    --python-version "${TARGET:-3.12}" "${platforms[@]}" --platform manylinux2014_x86_64 \
+    -d "$work/wheels" "$@"
+}
+
+"$python" - "$here/pyproject.toml" > "$work/requirements.txt" <<'P'
+import sys
+import tomllib
+
+with open(sys.argv[1], "rb") as file:
+    print("\n".join(tomllib.load(file)["project"]["dependencies"]))
+P
+fetch -r "$work/requirements.txt"
+for wanted in "$@"; do
+  if [ -f "$wanted" ]; then cp "$wanted" "$work/wheels"; else fetch --no-deps "$wanted"; fi
+done
+for wheel in "$work"/wheels/*.whl; do
+  "$python" -m zipfile -e "$wheel" "$work/site"
+done
+tar -C "$work/site" -cf - . | xz -T0 -6 > "$out/site-cppmega.tar.xz"
+ls -l "$out/site-cppmega.tar.xz"

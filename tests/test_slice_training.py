@@ -1,0 +1,155 @@
+"""The slice benchmark's own logic: what counts as a result, and a kill that leaves nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from cppmega import recipes_index
+from tests.support import REPOSITORY
+
+_SPEC = importlib.util.spec_from_file_location(
+    "slice_training", REPOSITORY / "benchmarks" / "slice_training.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+bench = importlib.util.module_from_spec(_SPEC)
+sys.modules["slice_training"] = bench
+_SPEC.loader.exec_module(bench)
+
+
+def rows(steps: int = 20, **changes: Any) -> list[dict[str, Any]]:
+    """A run's metrics: slow while warming up, then steady."""
+    start = {"start": "nam56r_h200_slice", "overlay": "abc", "mock_data": False}
+    found = [
+        {
+            "step": step,
+            "seconds": 5.0 if step <= bench.WARM else 0.5,
+            "tokens_per_second": 4096 / 0.5,
+            "tflops_per_gpu": 60.0,
+            "tflops_per_gpu_by_megatron": 50.0,
+            "peak_gib": 60.0 + step / 100,
+            "loss": 11.0 - step / 100,
+            "grad_norm": 1.0,
+            "losses": {"lm loss": 11.0, "mtp_2 loss": 12.0, "mtp_1 loss": 11.5},
+            "mock_data": False,
+        }
+        for step in range(1, steps + 1)
+    ]
+    found[-1] |= changes
+    return [start, *found]
+
+
+def test_warm_up_is_left_out_of_the_medians() -> None:
+    row = bench.measured(rows())
+    assert row["milliseconds"] == 500.0
+    assert (row["tokens_per_second"], row["peak_gib"]) == (8192.0, 60.2)
+    assert row["mtp"][0] == [1, 11.5, 12.0]
+    assert len(row["curve"]) == 20
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss": float("nan")}, {"grad_norm": float("inf")}, {"grad_norm": None}, {"mock_data": True}],
+)
+def test_what_is_no_result(changes: dict[str, Any]) -> None:
+    with pytest.raises(click.ClickException):
+        bench.measured(rows(**changes))
+
+
+def test_too_short_a_run_is_no_result() -> None:
+    with pytest.raises(click.ClickException, match="warm up"):
+        bench.measured(rows(bench.WARM))
+
+
+def result() -> dict[str, Any]:
+    """A whole result."""
+    return {
+        "recipe": "nam56r_h200_slice",
+        "changes": [],
+        "date": "2026-01-01",
+        "gpus": 1,
+        "stack": {"gpu": "H200", "torch": "2.11"},
+        "data": {"fingerprint": "f00", "documents": 3, "tokens": 4000},
+        "runs": {"stock": bench.measured(rows()), "overlay": bench.measured(rows())},
+        "resume": {
+            "killed_after_step": 25,
+            "resumed_from_step": 20,
+            "compared_steps": [21, 40],
+            "largest_difference": 1e-4,
+            "loss_span": 3.0,
+        },
+    }
+
+
+def test_the_table_and_the_headline_name_both_runs() -> None:
+    text = bench.table(result())
+    assert "| tokens/s | 8192.0 | 8192.0 |" in text
+    assert "stock, made to start" in text and "resumed from step 20" in text
+    line = bench.headline(result())
+    assert "stock 8192 tokens/s, 60.2 GiB; overlay 8192" in line
+    alone = {**result(), "runs": {"overlay": bench.measured(rows())}}
+    del alone["resume"]
+    assert "| tokens/s | 8192.0 |\n" in bench.table(alone)
+
+
+def a_bench(tmp_path: Path) -> Any:
+    """A bench in a temporary folder."""
+    recipe = recipes_index.load("nam56r_h200_slice")
+    return bench.Bench(recipe, (), tmp_path, tmp_path, tmp_path, tmp_path / "data", 20.0)
+
+
+def test_a_run_is_killed_at_its_step_with_all_its_children(tmp_path: Path) -> None:
+    metrics = tmp_path / "resume.jsonl"
+    code = (
+        "import json, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "for step in range(1, 100):\n"
+        "    with open(sys.argv[1], 'a') as file:\n"
+        "        file.write(json.dumps({'step': step, 'child': child.pid}) + '\\n{')\n"
+        "        file.seek(0, 2)\n"
+        "        file.truncate(file.tell() - 1)\n"
+        "    time.sleep(0.05)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(metrics)], start_new_session=True)
+    own = a_bench(tmp_path)
+    own.wait("resume", process, until=3)
+    assert process.poll() is None
+    child = own.rows("resume")[0]["child"]
+    bench.kill(process)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+    assert max(row["step"] for row in own.rows("resume")) < 99
+
+
+def test_a_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "stock.log").write_text("error: out of memory")
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(click.ClickException, match="out of memory"):
+        a_bench(tmp_path).wait("stock", process)
+
+
+def test_a_line_being_written_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "stock.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2')
+    assert a_bench(tmp_path).rows("stock") == [{"step": 1}]
+
+
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result()))
+    bench.plot.main([str(file)], standalone_mode=False)
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
