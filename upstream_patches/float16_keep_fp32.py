@@ -8,9 +8,10 @@ Why: the mixer creates A_log and D in fp32 and computes with all three in fp32, 
     ones the optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model shape
     (8,)") and the distributed one cannot load its default format (both seen on CPU, on 0.16.1 and
     0.19.2), so the page mends them too.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5929
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5929 (the marker, on main) and
+    https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); none marks the mixer.
 Remove: when MambaMixer marks the three with `mark_keep_in_fp32` (main has it, for other modules)
-    and the distributed optimizer puts fp32 parameters of a group first.
+    and DistributedOptimizer.__init__ mends the order of mixed groups, as on dev.
 Numerics: changes results: the forward uses unrounded A_log, D and dt_bias.
 """
 
@@ -169,7 +170,9 @@ def fixed_upstream(source: Source) -> bool:
         f"self.{name} = mark_keep_in_fp32(" in mixer or f"mark_keep_in_fp32(self.{name})" in mixer
         for name in KEPT
     )
-    return marked and ".dtype" in source.text(ORDER)
+    # dev mends the order in __init__ already
+    init = source.text(ORDER.rpartition(".")[0] + ".__init__")
+    return marked and "model_param_group_index_map[" in init
 
 
 def verify() -> None:
