@@ -46,7 +46,7 @@ PATCH = Patch(
                     "transform(x, scale=hidden_size**-0.5)",
                 ),
             ),
-            imports=("import functools", "import torch", "from typing import Any"),
+            imports=("import functools", "from typing import Any"),
             helpers=(walsh_hadamard_autograd, walsh_hadamard),
         ),
     ),
