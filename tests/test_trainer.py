@@ -525,13 +525,64 @@ for name, (kind, argv, rows) in json.loads(os.environ["CASES"]).items():
         model = model_provider(recipe)(pg_collection=groups)
     sys.stdout = sys.__stdout__
     out[name] = [type(model).__name__, sum(p.numel() for p in model.parameters()), config is None]
+
+# The hand-over itself, with Megatron's pretrain replaced by a function of the same signature.
+import functools
+from pathlib import Path
+from unittest import mock
+
+import megatron.training
+from cppmega import trainer
+from cppmega.arguments import Run, render
+from cppmega.trainer_batch import DataTokens
+from cppmega.trainer_step import ForwardStep
+
+seen = {}
+
+
+@functools.wraps(megatron.training.pretrain)
+def pretrain(*args, **kwargs):
+    for value in [*args, *kwargs.values()]:
+        seen[type(value).__name__] = value
+        if getattr(value, "is_distributed", False):
+            seen["datasets"] = value.__name__
+    seen["positions"] = len(args)
+    if "extra_args_provider" in kwargs:  # 0.17 parses itself
+        arguments.parse_args(kwargs["extra_args_provider"])
+
+
+metrics = Path(os.environ["METRICS"])
+recipe = recipes_index.load("nam56r_h200_slice").with_(
+    pattern="E-/E-", moe_grouped_gemm=False).plus("--no-rope-fusion")
+run = Run(data=("own",), eod=256)
+line = render(recipe, os.environ["VERSION"], run)
+plan = trainer.Plan(recipe, run, line, DataTokens(65536, 256, "abc"), None, "d1g3st", metrics)
+global_vars.unset_global_variables()
+original = megatron.training.training.print_rank_last
+with mock.patch.object(megatron.training, "pretrain", pretrain), \
+        mock.patch.object(trainer, "_check_gpus", lambda torch: None):
+    sys.stdout = open(os.devnull, "w")
+    trainer.launch(plan)
+    sys.stdout = sys.__stdout__
+step = seen["ForwardStep"]
+out["launch"] = {
+    "positions": seen["positions"], "fresh": step._check_first, "device": str(step.device),
+    "datasets": seen["datasets"],
+    "listens": megatron.training.training.print_rank_last is not original,
+    "header": json.loads(metrics.read_text())}
+if "PretrainConfigContainer" in seen:
+    container = seen["PretrainConfigContainer"]
+    out["launch"]["model"] = type(container.model).__name__
+    out["launch"]["overlay"] = megatron.training.get_args().cppmega_overlay
 print("ANSWER" + json.dumps(out))
 """
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.2"])
-def test_every_release_builds_the_models(version: str) -> None:
+def test_every_release_builds_the_models_and_is_handed_the_run(
+    version: str, tmp_path: Path
+) -> None:
     from cppmega.arguments import missing, render
 
     recipes = {
@@ -547,12 +598,26 @@ def test_every_release_builds_the_models(version: str) -> None:
         name: (own.kind, list(render(own.plus(*cpu), version).argv), own.padded_vocab_size)
         for name, own in recipes.items()
     }
-    done = python(pristine(version), MODEL, env={"CASES": json.dumps(cases)})
+    environment = {
+        "CASES": json.dumps(cases),
+        "VERSION": version,
+        "METRICS": str(tmp_path / "metrics.jsonl"),
+    }
+    done = python(pristine(version), MODEL, env=environment)
     assert "ANSWER" in done.stdout, done.stdout[-500:] + done.stderr[-3000:]
     answer = json.loads(done.stdout.partition("ANSWER")[2])
+    launch = answer.pop("launch")
     assert ("dsa" in answer) == (version != "0.17.1")
     for name, (kind, count, own) in answer.items():
         assert count == parameters(recipes[name]).total, name
         wanted = {"0.17.1": "MambaModel"}.get(version, "HybridModel")
         assert kind == ("GPTModel" if name.startswith("gpt") else wanted)
         assert own == (version != "0.19.2")
+    assert launch["positions"] == {"0.17.1": 4, "0.18.2": 5, "0.19.2": 4}[version]
+    assert launch["datasets"] == "provide"
+    assert launch["fresh"] and launch["device"] == "cuda:0" and launch["listens"]
+    assert launch["header"]["overlay"] == "d1g3st" and launch["header"]["data"] == "abc"
+    assert launch["header"]["mock_data"] is False
+    if version != "0.17.1":
+        wanted = "NoneType" if version == "0.18.2" else "HybridModelConfig"
+        assert (launch["model"], launch["overlay"]) == (wanted, "d1g3st")
