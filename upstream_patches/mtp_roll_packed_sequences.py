@@ -286,8 +286,10 @@ def verify() -> None:
 
     # What the layer and the loss see.
     off = ("calculate_per_token_loss", "mtp_detach_heads", "sequence_parallel", "use_mup")
+    off += ("cross_entropy_loss_fusion",)
     config = SimpleNamespace(**dict.fromkeys(off, False), recompute_granularity=None)
     config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 1.0
+    config.config_logger_dir = ""
     layer = mock.MagicMock(config=config, cp_group=None)
     layer._get_embeddings = MethodType(mtp.MultiTokenPredictionLayer._get_embeddings, layer)
     forward = mtp.MultiTokenPredictionLayer.forward
