@@ -14,7 +14,7 @@ from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/moe/router.py:TopKRouter._apply_expert_bias"
-STOCK = "routing_map & (~padding_mask)"
+STOCK = "routing_map & ~padding_mask"
 
 PATCH = Patch(
     edits=(

@@ -1,0 +1,153 @@
+"""What the laws ask about: pages applied in memory to the wheels of every version."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from cppmega import catalogue, marks, overlay, plan
+from cppmega import source as sources
+from cppmega.page import Page, left_alone
+from cppmega.plan import Plan
+from cppmega.receipt import Loaded, Receipt
+from cppmega.result import changes_of
+from cppmega.tree import Tree, sha256
+from tests.support import OLD, UNPINNED, VERSIONS, pristine
+
+EVERY = (*VERSIONS, *OLD, *UNPINNED)
+RECORDED = (*VERSIONS, "0.15.3")
+GOLDEN = Path(__file__).parent / "golden"
+TOGETHER = "_together"
+"""The file with the hashes of all pages together; no page's name begins with `_`."""
+
+
+def names() -> list[str]:
+    """Every page of the catalogue; nothing is loaded."""
+    return [name for name, _ in catalogue.page_files(catalogue.builtin_folder())]
+
+
+@cache
+def pages() -> dict[str, Page]:
+    """Every page of the catalogue."""
+    return catalogue.load()
+
+
+@cache
+def session(version: str) -> overlay.Session:
+    """A session on the shared, pristine wheel of a version: for plans, never for writing."""
+    return overlay.Session(pristine(version), ())
+
+
+def gates() -> dict[str, str]:
+    """An environment with every gate open."""
+    return {page.patch.gate: "1" for page in pages().values() if page.patch.gate}
+
+
+@cache
+def planned(version: str, *only: str) -> Plan:
+    """The plan of some pages, or of all, with every gate open."""
+    excluded = set(pages()) - set(only) if only else set()
+    return session(version).plan(excluded, gates())
+
+
+@cache
+def result(version: str, *only: str) -> dict[str, bytes]:
+    """What the files become with some pages, or with all."""
+    made = planned(version, *only)
+    assert not made.failures, made.failures
+    changes, _, _ = changes_of(made, ())
+    return {path: change.data for path, change in changes.items()}
+
+
+def needed(version: str) -> list[str]:
+    """Pages that a version needs."""
+    verdicts = planned(version).verdicts.values()
+    return [verdict.name for verdict in verdicts if verdict.state == "pending"]
+
+
+def hashes(files: Mapping[str, bytes]) -> dict[str, str]:
+    """What is recorded of a result: hashes, never upstream's text."""
+    return {path: sha256(data) for path, data in sorted(files.items())}
+
+
+def golden(name: str) -> dict[str, dict[str, str]]:
+    """The hashes of a page's results by version, as they are now."""
+    if name == TOGETHER:
+        return {version: hashes(result(version)) for version in RECORDED if _whole(version)}
+    return {
+        version: hashes(result(version, name)) for version in RECORDED if name in needed(version)
+    }
+
+
+def _whole(version: str) -> bool:
+    return not planned(version).failures
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every declared (earlier, later)."""
+    return [(earlier, name) for name, page in pages().items() for earlier in page.patch.after]
+
+
+def foreign_code(before: bytes, after: bytes, targets: Iterable[str], helpers: set[str]) -> str:
+    """Code outside of the targets that differs, computed without the engine's own check."""
+    old, new = ast.parse(before), ast.parse(after)
+    for tree in (old, new):
+        for symbol in targets:
+            (node,) = sources.find(tree, symbol)
+            node.name, node.body, node.decorator_list = "target", [], []
+            if isinstance(node, ast.ClassDef):
+                node.bases, node.keywords = [], []
+            else:
+                node.args, node.returns = ast.arguments(), None
+    left = [ast.dump(statement) for statement in old.body]
+    right = [ast.dump(s) for s in new.body if not _ours(s, helpers)]
+    for statement in left:
+        if statement in right:
+            right.remove(statement)
+        else:
+            return f"gone: {statement[:200]}"
+    return f"new: {right[0][:200]}" if right else ""
+
+
+def _ours(statement: ast.stmt, helpers: set[str]) -> bool:
+    known = {marks.FUNCTION, marks.FLAGS, *helpers}
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id in known
+    return getattr(statement, "name", None) in known
+
+
+def exported(version: str, path: str, data: bytes) -> Tree:
+    """The tree of a version for which nobody vouches, with one file changed."""
+    tree = Tree(pristine(version))
+    tree.__dict__["distributions"] = {}
+    tree.__dict__["_checkout"] = None
+    tree._bytes[path] = data
+    return tree
+
+
+def verdict_on(tree: Tree, name: str) -> str:
+    """The state of one page on a tree."""
+    page = pages()[name]
+    made = plan.make(tree, Loaded(Receipt()), {name: page}, environment=gates())
+    return made.verdicts[name].state
+
+
+def targets(name: str, version: str) -> dict[str, list[str]]:
+    """path -> symbols that a page edits in a version."""
+    found: dict[str, list[str]] = {}
+    for edit in planned(version, name).edits.get(name, ()):
+        assert edit.edit is not left_alone
+        found.setdefault(edit.path, []).append(edit.symbol)
+    return found
+
+
+class Nothing:
+    """A tree in which there is nothing at all, for `fixed_upstream`."""
+
+    def text(self, target: str) -> str:
+        return ""
+
+    def file(self, path: str) -> str:
+        return ""

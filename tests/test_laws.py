@@ -1,0 +1,273 @@
+"""The laws, once for every page and every version: what a patch may and may not do.
+
+The law that a patch is needed, that its proof fails without it, is `cppmega verify`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cppmega import catalogue, overlay
+from cppmega import source as sources
+from cppmega.page import Page, left_alone
+from cppmega.state import FAILURES
+from cppmega.tree import Tree, sha256
+from tests import laws
+from tests.engine import leftovers
+from tests.support import NOT_NEEDED, VERSIONS, copy, pristine
+
+every_page = pytest.mark.parametrize("name", laws.names())
+supported = pytest.mark.parametrize("version", VERSIONS)
+every_version = pytest.mark.parametrize("version", laws.EVERY)
+
+
+def _page(name: str) -> Page:
+    return laws.pages()[name]
+
+
+# -- the page ---------------------------------------------------------------------------------
+
+
+@every_page
+def test_header_is_complete(name: str) -> None:
+    """What, Why, Upstream, Remove, Numerics; a page that says less is not loaded at all."""
+    page = _page(name)
+    assert list(page.labels) == list(catalogue.LABELS)
+    assert page.fixed_upstream is not None and page.verify is not None
+    assert page.patch.feature or any(page.patch.edits)
+
+
+@every_page
+def test_pins_are_the_texts_of_their_versions(name: str) -> None:
+    """A pin that belongs to no text, or to another version's, would patch what nobody looked at."""
+    wrong = []
+    for edit in _page(name).patch.edits:
+        for version, pin in edit.pins.items():
+            if version in laws.EVERY:
+                tree = laws.planned(version).tree
+                survey = laws.planned(version).survey
+                found = survey.fingerprint(tree.read(edit.path), edit)
+                if found != pin:
+                    wrong.append(f"{edit.target} {version}: {found or 'missing'}, not {pin}")
+    assert not wrong
+
+
+@every_page
+def test_nothing_is_no_fix(name: str) -> None:
+    """`fixed_upstream` must see a fix: the absence of the bug's text is not one."""
+    page = _page(name)
+    assert page.fixed_upstream is not None
+    assert not page.fixed_upstream(laws.Nothing())
+
+
+# -- the page on a version ----------------------------------------------------------------------
+
+
+@supported
+@every_page
+def test_known_text(name: str, version: str) -> None:
+    """On the supported versions every page is needed and known, or not needed and says why."""
+    verdict = laws.planned(version).verdicts[name]
+    assert verdict.state not in FAILURES, verdict
+    assert verdict.state == "pending" or verdict.state in NOT_NEEDED
+    assert verdict.state == "pending" or verdict.detail
+
+
+@every_version
+@every_page
+def test_state_is_honest(name: str, version: str) -> None:
+    """Also on releases that nobody pinned: what is needed is known, and what is said is so."""
+    made = laws.planned(version)
+    verdict = made.verdicts[name]
+    page = _page(name)
+    assert page.fixed_upstream is not None
+    if verdict.state == "pending":
+        assert not page.fixed_upstream(made.survey), "it is pinned, and upstream has the fix"
+    elif verdict.state == "upstreamed":
+        assert page.fixed_upstream(made.survey) or _all_left_alone(page, version)
+    elif verdict.state == "not-applicable":
+        _assert_missing(made.tree, verdict.detail)
+    else:
+        assert verdict.state in FAILURES and version not in VERSIONS
+        assert verdict.detail and verdict.next
+
+
+def _all_left_alone(page: Page, version: str) -> bool:
+    edits = [edit for edit in page.patch.edits if version in edit.pins]
+    return bool(edits) and all(edit.edit is left_alone for edit in edits)
+
+
+def _assert_missing(tree: Tree, detail: str) -> None:
+    """The symbol that the verdict names is defined nowhere; found without the engine."""
+    said = re.fullmatch(r"there is no (\S+\.py):(\S+)|(\S+) is not installed here", detail)
+    assert said, detail
+    path, symbol, distribution = said.groups()
+    if distribution:
+        folder = distribution.replace("-", "_")
+        assert not (tree.root / folder).exists()
+        return
+    names = symbol.split(".")
+    for file in (tree.root / path.partition("/")[0]).rglob("*.py"):
+        data = file.read_bytes()
+        if all(name.encode() in data for name in names):
+            assert not sources.find(ast.parse(data), symbol), f"{file} defines {symbol}"
+
+
+@supported
+@every_page
+def test_one_small_target(name: str, version: str) -> None:
+    """The page alone: nothing outside of its targets and what it declares differs."""
+    if name not in laws.needed(version):
+        return
+    files = laws.result(version, name)
+    edited = laws.targets(name, version)
+    assert set(files) == {
+        edit.path for edit in laws.planned(version, name).edits[name] if edit.kind == "source"
+    }
+    for path, data in files.items():
+        edits = [e for e in _page(name).patch.edits if e.path == path]
+        helpers = {helper.__name__ for edit in edits for helper in edit.helpers}
+        imported = {line for edit in edits for line in edit.imports}
+        before = (pristine(version) / path).read_bytes()
+        after = _without(data, imported, before)
+        assert laws.foreign_code(before, after, edited[path], helpers) == ""
+
+
+def _without(data: bytes, lines: set[str], before: bytes) -> bytes:
+    """The text without the imports that the page declares and upstream does not have."""
+    kept = before.splitlines()
+    for line in lines:
+        if line.encode() not in kept:
+            data = data.replace(line.encode() + b"\n", b"", 1)
+    return data
+
+
+@supported
+@every_page
+def test_stable(name: str, version: str) -> None:
+    """What comes out is no text that the page would edit again."""
+    for edit in laws.planned(version, name).edits.get(name, ()):
+        if edit.kind == "source":
+            data = laws.result(version, name)[edit.path]
+            pins = {
+                pin
+                for e in _page(name).patch.edits
+                if e.target == edit.target
+                for pin in e.pins.values()
+            }
+            assert laws.planned(version).survey.fingerprint(data, edit) not in pins
+
+
+@every_page
+def test_result_is_the_recorded_one(name: str) -> None:
+    """Deterministic: the same bytes on every machine, every Python and every day."""
+    file = laws.GOLDEN / f"{name}.json"
+    recorded = json.loads(file.read_text()) if file.exists() else None
+    assert recorded == laws.golden(name), f"run: python scripts/record_golden.py {name}"
+
+
+@every_page
+def test_changed_target_is_drifted(name: str) -> None:
+    """One statement more in any target: the page is neither applied nor taken for retired."""
+    for version in reversed(VERSIONS):
+        if name not in laws.needed(version):
+            continue
+        for edit in laws.planned(version, name).edits[name]:
+            data = (pristine(version) / edit.path).read_bytes()
+            inner = f"{edit.symbol}.__init__" if edit.kind == "class-swap" else edit.symbol
+            (node,) = sources.find(ast.parse(data), inner)
+            lines = data.splitlines(keepends=True)
+            first = node.body[0]
+            lines.insert(first.lineno - 1, b" " * first.col_offset + b"_mutated_ = 1\n")
+            mutant = laws.exported(version, edit.path, b"".join(lines))
+            assert laws.verdict_on(mutant, name) == "drifted", edit.target
+        return
+
+
+# -- pages together -------------------------------------------------------------------------------
+
+
+@supported
+@pytest.mark.parametrize("pair", laws.pairs(), ids=" then ".join)
+def test_declared_pairs_compose(version: str, pair: tuple[str, str]) -> None:
+    wanted = [name for name in pair if name in laws.needed(version)]
+    if len(wanted) == 2:
+        files = laws.result(version, *pair)
+        assert set(files) == {path for name in pair for path in laws.result(version, name)}
+
+
+def test_all_together_is_the_recorded_one() -> None:
+    file = laws.GOLDEN / f"{laws.TOGETHER}.json"
+    recorded = json.loads(file.read_text()) if file.exists() else None
+    assert recorded == laws.golden(laws.TOGETHER), "run: python scripts/record_golden.py"
+
+
+@pytest.mark.parametrize("version", (*VERSIONS, "0.15.3", "0.19.0"))
+def test_apply_and_revert_on_disk(version: str, tmp_path: Path) -> None:
+    """Apply, apply again, revert: exit 0 on the supported versions, RECORD's hashes at the end;
+    on the others the same, or nothing is written."""
+    root = copy(version, tmp_path / "site")
+    record = next(iter(Tree(root).distributions.values())).record
+    assert len(record) > 100
+    for environment in ({}, laws.gates()) if version in VERSIONS else ({},):
+        outcome = _apply(root, environment)
+        assert outcome.ok or version not in VERSIONS, outcome.plan.failures
+        if not outcome.ok:
+            assert outcome.plan.failures and not (root / ".cppmega").exists()
+            continue
+        states = {verdict.state for verdict in outcome.verdicts}
+        assert states <= {"applied", "armed", *NOT_NEEDED}
+        if environment:
+            _assert_patched(root, version)
+        again = _apply(root, environment)
+        assert again.ok and not again.changed and not again.receipt_changed
+    overlay.revert(_session(root))
+    assert not (root / ".cppmega").exists() and not leftovers(root)
+    now = {path: sha256((root / path).read_bytes()) for path in record}
+    assert now == record
+
+
+def _session(root: Path) -> overlay.Session:
+    session = overlay.Session(root, ())
+    session.pages = laws.pages()
+    return session
+
+
+def _apply(root: Path, environment: dict[str, str]) -> overlay.Outcome:
+    return overlay.apply(_session(root), environment=environment)
+
+
+def _assert_patched(root: Path, version: str) -> None:
+    """On disk stands what was computed in memory."""
+    wanted = laws.result(version)
+    assert {path: (root / path).read_bytes() for path in wanted} == wanted
+
+
+@every_version
+def test_every_release_is_patched_or_refused(version: str) -> None:
+    """In memory: on every release all files come out whole, or no file is touched."""
+    made = laws.planned(version)
+    if made.failures:
+        assert version not in VERSIONS
+    else:
+        assert set(laws.result(version)) == set(made.work)
+
+
+def test_export_is_patched_like_the_wheel(tmp_path: Path) -> None:
+    """The same files without a RECORD: known text counts as pristine, and the receipt says so."""
+    version = VERSIONS[-1]
+    root = copy(version, tmp_path / "site")
+    for file in root.glob("*.dist-info/*"):
+        if file.is_file():
+            file.unlink()
+    for folder in root.glob("*.dist-info"):
+        folder.rename(tmp_path / folder.name)
+    assert _apply(root, laws.gates()).ok
+    _assert_patched(root, version)
+    receipt = json.loads((root / ".cppmega" / "receipt.json").read_bytes())
+    assert {entry["origin"] for entry in receipt["files"].values()} == {"unverified"}
