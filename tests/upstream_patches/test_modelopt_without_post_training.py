@@ -7,7 +7,9 @@ import pytest
 from tests.support import patched, pristine, python
 
 SETUP = """
-import sys, types
+import importlib.util
+import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +31,7 @@ class Built(Exception):
     pass
 
 
-def outcome(**given):
+def outcome(training=training, **given):
     args = types.SimpleNamespace(load=None, virtual_pipeline_model_parallel_size=None)
     args.init_model_with_meta_device = False
     args.__dict__.update(given)
@@ -42,39 +44,44 @@ def outcome(**given):
             return type(error).__name__, str(error), args
 
 
-assert outcome()[0] == FIRST
-if FIRST == "Built":
-    plain, modelopt = SCRATCH / "plain", SCRATCH / "modelopt"
-    (plain / "iter_0000001").mkdir(parents=True)
-    (modelopt / "iter_0000001" / "modelopt_state").mkdir(parents=True)
-    assert outcome(load=str(plain))[0] == "Built"
-    assert outcome(load=str(SCRATCH / "none"))[0] == "Built"
-    name, message, _ = outcome(load=str(modelopt))
-    assert name == "RuntimeError" and str(modelopt) in message, message
-    assert outcome(export_kd_teacher_load="teacher")[0] == "RuntimeError"
+spec = importlib.util.spec_from_file_location("megatron.training.stock_training", STOCK)
+stock = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(stock)
+assert outcome(stock)[:2] == ("ModuleNotFoundError", "No module named 'megatron.post_training'")
 
-    # Where post_training is there (a checkout), it decides; one of its own imports failing is said.
-    package = types.ModuleType("megatron.post_training")
-    package.__path__ = []
-    there = types.ModuleType("megatron.post_training.checkpointing")
-    there.has_modelopt_state = lambda load: load == "quantized"
-    sys.modules |= {package.__name__: package, there.__name__: there}
-    name, _, args = outcome(load="quantized")
-    assert name == "Built" and args.modelopt_enabled
-    assert not hasattr(outcome(load="plain")[2], "modelopt_enabled")
-    del sys.modules[there.__name__]
-    package.__path__ = [str(SCRATCH)]
-    (SCRATCH / "checkpointing.py").write_text("import not_there_at_all")
-    assert outcome()[:2] == ("ModuleNotFoundError", "No module named 'not_there_at_all'")
+assert outcome()[0] == "Built"
+plain, modelopt = SCRATCH / "plain", SCRATCH / "modelopt"
+(plain / "iter_0000001").mkdir(parents=True)
+(modelopt / "iter_0000001" / "modelopt_state").mkdir(parents=True)
+assert outcome(load=str(plain))[0] == "Built"
+assert outcome(load=str(SCRATCH / "none"))[0] == "Built"
+name, message, _ = outcome(load=str(modelopt))
+assert name == "RuntimeError" and str(modelopt) in message, message
+assert outcome(export_kd_teacher_load="teacher")[0] == "RuntimeError"
+
+# Where post_training is there (a checkout), it decides; one of its own imports failing is said.
+package = types.ModuleType("megatron.post_training")
+package.__path__ = []
+there = types.ModuleType("megatron.post_training.checkpointing")
+there.has_modelopt_state = lambda load: load == "quantized"
+sys.modules |= {package.__name__: package, there.__name__: there}
+name, _, args = outcome(load="quantized")
+assert name == "Built" and args.modelopt_enabled
+assert not hasattr(outcome(load="plain")[2], "modelopt_enabled")
+del sys.modules[there.__name__]
+package.__path__ = [str(SCRATCH)]
+(SCRATCH / "checkpointing.py").write_text("import not_there_at_all")
+assert outcome()[:2] == ("ModuleNotFoundError", "No module named 'not_there_at_all'")
 print("done")
 """
 
 
+TRAINING = "megatron/training/training.py"
+
+
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2"])
 def test_setup_needs_no_post_training(version: str, tmp_path: Path) -> None:
-    code = f"SCRATCH = {str(tmp_path)!r}\n"
-    done = python(pristine(version), code + "FIRST = 'ModuleNotFoundError'\n" + SETUP)
-    assert done.stdout.endswith("done\n"), done.stderr
-    tree = patched(version, "modelopt_without_post_training")
-    done = python(tree, code + "FIRST = 'Built'\n" + SETUP)
+    stock = str(pristine(version) / TRAINING)
+    code = f"SCRATCH, STOCK = {str(tmp_path)!r}, {stock!r}\n" + SETUP
+    done = python(patched(version, "modelopt_without_post_training"), code)
     assert done.stdout.endswith("done\n"), done.stderr
