@@ -111,9 +111,21 @@ def train(
 
 
 def _session(root: Path | None) -> Session:
-    """The tree that this process imports megatron from."""
+    """The tree that this process imports megatron from.
+
+    Raises:
+        CppmegaError: `two-roots`.
+    """
     active = guard.active()
     if active is not None:  # cppmega.run has chosen it already, and armed its patches
+        chosen = active.session.tree.root
+        if root is not None and root.resolve() != chosen.resolve():
+            raise CppmegaError(
+                "two-roots",
+                f"cppmega.run imports megatron from {chosen}, --megatron names {root}.",
+                "The tree that was checked would not be the one that trains.",
+                f"python -m cppmega.run --megatron {root} scripts/train.py ...",
+            )
         return active.session
     session = Session(root)
     if root is not None:

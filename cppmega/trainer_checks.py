@@ -116,20 +116,21 @@ def check_packages(recipe: Recipe, run: Run) -> None:
     Raises:
         CppmegaError: `package-missing`.
     """
-    needed = {"transformer_engine": "the layers of every recipe for GPUs"}
+    needed = {"transformer_engine": ("the layers of every recipe for GPUs", "")}
     if recipe.uses_dsa and recipe.dsa_kernel_backend == "tilelang":
-        needed["tilelang"] = "the recipe's DSA kernels"
+        needed["tilelang"] = ("the recipe's DSA kernels", "--set dsa_kernel_backend=none")
     if run.tensorboard is not None:
-        needed["tensorboard"] = "--tensorboard"
+        needed["tensorboard"] = ("--tensorboard", "leave --tensorboard out")
     if run.wandb_project:
-        needed["wandb"] = "--wandb-project"
-    for package, purpose in needed.items():
+        needed["wandb"] = ("--wandb-project", "leave --wandb-project out")
+    for package, (purpose, otherwise) in needed.items():
         if importlib.util.find_spec(package) is None:
             raise CppmegaError(
                 "package-missing",
                 f"The package {package} is not installed; it is needed for {purpose}.",
                 "Megatron would stop after the start, or print a warning and log nothing.",
-                f"pip install {package.replace('_', '-')}, or leave that option out",
+                f"pip install {package.replace('_', '-')}"
+                + (f", or {otherwise}" * bool(otherwise)),
             )
 
 
