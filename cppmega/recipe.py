@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cppmega import pattern as patterns
 from cppmega.errors import CppmegaError
@@ -267,21 +269,48 @@ def invalid(
 
 
 def _check_types(recipe: Recipe) -> None:
-    """Words must be known and counts positive: a typo must not become a default."""
-    for name, words in _WORDS.items():
+    """Words must be known, values of their type and counts positive: no typo becomes a default."""
+    for name, hint in _hints().items():
         value = getattr(recipe, name)
-        if value not in words:
+        if not _fits(value, hint):
+            words = get_args(hint) if get_origin(hint) is Literal else ()
             near = difflib.get_close_matches(str(value), words, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             raise invalid(
                 recipe,
-                f"{name}={value!r} is none of {', '.join(words)}.{hint}",
-                "Megatron would refuse it, or take its default.",
+                f"{name}={value!r} is {_wanted(hint)}."
+                + (f" Did you mean {near[0]}?" if near else ""),
+                "Megatron would refuse it, or read something else.",
             )
-    for name in _POSITIVE:
-        value = getattr(recipe, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise invalid(recipe, f"{name}={value!r} must be a whole number above 0.", "It counts.")
+        if name in _POSITIVE and value is not None and value < 1:
+            raise invalid(recipe, f"{name}={value!r} must be above 0.", "It counts something.")
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Recipe)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in inner
+    if origin is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if origin is tuple:
+        many = inner[1:] == (...,)
+        hints = inner[:1] * len(value) if many and isinstance(value, tuple) else inner
+        return (
+            isinstance(value, tuple) and len(value) == len(hints) and all(map(_fits, value, hints))
+        )
+    if isinstance(value, bool) and hint is not bool:
+        return False
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _wanted(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "none of " + ", ".join(get_args(hint))
+    return "no " + (hint.__name__ if isinstance(hint, type) else str(hint))
 
 
 def _check(recipe: Recipe) -> None:
@@ -290,20 +319,6 @@ def _check(recipe: Recipe) -> None:
     check(recipe)
 
 
-_WORDS: dict[str, tuple[str, ...]] = {
-    "kind": get_args(Kind),
-    "precision": get_args(Precision),
-    "activation": get_args(Activation),
-    "attention": get_args(Attention),
-    "position_embedding_type": ("rope", "none"),
-    "dsa_kernel_backend": ("none", "tilelang", "cudnn"),
-    "moe_router_score_function": ("softmax", "sigmoid"),
-    "moe_token_dispatcher_type": ("allgather", "alltoall"),
-    "lr_decay_style": ("constant", "cosine", "linear"),
-    "fp8_format": ("hybrid", "e4m3"),
-    "fp8_recipe": ("tensorwise", "delayed", "blockwise"),
-    "cuda_graph_impl": ("none", "local", "transformer_engine"),
-}
 _POSITIVE = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size"),
     *("kv_channels", "num_query_groups", "make_vocab_size_divisible_by", "rotary_base"),

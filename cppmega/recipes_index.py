@@ -8,7 +8,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,25 +103,7 @@ def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
             changes[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             changes[name] = value  # a word such as tilelang
-        _same_kind(recipe, name, changes[name])
     return recipe.with_(**changes)
-
-
-def _same_kind(recipe: Recipe, name: str, value: object) -> None:
-    """A number for a number and a word for a word; fields that may be None take either."""
-    if name not in {field.name for field in fields(recipe)}:
-        return  # with_ has the better message
-    now = getattr(recipe, name)
-    if now is None or value is None or isinstance(value, type(now)):
-        return
-    if isinstance(now, float) and isinstance(value, int) and not isinstance(value, bool):
-        return
-    raise CppmegaError(
-        "bad-assignment",
-        f"{name}={value!r} is a {type(value).__name__}; {now!r} is a {type(now).__name__}.",
-        "The launch line would carry something that Megatron reads as something else.",
-        f"--set {name}={now!r}",
-    )
 
 
 def describe(recipe: Recipe, version: str = NEWEST) -> dict[str, Any]:

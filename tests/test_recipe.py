@@ -122,6 +122,12 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"num_layers": 4},
         {"hidden_size": 0},
         {"lr_decay_style": "sawtooth"},
+        {"micro_batch_size": True},
+        {"use_distributed_optimizer": 1},
+        {"patches": ["dataset_helpers_prebuilt"]},
+        {"patches": ("dataset_helpers_prebuilt", 2)},
+        {"gates": (("CPPMEGA_X",),)},
+        {"kv_channels": 128.0},
         {"pattern": "DEM"},  # M without sizes
     ],
 )
@@ -210,8 +216,8 @@ def test_words_of_a_command_line_become_values() -> None:
     ("word", "name"),
     [
         ("micro_batch_size", "bad-assignment"),
-        ("micro_batch_size=two", "bad-assignment"),
-        ("lr='high'", "bad-assignment"),
+        ("micro_batch_size=two", "recipe-invalid"),
+        ("lr='high'", "recipe-invalid"),
         ("micro_batch=2", "unknown-field"),
     ],
 )

@@ -234,7 +234,7 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "heads": ("recipe-invalid", [*own, "--set", "num_attention_heads=0"], {}),
         "batch": ("recipe-invalid", [*own, "--set", "micro_batch_size=2"], {}),
         "field": ("unknown-field", [*own, "--set", "micro_batch=2"], {}),
-        "value": ("bad-assignment", [*own, "--set", "micro_batch_size=big"], {}),
+        "value": ("recipe-invalid", [*own, "--set", "micro_batch_size=big"], {}),
         "checkpoint": ("no-checkpoint", [*own, "--load", str(folder)], {}),
         "gate": ("gate-not-set", [str(gate), *own[1:]], {}),
         "variable": ("unknown-variable", own, {"CPPMEGA_LINEAR_CE_KERNAL": "triton"}),
