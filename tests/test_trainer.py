@@ -290,7 +290,7 @@ def test_the_script_prints_the_four_parts_and_exits_with_1(corpus: Path) -> None
 # What comes after the checks, on CPU: parser, datasets, forward step, loss, and the GPU that is
 # not there.
 STEP = """
-import json, os, sys
+import json, math, os, sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -310,7 +310,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.rerun_state_machine import initialize_rerun_state_machine
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import arguments, global_vars
+from megatron.training import arguments, global_vars, training
 
 out = {}
 folder = Path(os.environ["CORPUS"])
@@ -412,6 +412,20 @@ out["packed"] = {
     "total": params.total_tokens, "longest": params.max_seqlen_q,
     "seq_idx": params.seq_idx.tolist(), "sample": params.tokens_per_sample,
     "between": params.pad_between_seqs, "real rows": int(params.real_token_mask_q.sum())}
+
+
+def model_of_even_odds(tokens, position_ids, attention_mask, **given):
+    out["given to the model"] = [
+        attention_mask is None, given["labels"].tolist() == packed.labels.tolist(),
+        given["packed_seq_params"].cu_seqlens_q.tolist()]
+    return torch.full(tokens.shape, math.log(257))
+
+
+step = ForwardStep(short, 256, "cpu", fresh=True)
+output, loss = step(iter([batch]), model_of_even_odds)
+total, count, _ = loss(output)
+out["packed step"] = [float(total / count), int(count), step.taken_squares()]
+out["counted by megatron"] = training._seqlen_stats_in_iteration.tolist()
 unpadded = next_batch(short.with_(document_multiple=1), iter([batch]), 256, "cpu")
 out["unpadded"] = [unpadded.packed_seq_params.cu_seqlens_q.tolist(),
                    unpadded.packed_seq_params.cu_seqlens_q_padded is None]
@@ -485,6 +499,10 @@ def test_packed_documents_as_megatron_gets_them(stepped: dict[str, Any]) -> None
     assert found["positions"][0][8:13] == [0, 1, 2, 3, 4]
     assert (found["total"], found["longest"], found["sample"]) == (16, 8, 8)
     assert found["seq_idx"] == [[0] * 4 + [1] * 4 + [2] * 8]
+    assert stepped["given to the model"] == [True, True, found["real"]]
+    # Documents of 3, 4 and 5 tokens; the second one is cut before its end.
+    assert stepped["packed step"] == [pytest.approx(math.log(257)), 10, (9 + 16 + 25) / 12]
+    assert stepped["counted by megatron"] == [12, 9 + 16 + 25]
     assert found["between"] is True and found["real rows"] == 12
     assert stepped["unpadded"] == [[0, 3, 8, 13, 16], True]
 
