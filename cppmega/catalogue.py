@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
 NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
 BUILTIN = "builtin"
 _HEAVY = {"torch", "megatron", "libcst", "triton", "tilelang", "transformer_engine"}
+_COVERED = {"cppmega.edits", "cppmega.page", "cppmega.errors"}
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _HERE = Path(__file__).resolve().parent
 
@@ -179,7 +181,7 @@ def header_problems(name: str, path: Path, module: Any) -> list[str]:
         problems.append(f"Numerics: does not begin with {' | '.join(NUMERICS)}")
     if not _NAME.match(name):
         problems.append("the file name is not snake_case")
-    for heavy in sorted(_imports(path) & _HEAVY):
+    for heavy in sorted({name.partition(".")[0] for name in _imports(path)} & _HEAVY):
         problems.append(f"it imports {heavy} at top level")
     for function in ("fixed_upstream", "verify"):
         if not callable(getattr(module, function, None)):
@@ -217,25 +219,46 @@ def _patch_problems(patch: Patch) -> list[str]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Top-level packages that a page imports when it is loaded."""
+    """Modules that a Python file imports when it is loaded."""
     found: set[str] = set()
-    for node in ast.parse(path.read_bytes()).body:
+    for node in _body(path.read_bytes()):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add((node.module or "").partition(".")[0])
+            module = node.module or ""
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return found
 
 
+@lru_cache(maxsize=256)
+def _body(data: bytes) -> list[ast.stmt]:
+    return ast.parse(data).body
+
+
 def _revision(path: Path, patch: Patch) -> str:
-    """Hash of what the page is made of: its files, and the files that its helpers come from."""
-    files = {path} if path.stem != "__init__" else set(path.parent.glob("**/*.py"))
+    """Hash of what the page is made of.
+
+    Its files, the files that its helpers come from, and those of our modules that it imports to
+    make its edits; what the engine's own revision covers is left out.
+    """
+    files = {path}
+    if path.stem == "__init__":
+        inside = (file for file in path.parent.rglob("*") if file.is_file())
+        files |= {file for file in inside if "__pycache__" not in file.parts}
     for edit in patch.edits:
         for helper in edit.helpers:
             code = getattr(helper, "__code__", None)
             if code is not None:
                 files.add(Path(code.co_filename))
+    pending = [file for file in files if file.suffix == ".py"]
+    while pending:
+        ours = {name for name in _imports(pending.pop()) if name.startswith("cppmega.")}
+        for name in ours - _COVERED:
+            file = _HERE.parent / f"{name.replace('.', '/')}.py"
+            if file.is_file() and file not in files:
+                files.add(file)
+                pending.append(file)
     digest = hashlib.sha256()
-    for file in sorted(files):
+    for file in sorted(files, key=lambda file: (file.name, file.read_bytes())):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:12]

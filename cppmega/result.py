@@ -101,7 +101,7 @@ def overlay_digest(new: Receipt) -> str:
     for name, page in new.pages.items():
         lines.append(f"page {name} {page.state}")
         lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
-        if page.state == "armed" or "runtime" in str(page.targets):
+        if any(prints["after"] == "runtime" for prints in page.targets.values()):
             lines.append(f"runtime {name} {page.revision}")
     lines += [f"gate {name}={value}" for name, value in new.gates.items()]
     return sha256("\n".join(sorted(lines)).encode())[:16]

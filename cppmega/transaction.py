@@ -125,7 +125,8 @@ def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> 
         receipt: the new receipt; None removes it and all that was kept.
 
     Raises:
-        CppmegaError: `disk-full`, `read-only-tree`, `linked-tree`, `write-failed`, `torn-write`.
+        CppmegaError: `disk-full`, `read-only-tree`, `linked-tree`, `write-failed`, `torn-write`,
+            `changed-meanwhile`, `rollback-failed`.
     """
     place = folder(tree)
     before = interrupted(tree)
@@ -137,10 +138,11 @@ def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> 
         except BaseException:
             _unstage(tree, journal=bool(before))
             raise
+        replaced: list[str] = []
         try:
-            _replace_all(tree, changes, receipt)
+            _replace_all(tree, changes, receipt, replaced)
         except BaseException:
-            _roll_back(tree, changes, journal=bool(before))
+            _roll_back(tree, replaced, journal=bool(before))
             raise
     with _named_faults(tree, "The change itself is complete."):
         step("forget originals")
@@ -223,9 +225,19 @@ def drop_bytecode(path: Path) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def _replace_all(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> None:
+def _replace_all(
+    tree: Tree, changes: Mapping[str, Change], receipt: bytes | None, replaced: list[str]
+) -> None:
     for path in changes:
         step(f"replace {path}")
+        if (tree.root / path).read_bytes() != tree.read(path):
+            raise CppmegaError(
+                "changed-meanwhile",
+                f"{path} was changed by somebody else while it was being patched.",
+                "Their change would be lost without a trace.",
+                "let pip or the other tool finish, then run `python -m cppmega.apply_patches`",
+            )
+        replaced.append(path)
         _temporary(tree.root / path).replace(tree.root / path)
         step(f"bytecode {path}")
         drop_bytecode(tree.root / path)
@@ -247,9 +259,9 @@ def _replace_all(tree: Tree, changes: Mapping[str, Change], receipt: bytes | Non
     _sync_folder(place)
 
 
-def _roll_back(tree: Tree, changes: Mapping[str, Change], journal: bool) -> None:
+def _roll_back(tree: Tree, replaced: Iterable[str], journal: bool) -> None:
     try:
-        for path in changes:
+        for path in replaced:
             data = tree.read(path)
             if data is not None and (tree.root / path).read_bytes() != data:
                 _stage(tree.root / path, data)

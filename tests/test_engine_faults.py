@@ -543,6 +543,29 @@ def test_tree_is_looked_at_again_under_the_lock(lab: Lab, monkeypatch: pytest.Mo
     assert not (lab.root / ".cppmega").exists()
 
 
+@pytest.mark.parametrize("path", [A, B])
+def test_somebody_edits_while_we_patch(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """pip does not know our lock: its new file is neither overwritten nor rolled back."""
+    lab.wheel()
+    _two_pages(lab)
+
+    def meddle(name: str) -> None:
+        if name == f"replace {path}":
+            (lab.root / path).write_bytes(b"theirs = 1\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transaction, "step", meddle)
+        with pytest.raises(CppmegaError) as caught:
+            lab.apply()
+    assert caught.value.name == "changed-meanwhile" and path in caught.value.what
+    assert (lab.root / path).read_bytes() == b"theirs = 1\n"
+    other = B if path == A else A
+    assert (lab.root / other).read_bytes() == FILES[other]
+    assert not leftovers(lab.root)
+
+
 def test_somebody_writes_what_we_just_wrote(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written is read back: a torn write is found before the receipt says applied."""
     lab.wheel()
