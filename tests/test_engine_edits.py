@@ -304,9 +304,19 @@ def test_one_helper_of_two_edits() -> None:
     assert done.index("def helper") < done.index("def f")
 
 
-def test_helper_name_that_upstream_uses() -> None:
+@pytest.mark.parametrize(
+    "head",
+    [
+        "helper = print",
+        "def helper():\n    pass",
+        "class helper:\n    pass",
+        "from os import path as helper",
+        "try:\n    import helper\nexcept ImportError:\n    pass",
+    ],
+)
+def test_helper_name_that_upstream_uses(head: str) -> None:
     """Our helper would silently replace upstream's function, or the other way round."""
-    text = "helper = print\n\n\n" + _PLAIN
+    text = f"{head}\n\n\n{_PLAIN}"
     fails("helper-name-taken", text, replacing("return x", "return helper(x)"), helpers=(helper,))
 
 

@@ -122,7 +122,8 @@ def _restart(lab: Lab, tree: Path) -> None:
     for path in (A, B):  # stale bytecode that must not survive a replaced file
         cache = (lab.root / path).parent / "__pycache__"
         cache.mkdir(exist_ok=True)
-        (cache / f"{Path(path).stem}.cpython-312.pyc").write_bytes(b"old")
+        for python in ("cpython-311", "cpython-312", "cpython-312.opt-1"):
+            (cache / f"{Path(path).stem}.{python}.pyc").write_bytes(b"old")
 
 
 def _whole(lab: Lab) -> None:
@@ -527,6 +528,41 @@ def test_lock_that_is_never_released(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     assert lab.apply().ok
 
 
+def test_lock_file_that_is_gone_locks_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last user removed the folder while we waited: whoever comes next locks a new file."""
+    lab.wheel()
+    place = lab.root / ".cppmega"
+    real = fcntl.flock
+    calls = 0
+
+    def flock(handle: int, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            shutil.rmtree(place)
+        real(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    handle = transaction._acquire(place, lab.said.append)
+    assert calls == 2 and os.fstat(handle).st_ino == (place / "lock").stat().st_ino
+    os.close(handle)
+
+
+def test_work_that_another_process_did_meanwhile(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.wheel()
+    lab.page()
+    acquire = transaction._acquire
+
+    def slow(*arguments: Any) -> int:
+        monkeypatch.setattr(transaction, "_acquire", acquire)
+        assert lab.apply().changed == [A]
+        return acquire(*arguments)
+
+    monkeypatch.setattr(transaction, "_acquire", slow)
+    outcome = lab.apply()
+    assert outcome.ok and not outcome.changed and not outcome.receipt_changed
+
+
 def test_tree_is_looked_at_again_under_the_lock(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """While we waited somebody edited the file: the first look no longer counts."""
     lab.wheel()
@@ -574,11 +610,16 @@ def test_somebody_writes_what_we_just_wrote(lab: Lab, monkeypatch: pytest.Monkey
     def meddle(name: str) -> None:
         if name == f"read back {A}":
             (lab.root / A).write_bytes(b"torn")
+            bytecode.parent.mkdir()
+            bytecode.write_bytes(b"of the patched text")
+
+    bytecode = (lab.root / A).parent / "__pycache__" / "a.cpython-311.pyc"
 
     monkeypatch.setattr(transaction, "step", meddle)
     with pytest.raises(CppmegaError) as caught:
         lab.apply()
     assert caught.value.name == "torn-write"
+    assert not bytecode.exists()
     lab.pristine()
 
 

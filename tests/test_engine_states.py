@@ -206,9 +206,12 @@ def test_duplicated_class_makes_its_methods_ambiguous(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("fixed", ["True", "False", "'x' not in source.text(TARGET)"])
-def test_torn_file_is_never_upstreamed_or_not_applicable(lab: Lab, fixed: str) -> None:
+@pytest.mark.parametrize("vouched", [True, False])
+def test_torn_file_is_never_upstreamed_or_not_applicable(
+    lab: Lab, fixed: str, vouched: bool
+) -> None:
     """Half a file has no feature and no bug: that is no answer about upstream."""
-    lab.wheel()
+    lab.wheel() if vouched else lab.export()
     lab.page(fixed=fixed, feature=(TARGET,), code=f"TARGET = {TARGET!r}")
     (lab.root / A).write_bytes(FILES[A][: FILES[A].index(b"x):")])
     verdict = lab.refused()
@@ -232,6 +235,22 @@ def test_bytes_that_are_no_python(lab: Lab, data: bytes) -> None:
     lab.page()
     (lab.root / A).write_bytes(data + FILES[A])
     assert lab.refused().state == "drifted"
+
+
+def test_encoding_that_does_not_give_the_bytes_back(lab: Lab) -> None:
+    """Writing the file would change bytes that no edit meant."""
+    lab.files[A] = b"# coding: raw_unicode_escape\n# \\u00e9\n" + FILES[A]
+    lab.export()
+    lab.page(pins={"1.0": pin(FILES[A], "double")})
+    verdict = lab.refused()
+    assert verdict.state == "drifted" and "same bytes" in verdict.detail
+
+
+def test_torn_file_elsewhere_is_no_new_place(lab: Lab) -> None:
+    lab.page()
+    lab.files |= {A: FILES[A].replace(b"double", b"treble"), B: b"def double(x):\nif (\n"}
+    lab.export()
+    assert lab.refused().state == "absent"
 
 
 def test_hand_edit_is_never_upstreamed(lab: Lab) -> None:
@@ -653,6 +672,21 @@ def test_upgrade_over_a_patched_tree(lab: Lab, tmp_path: Path) -> None:
     assert lab.apply().ok
     lab.applied("page", "theirs")
     lab.revert()
+    lab.pristine()
+
+
+def test_rewritten_record_forgets_nothing(lab: Lab) -> None:
+    """Another installer writes RECORD anew, with the same hashes: the patch is still ours."""
+    lab.wheel()
+    lab.page()
+    lab.apply()
+    (record,) = lab.root.glob("*.dist-info/RECORD")
+    record.write_text(record.read_text() + "megatron_core-1.0.dist-info/INSTALLER,,\n")
+    assert "another installation" in lab.status().notes[0]
+    assert lab.apply().ok
+    lab.applied("page")
+    record.write_text(record.read_text() + "megatron_core-1.0.dist-info/REQUESTED,,\n")
+    assert lab.revert().ok
     lab.pristine()
 
 

@@ -345,9 +345,10 @@ def test_checkout_of_another_version_over_a_patched_tree(lab: Lab) -> None:
 
 def test_git_variables_do_not_lead_astray(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIT_DIR is set inside hooks: it names another repository than the tree's."""
-    lab.export()
+    _checkout(lab)
+    (lab.root / ".git").rename(lab.root.with_name("elsewhere"))
     lab.page()
-    monkeypatch.setenv("GIT_DIR", str(REPOSITORY / ".git"))
+    monkeypatch.setenv("GIT_DIR", str(lab.root.with_name("elsewhere")))
     monkeypatch.setenv("GIT_WORK_TREE", str(lab.root))
     lab.apply()
     assert lab.receipt().files[A].origin == "unverified"
