@@ -16,7 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 FINE, NOT_AS_IT_MUST_BE, INTERNAL = 0, 1, 2
 
 
-_ORDER = ("apply", "list", "explain", "status", "diff", "verify", "drift", "revert", "recipes")
+_ORDER = (
+    *("apply", "list", "explain", "status", "diff", "verify", "drift", "revert"),
+    *("recipes", "preflight"),
+)
 
 
 class _Commands(click.Group):

@@ -6,11 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Outcome
 from cppmega.state import FAILURES, MEANING, Verdict
+
+if TYPE_CHECKING:
+    from cppmega.check import Finding
 
 _COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
 
@@ -41,6 +44,19 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> None:
             print(f"{'':<15} {'':<{width}}  {v.target}: {MEANING[v.state]}")
             if v.next:
                 print(f"{'':<15} {'':<{width}}  next: {v.next}")
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """State, check, detail; failures with their name, why they matter and the next command."""
+    rows = list(findings)
+    width = max((len(row.check) for row in rows), default=0)
+    colours = {"ok": "32", "failed": "31", "not-run": "33"}
+    for row in rows:
+        state = coloured(f"{row.state:<15}", colours.get(row.state, ""))
+        print(f"{state} {row.check:<{width}}  {row.name or row.what}".rstrip())
+        if row.state == "failed":
+            for label, text in (("what", row.what), ("why", row.why), ("next", row.next)):
+                print(f"{'':<15} {'':<{width}}  {label + ':':<5} {text}")
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:

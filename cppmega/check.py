@@ -1,0 +1,113 @@
+"""What a preflight check may look at, and what it may answer.
+
+A check is one file of `cppmega/checks/`: a docstring that says what it refuses, `AFTER` (the checks
+that must hold before it can say anything) and `check(context)`, which returns a line of detail,
+raises the error that must stop the launch, or raises `NotApplicable`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay import Session
+from cppmega.recipe import Recipe
+
+State = Literal["ok", "failed", "not-applicable", "not-run"]
+
+
+class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
+    """There is nothing to check here; the message says why."""
+
+
+class Refused(Exception):  # noqa: N818
+    """Several things are wrong at once: a user wants to know all of them."""
+
+    def __init__(self, errors: Iterable[CppmegaError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("; ".join(map(str, self.errors)))
+
+
+def refuse(errors: Iterable[CppmegaError]) -> None:
+    """Raise what was found; returns where nothing was."""
+    found = tuple(errors)
+    if found:
+        raise Refused(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer of one check; a check that found several things wrong has several."""
+
+    check: str
+    state: State
+    name: str = ""
+    """Of the error, kebab-case; empty unless `failed`."""
+    what: str = ""
+    """What happened; or the detail of a check that holds, or why there was nothing to check."""
+    why: str = ""
+    next: str = ""
+
+    @property
+    def error(self) -> CppmegaError:
+        """A failure as the exception that stops a launch."""
+        return CppmegaError(self.name, self.what, self.why, self.next)
+
+    def as_json(self) -> dict[str, str]:
+        """One entry of `checks` in the JSON answer."""
+        return {
+            "check": self.check,
+            "state": self.state,
+            "name": self.name,
+            "what": self.what,
+            "why": self.why,
+            "next": self.next,
+        }
+
+
+@dataclass
+class Context:
+    """One launch, before it happens. Everything slow is looked at once, when first asked for."""
+
+    root: Path | None = None
+    """Folder that holds megatron/; None: the one Python would import."""
+    catalogues: Sequence[Path] | None = None
+    recipe: Recipe | None = None
+    arguments: tuple[str, ...] = ()
+    """Words of the launch line after the recipe: the trainer's own options and Megatron's.
+    Without a recipe: a whole line for Megatron's parser."""
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """What the training processes will see."""
+    training_machine: bool = field(default_factory=lambda: gpu_here())
+    """This is the machine that trains: it has a GPU."""
+    nodes: int = 1
+    """Hosts over which the recipe's GPUs are spread."""
+    folder: Path | None = None
+    """Where the run will write, if it is known: a launcher's run folder."""
+    deep: bool = False
+    """Also run each kernel's parity on this GPU: minutes instead of seconds."""
+
+    @cached_property
+    def session(self) -> Session:
+        """The tree and its catalogue."""
+        return Session(self.root, self.catalogues)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the launch cannot do without one; a launch of unknown content can."""
+        return self.recipe is not None and self.recipe.gpus > 0
+
+    @cached_property
+    def memory(self) -> dict[str, Any]:
+        """What one check leaves for later ones: an answer that took a process to get."""
+        return {}
+
+
+def gpu_here() -> bool:
+    """Whether this machine has an NVIDIA driver with a device, without importing torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

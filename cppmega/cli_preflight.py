@@ -1,0 +1,62 @@
+"""The command that looks before a launch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, cli, tree_options
+
+
+@cli.command()
+@tree_options
+@click.argument("recipe", required=False)
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
+@click.option("--deep", is_flag=True, help="Also run every kernel's parity on this GPU (minutes).")
+@click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Hosts.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def preflight(
+    root: Path | None,
+    patches: Sequence[Path],
+    as_json: bool,
+    recipe: str | None,
+    changes: Sequence[str],
+    deep: bool,
+    nodes: int,
+    arguments: Sequence[str],
+) -> None:
+    """Everything that can be known to be wrong before a launch; exit 0 only if all holds.
+
+    RECIPE is a shipped name or a path. Behind `--`: the words that the launch line has after it,
+    the trainer's own options (--data, --save ...) or Megatron's arguments. Without a recipe they
+    are a whole line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
+    """
+    from cppmega import preflight as checks
+    from cppmega import recipes_index, report
+    from cppmega.check import Context
+
+    if recipe is not None and recipe.startswith("-"):  # there was no recipe in front of the --
+        arguments = (recipe, *arguments)
+        recipe = None
+    chosen = recipes_index.load(recipe) if recipe is not None else None
+    if chosen is not None:
+        chosen = recipes_index.with_text(chosen, changes)
+    elif changes:
+        raise click.UsageError("--set changes a recipe, and none is named")
+    context = Context(
+        root=root,
+        catalogues=patches or None,
+        recipe=chosen,
+        arguments=tuple(arguments),
+        nodes=nodes,
+        deep=deep,
+    )
+    found = checks.examine(context, lambda name: report.say(f"preflight: {name}"))
+    if as_json:
+        report.print_json({**report.NOTHING, **found.as_json()})
+    else:
+        report.print_findings(found.findings)
+    sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)

@@ -1,0 +1,106 @@
+"""Everything that can be known to be wrong before a launch: `examine`, and its command line.
+
+Checks run in order and each says its name before it starts. One whose prerequisite failed is
+`not-run`, which is no pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from cppmega import receipt
+from cppmega.check import Context, Finding, NotApplicable, Refused
+from cppmega.checks import ORDER
+from cppmega.errors import CppmegaError
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What the checks found."""
+
+    findings: tuple[Finding, ...]
+    megatron: dict[str, str] | None
+    """Version and root; None where no tree was found."""
+    digest: str
+    """Of the overlay that the receipt names; empty where there is none."""
+
+    @property
+    def ok(self) -> bool:
+        """Every check holds, or has nothing to say about this launch."""
+        return all(finding.state in ("ok", "not-applicable") for finding in self.findings)
+
+    @property
+    def failures(self) -> list[Finding]:
+        """What must be put right, the first cause first."""
+        return [finding for finding in self.findings if finding.state == "failed"]
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return {
+            "schema": 1,
+            "megatron": self.megatron,
+            "digest": self.digest,
+            "ok": self.ok,
+            "checks": [finding.as_json() for finding in self.findings],
+        }
+
+
+def examine(context: Context, progress: Progress | None = None) -> Preflight:
+    """Run every check on a launch; nothing is written, nothing is started.
+
+    Args:
+        progress: called with a check's name before it starts.
+    """
+    findings: list[Finding] = []
+    unsound: set[str] = set()
+    for name in ORDER:
+        module = importlib.import_module(f"cppmega.checks.{name}")
+        broken = [earlier for earlier in module.AFTER if earlier in unsound]
+        if broken:
+            findings.append(Finding(name, "not-run", what=f"{broken[0]} does not hold"))
+            unsound.add(name)
+            continue
+        if progress is not None:
+            progress(name)
+        answers = list(_answers(name, module, context))
+        findings += answers
+        if any(answer.state == "failed" for answer in answers):
+            unsound.add(name)
+    if "one_root" in unsound:
+        return Preflight(tuple(findings), None, "")
+    session = context.session
+    megatron = {"version": session.tree.version, "root": str(session.root)}
+    return Preflight(tuple(findings), megatron, receipt.load(session.tree).receipt.digest)
+
+
+def _answers(name: str, module: Any, context: Context) -> Iterator[Finding]:
+    try:
+        yield Finding(name, "ok", what=module.check(context))
+    except NotApplicable as reason:
+        yield Finding(name, "not-applicable", what=str(reason))
+    except Refused as refused:
+        for error in refused.errors:
+            yield _failed(name, error)
+    except CppmegaError as error:
+        yield _failed(name, error)
+
+
+def _failed(check: str, error: CppmegaError) -> Finding:
+    return Finding(check, "failed", error.name, error.what, error.why, error.next)
+
+
+def main() -> NoReturn:
+    """`python -m cppmega.preflight` is `cppmega preflight`."""
+    from cppmega import cli
+
+    cli.main(["preflight", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
