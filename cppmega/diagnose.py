@@ -35,6 +35,8 @@ class FileView:
     origin: Origin
     ours: bool
     """The current bytes are what an earlier apply wrote."""
+    story: str = ""
+    """What became of a file that we wrote: edited since, or its original lost."""
 
     @property
     def foreign(self) -> bool:
@@ -44,7 +46,8 @@ class FileView:
     @property
     def orphaned(self) -> bool:
         """The file carries our text, and nothing says how it came there."""
-        return not self.ours and any(mark in (self.current or b"") for mark in _FOOTPRINTS)
+        known = self.ours or self.story
+        return not known and any(mark in (self.current or b"") for mark in _FOOTPRINTS)
 
 
 def view(
@@ -57,10 +60,10 @@ def view(
     """
     current = tree.read(path)
     origin, wanted = tree.pristine(path)
+    entry = loaded.receipt.files.get(path)
     if current is None:
         return FileView(path, None, None, origin, False)
     now = sha256(current)
-    entry = loaded.receipt.files.get(path)
     written = list(interrupted.get(path, ()))
     written += [Written(entry.before, entry.after)] if entry is not None else []
     if origin == "unverified":
@@ -70,7 +73,12 @@ def view(
         return FileView(path, current, current, origin, False)
     kept = original(tree, wanted) or tree.git_blob(path)
     ours = kept is not None and any(w.after == now and w.before == wanted for w in written)
-    return FileView(path, current, kept, origin, ours)
+    story = ""
+    if written and not ours:
+        story = f"{path} was edited after we patched it"
+        if written[-1].after == now:
+            story = f"{path} is as we patched it, but the kept original of it is gone"
+    return FileView(path, current, kept, origin, ours, story)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,7 @@ def diagnose(
         edits = tuple(edit for edit in edits if edit.edit is not left_alone)
         strange = [edit for edit in edits if views[edit.path].foreign]
         if strange:
-            return Diagnosis(verdict=_foreign(page, strange[0], tree, loaded, views))
+            return Diagnosis(verdict=_foreign(page, strange[0], tree, views))
         if not edits:
             return _no(page, "upstreamed", "its texts are known to need no edit")
         return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
@@ -191,6 +199,8 @@ def _why(
     path = target.partition(":")[0]
     explain = f"cppmega explain {page.name}"
     restore = restoring(tree, views[path])
+    if views[path].story:
+        return "drifted", views[path].story, restore
     if views[path].orphaned:
         return "drifted", "it carries our patch, but neither receipt nor original is left", restore
     if print_ == MISSING:
@@ -211,18 +221,10 @@ def _why(
     return "drifted", f"its text is none of those known ({', '.join(versions)})", explain
 
 
-def _foreign(
-    page: Page, edit: Edit, tree: Tree, loaded: Loaded, views: Mapping[str, FileView]
-) -> Verdict:
+def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) -> Verdict:
     file = views[edit.path]
-    entry = loaded.receipt.files.get(edit.path)
-    if entry is not None and entry.after == sha256(file.current or b""):
-        detail = f"{edit.path} is as we patched it, but the kept original of it is gone"
-    elif file.origin == "unverified":
-        detail = f"{edit.path} was edited after we patched it"
-    else:
-        who = "the wheel's RECORD" if file.origin == "record" else "the commit"
-        detail = f"{edit.path} differs from {who} outside of the target"
+    who = "the wheel's RECORD" if file.origin == "record" else "the commit"
+    detail = file.story or f"{edit.path} differs from {who} outside of the target"
     kind = page.patch.kind
     return Verdict(
         page.name, kind, "foreign", edit.target, detail, next=restoring(tree, views[edit.path])

@@ -718,11 +718,16 @@ def test_edit_of_a_patched_file_is_foreign(lab: Lab) -> None:
 
 
 def test_edit_of_patched_text_is_drifted(lab: Lab) -> None:
+    """Every page of the file says what happened, also one that upstream made needless there."""
     lab.wheel()
     lab.page()
+    lab.page("fixed", f"{A}:Layer.forward", pins={"9.9": "0" * 16}, fixed="True")
     lab.apply()
+    assert lab.verdict("fixed").state == "upstreamed"
     lab.change(A, b"2 * x", b"4 * x")
     assert lab.refused().state == "drifted"
+    for name in ("page", "fixed"):
+        assert "edited after we patched it" in lab.verdict(name).detail
 
 
 # -- the receipt ---------------------------------------------------------------------------------
