@@ -156,7 +156,7 @@ def run(
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     chosen = recipes_index.with_text(recipes_index.load(recipe), changes)
-    prefix = data or prepare(work / "data" / "corpus", text)
+    prefix = data or prepare(work / "data" / "corpus", text, site)
     bench = Bench(chosen, changes, site.resolve(), work.resolve(), out.resolve(), prefix, timeout)
     target = out / f"{recipe}.json"
     result = json.loads(target.read_text()) if target.is_file() else {}
@@ -176,20 +176,20 @@ def run(
     print(table(result))
 
 
-def prepare(prefix: Path, text: tuple[Path, ...]) -> Path:
+def prepare(prefix: Path, text: tuple[Path, ...], site: Path) -> Path:
     """Real text as a dataset: what is given, or the sources of Python's standard library."""
     if not corpus.with_suffix(prefix, ".json").is_file():
         sources = text or (Path(os.__file__).parent,)
         command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py")]
         command += ["--out", str(prefix), *map(str, sources)]
         command += [] if text else ["--suffix", ".py"]
-        subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
+        subprocess.run(command, check=True, env=environment(site.resolve()), stdout=sys.stderr)
     return prefix
 
 
-def environment() -> dict[str, str]:
-    """This process's, with the repository first."""
-    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+def environment(*first: Path) -> dict[str, str]:
+    """This process's, with the repository first and these folders after it."""
+    path = os.pathsep.join([str(REPOSITORY), *map(str, first), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
