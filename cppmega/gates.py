@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
@@ -14,6 +14,8 @@ OWN = {
     "CPPMEGA_OVERLAY": "set by cppmega.run for its child processes",
     "CPPMEGA_ROOT": "set by cppmega.run for its child processes",
     "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
+    "CPPMEGA_RUNS": "folder of the run folders (default: ./runs)",
+    "CPPMEGA_RUN": "set by cppmega launch for its ranks: the run folder",
 }
 """Variables that the package itself reads."""
 
@@ -27,6 +29,11 @@ NOT_IN_THIS_RELEASE = {
     "CPPMEGA_PREFER_NATIVE_HOPPER_CE",
 }
 """Switches of the earlier overlay that people still have in their launch scripts."""
+
+GIVES_NAN = {
+    "CPPMEGA_MTP_NATIVE_HOPPER_CE": "it filled the gradients of the MTP heads with NaN",
+}
+"""Switches of the earlier overlay that broke runs: who sets one copies a broken run."""
 
 _ON, _OFF = {"1", "true", "on", "yes"}, {"", "0", "false", "off", "no"}
 
@@ -45,6 +52,12 @@ def check(pages: Iterable[Page], environment: Mapping[str, str] = os.environ) ->
     Raises:
         CppmegaError: `unknown-variable`, with the nearest name.
     """
+    for problem in problems(pages, environment):
+        raise problem
+
+
+def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[CppmegaError]:
+    """Every variable that nothing declares, as the error that says so."""
     known = declared(pages)
     for name in sorted(environment):
         if not name.startswith("CPPMEGA_") or name in known:
@@ -56,7 +69,7 @@ def check(pages: Iterable[Page], environment: Mapping[str, str] = os.environ) ->
             hint = f"Did you mean {near[0]}?"
         else:
             hint = "No page declares it."
-        raise CppmegaError(
+        yield CppmegaError(
             "unknown-variable",
             f"{name} is set, and nothing reads it. {hint}",
             "You would believe that a switch is on which does nothing.",
@@ -92,3 +105,26 @@ def values(pages: Iterable[Page], environment: Mapping[str, str]) -> dict[str, s
         for page in pages
         if page.patch.gate is not None
     }
+
+
+def check_applied(
+    pages: Iterable[Page], applied: Mapping[str, str], environment: Mapping[str, str], where: str
+) -> None:
+    """Does the environment of a run say what it said when the patches were applied?
+
+    Args:
+        applied: the gates in the receipt.
+        where: whose environment it is.
+
+    Raises:
+        CppmegaError: `gate-differs`.
+    """
+    for name, value in values(pages, environment).items():
+        if applied.get(name, "0") != value:
+            raise CppmegaError(
+                "gate-differs",
+                f"{where}: {name} is {value} here and was {applied.get(name, '0')} when "
+                "the patches were applied.",
+                "The run would not do what its environment says.",
+                f"export {name}={applied.get(name, '0')}, or apply again with {name}={value}",
+            )

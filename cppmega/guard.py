@@ -80,7 +80,8 @@ def start(root: Path | None = None) -> Guard:
             "Nothing proves that the patches are in the code that trains.",
             "python -m cppmega.apply_patches",
         )
-    _check_gates(session, loaded.receipt)
+    if not os.environ.get(OVERLAY):  # a child process inherits its parent's answer
+        gates.check_applied(session.pages.values(), loaded.receipt.gates, os.environ, where())
     plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
     wrong = [v for v in plan.verdicts.values() if v.state in overlay.NOT_WHOLE]
     if wrong or overlay_digest(loaded.receipt) != loaded.receipt.digest:
@@ -279,19 +280,6 @@ def _refuse_missing(missing: set[str], when: str) -> None:
         "see `cppmega explain NAME`; a run that does not need it takes it out with "
         "`cppmega revert NAME`",
     )
-
-
-def _check_gates(session: Session, applied: Receipt) -> None:
-    now = gates.values(session.pages.values(), os.environ)
-    for name, value in now.items():
-        if applied.gates.get(name, "0") != value and not os.environ.get(OVERLAY):
-            raise CppmegaError(
-                "gate-differs",
-                f"{where()}: {name} is {value} here and was {applied.gates.get(name, '0')} when "
-                "the patches were applied.",
-                "The run would not do what its environment says.",
-                f"export {name}={applied.gates.get(name, '0')}, or apply again with {name}={value}",
-            )
 
 
 def _watch_megatron() -> None:

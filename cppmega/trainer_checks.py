@@ -258,21 +258,8 @@ def check_arguments(recipe: Recipe, run: Run, args: Any) -> None:
     Raises:
         CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`.
     """
-    if not args.check_for_nan_in_loss_and_grad:
-        raise CppmegaError(
-            "nan-checks-off",
-            "The NaN checks of loss and gradient are off.",
-            "A run full of NaN gradients looks like a fast one.",
-            "leave out whatever switches them off",
-        )
-    if not args.bf16 or (args.fp8 is not None) != (recipe.precision == "fp8"):
-        found = f"bf16={args.bf16}, fp16={args.fp16}, fp8={args.fp8}"
-        raise CppmegaError(
-            "precision-differs",
-            f"Recipe {recipe.name} says {recipe.precision}; the line says {found}.",
-            "The result would be filed under a precision it did not have.",
-            "recipe.with_(precision=...) instead of an argument",
-        )
+    check_nan(args)
+    check_precision(recipe, args)
     if args.mock_data != run.mock_data:
         raise CppmegaError(
             "mock-data-differs",
@@ -286,4 +273,35 @@ def check_arguments(recipe: Recipe, run: Run, args: Any) -> None:
             f"context_parallel_size={args.context_parallel_size}.",
             "This trainer does not split a sequence over ranks: they would all see all of it.",
             "leave --context-parallel-size out",
+        )
+
+
+def check_nan(args: Any) -> None:
+    """Are Megatron's checks of loss and gradient on?
+
+    Raises:
+        CppmegaError: `nan-checks-off`.
+    """
+    if not args.check_for_nan_in_loss_and_grad:
+        raise CppmegaError(
+            "nan-checks-off",
+            "The NaN checks of loss and gradient are off.",
+            "A run full of NaN gradients looks like a fast one.",
+            "leave out whatever switches them off",
+        )
+
+
+def check_precision(recipe: Recipe, args: Any) -> None:
+    """Does the line train in the precision that the recipe names?
+
+    Raises:
+        CppmegaError: `precision-differs`.
+    """
+    if not args.bf16 or (args.fp8 is not None) != (recipe.precision == "fp8"):
+        found = f"bf16={args.bf16}, fp16={args.fp16}, fp8={args.fp8}"
+        raise CppmegaError(
+            "precision-differs",
+            f"Recipe {recipe.name} says {recipe.precision}; the line says {found}.",
+            "The result would be filed under a precision it did not have.",
+            "recipe.with_(precision=...) instead of an argument",
         )
