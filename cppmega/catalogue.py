@@ -203,7 +203,7 @@ def _patch_problems(patch: Patch) -> list[str]:
             problems.append(f"the variable {name} does not begin with CPPMEGA_")
     seen: set[tuple[str, str]] = set()
     for edit in patch.edits:
-        if not re.match(r"[\w/]+\.py:[A-Za-z_][\w.]*\Z", edit.target):
+        if not re.match(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z", edit.target):
             problems.append(f"target {edit.target!r} is not path.py:Symbol")
         if edit.kind not in KINDS:
             problems.append(f"kind {edit.kind!r} is none of {', '.join(KINDS)}")

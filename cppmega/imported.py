@@ -13,6 +13,7 @@ from cppmega.errors import CppmegaError
 from cppmega.page import Edit
 from cppmega.receipt import Receipt
 from cppmega.runtime import module_name
+from cppmega.source import plain
 from cppmega.tree import sha256
 
 PACKAGES = ("megatron", "mamba_ssm", "liger_kernel", "transformer_engine")
@@ -84,11 +85,13 @@ def _differing(
     module: types.ModuleType, data: bytes, path: str, symbols: set[str]
 ) -> Iterator[str]:
     """Edited functions whose live code object is not the one that the file compiles to."""
-    fresh = dict(_code_objects(compile(data, path, "exec", dont_inherit=True), ""))
+    fresh: dict[str, list[types.CodeType]] = {}
+    for name, code in _code_objects(compile(data, path, "exec", dont_inherit=True), ""):
+        fresh.setdefault(name, []).append(code)
     for symbol in sorted(symbols):
-        live = _live_code(module, symbol)
-        code = fresh.get(symbol)
-        if live is not None and code is not None and not _same(live, code):
+        live = _live_code(module, plain(symbol))
+        codes = fresh.get(plain(symbol), [])  # several: one for each branch of an `if`
+        if live is not None and codes and not any(_same(live, code) for code in codes):
             yield symbol
 
 

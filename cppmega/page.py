@@ -39,7 +39,8 @@ class Edit:
     """
 
     target: str
-    """`path/below/root.py:Qualified.name`; functions nest with a dot like methods do."""
+    """`path/below/root.py:Qualified.name`; functions nest with a dot like methods do. Where a file
+    defines a name several times, `name#2` is the second of them."""
     pins: Mapping[str, str]
     """Version of the distribution -> fingerprint of the target's pristine text."""
     edit: Callable[[Any], Any]

@@ -16,7 +16,17 @@ from cppmega import fingerprint, marks, names, node_edits
 from cppmega.edits import function_text
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page
-from cppmega.source import Definition, Span, Text, decode, find, parse, shares_its_lines, span
+from cppmega.source import (
+    Definition,
+    Span,
+    Text,
+    decode,
+    find,
+    parse,
+    plain,
+    shares_its_lines,
+    span,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +304,10 @@ def _check(
             "Only what a page declares may differ from upstream.",
             "report this: an edit cannot normally do it",
         )
-    undefined = names.undefined(new_tree, set(groups) | set(extra.helpers), path)
+    edited = {plain(symbol) for symbol in groups}
+    undefined = names.undefined(new_tree, edited | set(extra.helpers), path)
     if undefined:
-        undefined -= names.undefined(parse(old, path), set(groups), path)
+        undefined -= names.undefined(parse(old, path), edited, path)
     if undefined:
         raise CppmegaError(
             "undefined-name",

@@ -13,7 +13,7 @@ from cppmega.page import Edit, Page
 from cppmega.survey import MISSING, Survey
 from cppmega.tree import Tree
 
-TARGET = re.compile(r"[\w/]+\.py:[A-Za-z_][\w.]*\Z")
+TARGET = re.compile(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z")
 _NO_TARGET = "megatron/core/TODO.py:TODO"
 """A page without a target is `absent` on every tree: it stops apply until it names one."""
 

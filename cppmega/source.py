@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from cppmega.errors import CppmegaError
 
+_COUNT = re.compile(r"#\d+")
 _LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -112,11 +113,23 @@ def definitions(tree: ast.AST) -> Iterator[Definition]:
 
 
 def find(tree: ast.Module, symbol: str) -> list[Definition]:
-    """Every definition with that qualified name; more than one is the caller's to refuse."""
+    """Every definition with that qualified name; more than one is the caller's to refuse.
+
+    `name#2` is the second of several: upstream defines some functions once for every branch of an
+    `if HAVE_TE`, and a page must say which of them it means.
+    """
     scopes: list[ast.AST] = [tree]
     for part in symbol.split("."):
-        scopes = [node for scope in scopes for node in definitions(scope) if node.name == part]
+        name, _, nth = part.partition("#")
+        scopes = [node for scope in scopes for node in definitions(scope) if node.name == name]
+        if nth:
+            scopes = scopes[int(nth) - 1 : int(nth)]
     return scopes  # type: ignore[return-value]
+
+
+def plain(symbol: str) -> str:
+    """The name without the count behind it: what Python knows the symbol by."""
+    return _COUNT.sub("", symbol)
 
 
 def span(tree: ast.Module, text: Text, node: Definition) -> Span:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page
-from cppmega.source import Definition, Text, decode, find, parse, shares_its_lines, span
+from cppmega.source import Definition, Text, decode, find, parse, plain, shares_its_lines, span
 from cppmega.tree import Tree, sha256
 
 MISSING = ""
@@ -98,8 +98,8 @@ class Survey:
     def elsewhere(self, target: str) -> list[str]:
         """Files, other than the target's own, that define a symbol of this name."""
         path, _, symbol = target.partition(":")
-        last = symbol.rpartition(".")[2].encode()
-        first = symbol.partition(".")[0].encode()
+        last = plain(symbol).rpartition(".")[2].encode()
+        first = plain(symbol).partition(".")[0].encode()
         package = path.partition("/")[0] + "/"
         hits = []
         for other in self.tree.python_files:

@@ -1,0 +1,81 @@
+"""`name#2`: a page names one of several definitions, one for each branch of an `if`."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from cppmega import imported
+from cppmega.errors import CppmegaError
+from tests.engine import TARGET, A, Lab
+
+_EITHER = b"""\
+HAVE = True
+
+if HAVE:
+
+    def double(x):
+        return x + x
+
+else:
+
+    def double(x):
+        return x + x + 0
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.files[A] = _EITHER
+    return lab
+
+
+@pytest.mark.parametrize(("nth", "edit"), [(1, '"x + x", "3 * x"'), (2, '"x + x + 0", "3 * x"')])
+def test_only_the_definition_that_is_counted_changes(lab: Lab, nth: int, edit: str) -> None:
+    lab.page(target=f"{TARGET}#{nth}", edit=f"replacing({edit})")
+    lab.wheel()
+    assert lab.apply().ok
+    lab.applied("page")
+    assert lab.value("double(4)") == (12 if nth == 1 else 8)
+    assert lab.text().count("3 * x") == 1
+    assert lab.revert().ok
+    lab.pristine()
+
+
+@pytest.mark.parametrize(("target", "state"), [("#1", "drifted"), ("#3", "absent")])
+def test_counted_definition_is_known_by_its_text(lab: Lab, target: str, state: str) -> None:
+    """Another text in that place, and a place that is not there."""
+    lab.page(target=TARGET + target, pins={"1.0": "0123456789abcdef"})
+    lab.wheel()
+    assert lab.refused().state == state
+
+
+def test_undefined_name_in_a_counted_definition(lab: Lab) -> None:
+    lab.page(target=f"{TARGET}#1", edit='replacing("x + x", "missing * x")')
+    lab.wheel()
+    with pytest.raises(CppmegaError, match="missing") as caught:
+        lab.apply()
+    assert caught.value.name == "undefined-name"
+
+
+def test_live_code_may_be_that_of_either_branch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.page(target=f"{TARGET}#2", edit='replacing("x + x + 0", "3 * x")')
+    lab.wheel()
+    session = lab.session()
+    assert lab.apply().ok
+    module = types.ModuleType("megatron.core.a")
+    module.__file__ = str(lab.root / A)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    edits = {"page": session.pages["page"].patch.edits}
+    for branch in ("True", "False"):
+        text = lab.text().replace("HAVE = True", f"HAVE = {branch}")
+        exec(compile(text, module.__file__, "exec"), module.__dict__)
+        imported.check(lab.root, lab.receipt(), edits)
+    exec("def double(x):\n    return 0", module.__dict__)
+    with pytest.raises(CppmegaError, match="double") as caught:
+        imported.check(lab.root, lab.receipt(), edits)
+    assert caught.value.name == "stale-code"
