@@ -44,6 +44,7 @@ class Guard:
     edits: dict[str, tuple[Edit, ...]]
     began: bool = False
     stepped: bool = False
+    logged: bool = False
     saved: bool = False
     idle: dict[str, str] = field(default_factory=dict)
     """Pages that this run need not reach -> the reason."""
@@ -191,6 +192,15 @@ def after_first_step(args: Any = None) -> None:
         print(summary(reached), file=sys.stderr, flush=True)
 
 
+def after_first_log(args: Any = None) -> None:
+    """The same for pages that are reached when Megatron counts and logs what a step did."""
+    if _GUARD is None or _GUARD.logged:
+        return
+    reached = set().union(*gather(marks.reached()))
+    _refuse_missing(_required(args, ("log",)) - reached, "the first log")
+    _GUARD.logged = True
+
+
 def after_first_save(args: Any = None) -> None:
     """The same for pages that are reached when a checkpoint is saved."""
     if _GUARD is None or _GUARD.saved:
@@ -290,13 +300,14 @@ def _watch_megatron() -> None:
 
 
 def _watch_training(module: Any) -> None:
-    # train() looks both names up in its own module, so replacing them there is enough.
+    # train() looks these names up in its own module, so replacing them there is enough.
     module.train_step = _around(module.train_step, before_first_step, after_first_step)
+    module.training_log = _around(module.training_log, _nothing, after_first_log)
     module.save_checkpoint = _around(module.save_checkpoint, _nothing, after_first_save)
 
 
 def _nothing() -> None:
-    """Before a checkpoint there is nothing to check."""
+    """Before a log or a checkpoint there is nothing to check."""
 
 
 def _around(

@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol, get_args
 Kind = Literal["source", "class-swap", "method-wrap", "function-swap"]
 """`source` is written to disk; the others are installed when the module is imported."""
 
-Reached = Literal["startup", "forward", "backward", "save", "never"]
-"""When a run must have passed through the patched code; `never` for code no run need reach."""
+Reached = Literal["startup", "forward", "backward", "log", "save", "never"]
+"""When a run must have passed through the patched code: by the end of its first step, by the end of
+Megatron's first log, of its first checkpoint; `never` for code no run need reach."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REACHED: tuple[str, ...] = get_args(Reached)

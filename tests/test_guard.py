@@ -31,11 +31,14 @@ TRAINING = """
 from megatron.core.thing import double
 def train_step():
     return double(2)
+def training_log():
+    return "logged"
 def save_checkpoint():
     return "saved"
 def train(steps):
     for _ in range(steps):
         train_step()
+        training_log()
     save_checkpoint()
 """
 
@@ -294,7 +297,10 @@ def test_megatrons_own_train_step_is_found(bench: Bench) -> None:
     assert code == 0 and "reached: double_doubles" in err, err
 
 
-def test_a_page_of_the_save_phase_is_checked_at_the_first_save(bench: Bench) -> None:
+@pytest.mark.parametrize(("phase", "said"), [("log", "first log"), ("save", "first checkpoint")])
+def test_a_page_of_a_later_phase_is_checked_when_that_phase_ends(
+    bench: Bench, phase: str, said: str
+) -> None:
     files = {
         "megatron/training/__init__.py": "",
         "megatron/training/training.py": TRAINING,
@@ -307,14 +313,14 @@ def test_a_page_of_the_save_phase_is_checked_at_the_first_save(bench: Bench) -> 
         target="megatron/core/thing.py:half",
         source="def half(x):\n    return x / 2\n",
         edit='replacing("return x / 2", "return x * 0.5")',
-        patch='reached="save"',
+        patch=f'reached="{phase}"',
     )
     root = bench.tree(files=files)
     script = bench.folder / "pretrain.py"
     script.write_text("from megatron.training import training\ntraining.train(2)\n")
     ((code, _, err),) = bench.run(root, script=script)
     assert code == 1 and "page-not-reached" in err and "half_halves" in err
-    assert "first checkpoint" in err
+    assert said in err
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

@@ -165,7 +165,7 @@ PATCH = Patch(
             "batch_size * args.seq_length**2",
         ),
     ),
-    reached="never",  # the step is over when its FLOPs are counted
+    reached="log",
     feature=(FLOPS, "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention"),
 )
 

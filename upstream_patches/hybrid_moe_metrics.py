@@ -45,7 +45,7 @@ PATCH = Patch(
             ),
         ),
     ),
-    reached="forward",
+    reached="log",
     feature=(TARGET,),
     when=lambda args: bool(getattr(args, "num_experts", None)),
 )
