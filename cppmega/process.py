@@ -1,0 +1,63 @@
+"""Processes of a run on this host: which live, whose children they are, how they end together."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the parent ends: no rank may hold a GPU for a launcher that is gone."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def started(pid: int) -> str:
+    """When a process started, in ticks since boot: tells it from a later one of the same number.
+
+    Empty where there is no such process, or only its exit status waits to be read.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def alive(pid: int, since: str) -> bool:
+    """Whether that process still runs."""
+    return bool(since) and started(pid) == since
+
+
+def boot() -> str:
+    """Names the time since this machine was started; process numbers mean nothing beyond it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of a process."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, file.read_text().split())
+    return sorted(child for child in found if started(child))
+
+
+def send(pid: int, number: signal.Signals) -> bool:
+    """Send a signal; whether there was somebody to get it."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
