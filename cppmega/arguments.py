@@ -325,6 +325,9 @@ def _run(recipe: Recipe, run: Run) -> Iterator[Argument]:
     yield "--eval-interval", (str(_NEVER),)
     yield "--log-interval", (str(run.log_interval),)
     yield "--log-throughput", ()
+    # A loss or gradient that is no number ends the run at once, in its first step too. Megatron's
+    # default runs the step again, saves the lost weights, and checks nothing in the first step.
+    yield "--rerun-mode", ("disabled",)
     yield "--no-create-attention-mask-in-dataloader", ()  # every attention here is causal
     if run.mock_data:
         yield "--mock-data", ()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cppmega.catalogue import builtin_folder
+from cppmega import smoke_text
 from cppmega.recipe import Recipe
 
 END = 256
@@ -67,18 +67,6 @@ class Pack:
         return labels, mask
 
 
-def paragraphs() -> list[bytes]:
-    """The corpus: the paragraphs of this package's and its catalogue's sources."""
-    files = sorted([*Path(__file__).parent.glob("*.py"), *builtin_folder().glob("*.py")])
-    found = []
-    for file in files:
-        for block in file.read_bytes().split(b"\n\n"):
-            text = block.strip(b"\n")
-            if len(text) >= 8:
-                found.append(text)
-    return found
-
-
 def build(folder: Path) -> None:
     """Write the indexed datasets `train` and `held_out` (one document in ten), once.
 
@@ -89,7 +77,8 @@ def build(folder: Path) -> None:
     if (folder / "held_out.idx").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    documents = paragraphs()
+    documents = smoke_text.paragraphs()
+    smoke_text.write_card(folder, documents)
     for name, held_out in (("train", False), ("held_out", True)):
         builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=np.int32)
         for text in documents:

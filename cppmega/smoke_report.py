@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cppmega import cpu, smoke, smoke_data
+from cppmega import cpu, smoke, smoke_data, smoke_loop, smoke_state
 from cppmega.recipe import Recipe
 
 
@@ -40,9 +40,9 @@ def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
     Both runs are scored by the same code, with inputs and labels shifted document by document.
     """
     model, _, optimizer = smoke.build(recipe)
-    smoke.load(run, model, optimizer)
+    smoke_state.load(run, model, optimizer)
     model.eval()
-    packs = smoke_data.packs(data / "held_out", recipe, smoke.SEED)
+    packs = smoke_data.packs(data / "held_out", recipe, smoke_loop.SEED)
     heads: list[torch.Tensor] = []
     # A copy: Megatron's cross entropy turns the logits into probabilities in place.
     hook = model.output_layer.register_forward_hook(lambda *a: heads.append(a[2][0].clone()))

@@ -13,13 +13,23 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cppmega import gates, guard, imported, recipes_index
+from cppmega import (
+    failure,
+    finite,
+    gates,
+    guard,
+    imported,
+    overlay_record,
+    receipt,
+    recipes_index,
+)
 from cppmega import trainer_checks as checks
 from cppmega.arguments import Rendered, Run, render
 from cppmega.arithmetic import flops, megatron_flops, parameters
@@ -28,8 +38,7 @@ from cppmega.overlay import Session
 from cppmega.recipe import Recipe
 from cppmega.trainer_batch import DataTokens, dataset_provider
 from cppmega.trainer_log import MOCK, Log, append
-
-_FOLDER = click.Path(path_type=Path)
+from cppmega.trainer_options import options
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,59 +57,32 @@ class Plan:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe")
-@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
-@click.option("--data", multiple=True, metavar="PREFIX", help="A prepared dataset; repeatable.")
-@click.option("--tokenizer", help="What made the data, where its card does not say or to check it.")
-@click.option("--eod", help="End token of that tokenizer, where its files do not say it.")
-@click.option("--data-cache", type=_FOLDER, help="Folder for sample indices [beside the data].")
-@click.option("--mock-data", is_flag=True, help="Train on made-up tokens; every line says so.")
-@click.option("--save", type=_FOLDER, help="Checkpoints; a run started again goes on from them.")
-@click.option("--load", type=_FOLDER, help="Go on from the checkpoint of another run.")
-@click.option("--save-interval", type=int, default=500, show_default=True, help="Steps.")
-@click.option("--exit-interval", type=int, help="End after a multiple of this many steps.")
-@click.option("--log-interval", type=int, default=1, show_default=True, help="Steps.")
-@click.option("--tensorboard", type=_FOLDER, help="Folder for TensorBoard.")
-@click.option("--wandb-project", default="", help="Log to this Weights & Biases project.")
-@click.option("--wandb-name", default="", help="Name of the run there [the recipe's].")
-@click.option("--metrics", type=_FOLDER, help="File for one JSON object per logged step.")
-@click.option("--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here.")
+@options
 @click.option("--dry-run", is_flag=True, help="Check everything files can tell, print the line.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def train(
     recipe: str,
     changes: tuple[str, ...],
-    data: tuple[str, ...],
+    arguments: tuple[str, ...],
     tokenizer: str | None,
     eod: str | None,
-    data_cache: Path | None,
-    mock_data: bool,
-    save: Path | None,
-    load: Path | None,
-    save_interval: int,
-    exit_interval: int | None,
-    log_interval: int,
-    tensorboard: Path | None,
-    wandb_project: str,
-    wandb_name: str,
     metrics: Path | None,
     root: Path | None,
     dry_run: bool,
+    **options: Any,
 ) -> None:
-    """Train RECIPE, a shipped name or a path. See `cppmega recipes`."""
-    resumed = save is not None and load is None and (save / checks.CHECKPOINT).is_file()
-    run = Run(
-        data=data,
-        mock_data=mock_data,
-        data_cache=data_cache,
-        save=save,
-        load=save if resumed else load,
-        save_interval=save_interval,
-        exit_interval=exit_interval,
-        log_interval=log_interval,
-        tensorboard=tensorboard,
-        wandb_project=wandb_project,
-        wandb_name=wandb_name,
-    )
-    changed = recipes_index.with_text(recipes_index.load(recipe), changes)
+    """Train RECIPE, a shipped name or a path. See `cppmega recipes`.
+
+    ARGUMENTS behind `--` are Megatron's own, and are added to the recipe's.
+    """
+    run = run_of(**options)
+    changed = recipes_index.with_text(recipes_index.load(recipe), changes).plus(*arguments)
+    if changed.kind == "loop" and not dry_run:
+        from cppmega import smoke_loop
+
+        checks.check_checkpoint(run.load)
+        smoke_loop.train(changed, run, metrics, tokenizer=tokenizer, eod=eod)
+        return
     session = _session(root)
     ready = plan(changed, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)
     if dry_run:
@@ -108,6 +90,12 @@ def train(
     ready = on_this_machine(ready)
     if not dry_run:
         launch(ready)
+
+
+def run_of(*, save: Path | None, load: Path | None, **options: Any) -> Run:
+    """What the options say of one start; a run started again goes on from its own checkpoint."""
+    resumed = save is not None and load is None and (save / checks.CHECKPOINT).is_file()
+    return Run(save=save, load=save if resumed else load, **options)
 
 
 def _session(root: Path | None) -> Session:
@@ -152,7 +140,7 @@ def plan(
             "recipe-is-a-loop",
             f"Recipe {recipe.name} runs in a loop of our own, not in Megatron's pretrain.",
             "Megatron's training loop and optimizer insist on CUDA.",
-            "python -m cppmega.run scripts/smoke.py train --out runs/smoke",
+            "cppmega launch smoke_cpu",
         )
     gates.check(session.pages.values())
     version = session.tree.version
@@ -197,7 +185,13 @@ def launch(ready: Plan) -> None:
 
     _check_gpus(torch)
     sys.argv = [sys.argv[0], *ready.rendered.argv]
-    from megatron.training import arguments, pretrain, set_startup_timestamps, training
+    from megatron.training import (
+        arguments,
+        checkpointing,
+        pretrain,
+        set_startup_timestamps,
+        training,
+    )
 
     checks.check_arguments(ready.recipe, ready.run, parse(arguments, ready))
     _announce(ready)
@@ -210,7 +204,7 @@ def launch(ready: Plan) -> None:
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     step = ForwardStep(ready.recipe, ready.data.eod, device, fresh=ready.run.load is None)
-    _hear(training, ready, step, torch)
+    _hear(training, checkpointing, ready, step, torch)
     cache = str(ready.run.data_cache) if ready.run.data_cache is not None else None
     data = dataset_provider(ready.recipe, ready.data, ready.run.data, cache)
     kind = ModelType.encoder_or_decoder
@@ -258,6 +252,7 @@ def _own_arguments(ready: Plan) -> Any:
         group = parser.add_argument_group("cppmega")
         group.add_argument("--cppmega-recipe", default=ready.recipe.name)
         group.add_argument("--cppmega-overlay", default=ready.overlay)
+        group.add_argument("--cppmega-patches", default=overlay_record.dump(_record(ready)))
         group.add_argument("--cppmega-data", default=ready.data.fingerprint)
         return parser
 
@@ -276,8 +271,11 @@ def _check_gpus(torch: Any) -> None:
         )
 
 
-def _hear(training: Any, ready: Plan, step: Any, torch: Any) -> None:
-    """Take Megatron's log line on its way out; train() looks the function up in its module."""
+def _hear(training: Any, checkpointing: Any, ready: Plan, step: Any, torch: Any) -> None:
+    """Take Megatron's log line on its way out, and a step's failure on its way up.
+
+    train() looks both functions up in its module.
+    """
 
     def last_rank() -> bool:
         return bool(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
@@ -291,6 +289,34 @@ def _hear(training: Any, ready: Plan, step: Any, torch: Any) -> None:
         metrics=ready.metrics,
     )
     training.print_rank_last = log.around(training.print_rank_last, last_rank)
+    training.train_step = finite.around_train_step(training.train_step)
+    # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
+    checkpointing.check_checkpoint_args = _telling_overlay(
+        checkpointing.check_checkpoint_args, _record(ready)
+    )
+
+
+def _telling_overlay(check: Callable[..., None], now: overlay_record.Record) -> Callable[..., None]:
+    """Megatron's look at a checkpoint's arguments, with a line on the overlay they were made by."""
+
+    def told(saved: Any, **options: Any) -> None:
+        then = overlay_record.parse(getattr(saved, "cppmega_patches", ""))
+        line = overlay_record.said_of_checkpoint(then, now)
+        if line and int(os.environ.get("RANK", "0")) == 0:
+            print(line, flush=True)
+        check(saved, **options)
+
+    return told
+
+
+def _record(ready: Plan) -> overlay_record.Record:
+    """What the checkpoint says of the code that made it."""
+    active = guard.active()
+    if active is not None:
+        return overlay_record.of(active.receipt)
+    if ready.session is None:
+        return {"digest": ready.overlay}
+    return overlay_record.of(receipt.load(ready.session.tree).receipt)
 
 
 def _announce(ready: Plan) -> None:
@@ -328,6 +354,7 @@ def main() -> None:
     try:
         train.main(prog_name="train", standalone_mode=False)
     except CppmegaError as error:
+        failure.record(error)
         print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
         sys.exit(1)
     except click.ClickException as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega.arithmetic import flops
+from cppmega.finite import check_row
 from cppmega.recipe import Recipe
 
 MOCK = "MOCK DATA"
@@ -69,6 +70,7 @@ class Log:
             say(self.line(message, row))
             if self._metrics is not None and writes():
                 append(self._metrics, row)
+            check_row(row["loss"], row["grad_norm"])
 
         return spoken
 

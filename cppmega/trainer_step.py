@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cppmega.errors import CppmegaError
+from cppmega.finite import Watch, loss_error
 from cppmega.recipe import Recipe
 from cppmega.trainer_batch import next_batch
 
@@ -36,6 +37,7 @@ class ForwardStep:
         self._check_first = fresh
         self.squares: list[float] = []
         """Of every micro-batch since somebody last looked, for the FLOPs."""
+        self._watch = Watch()
 
     def __call__(
         self, data_iterator: Iterator[dict[str, torch.Tensor]], model: Any
@@ -50,6 +52,7 @@ class ForwardStep:
         self.squares.append(batch.squares)
         if batch.packed_seq_params is not None:
             _count_for_megatron(batch.packed_seq_params.cu_seqlens_q)
+        self._watch.begin(model)
         output = model(
             batch.tokens,
             batch.position_ids,
@@ -64,23 +67,18 @@ class ForwardStep:
         """Sum of the losses of tokens that count, how many they are, and what is logged.
 
         Raises:
-            CppmegaError: `first-loss-implausible`.
+            CppmegaError: `loss-not-finite`, `first-loss-implausible`.
         """
         import torch
-        from megatron.core.rerun_state_machine import get_rerun_state_machine
 
         mask = loss_mask.reshape(-1).float()
         total = (output.reshape(-1).float() * mask).sum()
         tokens = mask.sum().detach().to(torch.int)
-        # These checks have no switch: a golden throughput once had nothing but NaN gradients.
-        for name, rejected in (("NaN", torch.isnan), ("Inf", torch.isinf)):
-            get_rerun_state_machine().validate_result(
-                result=total,
-                rejection_func=rejected,
-                message=f"found {name} in the loss of this rank",
-                tolerance=0.0,
-                fatal=True,
-            )
+        # This check has no switch: a golden throughput once had nothing but NaN gradients. And it
+        # is not Megatron's, which lets the first step pass, runs a bad one again and then saves it.
+        if not bool(torch.isfinite(total)):
+            raise loss_error(float(total.detach()), self._watch)
+        self._watch.end()
         if self._check_first:
             self._check_first = False
             check_first_loss(self.recipe, float(total.detach() / tokens.clamp(min=1)))

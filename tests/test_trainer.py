@@ -149,10 +149,14 @@ def test_mock_data_marks_every_line_with_a_throughput(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "m.jsonl").read_text())["mock_data"] is True
 
 
-def test_nan_is_read_as_nan(tmp_path: Path) -> None:
-    _, say = log(tmp_path)
-    say(LINE.replace("1.112345E+01", "nan"))
-    assert math.isnan(json.loads((tmp_path / "m.jsonl").read_text())["loss"])
+@pytest.mark.parametrize("number", ["1.112345E+01", "4.310"])
+def test_a_logged_nan_is_kept_and_stops_the_run(number: str, tmp_path: Path) -> None:
+    said, say = log(tmp_path)
+    with pytest.raises(CppmegaError, match="step-not-finite"):
+        say(LINE.replace(number, "nan"))
+    row = json.loads((tmp_path / "m.jsonl").read_text())
+    assert math.isnan(row["loss"]) or math.isnan(row["grad_norm"])
+    assert len(said) == 1
 
 
 # Every way to break a launch that files can tell, in one process that must not import torch.
@@ -240,7 +244,7 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "variable": ("unknown-variable", own, {"CPPMEGA_LINEAR_CE_KERNAL": "triton"}),
         "incomplete": ("recipe-not-complete", ["nam56r_h200_8gpu_bf16", *own[1:]], {}),
         "incomplete fp8": ("recipe-not-complete", ["nam56r_h200_8gpu_fp8", *own[1:]], {}),
-        "loop": ("recipe-is-a-loop", ["smoke_cpu"], {}),
+        "loop": ("not-supported", ["smoke_cpu", "--mock-data"], {}),
         "unpatched": ("patch-missing", own, {}),
     }
 
@@ -299,7 +303,7 @@ import torch
 from tests.te_stand_ins import install
 
 install()
-from cppmega import recipes_index, trainer
+from cppmega import finite, recipes_index, trainer
 from cppmega.arguments import Run, render
 from cppmega.errors import CppmegaError
 from cppmega.trainer_batch import DataTokens, dataset_provider, next_batch
@@ -394,11 +398,47 @@ resumed = ForwardStep(plain, 256, "cpu", fresh=False)
 out["resumed"] = named(lambda: resumed.loss(torch.ones(2, 64), torch.full((2, 64), 1.0)))
 bad = torch.full((2, 64), 1.0)
 bad[0, 3] = float("nan")
-try:
-    resumed.loss(torch.ones(2, 64), bad)
-    out["nan loss"] = "accepted"
-except Exception as error:
-    out["nan loss"] = f"{type(error).__name__}: {error}"
+out["nan loss"] = named(lambda: resumed.loss(torch.ones(2, 64), bad))
+
+
+def broken_step():
+    output, loss = resumed(iter(loader), model)
+    loss(output)
+
+
+# Which layer first: an output that is not finite, a weight, a gradient; then all is well again.
+poison = float("nan")
+hook = model.decoder.layers[0].register_forward_hook(lambda m, i, o: (o[0] * poison, *o[1:]))
+out["nan layer"] = named(broken_step)
+hook.remove()
+weight = model.decoder.layers[0].mlp.linear_fc1.weight
+kept = weight.detach().clone()
+weight.data[3, 3] = float("inf")
+out["inf weight"] = named(broken_step)
+weight.data.copy_(kept)
+out["healthy again"] = named(broken_step)
+model.zero_grad()
+spoil = lambda gradient: gradient * poison
+hook = model.decoder.layers[0].register_forward_hook(
+    lambda m, i, o: o[0].register_hook(spoil) and None)
+output, loss = resumed(iter(loader), model)
+loss(output)[0].backward()
+hook.remove()
+
+
+def train_step(forward_step, data_iterator, model):  # what Megatron's raises with --rerun-mode
+    raise RuntimeError("Rank 0: Unexpected result nan (message='found NaN in local grad norm')")
+
+
+out["nan gradient"] = named(lambda: finite.around_train_step(train_step)(step, None, [model]))
+# An MTP depth that is lost leaves the main loss as it was.
+model.zero_grad()
+hook = model.mtp.layers[0].register_forward_hook(lambda m, i, o: (o[0] * poison, *o[1:]))
+output, loss = resumed(iter(loader), model)
+loss(output)[0].backward()
+hook.remove()
+out["nan mtp"] = named(lambda: finite.around_train_step(train_step)(step, None, [model]))
+model.zero_grad()
 
 rows = torch.tensor([[1, 2, 256, 3, 4, 5, 6, 256, 7], [8, 9, 10, 11, 256, 12, 13, 14, 15]])
 batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": torch.ones(2, 8),
@@ -421,6 +461,7 @@ def model_of_even_odds(tokens, position_ids, attention_mask, **given):
     return torch.full(tokens.shape, math.log(257))
 
 
+model_of_even_odds.named_modules = lambda: iter(())
 step = ForwardStep(short, 256, "cpu", fresh=True)
 output, loss = step(iter([batch]), model_of_even_odds)
 total, count, _ = loss(output)
@@ -487,7 +528,19 @@ def test_one_step_of_a_real_model(stepped: dict[str, Any]) -> None:
 def test_an_implausible_first_loss_and_nan_stop_the_run(stepped: dict[str, Any]) -> None:
     assert stepped["first loss"].startswith("first-loss-implausible")
     assert stepped["resumed"] == "accepted"
-    assert "NaN" in stepped["nan loss"]
+    assert stepped["nan loss"].startswith("loss-not-finite: The loss is NaN")
+
+
+@pytest.mark.megatron
+def test_what_is_not_finite_is_said_with_the_layer_it_began_in(stepped: dict[str, Any]) -> None:
+    assert "decoder.layers.0 is the first layer whose output is not finite" in stepped["nan layer"]
+    assert "the loss of MTP depth 1 is not finite" in stepped["nan mtp"]
+    assert "the weights of decoder.layers.0 are not finite" in stepped["inf weight"]
+    assert "mlp.linear_fc1.weight" in stepped["inf weight"]
+    assert stepped["healthy again"] == "accepted"
+    said = stepped["nan gradient"]
+    assert said.startswith("gradient-not-finite: found NaN in local grad norm")
+    assert "the gradient of decoder.layers.0.mlp.linear_fc2.weight [64, 256] is the first" in said
 
 
 @pytest.mark.megatron

@@ -1,0 +1,198 @@
+"""Which layer first: where a loss or a gradient stopped being finite.
+
+A forward hook on every layer keeps its output until the pass has ended. That costs no kernel, no
+synchronisation and no collective: most of them are kept for the backward pass anyway. Only when a
+run is lost already are they looked at, on the rank that is lost and without asking the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from cppmega.errors import CppmegaError
+
+_OWN = ("embedding",)
+"""Modules beside the layers that are worth a name of their own. Not the head: its logits are the
+largest tensor of a run, and must not live longer for our sake."""
+
+
+class Watch:
+    """The outputs of one forward pass, layer by layer."""
+
+    def __init__(self) -> None:
+        self._watched: set[int] = set()
+        self._outputs: list[tuple[str, Any, Any]] = []
+
+    def begin(self, model: Any) -> None:
+        """Forget the last pass; watch a model from now on."""
+        self._outputs.clear()
+        if id(model) in self._watched:
+            return
+        self._watched.add(id(model))
+        for name, module in layers(model):
+            module.register_forward_hook(self._hook(name))
+
+    def end(self) -> None:
+        """The pass was as it must be: nothing of it is needed any more."""
+        self._outputs.clear()
+
+    def origin(self) -> str:
+        """Where the values of the last pass stopped being finite."""
+        import torch
+
+        for name, module, output in self._outputs:
+            bad = [key for key, p in module.named_parameters() if not _finite(p)]
+            if bad:
+                return f"the weights of {name} are not finite ({bad[0]})"
+            tensor = _tensor(output)
+            if tensor is not None and not _finite(tensor):
+                with torch.no_grad():
+                    count = int((~torch.isfinite(tensor)).sum())
+                return (
+                    f"{name} is the first layer whose output is not finite "
+                    f"({count} of {tensor.numel()} values)"
+                )
+        if not self._outputs:
+            return "no layer was seen in this pass"
+        return f"every layer up to {self._outputs[-1][0]} is finite: the head or the loss is not"
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            self._outputs.append((name, module, output))
+
+        return keep
+
+
+def layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Embedding and layers of a model, in the order in which they are defined."""
+    for name, module in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        if (last.isdigit() and parent.endswith("layers")) or last in _OWN:
+            yield _short(name), module
+
+
+def gradient_origin(models: Iterable[Any]) -> str:
+    """The parameter that the backward pass came to first among those that are not finite.
+
+    What is not finite at one layer is so in all layers before it, so the last one in the order of
+    the forward pass is where it began.
+    """
+    named = [pair for model in models for pair in model.named_parameters()]
+    bad = [(name, p) for name, p in named if not _finite(_gradient(p))]
+    if not bad:
+        return "the gradient of every parameter of this rank is finite by itself"
+    name, parameter = bad[-1]
+    ends = [key for key, p in named if not _finite(p)]
+    weights = f"; the weights of {_short(ends[0])} are not finite either" if ends else ""
+    return (
+        f"the gradient of {_short(name)} {list(parameter.shape)} is the first that is not finite "
+        f"in the backward pass, {len(bad)} of {len(named)} parameters have one{weights}"
+    )
+
+
+def loss_error(loss: float, watch: Watch) -> CppmegaError:
+    """The error of a loss that is no number."""
+    return CppmegaError(
+        "loss-not-finite",
+        f"The loss is {_word(loss)}: {watch.origin()}.",
+        "Every later step would train on it, and a checkpoint of it is worth nothing.",
+        "go on from an earlier checkpoint (--load); look at that layer, its data and its kernel",
+    )
+
+
+def gradient_error(models: Iterable[Any], what: str) -> CppmegaError:
+    """The error of a gradient that is no number."""
+    return CppmegaError(
+        "gradient-not-finite",
+        f"{what}: {gradient_origin(models)}{_lost_depths()}.",
+        "The weights would not be numbers after this step.",
+        "go on from an earlier checkpoint (--load); look at that layer and its kernel's backward",
+    )
+
+
+def around_train_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `train_step`, whose failed gradient check says which bucket but not which layer.
+
+    It takes (forward_step, data_iterator, model chunks, ...) in every release.
+    """
+    import functools
+
+    @functools.wraps(train_step)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train_step(*args, **kwargs)
+        except RuntimeError as error:
+            if "grad norm" not in str(error) or isinstance(error, CppmegaError):
+                raise
+            model = kwargs["model"] if "model" in kwargs else args[2]
+            chunks = model if isinstance(model, list) else [model]
+            said = str(error).partition("(message='")[2].rstrip("')") or str(error)
+            raise gradient_error(chunks, said) from error
+
+    return named
+
+
+def check_row(loss: float | None, norm: float | None) -> None:
+    """Stop on a logged step that is not finite, whatever let it through.
+
+    Raises:
+        CppmegaError: `step-not-finite`.
+    """
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if value is not None and not math.isfinite(value):
+            raise CppmegaError(
+                "step-not-finite",
+                f"The {name} of a logged step is {_word(value)}.",
+                "Each rank was finite by itself; their sum is not. The weights are lost.",
+                "go on from the last checkpoint with a smaller learning rate or another seed",
+            )
+
+
+def _lost_depths() -> str:
+    """MTP losses enter the gradient beside the main loss, which says nothing of them."""
+    import torch
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    losses = tracker.get("loss_values", tracker.get("values"))  # renamed in 0.19
+    if losses is None:
+        return ""
+    lost = [str(depth) for depth, ok in enumerate(torch.isfinite(losses).tolist(), 1) if not ok]
+    return f"; the loss of MTP depth {', '.join(lost)} is not finite" if lost else ""
+
+
+def _gradient(parameter: Any) -> Any:
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def _finite(tensor: Any) -> bool:
+    import torch
+
+    if tensor is None or not tensor.is_floating_point():
+        return True
+    # FP8 weights of Transformer Engine say so only as what they stand for.
+    return bool(torch.isfinite(tensor.detach().float()).all())
+
+
+def _tensor(output: Any) -> Any:
+    """The hidden states among what a layer answers."""
+    import torch
+
+    for one in output if isinstance(output, tuple | list) else (output,):
+        if isinstance(one, torch.Tensor) and one.is_floating_point():
+            return one
+    return None
+
+
+def _short(name: str) -> str:
+    """Without the wrappers around the model."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _word(value: float) -> str:
+    return "NaN" if math.isnan(value) else str(value)
