@@ -12,11 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from cppmega import receipt
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
+from cppmega.plan import Plan
+from cppmega.receipt import Receipt
 from cppmega.recipe import Recipe
+
+if TYPE_CHECKING:
+    from cppmega.devices import Devices
+    from cppmega.line import Line
 
 State = Literal["ok", "failed", "not-applicable", "not-run"]
 
@@ -78,6 +85,8 @@ class Context:
     """Folder that holds megatron/; None: the one Python would import."""
     catalogues: Sequence[Path] | None = None
     recipe: Recipe | None = None
+    recipe_file: Path | None = None
+    """Where the recipe was read from, if it is not a shipped one."""
     arguments: tuple[str, ...] = ()
     """Words of the launch line after the recipe: the trainer's own options and Megatron's.
     Without a recipe: a whole line for Megatron's parser."""
@@ -97,15 +106,51 @@ class Context:
         """The tree and its catalogue."""
         return Session(self.root, self.catalogues)
 
+    @cached_property
+    def receipt(self) -> Receipt:
+        """What was applied; an empty one where nothing was."""
+        return receipt.load(self.session.tree).receipt
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Every page's state, with the gates of the last apply."""
+        return self.session.plan(None, {**self.environ, **self.receipt.gates})
+
     @property
     def needs_gpu(self) -> bool:
         """Whether the launch cannot do without one; a launch of unknown content can."""
         return self.recipe is not None and self.recipe.gpus > 0
 
     @cached_property
-    def memory(self) -> dict[str, Any]:
-        """What one check leaves for later ones: an answer that took a process to get."""
-        return {}
+    def line(self) -> Line:
+        """The launch line.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: it cannot be written for the installed version.
+        """
+        from cppmega import line
+
+        return line.of(self.recipe, self.arguments, self.session.tree.version, self.environ)
+
+    @cached_property
+    def process(self) -> dict[str, Any]:
+        """The answers of a process that imported what the training processes will import."""
+        from cppmega import children
+
+        return children.imported_process(self)
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The GPUs of this machine as a training process would see them.
+
+        Raises:
+            NotApplicable: the launch needs none.
+            CppmegaError: `no-gpu`, `driver-broken`.
+        """
+        from cppmega import devices
+
+        return devices.look(self)
 
 
 def gpu_here() -> bool:

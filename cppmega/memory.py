@@ -17,7 +17,7 @@ _CONTEXT = 2 * GIB
 _UNFUSED_SCORES = 3
 """Full fp32 score tensors that unfused DSA keeps per layer: scores, softmax, and the mask or its
 product."""
-_FUSED_WIDTHS = (576, 512)
+FUSED_WIDTHS = (576, 512)
 """Query and value widths that Megatron's fused sparse attention takes; it declines all others."""
 
 
@@ -123,7 +123,7 @@ def _dsa_scores(recipe: Recipe, tokens: int, heads: int) -> int:
     pairs = tokens * recipe.seq_length
     indexer = 4 * pairs if recipe.dsa_indexer_loss_coeff else 0
     widths = (recipe.kv_lora_rank or 0) + (recipe.qk_pos_emb_head_dim or 0), recipe.kv_lora_rank
-    if recipe.dsa_kernel_backend == "none" or widths != _FUSED_WIDTHS:
+    if recipe.dsa_kernel_backend == "none" or widths != FUSED_WIDTHS:
         return 4 * pairs * heads * _UNFUSED_SCORES + 2 * indexer
     return indexer
 

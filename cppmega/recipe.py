@@ -188,6 +188,10 @@ class Recipe:
     """`CPPMEGA_*` variables that must have this value."""
     environment: tuple[tuple[str, str], ...] = ()
     """Other variables, set by the trainer where they are not set yet."""
+    architectures: tuple[str, ...] = ()
+    """GPUs that the sizes and kernels were chosen for, as sm_90; empty: any."""
+    stack: tuple[tuple[str, str], ...] = ()
+    """Distribution, or `cuda`, and the versions of it that the run was made for, as pip says it."""
     arguments: tuple[str, ...] = ()
     """Further Megatron arguments, added by `plus`; rendered last."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cppmega.errors import CppmegaError
 from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe, invalid
@@ -21,6 +24,7 @@ def check(recipe: Recipe) -> None:
     _widths(recipe)
     _parallel(recipe)
     _training(recipe)
+    _machine(recipe)
 
 
 def _arguments(recipe: Recipe) -> None:
@@ -266,6 +270,19 @@ def _training(recipe: Recipe) -> None:
             "packed_documents with CUDA graphs.",
             "The number of documents changes from step to step; a graph has one.",
         )
+
+
+def _machine(recipe: Recipe) -> None:
+    for architecture in recipe.architectures:
+        if not re.fullmatch(r"sm_\d{2,3}", architecture):
+            raise invalid(recipe, f"{architecture!r} is no architecture like sm_90.", "No GPU is.")
+    for name, versions in recipe.stack:
+        try:
+            SpecifierSet(versions)
+        except InvalidSpecifier:
+            raise invalid(
+                recipe, f"stack: {name} {versions!r} is no version as pip says it.", "As >=2.11."
+            ) from None
 
 
 def _need(recipe: Recipe, what: str, *names: str) -> None:

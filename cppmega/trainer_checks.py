@@ -267,6 +267,15 @@ def check_arguments(recipe: Recipe, run: Run, args: Any) -> None:
             "Results must name their data.",
             "pass --mock-data to the trainer alone",
         )
+    check_context(args)
+
+
+def check_context(args: Any) -> None:
+    """Is a sequence on one rank?
+
+    Raises:
+        CppmegaError: `not-supported`.
+    """
     if args.context_parallel_size != 1:
         raise CppmegaError(
             "not-supported",

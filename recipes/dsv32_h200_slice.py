@@ -46,5 +46,10 @@ RECIPE = Recipe(
     lr=1e-4,
     lr_warmup_iters=100,
     patches=("dataset_helpers_prebuilt", "dsa_hadamard_transform"),
+    architectures=("sm_90",),
+    stack=(
+        *(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
+        ("tilelang", ">=0.1.8"),
+    ),
     environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
 )

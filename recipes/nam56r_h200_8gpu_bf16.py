@@ -60,5 +60,7 @@ RECIPE = Recipe(
     clip_grad=1.0,
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     patches=("dataset_helpers_prebuilt", "dsa_hadamard_transform"),
+    architectures=("sm_90",),
+    stack=(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
     environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
 )

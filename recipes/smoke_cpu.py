@@ -30,5 +30,6 @@ RECIPE = Recipe(
     weight_decay=0.0,
     packed_documents=True,
     document_multiple=8,
+    stack=(("torch", ">=2.6"),),
     patches=("mtp_roll_packed_sequences",),
 )

@@ -2,5 +2,20 @@
 
 from __future__ import annotations
 
-ORDER: tuple[str, ...] = ("one_root",)
-"""Disk first, then the imported process, the stack, the hardware, and the launch line."""
+ORDER: tuple[str, ...] = (
+    # on disk
+    *("one_root", "shadowing", "being_patched", "receipt_whole", "patched_files", "foreign_edits"),
+    *("patches", "proofs", "bytecode"),
+    # the environment and the machine
+    *("variables", "nan_gates", "debug_variables", "recipe_gates", "allocator"),
+    *("recipe_complete", "stack_versions", "stack_pairs", "packages", "hosts", "limits"),
+    *("gpus", "gpus_free", "kernels", "gpu_memory"),
+    # what can be known without a process
+    *("data", "folders", "save_folder"),
+    # in a process like a rank
+    *("imported_process", "live_proofs"),
+    # the launch line, by the installed version's own parser
+    *("line_parses", "ineffective_arguments", "nan_checks", "precision", "mock_data"),
+    *("trainer_limits", "dsa_backend", "cuda_graphs", "expert_overlap", "fp8_heads", "checkpoint"),
+)
+"""Cheap ones first within a prerequisite: a mistyped path must not wait for torch."""

@@ -1,0 +1,62 @@
+"""The checkpoint that the run goes on from is whole, and of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cppmega import trainer_checks
+from cppmega.check import Context, NotApplicable, refuse
+from cppmega.errors import CppmegaError
+
+AFTER: tuple[str, ...] = ("line_parses",)
+
+_MODEL = (
+    *("hidden_size", "num_layers", "num_attention_heads", "num_experts", "mtp_num_layers"),
+    "hybrid_layer_pattern",
+)
+
+
+def check(context: Context) -> str:
+    """Compare the arguments in it with those of the line.
+
+    Raises:
+        CppmegaError: `no-checkpoint`, `checkpoint-of-another-recipe`,
+            `checkpoint-of-another-model`.
+        NotApplicable: the run starts afresh.
+    """
+    run = context.line.run
+    if run.load is None:
+        raise NotApplicable("the run starts from untrained weights")
+    trainer_checks.check_checkpoint(run.load)
+    saved = context.process["checkpoint"]
+    if saved is None:
+        return f"{run.load}, which does not say whose it is"
+    refuse(_found(context, saved))
+    return f"{run.load}, step {saved['iteration']}, of {saved.get('cppmega_recipe', 'no recipe')}"
+
+
+def _found(context: Context, saved: Mapping[str, Any]) -> Iterator[CppmegaError]:
+    run, recipe, args = context.line.run, context.recipe, context.process["line"]["args"]
+    whose = saved.get("cppmega_recipe")
+    if recipe is not None and whose not in (None, recipe.name):
+        yield CppmegaError(
+            "checkpoint-of-another-recipe",
+            f"{run.load} holds step {saved['iteration']} of recipe {whose}, not of {recipe.name}.",
+            "The run would go on from another model's weights, or mix both in one folder.",
+            "another --save folder, or the recipe that made it",
+        )
+        return
+    other = [
+        f"{name} {saved[name]} and {args[name]}"
+        for name in _MODEL
+        # Megatron counts layers of a pattern itself, after it has parsed the line.
+        if saved.get(name) is not None and args.get(name) not in (None, saved[name])
+    ]
+    if other:
+        yield CppmegaError(
+            "checkpoint-of-another-model",
+            f"{run.load} and the line differ: {', '.join(other)}.",
+            "Its weights do not fit, or Megatron takes the part that does.",
+            "another --save folder, or the --set with which it was made",
+        )

@@ -1,0 +1,69 @@
+"""The DSA kernels that the launch names would really run at its sizes.
+
+Megatron's fused backends decline a shape without a word (a debug message), and the unfused path
+then holds `[batch, heads, seq, seq]` scores in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cppmega.check import Context, NotApplicable, refuse
+from cppmega.errors import CppmegaError
+from cppmega.memory import FUSED_WIDTHS
+
+AFTER: tuple[str, ...] = ("line_parses",)
+
+
+def check(context: Context) -> str:
+    """Compare sizes and loss with what the backends take.
+
+    Raises:
+        CppmegaError: `dsa-backend-declines`, `dsa-unfused`.
+    """
+    line, args = context.line, context.process["line"]["args"]
+    pattern = args.get("hybrid_layer_pattern") or ""
+    if args.get("experimental_attention_variant") != "dsa" and "D" not in pattern:
+        raise NotApplicable("no layer is DSA")
+    if "dsa_kernel_backend" not in args:
+        return f"unfused: the only one that this release has; {_scores(args)}"
+    backend = args["dsa_kernel_backend"]
+    if backend == "none":
+        if not line.has("--dsa-kernel-backend"):
+            raise CppmegaError(
+                "dsa-unfused",
+                f"The model has DSA layers and the line names no backend: {_scores(args)}.",
+                "Stock's unfused DSA computes all scores and throws most of them away.",
+                "--dsa-kernel-backend tilelang at sizes that it takes, or say none",
+            )
+        return f"unfused, as the line says; {_scores(args)}"
+    refuse(_declines(backend, args))
+    return f"{backend} takes these sizes"
+
+
+def _declines(backend: str, args: Mapping[str, Any]) -> Iterator[CppmegaError]:
+    widths = args["kv_lora_rank"] + args["qk_pos_emb_head_dim"], args["kv_lora_rank"]
+    reasons = []
+    if widths != FUSED_WIDTHS:
+        reasons.append(
+            f"query and value widths of {widths[0]} and {widths[1]}; it takes "
+            f"{FUSED_WIDTHS[0]} and {FUSED_WIDTHS[1]}"
+        )
+    dense = args["dsa_indexer_loss_coeff"] and not args["dsa_indexer_use_sparse_loss"]
+    if backend == "tilelang" and dense:
+        reasons.append("the indexer's dense loss; it has the sparse one alone")
+    for reason in reasons:
+        yield CppmegaError(
+            "dsa-backend-declines",
+            f"The backend {backend} declines {reason}. Megatron then runs unfused: "
+            f"{_scores(args)}.",
+            "A run that is filed as fused would be stock's unfused one.",
+            "--set dsa_kernel_backend=none, or sizes and loss that it takes",
+        )
+
+
+def _scores(args: Mapping[str, Any]) -> str:
+    pairs = args["micro_batch_size"] or 1
+    pairs *= args["num_attention_heads"] * args["seq_length"] ** 2
+    return f"{4 * pairs / 2**30 / args['tensor_model_parallel_size']:.1f} GiB per score tensor"

@@ -1,0 +1,90 @@
+"""Every folder that the run writes to can be written to, with room for two checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from cppmega.arithmetic import parameters
+from cppmega.check import Context, NotApplicable, refuse
+from cppmega.devices import gib
+from cppmega.errors import CppmegaError
+from cppmega.line import Line
+
+AFTER: tuple[str, ...] = ()
+
+_PER_PARAMETER = 2 + 12
+"""bf16 weight; fp32 weight and two moments."""
+_LOG = 2**30
+"""Room that logs and caches need."""
+
+
+def check(context: Context) -> str:
+    """Look at the nearest folder that exists, for each.
+
+    Raises:
+        CppmegaError: `folder-not-writable`, `disk-full`.
+    """
+    looked: list[str] = []
+    refuse(_found(context, looked))
+    return ", ".join(looked) or "the run writes nowhere"
+
+
+def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
+    for purpose, folder, room in _folders(context):
+        there = _nearest(folder)
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            yield CppmegaError(
+                "folder-not-writable",
+                f"{folder} ({purpose}) cannot be made or written to: {there} is "
+                f"{'read-only for this user' if there.is_dir() else 'a file'}.",
+                "The run would end when it first writes there, hours from now.",
+                f"another folder for {purpose}, or mend its permissions",
+            )
+            continue
+        free = shutil.disk_usage(there).free
+        if free < room:
+            yield CppmegaError(
+                "disk-full",
+                f"{folder} ({purpose}) lies on a disk with {gib(free)} free; it needs {gib(room)}.",
+                "A checkpoint that is cut off cannot be loaded.",
+                "another disk, or remove what nobody needs there (never a checkpoint unseen)",
+            )
+        looked.append(f"{purpose} {folder} ({gib(free)} free)")
+
+
+def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
+    environ, home = context.environ, Path(context.environ.get("HOME", "/nonexistent"))
+    if context.folder is not None:
+        yield "run folder", context.folder, _LOG
+    try:
+        line: Line | None = context.line
+    except NotApplicable:
+        line = None
+    if line is not None and context.recipe is not None:
+        run = line.run
+        if run.save is not None:
+            # Two: the one before is not removed until the new one is whole.
+            yield "--save", run.save, 2 * _PER_PARAMETER * parameters(context.recipe).total
+        for purpose, folder in (
+            *(("--tensorboard", run.tensorboard), ("--data-cache", run.data_cache)),
+            ("--metrics", line.metrics.parent if line.metrics is not None else None),
+        ):
+            if folder is not None:
+                yield purpose, folder, _LOG
+        if run.data and run.data_cache is None:
+            yield "sample indices beside the data", Path(run.data[0]).parent, _LOG
+    if context.needs_gpu and context.training_machine:
+        triton = environ.get("TRITON_CACHE_DIR") or str(home / ".triton")
+        yield "Triton's cache", Path(triton), _LOG
+        yield "temporary files", Path(environ.get("TMPDIR") or "/tmp"), _LOG
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the first above it that exists."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there

@@ -1,0 +1,54 @@
+"""Nobody edited any other file of the installed Megatron by hand.
+
+The patched files are `patched_files`'s; here every file is compared with the wheel's RECORD, or
+with the commit of a checkout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cppmega import planted
+from cppmega.check import Context, NotApplicable, refuse
+from cppmega.errors import CppmegaError
+
+AFTER: tuple[str, ...] = ("one_root",)
+
+
+def check(context: Context) -> str:
+    """Hash every Python file of Megatron.
+
+    Raises:
+        CppmegaError: `foreign-edit`, with the diff where upstream's text can be had offline.
+        NotApplicable: nobody vouches for the files of this tree.
+    """
+    tree = context.session.tree
+    ours = set(context.receipt.files)
+    known, added, wrong = 0, [], []
+    for path in tree.python_files:
+        if not path.startswith("megatron/") or path in ours:
+            continue
+        if tree.vouched(path):
+            known += 1
+        elif tree.pristine(path)[0] == "unverified":
+            added.append(path)
+        else:
+            wrong.append(path)
+    if not known and not wrong:
+        raise NotApplicable("neither a RECORD nor a commit vouches for the files of this tree")
+    refuse(_errors(context, wrong))
+    more = f"; {len(added)} are not upstream's ({', '.join(added[:3])})" if added else ""
+    return f"{known} files are upstream's{more}"
+
+
+def _errors(context: Context, paths: list[str]) -> Iterator[CppmegaError]:
+    tree = context.session.tree
+    for path in paths:
+        pristine = planted.upstream_text(tree, path)
+        yield CppmegaError(
+            "foreign-edit",
+            f"{path} differs from upstream's; "
+            + planted.difference(context, path, pristine, tree.read(path)),
+            "The run would train somebody's edit that no receipt, log or checkpoint names.",
+            f"{planted.restore(tree, path)}; or make the edit a page: cppmega new NAME",
+        )

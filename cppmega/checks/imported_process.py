@@ -1,0 +1,22 @@
+"""In a process started like a rank: the patched tree is imported, every runtime patch is in place.
+
+Nothing holds the original of a replaced name, and no function runs other code than its file has.
+"""
+
+from __future__ import annotations
+
+from cppmega.check import Context, refuse
+from cppmega.errors import CppmegaError
+
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files", "patches")
+
+
+def check(context: Context) -> str:
+    """Import what a rank imports, in the environment of the launch.
+
+    Raises:
+        CppmegaError: what `guard.start`, `imported.check` and `runtime.check` raise, `other-root`,
+            `import-failed`, `patch-not-installed`, `process-ended`.
+    """
+    refuse(CppmegaError(**found) for found in context.process["process"])
+    return "a process of its own imports the patched code, and nothing else"

@@ -1,0 +1,39 @@
+"""The model is not trained on made-up tokens without anybody having said so."""
+
+from __future__ import annotations
+
+from cppmega.check import Context
+from cppmega.errors import CppmegaError
+
+AFTER: tuple[str, ...] = ("line_parses",)
+
+_SOURCES = (
+    *("data_path", "train_data_path", "per_split_data_args_path", "data_args_path"),
+    "per_dataset_sequences_path",
+)
+
+
+def check(context: Context) -> str:
+    """Compare the line with what was asked for.
+
+    Raises:
+        CppmegaError: `mock-data-unmarked`, `mock-data-differs`.
+    """
+    run, args = context.line.run, context.process["line"]["args"]
+    if context.recipe is not None and args["mock_data"] != run.mock_data:
+        raise CppmegaError(
+            "mock-data-differs",
+            f"--mock-data is {run.mock_data} for the trainer and {args['mock_data']} for Megatron.",
+            "Results must name their data.",
+            "pass --mock-data to the trainer alone",
+        )
+    if args["mock_data"]:
+        return "MOCK DATA, said on the line: it trains faster and means nothing"
+    if not any(args.get(name) for name in _SOURCES):
+        raise CppmegaError(
+            "mock-data-unmarked",
+            "The line names no data, and does not say --mock-data.",
+            "Megatron makes up tokens without a word: it trains faster and means nothing.",
+            "--data PREFIX (or --data-path), or say --mock-data",
+        )
+    return "real data"

@@ -1,0 +1,21 @@
+"""Megatron's checks for NaN in loss and gradient are on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from cppmega import trainer_checks
+from cppmega.check import Context
+
+AFTER: tuple[str, ...] = ("line_parses",)
+
+
+def check(context: Context) -> str:
+    """Look at what the parser made of the line.
+
+    Raises:
+        CppmegaError: `nan-checks-off`.
+    """
+    _ = context.line
+    trainer_checks.check_nan(SimpleNamespace(**context.process["line"]["args"]))
+    return "a loss or gradient that is no number stops the run"

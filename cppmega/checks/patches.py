@@ -1,0 +1,54 @@
+"""Every patch of the catalogue is in the state a run may start with, and the recipe's are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cppmega import gates
+from cppmega.check import Context, refuse
+from cppmega.errors import CppmegaError
+from cppmega.overlay import NOT_WHOLE
+from cppmega.report import summary
+from cppmega.state import MEANING
+
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
+
+_IN = ("applied", "armed", "upstreamed", "not-applicable")
+
+
+def check(context: Context) -> str:
+    """Ask for the state of each, with the gates of the last apply.
+
+    Raises:
+        CppmegaError: `patch-missing` for one that the recipe names, `patch-STATE` for one in a
+            state of failure or still to be applied, `gate-differs`.
+    """
+    refuse(_found(context))
+    gates.check_applied(
+        context.session.pages.values(), context.receipt.gates, context.environ, "this environment"
+    )
+    return summary(context.plan.verdicts.values())
+
+
+def _found(context: Context) -> Iterator[CppmegaError]:
+    verdicts = context.plan.verdicts
+    for name in context.recipe.patches if context.recipe is not None else ():
+        state = verdicts[name].state if name in verdicts else "unknown"
+        if state not in _IN and state not in NOT_WHOLE:
+            assert context.recipe is not None
+            yield CppmegaError(
+                "patch-missing",
+                f"Recipe {context.recipe.name} needs the patch {name}; in {context.session.root} "
+                f"it is {state}.",
+                "The run would stop later, or train something else than it says.",
+                "python -m cppmega.apply_patches",
+            )
+    for verdict in verdicts.values():
+        if verdict.state in NOT_WHOLE:
+            yield CppmegaError(
+                f"patch-{verdict.state}",
+                f"{verdict.name} is {verdict.state} ({MEANING[verdict.state]}): {verdict.target}"
+                + (f": {verdict.detail}" if verdict.detail else ""),
+                "Every rank would refuse to start: the overlay is not whole.",
+                verdict.next or "python -m cppmega.apply_patches",
+            )

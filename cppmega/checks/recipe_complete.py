@@ -1,0 +1,36 @@
+"""The installed release has a training loop, and everything the recipe is made of."""
+
+from __future__ import annotations
+
+from cppmega import trainer_checks
+from cppmega.check import Context, NotApplicable
+from cppmega.errors import CppmegaError
+from cppmega.recipes_index import load, shipped
+
+AFTER: tuple[str, ...] = ("one_root",)
+
+
+def check(context: Context) -> str:
+    """Render it and see what is left out.
+
+    Raises:
+        CppmegaError: `recipe-not-complete`, `training-not-in-wheel`, `two-recipes`,
+            `recipe-invalid`.
+        NotApplicable: no recipe is named, or it is a loop of its own.
+    """
+    recipe = context.recipe
+    if recipe is None:
+        raise NotApplicable("no recipe is named")
+    if context.recipe_file is not None and recipe.name in shipped():
+        raise CppmegaError(
+            "two-recipes",
+            f"{context.recipe_file} has the name of the shipped recipe {recipe.name}, whose "
+            f"content is {'the same' if load(recipe.name) == recipe else 'another'}.",
+            "Logs, results and run folders could not be told apart.",
+            "rename the file and RECIPE's name",
+        )
+    line = context.line  # raises for a loop
+    trainer_checks.check_tree(context.session.tree)
+    assert line.rendered is not None
+    trainer_checks.check_complete(recipe, line.rendered)
+    return f"{recipe.name} on megatron-core {line.rendered.version}, nothing left out"

@@ -1,0 +1,23 @@
+"""The line asks our trainer for nothing that it does not do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from cppmega import trainer_checks
+from cppmega.check import Context, NotApplicable
+
+AFTER: tuple[str, ...] = ("line_parses",)
+
+
+def check(context: Context) -> str:
+    """Look at what the parser made of the line.
+
+    Raises:
+        CppmegaError: `not-supported`.
+    """
+    _ = context.line
+    if context.recipe is None:
+        raise NotApplicable("the line is not for our trainer")
+    trainer_checks.check_context(SimpleNamespace(**context.process["line"]["args"]))
+    return "a sequence is on one rank"

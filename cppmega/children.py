@@ -1,0 +1,72 @@
+"""The preflight's child processes: what cannot be known without importing, imported elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cppmega.check import NotApplicable
+from cppmega.errors import CppmegaError
+
+if TYPE_CHECKING:
+    from cppmega.check import Context
+
+_SECONDS = 300
+
+
+def imported_process(context: Context) -> dict[str, Any]:
+    """Start a process as a rank would be started, up to the first step; what it found."""
+    try:
+        line = context.line
+        argv, world, load = list(line.argv), line.world, line.run.load
+    except (NotApplicable, CppmegaError):
+        argv, world, load = None, None, None
+    order = {
+        "root": str(context.root) if context.root is not None else None,
+        "expected": str(context.session.root),
+        "argv": argv,
+        "world": world,
+        "load": str(load) if load is not None else None,
+    }
+    return ask("cppmega.preflight_worker", order, context.environ)
+
+
+def ask(module: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Run one of our modules on a JSON order and read its JSON answer.
+
+    Raises:
+        CppmegaError: `process-ended`, with the last line that it said.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module],
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SECONDS,
+            env={**environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        raise CppmegaError(
+            "process-hangs",
+            f"A process that only imports what a rank imports took over {_SECONDS} seconds.",
+            "Every rank would hang there too: often a file system, or a compiler that waits for "
+            "a lock which a killed process left.",
+            "look into TORCH_EXTENSIONS_DIR and the Triton cache for stale locks",
+        ) from None
+    answer = done.stdout.rpartition("\n{")[2]
+    try:
+        found: dict[str, Any] = json.loads("{" + answer.removeprefix("{"))
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CppmegaError(
+            "process-ended",
+            f"A process started like a rank ended with status {done.returncode}: {last[:400]}",
+            "Every rank would end the same way.",
+            f"{sys.executable} -m {module} < /dev/null",
+        ) from None
+    return found

@@ -1,0 +1,130 @@
+"""The GPUs of this machine as a training process sees them, and the kernels that import there.
+
+Asked of a child process: torch is slow to import, and a context on every GPU takes memory that the
+run needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cppmega.check import NotApplicable
+from cppmega.children import ask
+from cppmega.errors import CppmegaError
+
+if TYPE_CHECKING:
+    from cppmega.check import Context
+    from cppmega.recipe import Recipe
+
+_NVML = (
+    *("index", "uuid", "memory.used", "compute_mode", "mig.mode.current"),
+    "ecc.errors.uncorrected.volatile.total",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU that torch can use."""
+
+    name: str
+    capability: tuple[int, int]
+    total: int
+    """Bytes."""
+    free: int
+    uuid: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """sm_90."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What the machine has, and which kernel packages can be imported on it."""
+
+    found: tuple[Device, ...]
+    compiled_for: tuple[str, ...] = ()
+    """Architectures in the installed torch: sm_90, compute_90."""
+    imports: dict[str, str] = field(default_factory=dict)
+    """Module -> why it cannot be imported; empty where it can."""
+    driver: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By uuid: what nvidia-smi says."""
+
+    @property
+    def architectures(self) -> set[str]:
+        """Of all devices."""
+        return {device.architecture for device in self.found}
+
+
+def look(context: Context) -> Devices:
+    """Ask a process with the environment of the launch.
+
+    Raises:
+        NotApplicable: the launch needs no GPU.
+        CppmegaError: `no-gpu`.
+    """
+    if context.recipe is not None and not context.needs_gpu:
+        raise NotApplicable(f"{context.recipe.name} runs on CPU")
+    if not context.training_machine:
+        if context.recipe is None:
+            raise NotApplicable("this machine has no GPU, and no recipe asks for one")
+        raise _no_gpu(context.recipe, "this machine has no NVIDIA device")
+    order = {"modules": _kernel_modules(context.recipe)}
+    answer = ask("cppmega.devices_worker", order, context.environ)
+    if not answer["devices"] and context.recipe is not None:
+        raise _no_gpu(context.recipe, answer["why"])
+    found = tuple(
+        Device(d["name"], tuple(d["capability"]), d["total"], d["free"], d["uuid"])
+        for d in answer["devices"]
+    )
+    return Devices(found, tuple(answer["compiled_for"]), answer["imports"], _driver())
+
+
+def needed_here(context: Context) -> int:
+    """GPUs that the launch takes on this host."""
+    assert context.recipe is not None
+    return -(-context.recipe.gpus // context.nodes)
+
+
+def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:
+    return CppmegaError(
+        "no-gpu",
+        f"Recipe {recipe.name} takes {recipe.gpus} GPUs, and {why}.",
+        "Megatron's training loop and optimizer insist on CUDA.",
+        "nvidia-smi; without a GPU: cppmega launch smoke_cpu",
+    )
+
+
+def _kernel_modules(recipe: Recipe | None) -> list[str]:
+    """What a run imports late, when its first layer is built or its first kernel is compiled."""
+    modules = ["triton", "transformer_engine.pytorch", "cppmega.ops.linear_cross_entropy_triton"]
+    if recipe is not None and recipe.uses_dsa and recipe.dsa_kernel_backend == "tilelang":
+        variant = "megatron.core.transformer.experimental_attention_variant"
+        modules += ["tilelang", f"{variant}.dsa_tilelang_kernels"]
+    return modules
+
+
+def _driver() -> dict[str, dict[str, str]]:
+    """nvidia-smi's view; empty where there is no such program."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    command = [program, f"--query-gpu={','.join(_NVML)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return {row[1]: dict(zip(_NVML, row, strict=True)) for row in rows if len(row) == len(_NVML)}
+
+
+def gib(number: int) -> str:
+    """`139.7 GiB`."""
+    return f"{number / 2**30:.1f} GiB"
+
+
+def smallest(devices: Sequence[Device]) -> Device:
+    """The one that a run fills first."""
+    return min(devices, key=lambda device: device.total)

@@ -1,0 +1,73 @@
+"""A launch line as the preflight sees it: the trainer's options, and the words for Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cppmega.arguments import Rendered, Run, render
+from cppmega.check import NotApplicable
+from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe
+from cppmega.trainer import run_of
+from cppmega.trainer_options import options
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is launched."""
+
+    argv: tuple[str, ...]
+    """For Megatron's parser."""
+    run: Run
+    """Data, checkpoints and logs; all defaults where a whole line was given."""
+    world: int | None
+    """Processes; None: the line's own parallel sizes say the least there can be."""
+    rendered: Rendered | None
+    """None: the line was not made from a recipe."""
+    tokenizer: str | None = None
+    eod: str | None = None
+    metrics: Path | None = None
+
+    def has(self, *flags: str) -> bool:
+        """Whether one of the arguments stands on the line."""
+        return any(word.partition("=")[0] in flags for word in self.argv)
+
+
+def of(
+    recipe: Recipe | None, words: tuple[str, ...], version: str, environ: Mapping[str, str]
+) -> Line:
+    """Take the words behind a recipe apart as the trainer does, or a whole line as it is.
+
+    Raises:
+        NotApplicable: nothing that Megatron parses is launched.
+        CppmegaError: the recipe cannot be rendered for that version.
+    """
+    if recipe is None:
+        if not words:
+            raise NotApplicable("no recipe and no launch line was given")
+        world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
+        return Line(words, Run(), world, None)
+    if recipe.kind == "loop":
+        raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
+    given: dict[str, Any] = _words.main(list(words), standalone_mode=False)
+    further = given.pop("arguments")
+    tokenizer, eod, metrics = (given.pop(name) for name in ("tokenizer", "eod", "metrics"))
+    for name in ("changes", "root"):
+        given.pop(name)
+    run = run_of(**given)
+    # A recipe refuses these words; here they stay on the line, and the check of each names it.
+    refused = [word for word in further if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
+    rendered = render(recipe.plus(*(w for w in further if w not in refused)), version, run)
+    argv = (*rendered.argv, *refused)
+    return Line(argv, run, recipe.gpus, rendered, tokenizer, eod, metrics)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@options
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def _words(**values: Any) -> dict[str, Any]:
+    return values

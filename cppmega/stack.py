@@ -1,0 +1,72 @@
+"""Versions of the packages that train, read from their metadata: nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+NAMES = (
+    *("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm"),
+    *("megatron-core", "causal-conv1d", "flash-attn", "apache-tvm-ffi", "nvidia-cutlass-dsl"),
+    *("transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"),
+)
+"""Whose demands on each other are looked at."""
+
+
+def version(name: str) -> str | None:
+    """Of a distribution, or of the `cuda` that torch was built with; None where there is none."""
+    if name == "cuda":
+        return _cuda()
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda() -> str | None:
+    """What torch/version.py says."""
+    folder = package("torch")
+    if folder is None:
+        return None
+    for node in ast.parse((folder / "version.py").read_bytes()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id == "cuda":
+                found = value.value if isinstance(value, ast.Constant) else None
+                return found if isinstance(found, str) else None
+    return None
+
+
+def package(name: str) -> Path | None:
+    """The folder of an importable package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def demands() -> Iterator[tuple[str, Requirement, str]]:
+    """What an installed package demands of another one that is installed in a wrong version."""
+    for name in NAMES:
+        for text in _requires(name):
+            try:
+                wanted = Requirement(text)
+            except InvalidRequirement:
+                continue
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            other = wanted.name.lower().replace("_", "-")
+            found = version(other) if other in NAMES else None
+            if found is not None and not wanted.specifier.contains(found, prereleases=True):
+                yield name, wanted, found
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []
