@@ -50,6 +50,7 @@ def preflight(
         root=root,
         catalogues=patches or None,
         recipe=chosen,
+        recipe_file=Path(recipe) if recipe is not None and recipe.endswith(".py") else None,
         arguments=tuple(arguments),
         nodes=nodes,
         deep=deep,

@@ -39,7 +39,7 @@ def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str,
     Works under plain python and under torchrun. The script's own loop says where its steps are
     with `cppmega.guard.steps`; Megatron's `train_step` is found by itself.
     """
-    from cppmega import guard
+    from cppmega import allocator, guard
 
     script, arguments = (module, words) if module else (words[0] if words else "", words[1:])
     if not (_is_module(script) if module else Path(script).is_file()):
@@ -53,6 +53,7 @@ def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str,
         # What `python SCRIPT` would have: the script's folder first, not the working directory.
         sys.path[0] = str(Path(script).resolve().parent)
     sys.argv = [script, *arguments]
+    allocator.set_in(os.environ)  # before anything imports torch
     guard.start(root)
     if module:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

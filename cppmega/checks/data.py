@@ -31,7 +31,7 @@ def check(context: Context) -> str:
     tokens = sum(corpus.open_(Path(prefix)).tokens for prefix in line.run.data)
     taken = recipe.train_iters * recipe.global_batch_size * recipe.seq_length
     return (
-        f"{found.fingerprint}: {tokens} tokens, and the run takes {taken / tokens:.2f} times as many"
+        f"{found.fingerprint}: {tokens} tokens; the run takes {taken / tokens:.2f} times as many"
         + (f"; too large to hash without --deep: {', '.join(unhashed)}" if unhashed else "")
     )
 
