@@ -1,0 +1,75 @@
+"""What the tests of the preflight share: launches to ask about, and trees to break."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppmega import preflight, recipes_index
+from cppmega.check import Context, Finding
+from cppmega.recipe import Recipe
+from tests.support import patched
+
+SLICE = recipes_index.load("nam56r_h200_slice")
+SMOKE = recipes_index.load("smoke_cpu")
+
+
+def launch(recipe: Recipe | None = None, *words: str, **more: Any) -> Context:
+    """A launch in a clean environment, on a machine without a GPU unless it says otherwise."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
+    more["environ"] = environ | more.get("environ", {})
+    more.setdefault("training_machine", False)
+    return Context(recipe=recipe, arguments=words, **more)
+
+
+def holds(name: str, context: Context) -> str:
+    """The check holds; its detail."""
+    (found,) = preflight.answers(name, context)
+    assert found.state == "ok", found
+    return found.what
+
+
+def says_nothing(name: str, context: Context) -> str:
+    """The check has nothing to say about this launch; why."""
+    (found,) = preflight.answers(name, context)
+    assert found.state == "not-applicable", found
+    return found.what
+
+
+def refuses(name: str, error: str, context: Context) -> Finding:
+    """The check refuses the launch with that error; the first such finding, whole."""
+    found = preflight.answers(name, context)
+    assert {one.state for one in found} == {"failed"}, found
+    fitting = [one for one in found if one.name == error]
+    assert fitting, found
+    assert all((one.what, one.why, one.next) > ("", "", "") for one in found)
+    return fitting[0]
+
+
+def own_tree(to: Path) -> Path:
+    """A patched 0.19.2 to break: links to the shared one, so that only what breaks is written."""
+    shutil.copytree(patched("0.19.2"), to, copy_function=os.link)
+    return to
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a file of a tree of one's own; never the linked one behind it."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+def change(path: Path, old: bytes, new: bytes) -> None:
+    """Edit a file of a tree of one's own by hand."""
+    data = path.read_bytes()
+    assert old in data, path
+    write(path, data.replace(old, new, 1))
+
+
+def only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The working directory of the launch."""
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)

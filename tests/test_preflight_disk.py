@@ -1,0 +1,239 @@
+"""Preflight on disk: each check on a tree that is broken for it, and on one that is not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import py_compile
+from pathlib import Path
+
+import pytest
+
+from cppmega import receipt
+from cppmega.check import Context
+from cppmega.receipt import Receipt
+from cppmega.tree import Tree
+from tests.engine import Lab
+from tests.preflights import (
+    SLICE,
+    SMOKE,
+    change,
+    holds,
+    launch,
+    only,
+    own_tree,
+    refuses,
+    says_nothing,
+    write,
+)
+from tests.support import patched, pristine
+
+ROUTER = "megatron/core/transformer/moe/router.py"
+UNTOUCHED = "megatron/core/transformer/mlp.py"
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Context:
+    """0.19.2 with every page applied; never written to."""
+    return launch(SMOKE, root=patched("0.19.2"))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    return own_tree(tmp_path / "tree")
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A made tree with one page applied."""
+    lab = Lab(tmp_path, monkeypatch)
+    lab.page()
+    lab.wheel()
+    assert lab.apply().ok
+    return lab
+
+
+def rewritten(root: Path, **changes: object) -> None:
+    """Change fields of the receipt by hand."""
+    place = root / ".cppmega" / "receipt.json"
+    write(place, json.dumps({**json.loads(place.read_bytes()), **changes}).encode())
+
+
+def test_one_root(healthy: Context, broken: Path, tmp_path: Path) -> None:
+    assert "0.19.2" in holds("one_root", healthy)
+    refuses("one_root", "no-megatron", launch(root=tmp_path))
+    for path in (broken / "megatron" / "training").glob("*.py"):
+        write(path, b"# of another version\n")
+    refuses("one_root", "mixed-versions", launch(root=broken))
+
+
+def test_shadowing(healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, tmp_path / "cwd")
+    assert "alone" in holds("shadowing", launch(root=healthy.root))
+    (tmp_path / "path" / "megatron" / "training").mkdir(parents=True)
+    on_path = launch(root=healthy.root, environ={"PYTHONPATH": str(tmp_path / "path")})
+    assert "PYTHONPATH" in refuses("shadowing", "shadowing-path", on_path).next
+    Path("torch.py").write_text("")
+    assert "torch.py" in refuses("shadowing", "shadowing-path", launch(root=healthy.root)).what
+
+
+def test_a_site_packages_on_the_path_shadows_nothing(
+    healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, tmp_path / "cwd")
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("")
+    (tmp_path / "site" / "torch-2.11.0.dist-info").mkdir()
+    environ = {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{patched('0.19.2')}"}
+    holds("shadowing", launch(root=healthy.root, environ=environ))
+
+
+def test_being_patched(lab: Lab) -> None:
+    holds("being_patched", launch(root=lab.root))
+    with (lab.root / ".cppmega" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refuses("being_patched", "being-patched", launch(root=lab.root))
+    (lab.root / ".cppmega" / "unfinished").touch()
+    assert (
+        "apply_patches" in refuses("being_patched", "leftover-journal", launch(root=lab.root)).next
+    )
+
+
+def test_receipt_whole(healthy: Context, broken: Path) -> None:
+    assert "overlay" in holds("receipt_whole", healthy)
+    refuses("receipt_whole", "no-receipt", launch(root=pristine("0.19.2")))
+    rewritten(broken, gates={})
+    refuses("receipt_whole", "receipt-changed", launch(root=broken))
+    write(broken / ".cppmega" / "receipt.json", b'{"schema": 1, "to')
+    refuses("receipt_whole", "no-receipt", launch(root=broken))
+
+
+def test_patched_files_and_the_edit_in_them(healthy: Context, broken: Path) -> None:
+    holds("patched_files", healthy)
+    change(broken / ROUTER, b"import torch\n", b"import torch\n\nHAND = 1\n")
+    found = refuses("patched_files", "file-changed", launch(root=broken))
+    assert "+HAND = 1" in found.what
+    assert "-" not in [line[:1] for line in found.what.splitlines()[3:]], "only the hand's edit"
+
+
+def test_a_reinstalled_megatron_below_the_receipt(lab: Lab) -> None:
+    holds("patched_files", launch(root=lab.root))
+    path = "megatron/core/a.py"
+    lab.change("megatron_core-1.0.dist-info/RECORD", b"a.py,sha256=", b"a.py,sha256=x")
+    rewritten(lab.root, identity=Tree(lab.root).identity)
+    found = refuses("patched_files", "receipt-of-other-text", launch(root=lab.root))
+    assert path in found.what
+
+
+def test_a_lost_original(lab: Lab) -> None:
+    for kept in (lab.root / ".cppmega" / "originals").iterdir():
+        kept.unlink()
+    refuses("patched_files", "original-missing", launch(root=lab.root))
+
+
+def test_foreign_edits_are_shown(
+    healthy: Context, broken: Path, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "files are upstream's" in holds("foreign_edits", healthy)
+    change(broken / UNTOUCHED, b"class MLP(", b"X = 1\n\n\nclass MLP(")
+    (broken / "megatron" / "core" / "mine.py").write_text("")
+    found = refuses("foreign_edits", "foreign-edit", launch(root=broken))
+    assert UNTOUCHED in found.what and "+X = 1" in found.what
+    assert "cppmega new" in found.next
+    # Without a copy of the wheel at hand there is no diff to show, and it says so.
+    lab.change("megatron/core/b.py", b"return x", b"return -x")
+    assert "no copy" in refuses("foreign_edits", "foreign-edit", launch(root=lab.root)).what
+
+
+def test_files_of_ones_own_in_the_tree_are_named_and_no_failure(broken: Path) -> None:
+    (broken / "megatron" / "core" / "mine.py").write_text("")
+    assert "megatron/core/mine.py" in holds("foreign_edits", launch(root=broken))
+
+
+def test_an_export_has_nobody_who_vouches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.export()
+    says_nothing("foreign_edits", launch(root=lab.root))
+
+
+def test_patches(healthy: Context) -> None:
+    assert "applied" in holds("patches", healthy)
+
+
+def test_patches_that_the_recipe_names(lab: Lab) -> None:
+    asked = launch(SMOKE.with_(patches=("page",)), root=lab.root)
+    holds("patches", asked)
+    assert lab.revert("page").ok
+    missing = launch(SMOKE.with_(patches=("page",)), root=lab.root)
+    assert "it is off" in refuses("patches", "patch-missing", missing).what
+    unknown = launch(SMOKE.with_(patches=("pge",)), root=lab.root)
+    assert "it is unknown" in refuses("patches", "patch-missing", unknown).what
+
+
+def test_a_page_that_was_never_applied_or_is_not_known(lab: Lab) -> None:
+    lab.page("second", "megatron/core/b.py:single", 'replacing("return x", "return 2 * x")')
+    assert "second" in refuses("patches", "patch-pending", launch(root=lab.root)).what
+    lab.page("second", "megatron/core/b.py:single", "left_alone", pins={"1.0": "0" * 16})
+    refuses("patches", "patch-drifted", launch(root=lab.root))
+
+
+def test_a_gate_that_says_something_else_than_at_apply(lab: Lab) -> None:
+    lab.page(gate="CPPMEGA_TEST_GATE")
+    assert lab.apply(environment={"CPPMEGA_TEST_GATE": "1"}).ok
+    holds("patches", launch(root=lab.root, environ={"CPPMEGA_TEST_GATE": "1"}))
+    refuses("patches", "gate-differs", launch(root=lab.root))
+
+
+def proved(lab: Lab, **fields: str) -> Receipt:
+    """Put a proof of the page into the receipt."""
+    held = lab.receipt()
+    page = held.pages["page"]
+    proof = {"proof": "passed", "revision": page.revision, "digest": held.digest, "detail": ""}
+    rewritten(lab.root, proofs={"page": proof | fields})
+    return receipt.load(Tree(lab.root)).receipt
+
+
+def test_proofs(lab: Lab) -> None:
+    needing = SLICE.with_(patches=("page",))
+    training = {"root": lab.root, "training_machine": True}
+    assert "0 of 1" in holds("proofs", launch(needing, root=lab.root)), "not where it trains"
+    refuses("proofs", "proof-missing", launch(needing, **training))
+    proved(lab)
+    assert "1 of 1" in holds("proofs", launch(needing, **training))
+    proved(lab, proof="failed", detail="it returned 3")
+    assert "it returned 3" in refuses("proofs", "proof-failed", launch(root=lab.root)).what
+    proved(lab, digest="of another overlay")
+    refuses("proofs", "proof-stale", launch(root=lab.root))
+
+
+def test_bytecode(lab: Lab) -> None:
+    source = lab.root / "megatron" / "core" / "a.py"
+    now, stat = source.read_bytes(), source.stat()
+    cached = Path(py_compile.compile(str(source)) or "")
+    assert "1 bytecode" in holds("bytecode", launch(root=lab.root))
+    source.write_bytes(now.replace(b"2 * x", b"3 * x"))
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    py_compile.compile(str(source))
+    source.write_bytes(now)
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    found = refuses("bytecode", "stale-bytecode", launch(root=lab.root))
+    assert str(cached) in found.next
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns + 5_000_000_000))
+    holds("bytecode", launch(root=lab.root))  # Python compiles it again
+
+
+def test_bytecode_that_python_never_checks_and_that_of_a_prefix(lab: Lab, tmp_path: Path) -> None:
+    source = lab.root / "megatron" / "core" / "a.py"
+    now = source.read_bytes()
+    source.write_bytes(now.replace(b"2 * x", b"5 * x"))
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    cached = Path(py_compile.compile(str(source), invalidation_mode=mode) or "")
+    source.write_bytes(now)
+    refuses("bytecode", "stale-bytecode", launch(root=lab.root))
+    folder = tmp_path / "prefix" / source.parent.relative_to("/")
+    folder.mkdir(parents=True)
+    cached.rename(folder / cached.name)
+    holds("bytecode", launch(root=lab.root))
+    elsewhere = {"PYTHONPYCACHEPREFIX": str(tmp_path / "prefix")}
+    refuses("bytecode", "stale-bytecode", launch(root=lab.root, environ=elsewhere))
