@@ -1,8 +1,9 @@
 """Train a recipe on stock Megatron and with the overlay, one after the other on the same GPUs.
 
-"Stock" is pristine but for the two patches without which it does not start from a wheel. The runs
-see the same data in the same order from the same weights. A third run is killed and resumed, and
-its curve compared with that of the overlay.
+"Stock" is pristine but for the two patches without which it does not start from a wheel; "linear"
+is the overlay with its linear cross-entropy asked for. The runs see the same data in the same order
+from the same weights. A further run is killed and resumed, and its curve compared with that of the
+overlay, beside how far two runs differ that nobody killed.
 
     python benchmarks/slice_training.py run --site SITE --work SCRATCH --out DIR
     python benchmarks/slice_training.py plot DIR/nam56r_h200_slice.json
@@ -13,11 +14,11 @@ copied, never changed. Everything else must be importable.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -42,7 +44,13 @@ WARM = 10
 """Steps left out of the medians."""
 SAVE, KILL, END = 20, 25, 40
 """The resumed run saves every so many steps, is killed after that one, and ends at that one."""
-_COLUMNS = {"stock": "stock, made to start", "overlay": "with the overlay"}
+_COLUMNS = {
+    "stock": "stock, made to start",
+    "overlay": "with the overlay",
+    "linear": "and linear cross-entropy",
+}
+_OPTIONS = {"linear": ("--set", "cross_entropy_fusion_impl=linear")}
+_FULL = "OutOfMemoryError"
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -121,13 +129,17 @@ class Bench:
                 raise click.ClickException(f"{name} ran for more than {self.timeout:.0f} s")
             time.sleep(0.5)
         if process.returncode:
+            if _FULL in (self.out / f"{name}.log").read_text(errors="replace"):
+                raise MemoryError(name)
             tail = (self.out / f"{name}.log").read_text(errors="replace")[-3000:]
             raise click.ClickException(f"{name} exited with {process.returncode}:\n{tail}")
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a run and all its ranks, without a chance to save."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """Kill a run and all its ranks, which torchrun gives sessions of their own, unwarned."""
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
     process.wait()
 
 
@@ -139,7 +151,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
 @click.option("--data", type=_FOLDER, help="Prepared dataset [made of --text].")
 @click.option("--text", type=_FOLDER, multiple=True, help="Text to prepare [Python's own sources].")
-@click.option("--runs", default="stock,overlay,resume", show_default=True, help="Which, in order.")
+@click.option(
+    "--runs", default="stock,overlay,resume", show_default=True, help="Which: these, or linear."
+)
+@click.option("--name", help="Of the result's files [the recipe's].")
 @click.option("--timeout", default=500.0, show_default=True, help="Seconds for one run.")
 def run(
     site: Path,
@@ -150,30 +165,40 @@ def run(
     data: Path | None,
     text: tuple[Path, ...],
     runs: str,
+    name: str | None,
     timeout: float,
 ) -> None:
-    """Run, and write RECIPE.json and RECIPE.md to --out; results of earlier calls are kept."""
+    """Run, and write NAME.json and NAME.md to --out; results of earlier calls are kept."""
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     chosen = recipes_index.with_text(recipes_index.load(recipe), changes)
     prefix = data or prepare(work / "data" / "corpus", text, site)
     bench = Bench(chosen, changes, site.resolve(), work.resolve(), out.resolve(), prefix, timeout)
-    target = out / f"{recipe}.json"
+    target = out / f"{name or recipe}.json"
     result = json.loads(target.read_text()) if target.is_file() else {}
     result |= header(bench)
     result.setdefault("runs", {})
-    for name in runs.split(","):
-        if name == "resume":
+    for which in runs.split(","):
+        if which == "resume":
             result["resume"] = resumed(bench)
         else:
-            for old in (bench.metrics(name), out / f"{name}.log"):
-                old.unlink(missing_ok=True)
-            bench.wait(name, bench.start(name, bench.tree(name)))
-            result["runs"][name] = measured(bench.rows(name))
+            result["runs"][which] = trained(bench, which)
         result["headline"] = headline(result)
         target.write_text(json.dumps(result, indent=1) + "\n")
-        (out / f"{recipe}.md").write_text(table(result))
+        target.with_suffix(".md").write_text(table(result))
     print(table(result))
+
+
+def trained(bench: Bench, name: str) -> dict[str, Any]:
+    """What one run measured; that it does not fit is a result too."""
+    for old in (bench.metrics(name), bench.out / f"{name}.log"):
+        old.unlink(missing_ok=True)
+    tree = bench.tree("stock" if name == "stock" else "overlay")
+    try:
+        bench.wait(name, bench.start(name, tree, *_OPTIONS.get(name, ())))
+    except MemoryError:
+        return {"out_of_memory": True}
+    return measured(bench.rows(name))
 
 
 def prepare(prefix: Path, text: tuple[Path, ...], site: Path) -> Path:
@@ -273,19 +298,36 @@ def resumed(bench: Bench) -> dict[str, Any]:
     process = bench.start(name, tree, *options)
     bench.wait(name, process, until=KILL)
     kill(process)
-    before = len(bench.rows(name))
+    killed = len(bench.rows(name))
     bench.wait(name, bench.start(name, tree, *options))
-    rows = bench.rows(name)[before:]
-    again = {row["step"]: row["loss"] for row in rows if "step" in row}
-    whole = {row["step"]: row["loss"] for row in bench.rows("overlay") if "step" in row}
+    rows = bench.rows(name)
+    return compared(losses(rows[:killed]), losses(rows[killed:]), losses(bench.rows("overlay")))
+
+
+def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
+    """The loss by step."""
+    return {row["step"]: row["loss"] for row in rows if "step" in row}
+
+
+def compared(
+    first: dict[int, float], again: dict[int, float], whole: dict[int, float]
+) -> dict[str, Any]:
+    """A resumed run beside one that ran through, and as a yardstick the killed run beside it too.
+
+    Raises:
+        ClickException: where it was not resumed from the checkpoint, or was not killed in time.
+    """
+    if min(again) != SAVE + 1:
+        raise click.ClickException(f"resumed at {min(again)}, the checkpoint was of step {SAVE}")
+    if max(first) >= END:
+        raise click.ClickException(f"the kill came too late, at step {max(first)}")
     both = sorted(set(again) & set(whole))
-    if not both or both[0] != SAVE + 1:
-        raise click.ClickException(f"resumed at step {both[:1]}, the checkpoint was of step {SAVE}")
     return {
-        "killed_after_step": KILL,
+        "killed_after_step": max(first),
         "resumed_from_step": SAVE,
         "compared_steps": [both[0], both[-1]],
         "largest_difference": max(abs(again[step] - whole[step]) for step in both),
+        "unkilled_difference": max(abs(first[step] - whole[step]) for step in first),
         "loss_span": max(whole.values()) - min(whole.values()),
     }
 
@@ -293,7 +335,9 @@ def resumed(bench: Bench) -> dict[str, Any]:
 def headline(result: dict[str, Any]) -> str:
     """One line for `cppmega recipes`."""
     parts = [
-        f"{name} {row['tokens_per_second']:.0f} tokens/s, {row['peak_gib']:.1f} GiB"
+        f"{name} out of memory"
+        if "out_of_memory" in row
+        else f"{name} {row['tokens_per_second']:.0f} tokens/s, {row['peak_gib']:.1f} GiB"
         for name, row in result["runs"].items()
     ]
     return f"{result['gpus']} x {result['stack']['gpu']}: " + "; ".join(parts)
@@ -326,7 +370,8 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
         ("first loss", "first_loss"),
         ("last loss", "last_loss"),
     ):
-        yield f"| {label} | " + " | ".join(str(result["runs"][n][key]) for n in names) + " |"
+        cells = (str(result["runs"][name].get(key, "out of memory")) for name in names)
+        yield f"| {label} | " + " | ".join(cells) + " |"
     if "resume" in result:
         row = result["resume"]
         yield ""
@@ -334,7 +379,8 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
             f"Killed after step {row['killed_after_step']}, resumed from step "
             f"{row['resumed_from_step']}: over steps {row['compared_steps'][0]} to "
             f"{row['compared_steps'][1]} the loss differs by at most "
-            f"{row['largest_difference']:.2e} (it spans {row['loss_span']:.2f})."
+            f"{row['largest_difference']:.2e} (it spans {row['loss_span']:.2f}; before the kill "
+            f"the two differ by {row['unkilled_difference']:.2e}, the noise of equal runs)."
         )
 
 
@@ -350,6 +396,8 @@ def plot(result: Path) -> None:
     data = json.loads(result.read_text())
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for name, row in data["runs"].items():
+        if "out_of_memory" in row:
+            continue
         steps = [point[0] for point in row["curve"]]
         left.plot(steps, [point[1] for point in row["curve"]], label=name)
         right.plot(steps, [1000 * point[3] for point in row["curve"]], label=name)

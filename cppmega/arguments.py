@@ -292,7 +292,7 @@ def _training(recipe: Recipe) -> Iterator[Argument]:
     yield "--no-gradient-accumulation-fusion", ()
     if recipe.cross_entropy_loss_fusion:
         yield "--cross-entropy-loss-fusion", ()
-        yield "--cross-entropy-fusion-impl", ("native",)
+        yield from _values(recipe, "cross_entropy_fusion_impl")
     if recipe.cuda_graph_impl != "none":
         yield from _values(recipe, "cuda_graph_impl")
         if recipe.cuda_graph_modules:

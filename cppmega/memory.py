@@ -14,6 +14,8 @@ from cppmega.recipe import Recipe
 GIB = 2**30
 _CONTEXT = 2 * GIB
 """CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers."""
+_CHUNK = GIB
+"""`LOGITS_BYTES` of `cppmega.ops.linear_cross_entropy_chunks`, which imports torch."""
 _UNFUSED_SCORES = 3
 """Full fp32 score tensors that unfused DSA keeps per layer: scores, softmax, and the mask or its
 product."""
@@ -30,7 +32,7 @@ class Estimate:
     activations: int
     """Kept for the backward pass, for one micro-batch."""
     logits: int
-    """The head's logits and their fp32 copy, of trunk and MTP depths."""
+    """What trunk and MTP depths keep for the loss: logits and their fp32 copy, or gradients."""
 
     @property
     def total(self) -> int:
@@ -131,5 +133,9 @@ def _dsa_scores(recipe: Recipe, tokens: int, heads: int) -> int:
 def _logits(recipe: Recipe) -> int:
     tokens = recipe.micro_batch_size * recipe.seq_length
     rows = recipe.padded_vocab_size // recipe.tensor_model_parallel_size
+    heads = 1 + recipe.layout.depths
+    if recipe.cross_entropy_loss_fusion and recipe.cross_entropy_fusion_impl == "linear":
+        # One chunk of logits; each head's dW in fp32 and dX in bf16 wait for the backward pass.
+        return _CHUNK + heads * recipe.hidden_size * (4 * rows + 2 * tokens)
     # bf16 logits; the softmax in fp32 is kept for the backward pass, once per head.
-    return tokens * rows * (2 + 4) * (1 + recipe.layout.depths)
+    return tokens * rows * (2 + 4) * heads

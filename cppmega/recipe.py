@@ -174,6 +174,8 @@ class Recipe:
     recompute_modules: tuple[str, ...] = ()
     """Megatron's selective recompute; empty: nothing is recomputed."""
     cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: Literal["native", "linear"] = "native"
+    """linear: the heads' losses without logits, by our patches; see `needed_patches`."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     cuda_graph_modules: tuple[str, ...] = ()
 
@@ -241,6 +243,15 @@ class Recipe:
         dense = self.first_dense_layers if self.num_experts else self.num_layers
         main = (letter + "-") * dense + (letter + "E") * (self.num_layers - dense)
         return patterns.Pattern(main, main[-2:] if self.mtp_num_layers else "", self.mtp_num_layers)
+
+    @property
+    def needed_patches(self) -> tuple[str, ...]:
+        """`patches`, and those that make a value of a field mean something."""
+        if not self.cross_entropy_loss_fusion or self.cross_entropy_fusion_impl != "linear":
+            return self.patches
+        head = "linear_ce_hybrid_head" if self.kind == "hybrid" else "linear_ce_gpt_head"
+        heads = (head, "mtp_linear_ce") if self.layout.depths else (head,)
+        return tuple(dict.fromkeys((*self.patches, "cross_entropy_fusion_linear", *heads)))
 
     @property
     def data_parallel_size(self) -> int:

@@ -121,7 +121,7 @@ def describe(recipe: Recipe, version: str = NEWEST) -> dict[str, Any]:
         "memory_gib_per_gpu": round(estimate(recipe).gib, 1),
         "gflop_per_token": round(flops(recipe) / 1e9, 3),
         "gflop_per_token_by_megatron": round(megatron_flops(recipe) / 1e9, 3),
-        "patches": list(recipe.patches),
+        "patches": list(recipe.needed_patches),
         "gates": dict(recipe.gates),
         "missing": [{"part": item.part, "reason": item.reason} for item in lacking],
         "last_result": last_result(recipe.name),

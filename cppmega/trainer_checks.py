@@ -64,7 +64,7 @@ def check_patches(recipe: Recipe, session: Session) -> str:
     """
     applied = receipt.load(session.tree).receipt
     verdicts = session.plan(None, {**os.environ, **applied.gates}).verdicts
-    for name in recipe.patches:
+    for name in recipe.needed_patches:
         state = verdicts[name].state if name in verdicts else "unknown"
         if state not in ("applied", "armed", "upstreamed", "not-applicable"):
             raise CppmegaError(

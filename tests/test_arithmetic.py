@@ -266,6 +266,8 @@ def test_memory_is_spread_as_the_layout_says() -> None:
     dense = count.total - count.experts
     assert estimate(four).states == dense * 6 + dense * 12 // 4 + routed * 18
     assert estimate(one).logits == 3 * 4096 * 65536 * 6
+    linear = one.with_(cross_entropy_fusion_impl="linear")
+    assert estimate(linear).logits == GIB + 3 * 4096 * (4 * 65536 + 2 * 4096)
 
 
 def test_the_estimate_agrees_with_what_fitted_and_what_did_not() -> None:

@@ -84,6 +84,7 @@ def result() -> dict[str, Any]:
             "resumed_from_step": 20,
             "compared_steps": [21, 40],
             "largest_difference": 1e-4,
+            "unkilled_difference": 2e-4,
             "loss_span": 3.0,
         },
     }
@@ -110,7 +111,8 @@ def test_a_run_is_killed_at_its_step_with_all_its_children(tmp_path: Path) -> No
     metrics = tmp_path / "resume.jsonl"
     code = (
         "import json, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
+        "                         start_new_session=True)\n"  # as torchrun starts its ranks
         "for step in range(1, 100):\n"
         "    with open(sys.argv[1], 'a') as file:\n"
         "        file.write(json.dumps({'step': step, 'child': child.pid}) + '\\n{')\n"
@@ -140,6 +142,33 @@ def test_a_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(click.ClickException, match="out of memory"):
         a_bench(tmp_path).wait("stock", process)
+
+
+def test_a_run_that_does_not_fit_is_a_result(tmp_path: Path) -> None:
+    (tmp_path / "stock.log").write_text("torch.OutOfMemoryError: CUDA out of memory.")
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(MemoryError):
+        a_bench(tmp_path).wait("stock", process)
+    full = {
+        **result(),
+        "runs": {"stock": {"out_of_memory": True}, "linear": bench.measured(rows())},
+    }
+    assert "| tokens/s | out of memory | 8192.0 |" in bench.table(full)
+    assert "stock out of memory; linear 8192" in bench.headline(full)
+
+
+def test_a_resumed_run_is_compared_with_the_run_that_went_through() -> None:
+    whole = {step: 10.0 - step / 10 for step in range(1, 51)}
+    first = {step: whole[step] + 0.01 for step in range(1, 26)}
+    again = {step: whole[step] - 0.02 for step in range(21, 41)}
+    found = bench.compared(first, again, whole)
+    assert found["compared_steps"] == [21, 40] and found["killed_after_step"] == 25
+    assert found["largest_difference"] == pytest.approx(0.02)
+    assert found["unkilled_difference"] == pytest.approx(0.01)
+    with pytest.raises(click.ClickException, match="resumed at 1"):
+        bench.compared(first, whole, whole)
+    with pytest.raises(click.ClickException, match="too late"):
+        bench.compared(whole, again, whole)
 
 
 def test_a_line_being_written_is_not_read(tmp_path: Path) -> None:

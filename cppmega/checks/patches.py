@@ -32,7 +32,7 @@ def check(context: Context) -> str:
 
 def _found(context: Context) -> Iterator[CppmegaError]:
     verdicts = context.plan.verdicts
-    for name in context.recipe.patches if context.recipe is not None else ():
+    for name in context.recipe.needed_patches if context.recipe is not None else ():
         state = verdicts[name].state if name in verdicts else "unknown"
         if state not in _IN and state not in NOT_WHOLE:
             assert context.recipe is not None
