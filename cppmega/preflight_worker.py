@@ -80,6 +80,7 @@ def _process(order: dict[str, Any]) -> list[dict[str, str]]:
     if found:
         return [error.as_json() for error in found[:5]]
     checks: tuple[Callable[[], None], ...] = (
+        lambda: _refuse_other_files(root, held),
         lambda: imported.check(root, held.receipt, held.edits),
         runtime.check,
         lambda: _refuse_waiting(runtime.waiting()),
@@ -113,6 +114,25 @@ def _import_failed(module: str, error: BaseException) -> CppmegaError:
         "A run that reaches it ends there, or goes on without the patch in it.",
         f"python -c 'import {module}' in the environment that trains",
     )
+
+
+def _refuse_other_files(root: Path, held: Any) -> None:
+    """A folder `x/` beside `x.py` takes its name, and no hash of `x.py` shows it."""
+    from cppmega import runtime
+
+    for page in held.receipt.pages.values():
+        for target in page.targets:
+            path = target.partition(":")[0]
+            module = sys.modules.get(runtime.module_name(path))
+            file = getattr(module, "__file__", None)
+            if file is not None and not Path(file).samefile(root / path):
+                raise CppmegaError(
+                    "other-file",
+                    f"{runtime.module_name(path)} was imported from {file}, not from "
+                    f"{root / path}.",
+                    "The patched file is there, and nobody imports it.",
+                    f"move {file} away",
+                )
 
 
 def _refuse_waiting(targets: list[str]) -> None:
