@@ -13,14 +13,14 @@ from typing import NoReturn
 
 import click
 
-from cppmega import cli_preflight, cli_proof, cli_recipes, cli_tree
+from cppmega import cli_preflight, cli_proof, cli_recipes, cli_runs, cli_tree
 from cppmega.cli_base import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
 
 STOPPED = 130
 """As a shell says it of a process that ended on Ctrl-C."""
 
-__all__ = ["cli", "cli_preflight", "cli_proof", "cli_recipes", "cli_tree", "main"]
+__all__ = ["cli", "cli_preflight", "cli_proof", "cli_recipes", "cli_runs", "cli_tree", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

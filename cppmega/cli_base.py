@@ -18,7 +18,7 @@ FINE, NOT_AS_IT_MUST_BE, INTERNAL = 0, 1, 2
 
 _ORDER = (
     *("apply", "list", "explain", "status", "diff", "verify", "drift", "revert"),
-    *("recipes", "preflight"),
+    *("recipes", "preflight", "launch", "runs", "attach", "logs", "stop", "compare"),
 )
 
 

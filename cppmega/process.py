@@ -54,6 +54,15 @@ def children(pid: int) -> list[int]:
     return sorted(child for child in found if started(child))
 
 
+def environment(pid: int) -> dict[str, str]:
+    """The variables that a process was started with; empty where it is gone or another user's."""
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in data.split("\0") if "=" in pair)
+
+
 def send(pid: int, number: signal.Signals) -> bool:
     """Send a signal; whether there was somebody to get it."""
     try:

@@ -1,0 +1,70 @@
+"""`python -m cppmega.agent NODE TORCHRUN-ARGUMENTS`: torchrun, which keeps who failed first.
+
+The same as `python -m torch.distributed.run`; it is a process of its own so that whatever happens
+to it is seen by the one in charge (`cppmega.supervise`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from cppmega.process import end_with_parent
+from cppmega.run_folder import Node, write_json
+
+FAILURE = "failure.json"
+
+
+def main() -> None:
+    """Run torchrun; when a rank fails, write down which one and why."""
+    end_with_parent()
+    node, arguments = Node(Path(sys.argv[1])), sys.argv[2:]
+    import torch.distributed.run
+
+    torchrun: Any = torch.distributed.run  # it has no types
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as error:
+        write_json(node.path / FAILURE, first(error.failures))
+        sys.exit(1)
+
+
+def first(failures: dict[int, Any]) -> dict[str, Any]:
+    """The rank that failed first, by the exact times in the error files where there are some."""
+    rank = min(failures, key=lambda rank: (_time(failures[rank]), rank))
+    failure = failures[rank]
+    return {
+        "rank": rank,
+        "local_rank": failure.local_rank,
+        "exit": failure.exitcode,
+        "signal": failure.signal_name() if failure.exitcode < 0 else "",
+        "message": _message(failure),
+        "others": sorted(set(failures) - {rank}),
+    }
+
+
+def _time(failure: Any) -> float:
+    said = _said(failure)
+    return float(said.get("extraInfo", {}).get("time", failure.timestamp))
+
+
+def _message(failure: Any) -> str:
+    said = _said(failure)
+    return str(said.get("extraInfo", {}).get("py_callstack") or said.get("message") or "")
+
+
+def _said(failure: Any) -> dict[str, Any]:
+    """What the rank wrote; nothing where a signal ended it or it exited by itself."""
+    try:
+        found = json.loads(Path(failure.error_file).read_text())["message"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return found if isinstance(found, dict) else {"message": found}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Start a recipe so that it is known afterwards exactly what ran.
+
+Preflight, run folder with a manifest, torchrun with logs per rank, in a tmux session or here.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cppmega import launch_folder, recipes_index, report, run_folder, tmux
+from cppmega.check import Context
+from cppmega.errors import CppmegaError
+from cppmega.launch_folder import Launch, Ready
+from cppmega.overlay import Session
+from cppmega.recipe import Recipe
+from cppmega.run_folder import Node, Run
+from cppmega.trainer_options import words as words_of
+
+_LOOP_RANKS = 2
+"""So that a launch on CPU has what one on GPUs has: process groups, ranks that must agree."""
+
+
+def launch(asked: Launch, *, dry_run: bool = False) -> int:
+    """Check, write the folder, start. Answers the exit status of what runs in this terminal.
+
+    Raises:
+        CppmegaError: one named reason for each thing that is not as it must be.
+    """
+    ready = prepare(asked)
+    if dry_run:
+        print(shlex.join(["torchrun", *ready.torchrun]))
+        report.say(f"nothing was started; the run folder would be {ready.folder}")
+        return 0
+    node = launch_folder.make(ready)
+    run = node.run
+    if asked.tmux is None:
+        report.say(f"run {run.name} in {run.path}; in this terminal: Ctrl-C saves and ends it")
+        os.environ.clear()
+        os.environ.update(ready.environment)
+        from cppmega.supervise import Supervisor
+
+        return Supervisor(node).run()
+    command = [sys.executable, "-m", "cppmega.supervise", str(node.path)]
+    tmux.start(asked.tmux, command, Path.cwd(), ready.environment)
+    _await_start(node)
+    print(run.path)
+    for what in ("attach", "logs -f", "stop", "runs"):
+        name = "" if what == "runs" else f" {run.name}"
+        report.say(f"  cppmega {what}{name}{_runs_word(asked)}")
+    return 0
+
+
+def prepare(asked: Launch) -> Ready:
+    """Everything up to the first thing that is written.
+
+    Raises:
+        CppmegaError: see `launch`.
+    """
+    asked = _absolute(asked)
+    recipe = recipes_index.with_text(recipes_index.load(asked.recipe), asked.options["changes"])
+    runs = run_folder.root(asked.runs).absolute()
+    if asked.tmux is not None:
+        tmux.check_name(asked.tmux)
+        tmux.require(f"cppmega launch {asked.recipe} ... (leave --tmux out), with nohup or screen")
+        tmux.refuse_existing(asked.tmux)
+    nproc = _ranks(asked, recipe)
+    _check_nodes(asked)
+    if asked.name is not None:
+        run_folder.check_name(asked.name)
+        if (runs / asked.name).exists() and asked.nodes == 1:
+            run_folder.create(runs, asked.name)  # says what is wrong with that
+    folder = runs / (asked.name or run_folder.fresh_name(runs, recipe.name))
+    options = _options(asked, recipe, folder, runs)
+    environment = environment_of(recipe, os.environ)
+    session, checks = _preflight(asked, recipe, options, environment, folder)
+    recipe = recipe.plus(*asked.arguments)
+    rendered, data = _rendered(recipe, options, session)
+    ready = Ready(
+        asked=asked,
+        recipe=recipe,
+        folder=folder,
+        session=session,
+        options=options,
+        environment=environment,
+        nproc=nproc,
+        torchrun=(),
+        rendered=rendered,
+        data=data,
+        checks=checks,
+    )
+    return replace(ready, torchrun=_torchrun(ready))
+
+
+def _absolute(asked: Launch) -> Launch:
+    """Ranks may have another working directory; and a manifest must mean something later."""
+    data = tuple(str(Path(prefix).absolute()) for prefix in asked.options["data"])
+    options = {**asked.options, "data": data}
+    for name in ("data_cache", "save", "load", "tensorboard", "metrics", "root"):
+        if options[name] is not None:
+            options[name] = Path(options[name]).absolute()
+    return replace(asked, options=options)
+
+
+def _ranks(asked: Launch, recipe: Recipe) -> int:
+    """Processes on this host."""
+    if recipe.gpus == 0:
+        return asked.nproc or _LOOP_RANKS
+    if asked.nproc is not None and asked.nproc * asked.nodes != recipe.gpus:
+        raise CppmegaError(
+            "wrong-world-size",
+            f"Recipe {recipe.name} takes {recipe.gpus} GPUs, not {asked.nproc * asked.nodes}.",
+            "Another number of replicas is another batch and another layout.",
+            f"leave --nproc out, or --set gpus={asked.nproc * asked.nodes} with a batch that fits",
+        )
+    each, rest = divmod(recipe.gpus, asked.nodes)
+    if rest or not each:
+        raise CppmegaError(
+            "wrong-world-size",
+            f"The {recipe.gpus} GPUs of {recipe.name} cannot be spread over {asked.nodes} hosts.",
+            "torchrun starts the same number of processes on each.",
+            f"--nnodes with a divisor of {recipe.gpus}",
+        )
+    return each
+
+
+def _check_nodes(asked: Launch) -> None:
+    if asked.nodes > 1 and (asked.rdzv is None or asked.name is None):
+        raise CppmegaError(
+            "no-rendezvous",
+            f"--nnodes {asked.nodes} needs --rdzv and --name.",
+            "The hosts find each other at one address, and write to one run folder.",
+            "on every host: cppmega launch RECIPE --nnodes N --rdzv FIRST_HOST:29500 --name NAME "
+            "--runs A_SHARED_FOLDER",
+        )
+
+
+def _options(asked: Launch, recipe: Recipe, folder: Path, runs: Path) -> dict[str, Any]:
+    """The trainer's options with this run's own places."""
+    options = dict(asked.options)
+    if asked.resume is not None:
+        options |= _resumed(asked, run_folder.find(runs, asked.resume))
+    options["save"] = options["save"] or folder / "checkpoints"
+    options["metrics"] = options["metrics"] or folder / "metrics.jsonl"
+    if recipe.kind == "loop" and not options["data"]:
+        options["data"] = (str(folder / "data"),)
+    return options
+
+
+def _resumed(asked: Launch, old: Run) -> dict[str, Any]:
+    """Checkpoint and data of an earlier run, where the command line names no others."""
+    if old.state() in run_folder.LIVE:
+        raise CppmegaError(
+            "run-still-running",
+            f"{old.name} is {old.state()}.",
+            "Two runs would go on from one checkpoint while it is still being made.",
+            f"cppmega stop {old.name}",
+        )
+    step = old.checkpoint()
+    if step is None:
+        raise CppmegaError(
+            "nothing-to-resume",
+            f"{old.name} ({old.state()}) has no whole checkpoint in {old.checkpoints}.",
+            "A fresh start under the name of a resumed run would pass for one.",
+            "launch without --resume for a fresh start",
+        )
+    report.say(f"going on from step {step} of {old.name}")
+    found: dict[str, Any] = {"load": asked.options["load"] or old.checkpoints}
+    before = old.manifest["options"]
+    if not asked.options["data"] and not asked.options["mock_data"]:
+        found["data"] = tuple(before["data"])
+        for name in ("tokenizer", "eod", "mock_data", "data_cache"):
+            found[name] = asked.options[name] or before[name]
+    return found
+
+
+def environment_of(recipe: Recipe, given: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks will see."""
+    from cppmega import allocator
+
+    environment = dict(given)
+    environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it warns of
+    if recipe.gpus == 0:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # a loop on CPU, also where there is a GPU
+    else:
+        allocator.set_in(environment)
+    for name, value in recipe.environment:
+        environment.setdefault(name, value)
+    return environment
+
+
+def _preflight(
+    asked: Launch,
+    recipe: Recipe,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    folder: Path,
+) -> tuple[Session, dict[str, str]]:
+    """Every check; the launch ends here where one does not hold."""
+    from cppmega.preflight import examine
+
+    path = Path(asked.recipe)
+    context = Context(
+        root=options["root"],
+        recipe=recipe,
+        recipe_file=path if asked.recipe.endswith(".py") else None,
+        arguments=(*words_of(options, without=("changes", "root")), *_further(asked)),
+        environ=environment,
+        nodes=asked.nodes,
+        folder=folder,
+    )
+    found = examine(context, lambda name: report.say(f"preflight: {name}"))
+    if not found.ok:
+        failures = found.failures
+        if len(failures) > 1:
+            for failure in failures[:-1]:
+                report.say(failure.error.render())
+            report.say(f"{len(failures)} things are wrong; the last of them:")
+        if failures:
+            raise failures[-1].error
+        raise CppmegaError(
+            "preflight-incomplete",
+            "Some checks were not run.",
+            "What was not looked at may be wrong.",
+            f"cppmega preflight {asked.recipe}",
+        )
+    return context.session, {finding.check: finding.state for finding in found.findings}
+
+
+def _rendered(
+    recipe: Recipe, options: Mapping[str, Any], session: Session
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The arguments as they will reach the parser, and the name of the data's contents."""
+    from cppmega import trainer
+
+    given = dict(options)
+    for name in ("changes", "root"):
+        given.pop(name)
+    tokenizer, eod, metrics = (given.pop(name) for name in ("tokenizer", "eod", "metrics"))
+    run = trainer.run_of(**given)
+    paths = list(run.data)
+    if recipe.kind == "loop":
+        from cppmega import smoke_loop, smoke_text
+
+        smoke_loop.refuse_options(recipe, run, tokenizer=tokenizer, eod=eod)
+        fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(run.data, recipe))
+        return (), {"paths": paths, "fingerprint": fingerprint, "mock": False}
+    ready = trainer.plan(recipe, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)
+    data = {"paths": paths, "fingerprint": ready.data.fingerprint, "mock": run.mock_data}
+    return ready.rendered.argv, data
+
+
+def _torchrun(ready: Ready) -> tuple[str, ...]:
+    """torchrun's words, without the log folder of each host."""
+    asked, last = ready.asked, ready.nproc - 1
+    if asked.nodes > 1:
+        where = [
+            *("--nnodes", str(asked.nodes), "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", str(asked.rdzv), "--rdzv-id", ready.folder.name),
+        ]
+    else:
+        where = ["--standalone"]
+    # Every rank has its files; the first and the last, which Megatron's lines come from, are shown.
+    shown = ",".join(f"{rank}:3" for rank in sorted({0, last}))
+    root = ready.options["root"]
+    chosen = ["--megatron", str(root)] if root is not None else []
+    recipe = ready.folder / "recipe" / f"{ready.recipe.name}.py"
+    options = words_of(ready.options, without=("root",))
+    return (
+        *where,
+        *("--nproc-per-node", str(ready.nproc), "--redirects", "3", "--tee", shown),
+        *("-m", "cppmega.run", *chosen, "-m", "cppmega.trainer", str(recipe), *options),
+        *_further(asked),
+    )
+
+
+def _further(asked: Launch) -> tuple[str, ...]:
+    """Megatron's own arguments behind the trainer's options."""
+    return ("--", *asked.arguments) if asked.arguments else ()
+
+
+def _await_start(node: Node) -> None:
+    """Until the process in charge has taken over: a session that dies at once is no start."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if node.status():
+            return
+        if not tmux.exists(str(node.run.manifest["tmux"])) and not node.status():
+            break
+        time.sleep(0.05)
+    raise CppmegaError(
+        "session-not-started",
+        f"The tmux session {node.run.manifest['tmux']} ended before the run began.",
+        "Nothing is running.",
+        f"python -m cppmega.supervise {node.path} shows why",
+    )
+
+
+def _runs_word(asked: Launch) -> str:
+    return f" --runs {asked.runs}" if asked.runs is not None else ""

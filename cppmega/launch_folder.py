@@ -1,0 +1,139 @@
+"""What a launch is, and the run folder that keeps it: made once, joined by further hosts."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cppmega import launch_record, overlay_record, receipt, recipes_index, run_folder
+from cppmega.errors import CppmegaError
+from cppmega.overlay import Session
+from cppmega.recipe import Recipe
+from cppmega.run_folder import Node, Run
+
+_JOIN = 60.0
+"""Seconds that a further host waits for the first one's manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the command line asks for."""
+
+    recipe: str
+    options: Mapping[str, Any]
+    """Of the trainer, as click read them."""
+    arguments: tuple[str, ...] = ()
+    """Megatron's own, behind `--`."""
+    runs: Path | None = None
+    name: str | None = None
+    tmux: str | None = None
+    nodes: int = 1
+    rdzv: str | None = None
+    nproc: int | None = None
+    resume: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A launch that nothing speaks against; nothing is written yet."""
+
+    asked: Launch
+    recipe: Recipe
+    folder: Path
+    session: Session
+    options: dict[str, Any]
+    environment: dict[str, str]
+    nproc: int
+    torchrun: tuple[str, ...]
+    rendered: tuple[str, ...]
+    """Megatron's own arguments; those of the loop where Megatron parses nothing."""
+    data: dict[str, Any]
+    checks: dict[str, str] = field(default_factory=dict)
+
+
+def make(ready: Ready) -> Node:
+    """Make the run folder with everything in it, or join the one that another host has made."""
+    asked, runs = ready.asked, ready.folder.parent
+    manifest = _manifest(ready)
+    try:
+        run = run_folder.create(runs, ready.folder.name)
+    except CppmegaError as error:
+        if error.name != "run-exists" or asked.nodes == 1:
+            raise
+        return _join(ready, Run(ready.folder), manifest, error)
+    (run.path / "recipe").mkdir()
+    source = _recipe_file(asked.recipe)
+    shutil.copyfile(source, run.path / "recipe" / f"{ready.recipe.name}.py")
+    applied = receipt.load(ready.session.tree).receipt
+    (run.path / "receipt.json").write_bytes(applied.dump())
+    node = run_folder.claim_node(run, asked.nodes)
+    assert node is not None, "the folder is new"
+    run_folder.write_json(run.manifest_file, manifest)  # last: from now on it is a run
+    return node
+
+
+def _join(ready: Ready, run: Run, mine: Mapping[str, Any], exists: CppmegaError) -> Node:
+    deadline = time.monotonic() + _JOIN
+    while not run.manifest_file.is_file() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    theirs = run_folder.read_json(run.manifest_file)
+    for part in ("torchrun", "overlay", "arguments"):
+        if theirs.get(part) != mine[part]:
+            raise CppmegaError(
+                "launch-differs",
+                f"{run.name} was launched with another {part} than this host's.",
+                "The hosts of one run would train different things.",
+                "the same command and the same overlay on every host, and a --name that is new",
+            )
+    node = run_folder.claim_node(run, ready.asked.nodes)
+    if node is None:
+        raise exists
+    return node
+
+
+def _manifest(ready: Ready) -> dict[str, Any]:
+    asked = ready.asked
+    source = launch_record.file_state(_recipe_file(asked.recipe))
+    options = {name: _plain(value) for name, value in ready.options.items()}
+    return {
+        "schema": run_folder.SCHEMA,
+        "name": ready.folder.name,
+        "created": time.time(),
+        "command": sys.argv,
+        "folder": str(Path.cwd()),
+        "tmux": asked.tmux,
+        "resumes": asked.resume,
+        "recipe": {"name": ready.recipe.name, **source, "changes": options["changes"]},
+        "cppmega": launch_record.tool_state(),
+        "overlay": overlay_record.of(receipt.load(ready.session.tree).receipt),
+        "megatron": {"version": ready.session.tree.version, "root": str(ready.session.root)},
+        "arguments": list(ready.rendered),
+        "options": options,
+        "torchrun": list(ready.torchrun),
+        "environment": launch_record.environment_that_matters(ready.environment),
+        "stack": launch_record.versions(),
+        "gpus": launch_record.gpus(),
+        "data": ready.data,
+        "nodes": asked.nodes,
+        "nproc": ready.nproc,
+        "save": options["save"],
+        "load": options["load"],
+        "metrics": options["metrics"],
+        "preflight": ready.checks,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _recipe_file(name: str) -> Path:
+    return Path(name) if name.endswith(".py") else recipes_index.folder() / f"{name}.py"

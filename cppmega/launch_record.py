@@ -1,0 +1,97 @@
+"""What must be known of a launch to say later what ran: environment, stack, sources."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cppmega import __version__, stack
+
+_MATTERS = (
+    *("CPPMEGA_", "CUDA", "NCCL_", "NVTE_", "NVSHMEM_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_"),
+    *("TL_", "TILELANG_", "OMP_", "MKL_", "KMP_", "GLOO_", "UCX_", "FI_", "UB_", "SLURM_"),
+    *("MEGATRON_", "PYTHON", "LD_LIBRARY_PATH", "LD_PRELOAD", "WANDB_", "HF_", "MASTER_", "GLIBC_"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "MALLOC_"),
+)
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+_MORE_PACKAGES = ("numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "cuda")
+
+
+def environment_that_matters(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that training code reads. Never one whose name says that it is a secret."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(_MATTERS) and not any(word in name for word in _SECRET)
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the driver and the packages that train; nothing is imported."""
+    found = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "driver": _driver(),
+    }
+    for name in (*stack.NAMES, *_MORE_PACKAGES):
+        version = stack.version(name)
+        if version is not None:
+            found[name] = version
+    return {name: version for name, version in found.items() if version}
+
+
+def _driver() -> str:
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+    return next((word for word in first.split() if word[:1].isdigit() and "." in word), first)
+
+
+def gpus() -> list[str]:
+    """Names and memory of this host's GPUs, as the driver's tool says them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def file_state(path: Path) -> dict[str, Any]:
+    """A source file: its hash, and what its git repository says of it."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"path": str(path.resolve()), "sha256": digest, "git": git_state(path)}
+
+
+def tool_state() -> dict[str, Any]:
+    """This package: its version, and its commit where it is a checkout."""
+    return {"version": __version__, "git": git_state(Path(__file__).parent)}
+
+
+def git_state(path: Path) -> dict[str, Any] | None:
+    """Commit of the repository around a path, and whether the path differs from it; None: none."""
+    folder = path if path.is_dir() else path.parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None or _git(folder, "ls-files", "--", str(path.resolve())) in (None, ""):
+        return None  # no repository, or one that does not know the file
+    changed = _git(folder, "status", "--porcelain", "--", str(path.resolve()))
+    return {"commit": commit, "changed": bool(changed)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,309 @@
+"""Run folders: what was launched, where it writes, and how it ended. Never reused, never removed.
+
+RUNS/NAME/
+    manifest.json         what was launched: overlay, arguments, environment, stack, data
+    recipe/NAME.py        the recipe as it was; the ranks load this copy
+    receipt.json          what was applied to megatron
+    metrics.jsonl         one object per logged step
+    checkpoints/          unless --save names another folder
+    nodes/0/              one for each host of the launch
+        status.json       the process in charge, its workers, the exit status
+        console.log       what torchrun and its ranks printed
+        logs/             each rank's stdout and stderr, by torchrun
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from cppmega import process
+from cppmega.errors import CppmegaError
+
+VARIABLE = "CPPMEGA_RUNS"
+SCHEMA = 1
+TRACKER = "latest_checkpointed_iteration.txt"
+
+State = Literal["starting", "running", "stopping", "finished", "stopped", "crashed", "killed"]
+LIVE: frozenset[State] = frozenset({"starting", "running", "stopping"})
+MEANING: dict[State, str] = {
+    "starting": "no process is in charge yet",
+    "running": "its process in charge lives",
+    "stopping": "it was asked to save a checkpoint and end",
+    "finished": "it ended by itself with exit status 0",
+    "stopped": "it ended because it was asked to",
+    "crashed": "a rank failed",
+    "killed": "its process in charge is gone and left no exit status",
+}
+
+_START = 30.0
+"""Seconds after which a folder without a process in charge is no launch in the making."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host's part of a run."""
+
+    path: Path
+
+    @property
+    def status_file(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def console(self) -> Path:
+        return self.path / "console.log"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def run(self) -> Run:
+        """The run that it is a part of."""
+        return Run(self.path.parent.parent)
+
+    def status(self) -> dict[str, Any]:
+        """What the process in charge wrote last; empty before it did."""
+        return read_json(self.status_file)
+
+    def write(self, status: Mapping[str, Any]) -> None:
+        """Replace the status; a reader sees the old one or the new one."""
+        write_json(self.status_file, status)
+
+    def here(self) -> bool:
+        """Whether its processes are on this machine."""
+        return bool(self.status().get("host") == socket.gethostname())
+
+    def state(self) -> State:
+        """One word."""
+        status = self.status()
+        if not status:
+            young = time.time() - self.path.stat().st_mtime < _START
+            return "starting" if young else "killed"
+        if status.get("ended") is not None:
+            return _ended(status)
+        if self.here() and (
+            status.get("boot") != process.boot()
+            or not process.alive(status["pid"], status["since"])
+        ):
+            return "killed"
+        return "stopping" if status.get("stop") else "running"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """What was launched."""
+        return read_json(self.manifest_file)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where it saves."""
+        return Path(self.manifest.get("save") or self.path / "checkpoints")
+
+    def nodes(self) -> list[Node]:
+        """The hosts that have joined so far."""
+        folder = self.path / "nodes"
+        found = [path for path in folder.glob("*") if path.name.isdigit()]
+        return [Node(path) for path in sorted(found, key=lambda path: int(path.name))]
+
+    def state(self) -> State:
+        """One word for all its hosts: the worst, where they differ."""
+        states = {node.state() for node in self.nodes()} or {"starting"}
+        order: tuple[State, ...] = (
+            *("running", "stopping", "starting"),
+            *("crashed", "killed", "stopped", "finished"),
+        )
+        return next(state for state in order if state in states)
+
+    def exit(self) -> int | None:
+        """The exit status, the first that is not 0; None while it runs or where none was kept."""
+        found = [node.status().get("exit") for node in self.nodes()]
+        if None in found or not found:
+            return next((code for code in found if code), None)
+        return next((code for code in found if code), 0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The logged steps; a line that is being written is left out."""
+        return [row for row in self.all_rows() if "step" in row]
+
+    def all_rows(self) -> Iterator[dict[str, Any]]:
+        """Everything in the metrics file, headers included."""
+        path = Path(self.manifest.get("metrics") or self.metrics)
+        if not path.is_file():
+            return
+        for line in path.read_text().split("\n")[:-1]:
+            yield json.loads(line)
+
+    def checkpoint(self) -> int | None:
+        """Step of the newest whole checkpoint."""
+        try:
+            return int((self.checkpoints / TRACKER).read_text())
+        except (OSError, ValueError):
+            return None
+
+
+def _ended(status: Mapping[str, Any]) -> State:
+    """How it ended; a rank that fails while it saves its last checkpoint has crashed."""
+    if status.get("exit") == 0:
+        return "stopped" if status.get("stop") else "finished"
+    # Ranks that were not yet ready to save end on the signal itself.
+    by_us = status.get("failure", {}).get("signal") == "SIGTERM"
+    asked = status.get("stop")
+    return "stopped" if asked == "now" or (asked and by_us) else "crashed"
+
+
+def root(given: Path | None = None) -> Path:
+    """The folder of all run folders: what is named, the variable, `./runs`."""
+    return given or Path(os.environ.get(VARIABLE) or "runs")
+
+
+def create(runs: Path, name: str) -> Run:
+    """A new folder.
+
+    Raises:
+        CppmegaError: `run-exists`, `bad-run-name`, `runs-not-writable`.
+    """
+    check_name(name)
+    folder = runs / name
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        raise CppmegaError(
+            "run-exists",
+            f"{folder} is there already.",
+            "A run folder is never reused: it is the record of what was trained.",
+            f"another --name; to go on from its checkpoint: --resume {name}",
+        ) from None
+    except OSError as error:
+        raise CppmegaError(
+            "runs-not-writable",
+            f"{folder} cannot be made: {error.strerror}.",
+            "Without it nobody could say later what ran.",
+            f"--runs FOLDER, or export {VARIABLE}=FOLDER",
+        ) from error
+    return Run(folder.absolute())
+
+
+def check_name(name: str) -> None:
+    """A name must be one plain word: it becomes a folder and is typed in commands.
+
+    Raises:
+        CppmegaError: `bad-run-name`.
+    """
+    plain = name.replace("-", "").replace("_", "").replace(".", "").replace("+", "")
+    if not (plain.isalnum() and plain.isascii()) or name[0] in "-.":
+        raise CppmegaError(
+            "bad-run-name",
+            f"{name!r} is no name for a run.",
+            "It becomes a folder, and is typed in commands.",
+            "use letters, digits, - and _",
+        )
+
+
+def fresh_name(runs: Path, stem: str) -> str:
+    """Recipe and time, and a number where two are launched in one second."""
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number, found = 2, name
+    while (runs / found).exists():
+        found, number = f"{name}-{number}", number + 1
+    return found
+
+
+def claim_node(run: Run, nodes: int) -> Node | None:
+    """The next free place of a host; None where as many have joined as the launch has."""
+    for number in range(nodes):
+        try:
+            (run.path / "nodes" / str(number)).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return Node(run.path / "nodes" / str(number))
+    return None
+
+
+def everyone(runs: Path) -> list[Run]:
+    """All run folders, the newest first."""
+    found = [Run(path.parent.absolute()) for path in runs.glob("*/manifest.json")]
+    return sorted(found, key=lambda run: run.manifest.get("created", 0), reverse=True)
+
+
+def find(runs: Path, name: str | None) -> Run:
+    """A run by its folder, its name, its tmux session, or the start of its name; None: the newest.
+
+    Raises:
+        CppmegaError: `no-runs`, `run-unknown`, `run-ambiguous`.
+    """
+    known = everyone(runs)
+    if name is not None and (Path(name) / "manifest.json").is_file():
+        return Run(Path(name).absolute())
+    if not known:
+        raise CppmegaError(
+            "no-runs",
+            f"There is no run folder in {runs.absolute()}.",
+            "Nothing was launched there.",
+            f"cppmega launch RECIPE, or --runs FOLDER, or export {VARIABLE}=FOLDER",
+        )
+    if name is None:
+        return known[0]
+    for matches in (
+        [run for run in known if run.name == name],
+        [run for run in known if run.manifest.get("tmux") == name][:1],  # the newest of that name
+        [run for run in known if run.name.startswith(name)],
+    ):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise CppmegaError(
+                "run-ambiguous",
+                f"{name} may be {', '.join(run.name for run in matches[:5])}.",
+                "The command must not reach the wrong run.",
+                f"name it in full: {matches[0].name}",
+            )
+    raise CppmegaError(
+        "run-unknown",
+        f"There is no run {name} in {runs.absolute()}.",
+        "The newest are " + ", ".join(run.name for run in known[:5]) + ".",
+        "cppmega runs",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file as a whole."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
