@@ -15,6 +15,7 @@ from cppmega.recipe import Recipe
 from tests.support import patched
 
 SLICE = recipes_index.load("nam56r_h200_slice")
+V32 = recipes_index.load("dsv32_h200_slice")
 SMOKE = recipes_index.load("smoke_cpu")
 
 

@@ -9,7 +9,7 @@ ORDER: tuple[str, ...] = (
     # the environment and the machine
     *("variables", "nan_gates", "debug_variables", "recipe_gates", "allocator"),
     *("recipe_complete", "stack_versions", "stack_pairs", "packages", "hosts", "limits"),
-    *("gpus", "gpus_free", "kernels", "gpu_memory"),
+    *("gpus", "gpus_free", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
     # what can be known without a process
     *("data", "folders", "save_folder"),
     # in a process like a rank

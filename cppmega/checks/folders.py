@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def check(context: Context) -> str:
 def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
     for purpose, folder, room in _folders(context):
         there = _nearest(folder)
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        if not there.is_dir() or not _takes_files(there):
             yield CppmegaError(
                 "folder-not-writable",
                 f"{folder} ({purpose}) cannot be made or written to: {there} is "
@@ -80,6 +80,15 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
         triton = environ.get("TRITON_CACHE_DIR") or str(home / ".triton")
         yield "Triton's cache", Path(triton), _LOG
         yield "temporary files", Path(environ.get("TMPDIR") or "/tmp"), _LOG
+
+
+def _takes_files(folder: Path) -> bool:
+    """By trying: permissions say nothing of a read-only mount, a quota, or a squashed root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _nearest(folder: Path) -> Path:
