@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +28,7 @@ from typing import Any
 
 import click
 import psutil
+from slice_report import END, KILL, SAVE, compared, draw, headline, losses, measured, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -40,15 +38,6 @@ from cppmega.recipe import Recipe  # noqa: E402
 
 STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
 """Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""
-WARM = 10
-"""Steps left out of the medians."""
-SAVE, KILL, END = 20, 25, 40
-"""The resumed run saves every so many steps, is killed after that one, and ends at that one."""
-_COLUMNS = {
-    "stock": "stock, made to start",
-    "overlay": "with the overlay",
-    "linear": "and linear cross-entropy",
-}
 _OPTIONS = {"linear": ("--set", "cross_entropy_fusion_impl=linear")}
 _FULL = "OutOfMemoryError"
 _FOLDER = click.Path(path_type=Path)
@@ -250,43 +239,6 @@ def header(bench: Bench) -> dict[str, Any]:
     }
 
 
-def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Curves and medians of one run.
-
-    Raises:
-        ClickException: where a loss or gradient is not finite: such a run has no throughput.
-    """
-    start = next(row for row in rows if "start" in row)
-    steps = [row for row in rows if "step" in row]
-    if start["mock_data"] or any(row["mock_data"] for row in steps):
-        raise click.ClickException("mock data has no place in a result")
-    for row in steps:
-        if not all(math.isfinite(row[key] or math.nan) for key in ("loss", "grad_norm")):
-            raise click.ClickException(f"step {row['step']}: {row['loss']=} {row['grad_norm']=}")
-    if len(steps) <= WARM:
-        raise click.ClickException(f"{len(steps)} steps are too few: {WARM} warm up")
-    seconds = statistics.median(row["seconds"] for row in steps[WARM:])
-    middle = min(steps[WARM:], key=lambda row: abs(row["seconds"] - seconds))
-    return {
-        "overlay": start["overlay"],
-        "steps": len(steps),
-        "milliseconds": round(1000 * seconds, 1),
-        "tokens_per_second": round(middle["tokens_per_second"], 1),
-        "tflops_per_gpu": round(middle["tflops_per_gpu"], 1),
-        "tflops_per_gpu_by_megatron": middle["tflops_per_gpu_by_megatron"],
-        "peak_gib": round(max(row["peak_gib"] for row in steps), 2),
-        "first_loss": steps[0]["loss"],
-        "last_loss": steps[-1]["loss"],
-        "curve": [[row["step"], row["loss"], row["grad_norm"], row["seconds"]] for row in steps],
-        "mtp": [[row["step"], *mtp(row)] for row in steps],
-    }
-
-
-def mtp(row: dict[str, Any]) -> list[float]:
-    """The MTP losses of a step, by depth."""
-    return [value for key, value in sorted(row["losses"].items()) if key.startswith("mtp")]
-
-
 def resumed(bench: Bench) -> dict[str, Any]:
     """Kill a run without warning, start it again, and compare it with the one that ran through."""
     name, tree = "resume", bench.tree("overlay")
@@ -304,110 +256,11 @@ def resumed(bench: Bench) -> dict[str, Any]:
     return compared(losses(rows[:killed]), losses(rows[killed:]), losses(bench.rows("overlay")))
 
 
-def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
-    """The loss by step."""
-    return {row["step"]: row["loss"] for row in rows if "step" in row}
-
-
-def compared(
-    first: dict[int, float], again: dict[int, float], whole: dict[int, float]
-) -> dict[str, Any]:
-    """A resumed run beside one that ran through, and as a yardstick the killed run beside it too.
-
-    Raises:
-        ClickException: where it was not resumed from the checkpoint, or was not killed in time.
-    """
-    if min(again) != SAVE + 1:
-        raise click.ClickException(f"resumed at {min(again)}, the checkpoint was of step {SAVE}")
-    if max(first) >= END:
-        raise click.ClickException(f"the kill came too late, at step {max(first)}")
-    both = sorted(set(again) & set(whole))
-    return {
-        "killed_after_step": max(first),
-        "resumed_from_step": SAVE,
-        "compared_steps": [both[0], both[-1]],
-        "largest_difference": max(abs(again[step] - whole[step]) for step in both),
-        "unkilled_difference": max(abs(first[step] - whole[step]) for step in first),
-        "loss_span": max(whole.values()) - min(whole.values()),
-    }
-
-
-def headline(result: dict[str, Any]) -> str:
-    """One line for `cppmega recipes`."""
-    parts = [
-        f"{name} out of memory"
-        if "out_of_memory" in row
-        else f"{name} {row['tokens_per_second']:.0f} tokens/s, {row['peak_gib']:.1f} GiB"
-        for name, row in result["runs"].items()
-    ]
-    return f"{result['gpus']} x {result['stack']['gpu']}: " + "; ".join(parts)
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    return "\n".join(_table(result)) + "\n"
-
-
-def _table(result: dict[str, Any]) -> Iterator[str]:
-    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
-    changes = f" ({', '.join(result['changes'])})" if result["changes"] else ""
-    yield f"# {result['recipe']}{changes}, {result['date']}"
-    yield ""
-    yield f"{result['gpus']} GPUs; {stack}."
-    data = result["data"]
-    yield f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens."
-    yield ""
-    names = [name for name in _COLUMNS if name in result["runs"]]
-    yield "| | " + " | ".join(_COLUMNS[name] for name in names) + " |"
-    yield "|" + "---|" * (1 + len(names))
-    for label, key in (
-        ("overlay digest", "overlay"),
-        ("step, ms", "milliseconds"),
-        ("tokens/s", "tokens_per_second"),
-        ("TFLOP/s per GPU, every layer counted", "tflops_per_gpu"),
-        ("TFLOP/s per GPU, as Megatron says", "tflops_per_gpu_by_megatron"),
-        ("peak memory, GiB", "peak_gib"),
-        ("first loss", "first_loss"),
-        ("last loss", "last_loss"),
-    ):
-        cells = (str(result["runs"][name].get(key, "out of memory")) for name in names)
-        yield f"| {label} | " + " | ".join(cells) + " |"
-    if "resume" in result:
-        row = result["resume"]
-        yield ""
-        yield (
-            f"Killed after step {row['killed_after_step']}, resumed from step "
-            f"{row['resumed_from_step']}: over steps {row['compared_steps'][0]} to "
-            f"{row['compared_steps'][1]} the loss differs by at most "
-            f"{row['largest_difference']:.2e} (it spans {row['loss_span']:.2f}; before the kill "
-            f"the two differ by {row['unkilled_difference']:.2e}, the noise of equal runs)."
-        )
-
-
 @main.command()
 @click.argument("result", type=_FOLDER)
 def plot(result: Path) -> None:
     """Draw the curves of a result into a PNG beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    data = json.loads(result.read_text())
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for name, row in data["runs"].items():
-        if "out_of_memory" in row:
-            continue
-        steps = [point[0] for point in row["curve"]]
-        left.plot(steps, [point[1] for point in row["curve"]], label=name)
-        right.plot(steps, [1000 * point[3] for point in row["curve"]], label=name)
-    left.set(xlabel="step", ylabel="loss, nats", title=f"{data['recipe']} on real data")
-    right.set(xlabel="step", ylabel="step, ms", yscale="log", title=data["stack"]["gpu"])
-    left.legend()
-    figure.tight_layout()
-    target = result.with_suffix(".png")
-    figure.savefig(target, dpi=120)
-    print(target)
+    print(draw(result))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -16,13 +16,9 @@ import pytest
 from cppmega import recipes_index
 from tests.support import REPOSITORY
 
-_SPEC = importlib.util.spec_from_file_location(
-    "slice_training", REPOSITORY / "benchmarks" / "slice_training.py"
-)
-assert _SPEC is not None and _SPEC.loader is not None
-bench = importlib.util.module_from_spec(_SPEC)
-sys.modules["slice_training"] = bench
-_SPEC.loader.exec_module(bench)
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+bench = importlib.import_module("slice_training")
+report = importlib.import_module("slice_report")
 
 
 def rows(steps: int = 20, **changes: Any) -> list[dict[str, Any]]:
@@ -31,7 +27,7 @@ def rows(steps: int = 20, **changes: Any) -> list[dict[str, Any]]:
     found = [
         {
             "step": step,
-            "seconds": 5.0 if step <= bench.WARM else 0.5,
+            "seconds": 5.0 if step <= report.WARM else 0.5,
             "tokens_per_second": 4096 / 0.5,
             "tflops_per_gpu": 60.0,
             "tflops_per_gpu_by_megatron": 50.0,
@@ -48,7 +44,7 @@ def rows(steps: int = 20, **changes: Any) -> list[dict[str, Any]]:
 
 
 def test_warm_up_is_left_out_of_the_medians() -> None:
-    row = bench.measured(rows())
+    row = report.measured(rows())
     assert row["milliseconds"] == 500.0
     assert (row["tokens_per_second"], row["peak_gib"]) == (8192.0, 60.2)
     assert row["mtp"][0] == [1, 11.5, 12.0]
@@ -61,12 +57,12 @@ def test_warm_up_is_left_out_of_the_medians() -> None:
 )
 def test_what_is_no_result(changes: dict[str, Any]) -> None:
     with pytest.raises(click.ClickException):
-        bench.measured(rows(**changes))
+        report.measured(rows(**changes))
 
 
 def test_too_short_a_run_is_no_result() -> None:
     with pytest.raises(click.ClickException, match="warm up"):
-        bench.measured(rows(bench.WARM))
+        report.measured(rows(report.WARM))
 
 
 def result() -> dict[str, Any]:
@@ -78,7 +74,7 @@ def result() -> dict[str, Any]:
         "gpus": 1,
         "stack": {"gpu": "H200", "torch": "2.11"},
         "data": {"fingerprint": "f00", "documents": 3, "tokens": 4000},
-        "runs": {"stock": bench.measured(rows()), "overlay": bench.measured(rows())},
+        "runs": {"stock": report.measured(rows()), "overlay": report.measured(rows())},
         "resume": {
             "killed_after_step": 25,
             "resumed_from_step": 20,
@@ -91,14 +87,14 @@ def result() -> dict[str, Any]:
 
 
 def test_the_table_and_the_headline_name_both_runs() -> None:
-    text = bench.table(result())
+    text = report.table(result())
     assert "| tokens/s | 8192.0 | 8192.0 |" in text
     assert "stock, made to start" in text and "resumed from step 20" in text
-    line = bench.headline(result())
+    line = report.headline(result())
     assert "stock 8192 tokens/s, 60.2 GiB; overlay 8192" in line
-    alone = {**result(), "runs": {"overlay": bench.measured(rows())}}
+    alone = {**result(), "runs": {"overlay": report.measured(rows())}}
     del alone["resume"]
-    assert "| tokens/s | 8192.0 |\n" in bench.table(alone)
+    assert "| tokens/s | 8192.0 |\n" in report.table(alone)
 
 
 def a_bench(tmp_path: Path) -> Any:
@@ -151,24 +147,24 @@ def test_a_run_that_does_not_fit_is_a_result(tmp_path: Path) -> None:
         a_bench(tmp_path).wait("stock", process)
     full = {
         **result(),
-        "runs": {"stock": {"out_of_memory": True}, "linear": bench.measured(rows())},
+        "runs": {"stock": {"out_of_memory": True}, "linear": report.measured(rows())},
     }
-    assert "| tokens/s | out of memory | 8192.0 |" in bench.table(full)
-    assert "stock out of memory; linear 8192" in bench.headline(full)
+    assert "| tokens/s | out of memory | 8192.0 |" in report.table(full)
+    assert "stock out of memory; linear 8192" in report.headline(full)
 
 
 def test_a_resumed_run_is_compared_with_the_run_that_went_through() -> None:
     whole = {step: 10.0 - step / 10 for step in range(1, 51)}
     first = {step: whole[step] + 0.01 for step in range(1, 26)}
-    again = {step: whole[step] - 0.02 for step in range(21, 41)}
-    found = bench.compared(first, again, whole)
+    again = {step: whole[step] - 0.02 for step in range(21, 41)} | {22: 5.0}
+    found = report.compared(first, again, whole)
     assert found["compared_steps"] == [21, 40] and found["killed_after_step"] == 25
     assert found["largest_difference"] == pytest.approx(0.02)
     assert found["unkilled_difference"] == pytest.approx(0.01)
     with pytest.raises(click.ClickException, match="resumed at 1"):
-        bench.compared(first, whole, whole)
+        report.compared(first, whole, whole)
     with pytest.raises(click.ClickException, match="too late"):
-        bench.compared(whole, again, whole)
+        report.compared(whole, again, whole)
 
 
 def test_a_line_being_written_is_not_read(tmp_path: Path) -> None:
@@ -180,5 +176,5 @@ def test_the_curves_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "result.json"
     file.write_text(json.dumps(result()))
-    bench.plot.main([str(file)], standalone_mode=False)
+    assert report.draw(file) == file.with_suffix(".png")
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
