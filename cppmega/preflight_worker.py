@@ -188,6 +188,8 @@ def _invalid(arguments: Any, args: Any) -> str:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             arguments.validate_args(args)
+            if "transformer_engine" in sys.modules:  # the config asks for its version
+                arguments.core_transformer_config_from_args(args)
     except (AssertionError, ValueError, NotImplementedError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return str(error).strip() or f"it requires `{frame.line}`"
