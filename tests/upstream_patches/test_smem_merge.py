@@ -1,0 +1,119 @@
+"""What TileLang is asked for, by Megatron's kernels and by mamba_ssm's, and what the scan says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cppmega import overlay, smem, verify, wheels
+from tests.support import patched, pristine, python
+
+VERSION = "0.19.2"
+OPS = "megatron/core/transformer/experimental_attention_variant/ops"
+KEY = "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE"
+MAMBA = "2.3.2.post1"
+
+ASK = """
+import importlib, json, sys, types
+from unittest import mock
+
+asked = {}
+
+def jit(func=None, **given):
+    def build(kernel):
+        asked[kernel.__name__] = given
+        return kernel
+    return build if func is None else build(func)
+
+class Keys(type):
+    def __getattr__(cls, name):
+        return name
+
+tilelang = mock.MagicMock(jit=jit, PassConfigKey=Keys("PassConfigKey", (), {}), __path__=[])
+tilelang.language.prim_func = lambda function: function
+sys.modules |= {"tilelang": tilelang, "tilelang.language": tilelang.language}
+# Stock's kernels beside the patched ones, in a package of their own: imports are relative there.
+stock = types.ModuleType("stock")
+stock.__path__ = [STOCK]
+sys.modules["stock"] = stock
+answers = []
+for folder in ("stock", "megatron.core.transformer.experimental_attention_variant.ops"):
+    asked = {}
+    for name in ("indexer_fwd", "indexer_bwd", "indexer_loss", "sparse_mla_fwd", "sparse_mla_bwd"):
+        importlib.import_module(f"{folder}.tilelang_{name}")
+    utils = importlib.import_module(f"{folder}.tilelang_utils")
+    utils.tilelang_jit(out_idx=[0], pass_configs={KEY: False})(lambda: 0)
+    utils.HAVE_TILELANG = False
+    assert utils.tilelang_jit(print) is print and utils.tilelang_jit(out_idx=[0])(print) is print
+    answers.append(asked)
+print(json.dumps(answers))
+"""
+
+
+def test_every_kernel_of_megatron_is_built_with_it() -> None:
+    code = f"STOCK, KEY = {str(pristine(VERSION) / OPS)!r}, {KEY!r}\n{ASK}"
+    done = python(patched(VERSION, "smem_merge"), code)
+    assert done.returncode == 0, done.stderr
+    stock, ours = json.loads(done.stdout.splitlines()[-1])
+    assert len(stock) == 10 and sum(_merges(given) for given in stock.values()) == 1
+    for name, given in stock.items():
+        configs = {**(given.get("pass_configs") or {}), KEY: True}
+        assert ours[name] == {**given, "pass_configs": configs}, name
+
+
+def _merges(given: dict[str, dict[str, bool]]) -> bool:
+    return (given.get("pass_configs") or {}).get(KEY) is True
+
+
+def test_scan_of_megatron() -> None:
+    before = smem.scan([pristine(VERSION) / OPS])
+    assert [kernel.name for kernel in before if kernel.merged] == ["bwd"] and len(before) == 9
+    after = smem.scan([patched(VERSION, "smem_merge") / "megatron"])
+    assert [kernel.name for kernel in after] == [kernel.name for kernel in before]
+    assert all(kernel.merged for kernel in after)
+    assert smem.scan([pristine("0.18.2") / "megatron"]) == []
+
+
+def test_mamba_ssm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside Megatron, as in every site-packages: applied, scanned, proved, and reverted."""
+    monkeypatch.setenv("CPPMEGA_SMEM_MERGE", "1")
+    root = tmp_path / "site"
+    (root / "megatron" / "core").mkdir(parents=True)
+    info = "megatron/core/package_info.py"
+    shutil.copy(pristine(VERSION) / info, root / info)
+    shutil.copytree(_mamba_ssm(), root / "mamba_ssm")
+    before = smem.scan([root])
+    assert len(before) == 6 and not any(kernel.merged for kernel in before)
+    name = "smem_merge_mamba"
+    environment = {"CPPMEGA_SMEM_MERGE": "1"}
+    assert overlay.apply(overlay.Session(root), only=[name], environment=environment).ok
+    assert [kernel.merged for kernel in smem.scan([root])] == [True] * 6
+    proved = verify.verify(overlay.Session(root), [name])
+    assert [(one.name, one.proof) for one in proved] == [(name, "passed")]
+    assert overlay.revert(overlay.Session(root)).ok
+    files = {file.relative_to(_mamba_ssm()): file for file in _mamba_ssm().rglob("*.py")}
+    assert all((root / "mamba_ssm" / f).read_bytes() == at.read_bytes() for f, at in files.items())
+
+
+@cache
+def _mamba_ssm() -> Path:
+    """The package of mamba-ssm's source distribution: there is no wheel of it on the index."""
+    place = wheels.cache() / "trees" / f"mamba_ssm-{MAMBA}"
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--no-binary=:all:", "--no-build-isolation", f"mamba-ssm=={MAMBA}"]
+        command += ["--dest", str(wheels.cache() / "wheels")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        (archive,) = (wheels.cache() / "wheels").glob(f"mamba_ssm-{MAMBA}.tar.gz")
+        assert archive.is_file(), done.stderr
+        with tarfile.open(archive) as packed:
+            packed.extractall(place.parent, filter="data")
+    return place / "mamba_ssm"
