@@ -11,6 +11,7 @@ import click
 
 from cppmega.arguments import Rendered, Run, render
 from cppmega.check import NotApplicable
+from cppmega.errors import CppmegaError
 from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe
 from cppmega.trainer import run_of
 from cppmega.trainer_options import options
@@ -53,7 +54,15 @@ def of(
         return Line(words, Run(), world, None)
     if recipe.kind == "loop":
         raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
-    given: dict[str, Any] = _words.main(list(words), standalone_mode=False)
+    try:
+        given: dict[str, Any] = _words.main(list(words), standalone_mode=False)
+    except click.ClickException as error:
+        raise CppmegaError(
+            "wrong-usage",
+            f"The trainer does not take the words behind the recipe: {error.format_message()}",
+            "It would end before it has read the recipe.",
+            "python -m cppmega.trainer --help",
+        ) from None
     further = given.pop("arguments")
     tokenizer, eod, metrics = (given.pop(name) for name in ("tokenizer", "eod", "metrics"))
     for name in ("changes", "root"):

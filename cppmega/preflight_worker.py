@@ -208,8 +208,10 @@ def _checkpoint(load: Path) -> dict[str, Any] | None:
         name = "release" if latest == "release" else f"iter_{int(latest):07d}"
         # What Megatron itself loads, in the same way, when the run starts.
         state = torch.load(load / name / "common.pt", map_location="cpu", weights_only=False)
-    except (OSError, ValueError, RuntimeError):
+    except FileNotFoundError:  # another format, which keeps its arguments elsewhere
         return None
+    except Exception as error:
+        return {"broken": f"{type(error).__name__}: {error}"[:300]}
     args = state.get("args") if isinstance(state, dict) else None
     found = {name: _plain(getattr(args, name)) for name in _KEPT if hasattr(args, name)}
     return {"iteration": latest, **found} if found else None

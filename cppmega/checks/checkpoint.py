@@ -21,7 +21,7 @@ def check(context: Context) -> str:
     """Compare the arguments in it with those of the line.
 
     Raises:
-        CppmegaError: `no-checkpoint`, `checkpoint-of-another-recipe`,
+        CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-of-another-recipe`,
             `checkpoint-of-another-model`.
         NotApplicable: the run starts afresh.
     """
@@ -32,6 +32,14 @@ def check(context: Context) -> str:
     saved = context.process["checkpoint"]
     if saved is None:
         return f"{run.load}, which does not say whose it is"
+    if "broken" in saved:
+        raise CppmegaError(
+            "checkpoint-broken",
+            f"The newest checkpoint in {run.load} cannot be read: {saved['broken']}",
+            "Every rank would end when it loads it.",
+            "write the step of an older checkpoint of that folder into "
+            f"{trainer_checks.CHECKPOINT}, or another --load",
+        )
     refuse(_found(context, saved))
     return f"{run.load}, step {saved['iteration']}, of {saved.get('cppmega_recipe', 'no recipe')}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cppmega import trainer_checks
 from cppmega.check import Context, NotApplicable
 from cppmega.errors import CppmegaError
-from cppmega.recipes_index import load, shipped
+from cppmega.recipes_index import folder, load
 
 AFTER: tuple[str, ...] = ("one_root",)
 
@@ -21,7 +21,8 @@ def check(context: Context) -> str:
     recipe = context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named")
-    if context.recipe_file is not None and recipe.name in shipped():
+    own = folder() / f"{recipe.name}.py"
+    if context.recipe_file is not None and own.is_file() and not own.samefile(context.recipe_file):
         raise CppmegaError(
             "two-recipes",
             f"{context.recipe_file} has the name of the shipped recipe {recipe.name}, whose "

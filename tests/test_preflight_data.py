@@ -1,0 +1,134 @@
+"""Preflight of recipe, data and checkpoint: each check broken, and each healthy."""
+
+from __future__ import annotations
+
+import struct
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cppmega import corpus, preflight_worker, recipes_index
+from cppmega.check import Context
+from cppmega.checks import data as data_check
+from cppmega.corpus import Card, with_suffix
+from cppmega.trainer_checks import CHECKPOINT
+from tests.preflights import SLICE, SMOKE, holds, launch, refuses, says_nothing
+from tests.support import REPOSITORY, patched, pristine
+
+BYTES = {"kind": "byte", "vocab_size": 257, "eod": 256, "sha256": ""}
+
+
+def dataset(prefix: Path, tokens: int = 20_000, **tokenizer: Any) -> Path:
+    """An indexed dataset of bytes, with its card."""
+    ids = (np.arange(tokens) % 257).astype(np.uint16)
+    with_suffix(prefix, ".bin").write_bytes(ids.tobytes())
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 1, 2)
+    body = np.array([tokens], np.int32).tobytes() + np.array([0, 0, 1], np.int64).tobytes()
+    with_suffix(prefix, ".idx").write_bytes(head + body)
+    card = Card(BYTES | tokenizer, 1, tokens, "uint16", *corpus.digest(prefix), sources=1)
+    with_suffix(prefix, ".json").write_text(card.dump())
+    return prefix
+
+
+def on(prefix: Path | None, *words: str, recipe: Any = SLICE, **more: Any) -> Context:
+    given = ("--data", str(prefix)) if prefix is not None else ()
+    return launch(recipe, *given, *words, root=patched("0.19.2"), **more)
+
+
+def test_recipe_complete(tmp_path: Path) -> None:
+    assert "nothing left out" in holds("recipe_complete", on(None))
+    whole = recipes_index.load("nam56r_h200_8gpu_bf16")
+    assert (
+        "Mamba-3" in refuses("recipe_complete", "recipe-not-complete", on(None, recipe=whole)).what
+    )
+    library = launch(SLICE, root=pristine("0.16.1"))
+    refuses("recipe_complete", "training-not-in-wheel", library)
+    says_nothing("recipe_complete", on(None, recipe=SMOKE))
+    says_nothing("recipe_complete", launch(root=patched("0.19.2")))
+
+
+def test_a_file_with_the_name_of_a_shipped_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "nam56r_h200_slice.py"
+    file.write_text(
+        "from cppmega.recipes_index import load\n"
+        "RECIPE = load('nam56r_h200_slice').with_(lr=1e-3)\n"
+    )
+    mine = recipes_index.load(str(file))
+    found = refuses("recipe_complete", "two-recipes", on(None, recipe=mine, recipe_file=file))
+    assert "another" in found.what
+    shipped = REPOSITORY / "recipes" / "nam56r_h200_slice.py"
+    holds("recipe_complete", on(None, recipe_file=shipped))
+
+
+def test_words_that_no_trainer_takes() -> None:
+    context = launch(SLICE, "--save-interval", "often", root=patched("0.19.2"))
+    assert "often" in refuses("recipe_complete", "wrong-usage", context).what
+
+
+def test_data(tmp_path: Path) -> None:
+    assert "20000 tokens" in holds("data", on(dataset(tmp_path / "good")))
+    assert holds("data", on(None, "--mock-data")) == "mock data"
+    refuses("data", "no-data", on(None))
+    refuses("data", "data-not-found", on(tmp_path / "gone"))
+    refuses("data", "data-too-small", on(dataset(tmp_path / "small", tokens=100)))
+    other = dataset(tmp_path / "other", vocab_size=100_000)
+    refuses("data", "vocabulary-too-small", on(other))
+    says_nothing("data", launch(root=patched("0.19.2")))
+
+
+def test_data_that_is_not_what_its_card_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = dataset(tmp_path / "data")
+    file = with_suffix(prefix, ".bin")
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 1
+    file.write_bytes(data)
+    refuses("data", "data-changed", on(prefix))
+    monkeypatch.setattr(data_check, "_AT_ONCE", 10)
+    assert "without --deep" in holds("data", on(prefix))
+    refuses("data", "data-changed", on(prefix, deep=True))
+
+
+def resumed(save: Path, recipe: Any = SLICE, **of_the_line: Any) -> Context:
+    """A launch that goes on from a folder, with what a process found in it."""
+    context = on(None, "--mock-data", "--save", str(save), recipe=recipe)
+    args = {"hidden_size": 4096, "num_layers": None, "num_attention_heads": 32} | of_the_line
+    found = preflight_worker._checkpoint(save)
+    context.__dict__["process"] = {"line": {"args": args}, "checkpoint": found}
+    return context
+
+
+def checkpoint(save: Path, **args: Any) -> Path:
+    """What Megatron leaves of a finished step."""
+    import torch
+
+    folder = save / "iter_0000007"
+    folder.mkdir(parents=True)
+    torch.save({"args": Namespace(**args), "iteration": 7}, folder / "common.pt")
+    (save / CHECKPOINT).write_text("7")
+    return save
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    says_nothing("checkpoint", resumed(tmp_path / "fresh"))
+    mine = {"cppmega_recipe": SLICE.name, "hidden_size": 4096, "num_attention_heads": 32}
+    good = checkpoint(tmp_path / "good", **mine)
+    assert "step 7, of nam56r_h200_slice" in holds("checkpoint", resumed(good))
+    other = checkpoint(tmp_path / "other", **(mine | {"cppmega_recipe": "dsv32_h200_slice"}))
+    found = refuses("checkpoint", "checkpoint-of-another-recipe", resumed(other))
+    assert "dsv32_h200_slice" in found.what
+    wide = resumed(good, hidden_size=8192)
+    assert (
+        "hidden_size 4096 and 8192"
+        in refuses("checkpoint", "checkpoint-of-another-model", wide).what
+    )
+    (good / "iter_0000007" / "common.pt").write_bytes(b"torn")
+    refuses("checkpoint", "checkpoint-broken", resumed(good))
+    (good / "iter_0000007" / "common.pt").unlink()
+    assert "does not say" in holds("checkpoint", resumed(good))
+    gone = on(None, "--mock-data", "--load", str(tmp_path / "gone"))
+    refuses("checkpoint", "no-checkpoint", gone)
