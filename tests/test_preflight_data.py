@@ -126,6 +126,8 @@ def test_checkpoints(tmp_path: Path) -> None:
         "hidden_size 4096 and 8192"
         in refuses("checkpoint", "checkpoint-of-another-model", wide).what
     )
+    short = resumed(good, recipe=SLICE.with_(train_iters=7))
+    refuses("checkpoint", "nothing-to-train", short)
     (good / "iter_0000007" / "common.pt").write_bytes(b"torn")
     refuses("checkpoint", "checkpoint-broken", resumed(good))
     (good / "iter_0000007" / "common.pt").unlink()

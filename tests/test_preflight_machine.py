@@ -18,6 +18,7 @@ from cppmega.check import Context, gpu_here
 from cppmega.checks import kernel_parity, limits
 from cppmega.checks.limits import Host
 from cppmega.devices import Device, Devices
+from cppmega.trainer_checks import CHECKPOINT
 from tests.engine import Lab
 from tests.preflights import (
     SLICE,
@@ -215,6 +216,16 @@ def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses("hosts", "host-name-unknown", launch(eight, nodes=2))
 
 
+def test_interfaces() -> None:
+    names = [name for _, name in socket.if_nameindex()]
+    says_nothing("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": "^docker"}))
+    holds("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": names[0][:2]}))
+    holds("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": f"={names[0]}"}))
+    for variable, value in (("NCCL_SOCKET_IFNAME", "ib9"), ("GLOO_SOCKET_IFNAME", names[0][:1])):
+        found = refuses("network", "no-such-interface", launch(SLICE, environ={variable: value}))
+        assert names[0] in found.what
+
+
 def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     good = Host(files=65536, shared=16 * GIB, memory=100 * GIB)
     poor = Host(files=1024, shared=64 * 2**20, memory=10 * GIB)
@@ -373,3 +384,15 @@ def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:
     finally:
         other.communicate()
     says_nothing("save_folder", launch(SLICE, "--mock-data", root=patched("0.19.2")))
+
+
+def test_a_save_folder_with_the_checkpoints_of_another_run(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CHECKPOINT).write_text("7")
+    words = ("--mock-data", "--save", str(tmp_path / "second"))
+    root = patched("0.19.2")
+    holds("save_folder", launch(SLICE, *words, root=root))
+    holds("save_folder", launch(SLICE, *words, "--load", str(tmp_path / "second"), root=root))
+    mixed = launch(SLICE, *words, "--load", str(tmp_path / "first"), root=root)
+    refuses("save_folder", "save-folder-of-another-run", mixed)

@@ -8,7 +8,8 @@ ORDER: tuple[str, ...] = (
     *("patches", "proofs", "bytecode"),
     # the environment and the machine
     *("variables", "nan_gates", "debug_variables", "recipe_gates", "allocator"),
-    *("recipe_complete", "stack_versions", "stack_pairs", "packages", "hosts", "limits"),
+    *("recipe_complete", "stack_versions", "stack_pairs", "packages"),
+    *("hosts", "network", "limits"),
     *("gpus", "gpus_free", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
     # what can be known without a process
     *("data", "folders", "save_folder"),

@@ -22,7 +22,7 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-of-another-recipe`,
-            `checkpoint-of-another-model`.
+            `checkpoint-of-another-model`, `nothing-to-train`.
         NotApplicable: the run starts afresh.
     """
     run = context.line.run
@@ -55,6 +55,14 @@ def _found(context: Context, saved: Mapping[str, Any]) -> Iterator[CppmegaError]
             "another --save folder, or the recipe that made it",
         )
         return
+    last = recipe.train_iters if recipe is not None else args["train_iters"]
+    if saved["iteration"].isdigit() and last is not None and int(saved["iteration"]) >= last:
+        yield CppmegaError(
+            "nothing-to-train",
+            f"{run.load} holds step {saved['iteration']}, and the run ends at step {last}.",
+            "It would load the checkpoint, do nothing, and end as if all were well.",
+            "--set train_iters=... with more steps, or another --save folder",
+        )
     other = [
         f"{name} {saved[name]} and {args[name]}"
         for name in _MODEL

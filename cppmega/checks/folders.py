@@ -13,7 +13,7 @@ from cppmega.devices import gib
 from cppmega.errors import CppmegaError
 from cppmega.line import Line
 
-AFTER: tuple[str, ...] = ()
+AFTER: tuple[str, ...] = ("recipe_complete",)
 
 _PER_PARAMETER = 2 + 12
 """bf16 weight; fp32 weight and two moments."""

@@ -10,7 +10,7 @@ from cppmega import trainer_checks
 from cppmega.check import Context, NotApplicable, refuse
 from cppmega.errors import CppmegaError
 
-AFTER: tuple[str, ...] = ("one_root",)
+AFTER: tuple[str, ...] = ("one_root", "recipe_complete")
 
 _WANDB_KEY = "api.wandb.ai"
 

@@ -1,4 +1,4 @@
-"""No other run is writing checkpoints where this one will."""
+"""No other run writes checkpoints where this one will, or has left its own there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 from cppmega.check import Context, NotApplicable
 from cppmega.errors import CppmegaError
+from cppmega.trainer_checks import CHECKPOINT
 
-AFTER: tuple[str, ...] = ()
+AFTER: tuple[str, ...] = ("recipe_complete",)
 
 _PROC = Path("/proc")
 
@@ -19,12 +20,21 @@ def check(context: Context) -> str:
     """Look for ranks with the same --save among the processes of this host.
 
     Raises:
-        CppmegaError: `save-folder-in-use`.
+        CppmegaError: `save-folder-in-use`, `save-folder-of-another-run`.
         NotApplicable: nothing is saved.
     """
-    save = context.line.run.save
+    run = context.line.run
+    save = run.save
     if save is None:
         raise NotApplicable("nothing is saved")
+    if (save / CHECKPOINT).is_file() and run.load is not None and not _same(run.load, save):
+        raise CppmegaError(
+            "save-folder-of-another-run",
+            f"{save} holds checkpoints already, and the run goes on from {run.load}.",
+            "Steps of two runs would lie in one folder, and a restart would take whichever is "
+            "newest.",
+            "an empty --save folder, or leave --load out to go on from what is there",
+        )
     own = set(_ancestors(os.getpid()))
     for process, words in _processes():
         if process in own or not any("cppmega.run" in word for word in words):
@@ -38,6 +48,10 @@ def check(context: Context) -> str:
                     f"stop it (its command line: {' '.join(words)[:120]}), or another --save",
                 )
     return f"nobody else saves into {save}"
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.absolute() == other.absolute() or (one.exists() and one.samefile(other))
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
