@@ -7,8 +7,7 @@ import difflib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,17 +175,3 @@ def _count(number: int) -> str:
 
 def _line(name: str, gpus: str, size: str, memory: str, precision: str, purpose: str) -> str:
     return f"{name:<24} {gpus:>4} {size:>10} {memory:>10} {precision:<9} {purpose}"
-
-
-def _gpus(words: Sequence[str]) -> int:
-    """How many processes a command line needs: the recipe's GPUs, `--set` included; at least 1."""
-    changes = [value for flag, value in pairwise(words) if flag == "--set"]
-    changes += [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
-    return max(with_text(load(words[0]), changes).gpus, 1)
-
-
-if __name__ == "__main__":  # for scripts/train.sh
-    try:
-        print(_gpus(sys.argv[1:]))
-    except CppmegaError as error:
-        sys.exit(error.render())

@@ -6,6 +6,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(scripts/setup.sh)
 bin=$(dirname "$python")
+if ! command -v tmux >/dev/null; then
+  # The launcher's sessions are tested in real ones.
+  echo "== tmux" >&2
+  { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq >&2 &&
+    apt-get install -y -qq --no-install-recommends tmux >&2; } ||
+    echo "test: tmux is not installed and cannot be (apt-get install tmux, as root):" \
+      "the tests of sessions will be skipped" >&2
+fi
 echo "== ruff" >&2
 "$bin/ruff" check .
 "$bin/ruff" format --check .

@@ -1,0 +1,300 @@
+"""The process in charge of a run, with a real torchrun, real tmux sessions and real kills.
+
+The ranks are a script without torch, so that a run takes seconds: it steps, saves a number on
+SIGTERM as Megatron saves a checkpoint, and fails when told to.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cppmega import failures, process, run_control, run_folder, tmux
+from cppmega.errors import CppmegaError
+from cppmega.run_folder import Node, Run
+from tests.support import REPOSITORY, free_port
+
+needs_tmux = pytest.mark.skipif(
+    shutil.which("tmux") is None,
+    reason="tmux is not installed; scripts/test.sh installs it where it may",
+)
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from cppmega import failure, process
+process.end_with_parent()
+run, rank = Path(os.environ["CPPMEGA_RUN"]), os.environ["RANK"]
+asked = []
+signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
+mode = sys.argv[1]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}, mark {os.environ.get('MARK')}", flush=True)
+(run / f"ready-{rank}").write_text(str(os.getpid()))
+if mode == "fails":
+    other = 1 - int(rank)
+    while not (run / f"ready-{other}").exists():
+        time.sleep(0.01)
+    try:
+        if rank == "1":
+            raise ValueError("the data ended")
+        while not list(run.glob("nodes/0/logs/*/attempt_0/1/error.json")):
+            time.sleep(0.01)
+        raise ConnectionError("the other rank is gone")
+    except Exception as error:
+        failure.record(error)
+        raise
+if mode == "exits":
+    print("the last words", file=sys.stderr, flush=True)
+    sys.exit(3 if rank == "0" else 0)
+for step in range(4000 if mode == "long" else 50):
+    time.sleep(0.02)
+    if rank == "0":
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step + 1, "loss": 1.5, "seconds": 0.02,
+                                   "tokens_per_second": 50.0}) + "\\n")
+    if asked:
+        break
+if rank == "0":
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step + 1))
+print(f"rank {rank} saved step {step + 1}", flush=True)
+"""
+
+
+def until(holds: Callable[[], bool], seconds: float, run: Run) -> None:
+    """Wait for something that a run will do."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        said = "".join(node.console.read_text() for node in run.nodes() if node.console.exists())
+        assert time.monotonic() < deadline, f"{run.state()} after {seconds} s\n{said[-3000:]}"
+        time.sleep(0.05)
+
+
+class Bench:
+    """Run folders as `cppmega launch` makes them, for the script above."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, folder / "runs"
+        self.script = folder / "rank.py"
+        self.script.write_text(RANK)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "TMUX"))},
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "MARK": "given",
+        }
+
+    def run(self, name: str, mode: str, nodes: int = 1, session: str | None = None) -> Run:
+        run = run_folder.create(self.runs, name)
+        where = ["--standalone"]
+        if nodes > 1:
+            where = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", name]
+            where += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        words = [*where, "--nproc-per-node", str(2 // nodes), "--redirects", "3", "--tee", "0:3"]
+        for _ in range(nodes):
+            assert run_folder.claim_node(run, nodes) is not None
+        manifest = {
+            "created": time.time(),
+            "tmux": session,
+            "nodes": nodes,
+            "nproc": 2 // nodes,
+            "torchrun": [*words, str(self.script), mode],
+            "overlay": {"digest": "0123456789abcdef"},
+        }
+        run_folder.write_json(run.manifest_file, manifest)
+        return run
+
+    def start(self, run: Run) -> list[subprocess.Popen[bytes]]:
+        """In this terminal, so to say."""
+        made = [
+            subprocess.Popen(
+                [sys.executable, "-m", "cppmega.supervise", str(node.path)],
+                env=self.environment,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for node in run.nodes()
+        ]
+        self.started += made
+        return made
+
+    def start_in_tmux(self, run: Run) -> None:
+        """As `cppmega launch --tmux` does."""
+        command = [sys.executable, "-m", "cppmega.supervise", str(run.nodes()[0].path)]
+        tmux.start(run.manifest["tmux"], command, self.folder, self.environment)
+
+
+def ready(run: Run) -> bool:
+    """Both ranks have come to their loop."""
+    return all((run.path / f"ready-{rank}").exists() for rank in (0, 1))
+
+
+def ranks(run: Run) -> list[int]:
+    """Processes of the ranks."""
+    return [int((run.path / f"ready-{rank}").read_text()) for rank in (0, 1)]
+
+
+def gone(run: Run) -> bool:
+    """No rank is left that holds a GPU."""
+    return not any(process.started(pid) for pid in ranks(run))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))  # a tmux server of this test's own
+    bench = Bench(tmp_path)
+    yield bench
+    if shutil.which("tmux"):
+        subprocess.run(["tmux", "kill-server"], capture_output=True, check=False)
+    for started in bench.started:
+        started.kill()
+        started.wait()
+
+
+def test_the_first_rank_that_failed_is_shown_first(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 fails too, in the same second, because rank 1 did."""
+    run, other = bench.run("crash", "fails"), bench.run("ended", "exits")
+    started = [*bench.start(run), *bench.start(other)]
+    assert [one.wait(60) for one in started] == [1, 1]
+    assert (run.state(), run.exit()) == ("crashed", 1)
+    assert failures.in_one_line(run) == "rank 1: ValueError: the data ended"
+    run_control.logs(run, None, follow=True)
+    out = capfd.readouterr().out
+    assert out.startswith("rank 1 on ") and "failed first (exit 1)" in out.splitlines()[0]
+    assert out.index("ValueError: the data ended") < out.index("rank 0 of 2")
+    assert "(after it failed: rank 0)" in out
+    run_control.logs(run, 1, follow=False)  # its own output, which the terminal did not show
+    assert "rank 1 of 2, mark given" in capfd.readouterr().out
+    with pytest.raises(CppmegaError, match="no-such-rank"):
+        run_control.logs(run, 2, follow=False)
+    # A rank that leaves no error: the last lines of its stderr stand for one.
+    said = failures.first_failure(other)
+    assert "rank 0 on " in said and "(exit 3)" in said and "the last words" in said
+    line = next(line for line in run_control.table([run_control.row_of(run)]) if "crash" in line)
+    assert line.split()[:3] == ["crashed", "crash", "1"]
+
+
+@needs_tmux
+def test_a_session_is_looked_at_left_and_stopped(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A server that was started long ago, from another environment.
+    old = {**bench.environment, "MARK": "stale", "TMUX_TMPDIR": str(bench.folder)}
+    subprocess.run(["tmux", "new-session", "-d", "-s", "old", "sleep 60"], env=old, check=True)
+    run = bench.run("seen", "long", session="here")
+    tmux.refuse_existing("here")
+    bench.start_in_tmux(run)
+    until(lambda: ready(run), 60, run)
+    assert (run.state(), run.exit()) == ("running", None)
+    assert list(bench.folder.glob("cppmega-session-*")) == []
+    with pytest.raises(CppmegaError, match="session-exists"):
+        tmux.refuse_existing("here")
+    with pytest.raises(CppmegaError, match="no-terminal"):
+        run_control.attach(run)
+    shown = attach_and_leave(bench, run)
+    assert "rank 0 of 2, mark given" in shown and "stale" not in shown
+    assert run.state() == "running" and tmux.exists("here")
+
+    run_control.stop(run, now=False, wait=30)
+    out = capfd.readouterr().out
+    assert out.startswith("stopped seen, checkpoint of step ")
+    assert (run.state(), run.exit()) == ("stopped", 0) and gone(run)
+    until(lambda: not tmux.exists("here"), 10, run)
+    assert run.checkpoint() == run.rows()[-1]["step"]
+    with pytest.raises(CppmegaError, match="run-ended"):
+        run_control.stop(run, now=False, wait=1)
+    with pytest.raises(CppmegaError, match="run-ended"):
+        run_control.attach(run)
+
+
+def attach_and_leave(bench: Bench, run: Run) -> str:
+    """`cppmega attach` on a terminal, then Ctrl-B D; what the terminal showed."""
+    command = [sys.executable, "-m", "cppmega", "attach", run.name, "--runs", str(bench.runs)]
+    outer, inner = pty.openpty()
+    environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder), "TERM": "xterm"}
+    client = subprocess.Popen(command, env=environment, stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    seen, deadline = b"", time.monotonic() + 30
+    while b"mark" not in seen:
+        assert time.monotonic() < deadline, seen
+        seen += os.read(outer, 65536)
+    os.write(outer, b"\x02d")
+    try:
+        while chunk := os.read(outer, 65536):  # a full terminal would hold the client back
+            seen += chunk
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    assert client.wait(30) == 0
+    os.close(outer)
+    return seen.decode(errors="replace")
+
+
+@needs_tmux
+def test_a_killed_session_saves_a_checkpoint(bench: Bench) -> None:
+    run = bench.run("hung-up", "long", session="gone")
+    bench.start_in_tmux(run)
+    until(lambda: ready(run) and len(run.rows()) > 1, 60, run)
+    subprocess.run(["tmux", "kill-session", "-t", "gone"], check=True)
+    until(lambda: run.state() == "stopped", 30, run)
+    assert run.exit() == 0 and run.checkpoint() == run.rows()[-1]["step"] and gone(run)
+
+
+def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
+    """Of the process in charge, of torchrun; and a stop that must not wait for a checkpoint."""
+    first, second, third = (bench.run(name, "long") for name in ("one", "two", "three"))
+    in_charge = bench.start(first)[0]
+    bench.start(second)
+    bench.start(third)
+    for run in (first, second, third):
+        until(lambda run=run: ready(run), 60, run)
+    in_charge.kill()
+    in_charge.wait()
+    os.kill(second.nodes()[0].status()["agent"], signal.SIGKILL)
+    run_control.stop(third, now=True, wait=30)
+    assert (third.state(), third.exit(), third.checkpoint()) == ("stopped", 1, None)
+    assert failures.first_failure(third) == ""  # it did as it was told
+    until(lambda: gone(first) and gone(second) and gone(third), 60, first)
+    assert (first.state(), first.exit()) == ("killed", None)
+    assert first.checkpoint() is not None  # SIGTERM reached the ranks through torchrun
+    until(lambda: second.state() == "crashed", 30, second)
+    assert "torchrun itself ended with signal SIGKILL" in failures.in_one_line(second)
+    assert second.checkpoint() is not None
+    rows = [run_control.row_of(run) for run in (first, second)]
+    text = "\n".join(run_control.table(rows))
+    assert run_folder.MEANING["killed"] in text and "SIGKILL" in text
+    with pytest.raises(CppmegaError, match="run-ended"):
+        run_control.stop(first, now=False, wait=1)
+
+
+def test_two_hosts_share_a_run_that_ends_by_itself(bench: Bench) -> None:
+    run = bench.run("pair", "short", nodes=2)
+    started = bench.start(run)
+    assert [one.wait(90) for one in started] == [0, 0]
+    assert (run.state(), run.exit(), run.checkpoint()) == ("finished", 0, 50)
+    assert sorted(node.status()["first_rank"] for node in run.nodes()) == [0, 1]
+    for rank in (0, 1):
+        (log,) = [f for f in run_control._files(run, rank) if f.name == "stdout.log"]
+        assert log.read_text().startswith(f"rank {rank} of 2")
+
+
+def test_a_folder_that_nobody_took_charge_of(bench: Bench) -> None:
+    node = Node(bench.folder / "nowhere" / "nodes" / "0")
+    node.path.mkdir(parents=True)
+    assert node.state() == "starting"  # a launch in the making
+    os.utime(node.path, (0, 0))
+    assert node.state() == "killed"
