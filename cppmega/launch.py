@@ -75,7 +75,7 @@ def prepare(asked: Launch) -> Ready:
     if asked.name is not None:
         run_folder.check_name(asked.name)
         if (runs / asked.name).exists() and asked.nodes == 1:
-            run_folder.create(runs, asked.name)  # says what is wrong with that
+            raise run_folder.exists(runs / asked.name)
     folder = runs / (asked.name or run_folder.fresh_name(runs, recipe.name))
     options = _options(asked, recipe, folder, runs)
     environment = environment_of(recipe, os.environ)

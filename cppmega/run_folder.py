@@ -191,17 +191,14 @@ def create(runs: Path, name: str) -> Run:
     """
     check_name(name)
     folder = runs / name
+    if folder.exists():
+        raise exists(folder)
     try:
         runs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-    except FileExistsError:
-        raise CppmegaError(
-            "run-exists",
-            f"{folder} is there already.",
-            "A run folder is never reused: it is the record of what was trained.",
-            f"another --name; to go on from its checkpoint: --resume {name}",
-        ) from None
     except OSError as error:
+        if folder.exists():  # another launch was faster
+            raise exists(folder) from None
         raise CppmegaError(
             "runs-not-writable",
             f"{folder} cannot be made: {error.strerror}.",
@@ -209,6 +206,16 @@ def create(runs: Path, name: str) -> Run:
             f"--runs FOLDER, or export {VARIABLE}=FOLDER",
         ) from error
     return Run(folder.absolute())
+
+
+def exists(folder: Path) -> CppmegaError:
+    """The error of a folder that is taken."""
+    return CppmegaError(
+        "run-exists",
+        f"{folder} is there already.",
+        "A run folder is never reused: it is the record of what was trained.",
+        f"another --name; to go on from its checkpoint: --resume {folder.name}",
+    )
 
 
 def check_name(name: str) -> None:

@@ -1,0 +1,390 @@
+"""Run folders, what is said of overlays, and two runs side by side: all without a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cppmega import (
+    agent,
+    compare,
+    gates,
+    launch,
+    launch_folder,
+    launch_record,
+    overlay_record,
+    process,
+    recipes_index,
+    run_control,
+    run_folder,
+    tmux,
+    trainer_options,
+)
+from cppmega.errors import CppmegaError
+from cppmega.launch_folder import Launch
+from cppmega.receipt import PatchedPage, Receipt
+from cppmega.run_folder import Run
+from tests.engine import Lab
+
+Page = tuple[str, str]
+
+
+def record(digest: str, gates: dict[str, str] | None = None, **pages: Page) -> dict[str, Any]:
+    """As `overlay_record.of` makes it; a page is (revision, text)."""
+    receipt = Receipt(digest=digest, megatron="0.19.2", gates=gates or {})
+    for name, (revision, text) in pages.items():
+        targets = {"megatron/core/a.py:f": {"before": "x", "after": text}}
+        receipt.pages[name] = PatchedPage(revision, "applied", "source", targets)
+    return overlay_record.of(receipt)
+
+
+def test_what_differs_between_two_overlays() -> None:
+    then = record("aaaa", {"CPPMEGA_X": "0"}, one=("1", "t"), two=("1", "t"), three=("1", "t"))
+    now = record("bbbb", {"CPPMEGA_X": "1"}, two=("2", "u"), three=("1", "u"), four=("1", "t"))
+    assert overlay_record.differences(then, now) == [
+        "patch added: four",
+        "patch removed: one",
+        "patch changed: three (same page on another text of Megatron)",
+        "patch changed: two (revision 1 -> 2)",
+        "gate CPPMEGA_X: 0 -> 1",
+    ]
+    assert overlay_record.differences(then, then) == []
+    older = {**then, "digest": "cccc", "megatron": "0.18.2"}
+    assert overlay_record.differences(older, then) == ["megatron-core 0.18.2 -> 0.19.2"]
+
+
+def test_what_a_checkpoint_says_of_its_overlay() -> None:
+    then, now = record("aaaa", one=("1", "t")), record("bbbb")
+    kept = overlay_record.parse(overlay_record.dump(then))
+    assert kept == then
+    line = overlay_record.said_of_checkpoint(kept, now)
+    assert "made under overlay aaaa, this run has bbbb: patch removed: one" in line
+    assert overlay_record.said_of_checkpoint(kept, then) == ""
+    for odd in (None, "", "[]", "{}", "{"):
+        assert overlay_record.parse(odd) is None
+    assert "does not say" in overlay_record.said_of_checkpoint(None, now)
+    assert overlay_record.of(Receipt())["digest"] == overlay_record.NONE
+
+
+def test_megatron_tells_the_overlay_of_a_checkpoint_that_it_loads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from cppmega.trainer import _telling_overlay
+
+    seen: list[Any] = []
+    check = _telling_overlay(lambda saved, **more: seen.append((saved, more)), record("bbbb"))
+    saved = SimpleNamespace(cppmega_patches=overlay_record.dump(record("aaaa", one=("1", "t"))))
+    check(saved, skip_args={"x"})
+    assert "patch removed: one" in capsys.readouterr().out
+    assert seen == [(saved, {"skip_args": {"x"}})]  # Megatron's own check goes on
+
+
+def make(runs: Path, name: str, created: float, **manifest: Any) -> Run:
+    """A run folder that some launch made."""
+    run = run_folder.create(runs, name)
+    whole = {
+        "created": created,
+        "nodes": 1,
+        "nproc": 2,
+        "recipe": {"name": "smoke_cpu", "sha256": "abc", "changes": []},
+        "overlay": record("aaaa", one=("1", "t")),
+        "megatron": {"version": "0.19.2"},
+        "arguments": [],
+        "options": {"data": [], "tokenizer": None, "eod": None, "mock_data": False},
+        "environment": {"NCCL_DEBUG": "INFO"},
+        "stack": {"torch": "2.11.0"},
+        "data": {"paths": ["d"], "fingerprint": "f", "mock": False},
+        **manifest,
+    }
+    whole["options"].setdefault("data_cache", None)
+    run_folder.write_json(run.manifest_file, whole)
+    return run
+
+
+def ended(run: Run, code: int, **more: Any) -> None:
+    node = run_folder.claim_node(run, 9)
+    assert node is not None
+    node.write({"host": "h", "ended": time.time(), "exit": code, "stop": "", **more})
+
+
+def test_runs_are_found_by_name_session_beginning_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(CppmegaError, match="no-runs"):
+        run_folder.find(tmp_path, None)
+    old = make(tmp_path, "big-1", 1, tmux="demo")
+    new = make(tmp_path, "big-2", 2, tmux="demo")
+    (tmp_path / "data").mkdir()  # no run
+    assert run_folder.everyone(tmp_path) == [new, old]
+    found = {name: run_folder.find(tmp_path, name) for name in (None, "big-1", "demo")}
+    assert found == {None: new, "big-1": old, "demo": new}
+    assert run_folder.find(Path("elsewhere"), str(old.path)) == old
+    for name, error in (("big", "run-ambiguous"), ("small", "run-unknown")):
+        with pytest.raises(CppmegaError, match=error):
+            run_folder.find(tmp_path, name)
+    with pytest.raises(CppmegaError, match="run-exists"):
+        run_folder.create(tmp_path, "big-1")
+    for name in ("", "a b", "-x", ".x", "a/b", "../x"):
+        with pytest.raises(CppmegaError, match="bad-run-name"):
+            run_folder.create(tmp_path, name)
+    assert run_folder.fresh_name(tmp_path, "r") != "r"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CppmegaError, match="runs-not-writable"):
+        run_folder.create(tmp_path / "file", "run")
+
+
+def test_the_variable_names_the_folder_and_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CPPMEGA_RUNS", raising=False)
+    assert run_folder.root() == Path("runs")
+    monkeypatch.setenv("CPPMEGA_RUNS", "/elsewhere")
+    assert run_folder.root() == Path("/elsewhere")
+    assert run_folder.root(Path("given")) == Path("given")
+    gates.check([], {"CPPMEGA_RUNS": "/elsewhere", "CPPMEGA_RUN": "/elsewhere/one"})
+
+
+def test_one_word_for_every_end(tmp_path: Path) -> None:
+    term = {"rank": 0, "signal": "SIGTERM", "exit": -15, "message": ""}
+    broken = {"rank": 1, "signal": "", "exit": 1, "message": "x"}
+    for name, code, more, state in (
+        ("a", 0, {}, "finished"),
+        ("b", 0, {"stop": "checkpoint"}, "stopped"),
+        ("c", 1, {"stop": "checkpoint", "failure": term}, "stopped"),  # before its first step
+        ("d", 1, {"stop": "checkpoint", "failure": broken}, "crashed"),  # while it was saving
+        ("e", 1, {"stop": "now"}, "stopped"),
+        ("f", 1, {"failure": broken}, "crashed"),
+    ):
+        run = make(tmp_path, name, 1)
+        ended(run, code, **more)
+        assert (run.state(), run.exit()) == (state, code), name
+    pair = make(tmp_path, "pair", 1, nodes=2)
+    ended(pair, 0)
+    ended(pair, 1, failure=broken)
+    assert (pair.state(), pair.exit()) == ("crashed", 1)
+
+
+def test_a_process_of_before_the_reboot_or_of_the_same_number(tmp_path: Path) -> None:
+    run = make(tmp_path, "run", 1)
+    node = run_folder.claim_node(run, 1)
+    assert node is not None
+    import socket
+
+    me = {"pid": os.getpid(), "since": process.started(os.getpid()), "boot": process.boot()}
+    mine = {**me, "host": socket.gethostname(), "ended": None}
+    node.write(mine)
+    assert run.state() == "running"
+    node.write({**mine, "stop": "checkpoint"})
+    assert run.state() == "stopping"
+    for wrong in ({"since": "1"}, {"boot": "another"}, {"pid": 2**22 + 1}):
+        node.write({**mine, **wrong})
+        assert run.state() == "killed", wrong
+    node.write({**mine, "host": "another", "since": "1"})
+    assert run.state() == "running"  # nothing can be said from here
+    with pytest.raises(CppmegaError, match="run-elsewhere"):
+        run_control.stop(run, now=False, wait=1)
+    with pytest.raises(CppmegaError, match="run-elsewhere"):
+        run_control.attach(run)
+
+
+def test_the_first_failure_is_told_by_the_exact_time(tmp_path: Path) -> None:
+    failures = {}
+    for rank, at in ((0, 100.9), (1, 100.2)):
+        file = tmp_path / f"{rank}.json"
+        said = {"message": f"m{rank}", "extraInfo": {"py_callstack": f"trace {rank}", "time": at}}
+        file.write_text(json.dumps({"message": said}))
+        failures[rank] = SimpleNamespace(
+            error_file=str(file), timestamp=100, local_rank=rank, exitcode=1
+        )
+    first = agent.first(failures)
+    assert (first["rank"], first["message"], first["others"]) == (1, "trace 1", [0])
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    argv = ["--lr", "1", "--flag", "--save", "here", "--hybrid-layer-pattern=-E"]
+    one = make(tmp_path, "one", 1, arguments=argv)
+    two = make(
+        tmp_path,
+        "two",
+        2,
+        arguments=["--lr", "2", "--save", "there", "--hybrid-layer-pattern=-E", "--new", "a", "b"],
+        overlay=record("bbbb"),
+        stack={"torch": "2.12.0", "triton": "3.6.0"},
+        environment={},
+        data={"paths": ["e"], "fingerprint": "g", "mock": True},
+        recipe={"name": "smoke_cpu", "sha256": "abd", "changes": ["lr=2"]},
+        nproc=4,
+    )
+    for run, offset in ((one, 0), (two, 2)):
+        rows = [
+            {"step": s, "loss": 5 - s / 100, "seconds": 1.0, "tokens_per_second": 100.0 + offset}
+            for s in range(1 + offset, 41 + offset)
+        ]
+        header = {"start": "smoke_cpu"}
+        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]) + '{"st')
+    found = compare.compare(one, two)
+    assert found["overlay"] == ["patch removed: one"]
+    assert found["arguments"] == [
+        "--flag: given | not given",
+        "--lr: 1 | 2",
+        "--new: not given | a b",
+        "nproc: 2 | 4",
+    ]
+    assert found["stack"] == ["torch: 2.11.0 | 2.12.0", "triton: not there | 3.6.0"]
+    assert found["environment"] == ["NCCL_DEBUG: INFO | not there"]
+    assert found["data"][:2] == ["mock data: False | True", "fingerprint: f | g"]
+    text, changes = found["recipe"]
+    assert text == "text of the recipe file: abc | abd"
+    assert changes == "changed with --set: nothing | lr=2"
+    assert (found["common_steps"], found["largest_loss_difference"]) == (38, 0)
+    assert found["tokens_per_second"] == [100, 102]
+    text = "\n".join(compare.lines(found))
+    assert "equal to the bit" in text and "(+2.0 %)" in text and "MOCK DATA" in text
+    shown = [int(x.split()[0]) for x in text.splitlines() if x.strip()[:1].isdigit()]
+    assert shown[0] == 1 and shown[-2] == 42 and len(shown) == 21  # twenty, and the verdict
+    same = compare.compare(one, one)
+    assert not any(same[part] for part in ("overlay", "arguments", "stack", "data", "recipe"))
+    picture = tmp_path / "curves.png"
+    compare.plot(one, two, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_that_are_no_numbers_are_a_difference(tmp_path: Path) -> None:
+    runs = []
+    for name, loss in (("one", 1.0), ("two", float("nan"))):
+        run = make(tmp_path, name, 1)
+        row = {"step": 1, "loss": loss, "seconds": 1.0, "tokens_per_second": 1.0}
+        run.metrics.write_text(json.dumps(row) + "\n")
+        runs.append(run)
+    assert str(compare.compare(*runs)["largest_loss_difference"]) == "nan"
+    assert "equal" not in "\n".join(compare.lines(compare.compare(*runs)))
+
+
+def asked(runs: Path, **how: Any) -> Launch:
+    """A launch as the command line makes it."""
+    names = ("tokenizer", "eod", "data_cache", "save", "load", "exit_interval", "tensorboard")
+    options: dict[str, Any] = dict.fromkeys((*names, "metrics", "root"))
+    options |= {"data": (), "changes": (), "mock_data": False, "save_interval": 500}
+    options |= {"log_interval": 1, "wandb_project": "", "wandb_name": ""}
+    options |= {name: how.pop(name) for name in list(how) if name in options}
+    return Launch(recipe=how.pop("recipe", "smoke_cpu"), options=options, runs=runs, **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"recipe": "smoke_cpv"}, "recipe-unknown"),
+        ({"tmux": "a.b"}, "bad-session-name"),
+        ({"name": "a b"}, "bad-run-name"),
+        ({"nodes": 2}, "no-rendezvous"),
+        ({"nodes": 2, "rdzv": "h:1"}, "no-rendezvous"),
+        ({"recipe": "nam56r_h200_8gpu_bf16", "nodes": 3}, "wrong-world-size"),
+        ({"recipe": "nam56r_h200_slice", "nproc": 2}, "wrong-world-size"),
+        ({"resume": "nothing"}, "no-runs"),
+        ({"changes": ("lrr=1",)}, "unknown-field"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_before_anything_is_looked_at(
+    how: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CppmegaError, match=error):
+        launch.prepare(asked(tmp_path / "runs", **how))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
+    make(tmp_path, "fresh", 1)
+    with pytest.raises(CppmegaError, match="run-still-running"):
+        launch.prepare(asked(tmp_path, resume="fresh"))
+    run = make(tmp_path, "crashed", 2)
+    ended(run, 1)
+    with pytest.raises(CppmegaError, match="nothing-to-resume"):
+        launch.prepare(asked(tmp_path, resume="crashed"))
+
+
+def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CppmegaError, match="no-tmux") as caught:
+        launch.prepare(asked(tmp_path, tmux="demo"))
+    assert "leave --tmux out" in caught.value.next
+    assert not tmux.exists("demo")
+
+
+def ready(lab: Lab, **how: Any) -> launch_folder.Ready:
+    """A launch that nothing speaks against."""
+    return launch_folder.Ready(
+        asked=asked(lab.root.parent / "runs", **how),
+        recipe=recipes_index.load("smoke_cpu"),
+        folder=lab.root.parent / "runs" / "made",
+        session=lab.session(),
+        options={"changes": (), "save": Path("/s"), "load": None, "metrics": None, "root": None},
+        environment={"NCCL_DEBUG": "1", "WANDB_API_KEY": "secret", "HOME": "/h"},
+        nproc=1,
+        torchrun=("--standalone",),
+        rendered=("--lr", "1"),
+        data={"paths": [], "fingerprint": "f", "mock": False},
+    )
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    made = Lab(tmp_path, monkeypatch)
+    made.wheel()
+    made.page()
+    made.apply()
+    return made
+
+
+def test_the_folder_says_what_was_launched_and_is_made_once(lab: Lab) -> None:
+    one = ready(lab)
+    run = launch_folder.make(one).run
+    manifest = run.manifest
+    assert manifest["overlay"]["digest"] == lab.receipt().digest
+    assert list(manifest["overlay"]["pages"]) == ["page"]
+    assert json.loads((run.path / "receipt.json").read_text())["digest"] == lab.receipt().digest
+    assert manifest["environment"] == {"NCCL_DEBUG": "1"}  # and no secret
+    assert manifest["recipe"]["git"]["commit"] and manifest["cppmega"]["git"]["commit"]
+    assert "secret" not in run.manifest_file.read_text()
+    with pytest.raises(CppmegaError, match="run-exists"):
+        launch_folder.make(one)
+    # Several hosts: each joins once, with the same launch.
+    pair = ready(lab, nodes=2, name="pair", rdzv="h:1")
+    pair = replace(pair, folder=pair.folder.with_name("pair"))
+    assert [launch_folder.make(pair).path.name for _ in range(2)] == ["0", "1"]
+    with pytest.raises(CppmegaError, match="run-exists"):
+        launch_folder.make(pair)
+    with pytest.raises(CppmegaError, match="launch-differs"):
+        launch_folder.make(replace(pair, rendered=("--lr", "2")))
+
+
+def test_git_state_of_files_that_git_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text("")
+    assert launch_record.git_state(tmp_path / "recipe.py") is None
+
+
+def test_what_the_ranks_see() -> None:
+    cpu = launch.environment_of(recipes_index.load("smoke_cpu"), {"A": "b"})
+    assert cpu == {"A": "b", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    gpu = recipes_index.load("nam56r_h200_slice")
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "OMP_NUM_THREADS": "4"}
+    seen = launch.environment_of(gpu, given)
+    assert seen["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
+    assert seen["OMP_NUM_THREADS"] == "4" and "CUDA_VISIBLE_DEVICES" not in seen
+
+
+def test_options_become_the_same_options_again(tmp_path: Path) -> None:
+    from cppmega.line import _words  # a command with the trainer's options and nothing else
+
+    line = ["--set", "lr=1", "--set", "seed=2", "--data", "a", "--data", "b", "--mock-data"]
+    line += ["--save", str(tmp_path), "--exit-interval", "3", "--wandb-project", "p"]
+    read = _words.main(line, standalone_mode=False)
+    read.pop("arguments")
+    again = _words.main(trainer_options.words(read), standalone_mode=False)
+    again.pop("arguments")
+    assert again == read
