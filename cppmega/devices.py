@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from cppmega.check import Context
     from cppmega.recipe import Recipe
 
-_NVML = (
-    *("index", "uuid", "memory.used", "compute_mode", "mig.mode.current"),
-    "ecc.errors.uncorrected.volatile.total",
-)
+_ASKED = ("index", "uuid", "compute_mode", "ecc.errors.uncorrected.volatile.total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,8 @@ def look(context: Context) -> Devices:
         if context.recipe is None:
             raise NotApplicable("this machine has no GPU, and no recipe asks for one")
         raise _no_gpu(context.recipe, "this machine has no NVIDIA device")
-    order = {"modules": _kernel_modules(context.recipe)}
+    root = str(context.session.tree.root)
+    order = {"root": root, "modules": _kernel_modules(context.recipe)}
     answer = ask("cppmega.devices_worker", order, context.environ)
     if not answer["devices"] and context.recipe is not None:
         raise _no_gpu(context.recipe, answer["why"])
@@ -114,10 +112,10 @@ def _driver() -> dict[str, dict[str, str]]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    command = [program, f"--query-gpu={','.join(_NVML)}", "--format=csv,noheader,nounits"]
+    command = [program, f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return {row[1]: dict(zip(_NVML, row, strict=True)) for row in rows if len(row) == len(_NVML)}
+    return {row[1]: dict(zip(_ASKED, row, strict=True)) for row in rows if len(row) == len(_ASKED)}
 
 
 def gib(number: int) -> str:

@@ -8,7 +8,10 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
+
+from cppmega.imported import only_from
 
 
 def main() -> None:
@@ -17,12 +20,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     answer: dict[str, Any] = {"devices": [], "compiled_for": [], "imports": {}, "why": ""}
     with contextlib.redirect_stdout(sys.stderr):
-        _look(order["modules"], answer)
+        _look(order, answer)
     print("\n" + json.dumps(answer), flush=True)
     os._exit(0)
 
 
-def _look(modules: list[str], answer: dict[str, Any]) -> None:
+def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
     import torch
 
     if torch.version.cuda is None:
@@ -43,10 +46,11 @@ def _look(modules: list[str], answer: dict[str, Any]) -> None:
                 "capability": [one.major, one.minor],
                 "total": total,
                 "free": free,
-                "uuid": f"GPU-{one.uuid}",
+                "uuid": f"GPU-{getattr(one, 'uuid', '')}",
             }
         )
-    for module in modules:
+    only_from(Path(order["root"]))
+    for module in order["modules"]:
         try:
             importlib.import_module(module)
             answer["imports"][module] = ""

@@ -1,4 +1,4 @@
-"""Every folder that the run writes to can be written to, with room for two checkpoints."""
+"""Every folder that the run writes to can be written to, and has room for its checkpoints."""
 
 from __future__ import annotations
 
@@ -66,8 +66,13 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
     if line is not None and context.recipe is not None:
         run = line.run
         if run.save is not None:
-            # Two: the one before is not removed until the new one is whole.
-            yield "--save", run.save, 2 * _PER_PARAMETER * parameters(context.recipe).total
+            # Nobody removes old ones; room for two is what a run can be asked to start with.
+            one = _PER_PARAMETER * parameters(context.recipe).total
+            yield (
+                "--save",
+                run.save,
+                one * (2 if context.recipe.train_iters > run.save_interval else 1),
+            )
         for purpose, folder in (
             *(("--tensorboard", run.tensorboard), ("--data-cache", run.data_cache)),
             ("--metrics", line.metrics.parent if line.metrics is not None else None),

@@ -8,7 +8,7 @@ from cppmega.check import Context, NotApplicable, refuse
 from cppmega.devices import Devices, gib, needed_here, smallest
 from cppmega.errors import CppmegaError
 
-AFTER: tuple[str, ...] = ()
+AFTER: tuple[str, ...] = ("one_root",)
 
 
 def check(context: Context) -> str:

@@ -15,8 +15,8 @@ from cppmega.errors import CppmegaError
 AFTER: tuple[str, ...] = ()
 
 _FILES = 4096
-_SHARED = 2**30
-"""NCCL and the data loaders' workers; Docker gives 64 MiB where nobody asks for more."""
+_SHARED = 2**27
+"""NCCL and the data loaders' workers; Docker gives half of it where nobody asks for more."""
 _PER_RANK = 6 * 2**30
 """torch, Transformer Engine, NCCL's buffers and one shard of a checkpoint on its way out."""
 
