@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -266,6 +267,43 @@ def test_a_gate_that_differs_from_the_receipt(bench: Bench) -> None:
     root = bench.tree()
     ((code, _, err),) = bench.run(root, script=bench.script(), CPPMEGA_MADE="1")
     assert code == 1 and "gate-differs" in err and "CPPMEGA_MADE" in err
+
+
+def test_a_module_instead_of_a_script(bench: Bench) -> None:
+    """What an installed wheel is launched with: there is no script without a checkout."""
+    made.page(bench.pages)
+    root = bench.tree()
+    text = bench.script().read_text() + "print(sys.argv[1:])\n"
+    (bench.folder / "site" / "training_of_mine.py").write_text(text)
+    # Options behind the module are the module's, also those that cppmega.run has too.
+    words = ["-m", "training_of_mine", "--no-steps", "--megatron", "x", "-m"]
+    for chosen, status in (([*words], 0), (["-m", "no_such_thing"], 1), ([], 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "cppmega.run", "--megatron", str(root), *chosen],
+            env=bench.environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == status, done.stderr
+        if status:
+            assert "no-script" in done.stderr
+        else:
+            assert "reached: double_doubles" in done.stderr
+            assert "['--no-steps', '--megatron', 'x', '-m']" in done.stdout
+
+
+def test_the_reason_of_an_end_is_left_for_torchrun(bench: Bench) -> None:
+    """An error of ours and any other, each with the exact time."""
+    made.page(bench.pages)
+    root = bench.tree()
+    for body, said in (("half(step)", "error: page-not-reached"), ("1 / 0", "ZeroDivisionError")):
+        file = bench.folder / f"{said.split()[-1]}.json"
+        ((code, _, _),) = bench.run(
+            root, script=bench.script(body), TORCHELASTIC_ERROR_FILE=str(file)
+        )
+        message = json.loads(file.read_text())["message"]
+        assert code == 1 and said in message["extraInfo"]["py_callstack"]
+        assert int(message["extraInfo"]["timestamp"]) == int(message["extraInfo"]["time"])
 
 
 def test_a_misspelt_variable(bench: Bench) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cppmega import overlay
 from cppmega.overlay import Session
-from tests.support import REPOSITORY, copy, pristine
+from tests.support import REPOSITORY, copy, pristine, python
 
 pytestmark = pytest.mark.megatron
 
@@ -87,3 +87,92 @@ def test_a_run_resumed_from_its_checkpoint_goes_on_with_the_same_curve(
     whole = train(everything, tmp_path / "whole", data)
     train(everything, tmp_path / "parts", data, steps=STEPS // 2)
     assert train(everything, tmp_path / "parts", data) == whole
+
+
+LOOP = """
+import json, math, os
+from pathlib import Path
+from cppmega import overlay_record, smoke, smoke_loop, smoke_state
+from cppmega.errors import CppmegaError
+from cppmega.smoke_loop import Loop, of_a_rank
+
+out, folder, data = {}, Path(os.environ["FOLDER"]), Path(os.environ["DATA"])
+recipe = smoke.recipe().with_(num_layers=2, mtp_num_layers=1)
+build = smoke.build
+
+
+def named(call):
+    try:
+        return call()
+    except CppmegaError as error:
+        return error.name + ": " + error.what
+
+
+def poisoned(spoil):
+    def made(plan):
+        model, ddp, optimizer = build(plan)
+        spoil(model)
+        return model, ddp, optimizer
+    return made
+
+
+def run(name, spoil=lambda model: None, recipe=recipe, **more):
+    smoke.build = poisoned(spoil)
+    loop = Loop(data=data, save=folder / name, metrics=folder / f"{name}.jsonl", **more)
+    return named(lambda: len(smoke_loop.run(recipe, loop).rows))
+
+
+def forward(model):
+    model.decoder.layers[1].register_forward_hook(lambda m, i, o: (o[0] * math.nan, *o[1:]))
+
+
+def backward(model):
+    def hook(m, i, o):
+        o[0].register_hook(lambda gradient: gradient * math.inf)
+    model.decoder.layers[0].register_forward_hook(hook)
+
+
+def biased(model):
+    model.output_layer.register_forward_hook(lambda m, i, o: (o[0] * 200, *o[1:]))
+
+
+out["loss"] = run("loss", forward, steps=2)
+out["gradient"] = run("gradient", backward, steps=2)
+out["first loss"] = run("first", biased, steps=2)
+out["kept"] = [p.name for p in (folder / "loss").glob("*")]
+out["again"] = run("whole", steps=3, save_interval=2, exit_interval=2)
+(folder / "whole" / "iter_0000003.unfinished").mkdir()  # of a run that was killed while saving
+smoke_loop._record = lambda: {"digest": "another", "pages": {"x": {"revision": "1", "text": "t"}}}
+print("SAID", flush=True)
+out["on"] = run("whole", steps=3, load=folder / "whole")
+print("THAT", flush=True)
+out["done"] = run("whole", steps=3, load=folder / "whole")
+out["folder"] = sorted(p.name for p in (folder / "whole").iterdir())
+rows = [json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()]
+out["steps"] = [row.get("step") for row in rows]
+out["shares"] = [of_a_rank(recipe, 2).micro_batch_size, named(lambda: of_a_rank(recipe, 3))]
+print("ANSWER" + json.dumps(out))
+"""
+
+
+def test_a_loop_that_is_lost_says_where_and_nothing_saved_is_lost(
+    data: Path, tmp_path: Path
+) -> None:
+    places = {"FOLDER": str(tmp_path), "DATA": str(data)}
+    done = python(pristine("0.19.2"), LOOP, env=places)
+    assert "ANSWER" in done.stdout, done.stderr[-3000:]
+    out = json.loads(done.stdout.partition("ANSWER")[2])
+    assert out["loss"].startswith("loss-not-finite: The loss is NaN: decoder.layers.1 is the first")
+    assert out["gradient"].startswith("gradient-not-finite")
+    assert "the gradient of decoder.layers.0." in out["gradient"]
+    assert out["first loss"].startswith("first-loss-implausible")
+    assert out["kept"] == []  # no checkpoint of lost weights
+    assert (out["again"], out["on"]) == (2, 1)  # ended by the exit interval, then resumed
+    assert out["done"].startswith("already-trained")
+    tracker = "latest_checkpointed_iteration.txt"
+    finished = ["iter_0000002", "iter_0000003", "iter_0000003.unfinished.1", tracker]
+    assert out["folder"] == finished
+    assert out["steps"] == [None, 1, 2, None, 3, None]
+    said = done.stdout.partition("SAID")[2].partition("THAT")[0]
+    assert "made under overlay none, this run has another: patch added: x" in said
+    assert out["shares"][0] == 4 and out["shares"][1].startswith("wrong-world-size")
