@@ -154,7 +154,7 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
     if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
         reason = f"megatron-core {version} takes the argument, and its builder then stops"
         found.append(Missing("DSA in a GPT", reason))
-    if recipe.uses_dsa and recipe.dsa_kernel_backend != "none" and line < (0, 19):
+    if recipe.uses_dsa and recipe.dsa_kernel_backend not in (None, "none") and line < (0, 19):
         reason = f"megatron-core {version} has no DSA kernels, 0.19 is the first that does"
         found.append(Missing(f"DSA kernel backend {recipe.dsa_kernel_backend}", reason))
     return tuple(found)
@@ -242,7 +242,8 @@ def _latent(recipe: Recipe) -> Iterator[Argument]:
         yield from _values(recipe, "dsa_indexer_loss_coeff")
         if recipe.dsa_indexer_use_sparse_loss:
             yield "--dsa-indexer-use-sparse-loss", ()
-        yield "--dsa-kernel-backend", (recipe.dsa_kernel_backend,)
+        if recipe.dsa_kernel_backend is not None:
+            yield "--dsa-kernel-backend", (recipe.dsa_kernel_backend,)
 
 
 def _experts(recipe: Recipe) -> Iterator[Argument]:

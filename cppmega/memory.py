@@ -125,7 +125,7 @@ def _dsa_scores(recipe: Recipe, tokens: int, heads: int) -> int:
     pairs = tokens * recipe.seq_length
     indexer = 4 * pairs if recipe.dsa_indexer_loss_coeff else 0
     widths = (recipe.kv_lora_rank or 0) + (recipe.qk_pos_emb_head_dim or 0), recipe.kv_lora_rank
-    if recipe.dsa_kernel_backend == "none" or widths != FUSED_WIDTHS:
+    if recipe.dsa_kernel_backend in (None, "none") or widths != FUSED_WIDTHS:
         return 4 * pairs * heads * _UNFUSED_SCORES + 2 * indexer
     return indexer
 

@@ -11,7 +11,7 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cppmega import pattern as patterns
 from cppmega.errors import CppmegaError
@@ -129,7 +129,8 @@ class Recipe:
     dsa_indexer_topk: int | None = None
     dsa_indexer_loss_coeff: float = 0.0
     dsa_indexer_use_sparse_loss: bool = False
-    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
+    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] | None = None
+    """Not said: Megatron's unfused default, which a preflight refuses; `none` says it is meant."""
 
     num_experts: int | None = None
     moe_router_topk: int = 2
@@ -288,7 +289,7 @@ def _check_types(recipe: Recipe) -> None:
     for name, hint in _hints().items():
         value = getattr(recipe, name)
         if not _fits(value, hint):
-            words = get_args(hint) if get_origin(hint) is Literal else ()
+            words = _words(hint)
             near = difflib.get_close_matches(str(value), words, n=1)
             raise invalid(
                 recipe,
@@ -309,7 +310,7 @@ def _fits(value: object, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in inner
-    if origin is UnionType:
+    if origin in (UnionType, Union):  # what a Literal makes with | is the older one of the two
         return any(_fits(value, one) for one in inner)
     if origin is tuple:
         many = inner[1:] == (...,)
@@ -322,9 +323,16 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _wanted(hint: Any) -> str:
+def _words(hint: Any) -> tuple[str, ...]:
+    """The words that a field may hold, if it holds words."""
     if get_origin(hint) is Literal:
-        return "none of " + ", ".join(get_args(hint))
+        return get_args(hint)
+    return tuple(word for part in get_args(hint) for word in _words(part))
+
+
+def _wanted(hint: Any) -> str:
+    if _words(hint):
+        return "none of " + ", ".join(_words(hint))
     return "no " + (hint.__name__ if isinstance(hint, type) else str(hint))
 
 

@@ -56,7 +56,8 @@ def print_findings(findings: Iterable[Finding]) -> None:
         print(f"{state} {row.check:<{width}}  {row.name or row.what}".rstrip())
         if row.state == "failed":
             for label, text in (("what", row.what), ("why", row.why), ("next", row.next)):
-                print(f"{'':<15} {'':<{width}}  {label + ':':<5} {text}")
+                below = text.replace("\n", f"\n{'':<{width + 24}}")  # a diff has many lines
+                print(f"{'':<15} {'':<{width}}  {label + ':':<5} {below}")
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:

@@ -38,6 +38,8 @@ RECIPE = Recipe(
     dsa_indexer_head_dim=64,
     dsa_indexer_topk=256,
     dsa_indexer_loss_coeff=0.001,
+    # Both fused backends of Megatron decline widths of 128 and 64, and would say nothing of it.
+    dsa_kernel_backend="none",
     num_experts=16,
     moe_router_topk=4,
     moe_ffn_hidden_size=896,

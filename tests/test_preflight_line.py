@@ -62,6 +62,7 @@ CASES = {
     "tilelang": Case(SLICE.with_(dsa_kernel_backend="tilelang"), (MOCK,)),
     "dense loss": Case(V32.with_(dsa_indexer_use_sparse_loss=False), (MOCK,)),
     "v3.2": Case(V32, (MOCK,)),
+    "recipe without backend": Case(SLICE.with_(dsa_kernel_backend=None), (MOCK,)),
     "no backend": Case(None, (*RAW, *BF16, *MLA)),
     "graphs": Case(FULL, (MOCK,)),
     "small graphs": Case(FULL.with_(pattern="DE/D-"), (MOCK,)),
@@ -171,6 +172,7 @@ def test_dsa_backends_that_would_decline(line: Any) -> None:
     assert "128 and 64" in found.what and "GiB" in found.what
     assert "dense" in refuses("dsa_backend", "dsa-backend-declines", line("dense loss")).what
     refuses("dsa_backend", "dsa-unfused", line("no backend"))
+    refuses("dsa_backend", "dsa-unfused", line("recipe without backend"))
     says_nothing("dsa_backend", line("raw"))
 
 

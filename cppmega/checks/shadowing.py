@@ -48,7 +48,7 @@ def _found(context: Context) -> Iterator[CppmegaError]:
             taken = whole if whole.is_file() else folder / f"{name}.py"
             if not taken.is_file() or (name == "cppmega" and folder == own):
                 continue
-            if not any(folder.glob(f"{name}-*.dist-info")):  # a site-packages is no accident
+            if not any(folder.glob(f"{name}-*-info")):  # a site-packages is no accident
                 yield _error(place, taken, f"the installed {name}")
 
 
