@@ -7,6 +7,7 @@ to it is seen by the one in charge (`cppmega.supervise`).
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def main() -> None:
     import torch.distributed.run
 
     torchrun: Any = torch.distributed.run  # it has no types
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -31,6 +33,17 @@ def main() -> None:
     except ChildFailedError as error:
         write_json(node.path / FAILURE, first(error.failures))
         sys.exit(1)
+    except SignalException as error:
+        write_json(node.path / FAILURE, of_torchrun(-error.sigval))
+        sys.exit(1)
+
+
+def of_torchrun(code: int) -> dict[str, Any]:
+    """The failure where no rank has one: torchrun itself ended."""
+    name = signal.Signals(-code).name if code < 0 else ""
+    how = f"signal {name}" if name else f"exit status {code}"
+    said = f"torchrun itself ended with {how}"
+    return {"rank": None, "exit": code, "signal": name, "message": said}
 
 
 def first(failures: dict[int, Any]) -> dict[str, Any]:

@@ -186,12 +186,12 @@ def environment_of(recipe: Recipe, given: Mapping[str, str]) -> dict[str, str]:
 
     environment = dict(given)
     environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it warns of
+    for name, value in recipe.environment:
+        environment.setdefault(name, value)
     if recipe.gpus == 0:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a loop on CPU, also where there is a GPU
     else:
         allocator.set_in(environment)
-    for name, value in recipe.environment:
-        environment.setdefault(name, value)
     return environment
 
 

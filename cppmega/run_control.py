@@ -194,12 +194,19 @@ def _here(run: Run, command: str) -> Node:
     for node in run.nodes():
         if node.here() and node.state() in LIVE:
             return node
-    hosts = [str(node.status().get("host", "?")) for node in run.nodes()]
+    hosts = [str(node.status()["host"]) for node in run.nodes() if node.status()]
+    if not hosts:
+        raise CppmegaError(
+            "run-starting",
+            f"{run.name} has no process in charge yet.",
+            "There is nobody to ask.",
+            f"wait a moment: {command}",
+        )
     raise CppmegaError(
         "run-elsewhere",
         f"{run.name} runs on {', '.join(hosts)}; this is {socket.gethostname()}.",
         "Its processes can be reached there only.",
-        f"on {hosts[0]}: {command}" if hosts else command,
+        f"on {hosts[0]}: {command}",
     )
 
 

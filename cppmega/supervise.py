@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import process
-from cppmega.agent import FAILURE
+from cppmega.agent import FAILURE, of_torchrun
 from cppmega.failures import said_of
 from cppmega.run_folder import Node, read_json
 
@@ -53,7 +53,8 @@ class Supervisor:
         """Start, wait, write down the end. Answers the exit status."""
         self._write()
         for number in (*_SOFT, signal.SIGQUIT):
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+                signal.signal(number, self._on_signal)
         with self.node.console.open("ab", buffering=0) as console:
             agent = subprocess.Popen(
                 self.command(),
@@ -138,8 +139,7 @@ class Supervisor:
         self._show()
         failure = read_json(self.node.path / FAILURE)
         if code and not failure:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-            failure = {"rank": None, "exit": code, "message": f"torchrun itself ended with {how}"}
+            failure = of_torchrun(code)
         self.status |= {"ended": time.time(), "exit": code, "workers": {}}
         if code:
             self.status["failure"] = failure

@@ -29,9 +29,11 @@ from cppmega import (
 )
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch
+from cppmega.overlay import Session
 from cppmega.receipt import PatchedPage, Receipt
 from cppmega.run_folder import Run
 from tests.engine import Lab
+from tests.support import pristine
 
 Page = tuple[str, str]
 
@@ -314,6 +316,36 @@ def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.Mon
         launch.prepare(asked(tmp_path, tmux="demo"))
     assert "leave --tmux out" in caught.value.next
     assert not tmux.exists("demo")
+
+
+def test_the_line_of_a_recipe_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as this machine can say it: the preflight would miss the GPU."""
+    root = pristine("0.19.2")
+    monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(root), {}))
+    how = {"recipe": "dsv32_h200_slice", "mock_data": True, "root": root}
+    changes = ("gpus=4", "global_batch_size=4", "expert_model_parallel_size=4")
+    made = launch.prepare(
+        asked(
+            tmp_path / "runs",
+            **{**how, "changes": changes, "nodes": 2, "rdzv": "first:29500", "name": "both"},
+            arguments=("--log-params-norm",),
+        )
+    )
+    folder, line = tmp_path / "runs" / "both", " ".join(made.torchrun)
+    assert line.startswith(
+        "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint first:29500 --rdzv-id both "
+        f"--nproc-per-node 2 --redirects 3 --tee 0:3,1:3 -m cppmega.run --megatron {root} "
+        f"-m cppmega.trainer {folder}/recipe/dsv32_h200_slice.py "
+    )
+    assert " --set gpus=4 " in line and " --mock-data " in line
+    assert f"--save {folder}/checkpoints" in line and f"--metrics {folder}/metrics.jsonl" in line
+    assert line.endswith(" -- --log-params-norm")
+    assert "--exit-signal-handler" in made.rendered  # what `stop` relies on
+    assert made.rendered[-1] == "--log-params-norm"
+    at = made.rendered.index("--rerun-mode")
+    assert made.rendered[at + 1] == "disabled"
+    assert made.data["mock"] and made.environment["PYTORCH_CUDA_ALLOC_CONF"]
+    assert not folder.exists()
 
 
 def ready(lab: Lab, **how: Any) -> launch_folder.Ready:

@@ -303,7 +303,7 @@ import torch
 from tests.te_stand_ins import install
 
 install()
-from cppmega import finite, recipes_index, trainer
+from cppmega import finite, overlay_record, recipes_index, trainer
 from cppmega.arguments import Run, render
 from cppmega.errors import CppmegaError
 from cppmega.trainer_batch import DataTokens, dataset_provider, next_batch
@@ -354,6 +354,7 @@ out["nan"] = named(lambda: checked(off))
 sys.argv = ["train", *ready(slice_).rendered.argv]
 args = trainer.parse(arguments, ready(slice_))
 out["in the checkpoint"] = [args.cppmega_recipe, args.cppmega_overlay, args.cppmega_data]
+out["patches"] = overlay_record.parse(args.cppmega_patches)["digest"]
 out["gpu"] = named(lambda: trainer.launch(ready(slice_)))
 
 # Real data through Megatron's datasets.
@@ -500,6 +501,7 @@ def test_what_the_parser_reads_is_checked_again(stepped: dict[str, Any]) -> None
 @pytest.mark.megatron
 def test_checkpoints_carry_recipe_overlay_and_data(stepped: dict[str, Any]) -> None:
     assert stepped["in the checkpoint"] == ["nam56r_h200_slice", "d1g3st", "abc"]
+    assert stepped["patches"] == "d1g3st"
 
 
 @pytest.mark.megatron
