@@ -1,0 +1,333 @@
+"""Which layers' GEMMs run in FP8, stock against the page `selective_fp8_moe`, on a real GPU.
+
+usage: python benchmarks/selective_fp8.py --megatron ROOT [--out benchmarks/results]
+
+ROOT holds a pristine megatron/ (an unpacked wheel); it is copied, and one copy is patched. Each
+side runs in a process of its own: a GPT with experts, shared experts and an MTP depth, one forward
+and backward per case on Transformer Engine. Noted per layer: whether its weights are stored in FP8,
+the flag that Transformer Engine left on it after each forward, and whether the operands of its
+GEMMs, forward and backward, were quantized. Writes selective_fp8_h200.json and .md; exits with 1
+where anything but the routed experts saw FP8 on the patched side, or they did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+PAGE, GATE = "selective_fp8_moe", "CPPMEGA_SELECTIVE_FP8_MOE"
+VOCABULARY, SEQUENCE, BATCH = 1024, 256, 2
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {"fp8": None},
+    "tensorwise": {},
+    "tensorwise, FP8 weights": {"fp8_param": True},
+    "tensorwise, experts recomputed": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+    },
+    "tensorwise, first and last layer in bf16": {"first_last_layers_bf16": True},
+    "blockwise": {"fp8_recipe": "blockwise"},
+    "delayed": {"fp8_recipe": "delayed"},
+}
+IN_BF16 = {"tensorwise, first and last layer in bf16": "decoder.layers.3."}
+"""Case -> the layers whose experts stay in bf16 with the page."""
+GROUPS = {
+    "attention": ".self_attention.",
+    "routed experts": ".experts.",
+    "shared experts": ".shared_experts.",
+    "dense MLP": ".mlp.linear_",
+    "MTP projection": ".eh_proj",
+}
+
+
+def build(**given: Any) -> Any:
+    """A dense layer, three with experts, and an MTP depth with experts."""
+    import torch
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = {
+        "num_layers": 4,
+        "mtp_num_layers": 1,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 8,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 512,
+        "moe_shared_expert_intermediate_size": 512,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": True,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        **given,
+    }
+    config = TransformerConfig(**options)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        mtp_block_spec=mtp,
+        position_embedding_type="rope",
+    )
+
+
+def quantized(operand: Any) -> bool:
+    """Whether a GEMM's operand, or one of a list of them, is stored in FP8."""
+    if isinstance(operand, list | tuple):
+        return any(quantized(part) for part in operand)
+    return any("Quantized" in base.__name__ for base in type(operand).__mro__)
+
+
+class Watch:
+    """Notes what Transformer Engine does in every layer of a model with weights."""
+
+    def __init__(self) -> None:
+        self.current: tuple[str, str] | None = None
+        self.seen: dict[str, dict[str, Any]] = {}
+
+    def model(self, model: Any) -> None:
+        """Follow the layers of a model."""
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+        for name, module in model.named_modules():
+            weights = [p for n, p in module.named_parameters(recurse=False) if "weight" in n]
+            weights = [weight for weight in weights if weight.dim() > 1]
+            if isinstance(module, TransformerEngineBaseModule) and weights:
+                self.seen[name] = {
+                    "weights": quantized(weights[0]),
+                    "context": [],
+                    "forward": [0, 0],
+                    "backward": [0, 0],
+                }
+                module.register_forward_pre_hook(self._before(name))
+                module.register_forward_hook(self._after(name))
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(*ignored: Any) -> None:
+            self.current = (name, "forward")
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def enter_backward(grad: Any) -> None:
+            self.current = (name, "backward")
+
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            self.current = None
+            self.seen[name]["context"].append(bool(module.fp8))
+            out = output[0] if isinstance(output, tuple) else output
+            if out.requires_grad:
+                out.register_hook(enter_backward)  # runs just before the layer's own backward
+
+        return hook
+
+    def gemms(self) -> None:
+        """Count the GEMMs of Transformer Engine's layers, by what their operands are."""
+        for name in ("linear", "layernorm_linear", "grouped_linear"):
+            module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
+            for function in [n for n in vars(module) if n.startswith("general_") and "gemm" in n]:
+                setattr(module, function, self._counted(getattr(module, function)))
+
+    def _counted(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*operands: Any, **options: Any) -> Any:
+            if self.current is not None:
+                layer, phase = self.current
+                fp8 = any(quantized(operand) for operand in operands[:2])
+                self.seen[layer][phase][0 if fp8 else 1] += 1
+            return gemm(*operands, **options)
+
+        return counted
+
+
+def measure(watch: Watch, **given: Any) -> dict[str, Any]:
+    """One forward and backward; what every layer did."""
+    import torch
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(1)
+    model = build(**given).cuda()
+    watch.seen, watch.current = {}, None
+    watch.model(model)
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), device="cuda", generator=generator)
+    positions = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
+    loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
+    loss.backward()
+    torch.cuda.synchronize()
+    norms = [p.grad.float().norm().item() for p in model.parameters() if p.grad is not None]
+    return {
+        "loss": loss.item(),
+        "gradient norm": math.sqrt(sum(norm * norm for norm in norms)),
+        "layers": watch.seen,
+    }
+
+
+def worker(root: Path) -> None:
+    """One side: what each case gave, as JSON."""
+    from cppmega import imported
+
+    imported.only_from(root)
+    import torch
+    from megatron.core import parallel_state
+
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    watch = Watch()
+    watch.gemms()
+    answers: dict[str, Any] = {}
+    for case, given in CASES.items():
+        try:
+            answers[case] = measure(watch, **given)
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0]
+            answers[case] = {"failed": f"{type(error).__name__}: {said}"[:300]}
+    print(json.dumps(answers))
+    sys.stdout.flush()
+    os._exit(0)  # NCCL's threads need not be waited for
+
+
+def problems(case: str, answer: dict[str, Any]) -> list[str]:
+    """What is not as the page says, on the patched side."""
+    if case == "delayed":
+        refused = "fp8_recipe=delayed" in answer.get("failed", "")
+        return [] if refused else [f"{case}: not refused: {answer.get('failed', 'it ran')}"]
+    if "failed" in answer:
+        return [f"{case}: {answer['failed']}"]
+    wrong = []
+    for name, seen in answer["layers"].items():
+        expert = ".experts." in name and case != "bf16"
+        expert = expert and not name.startswith(IN_BF16.get(case, "no layer"))
+        stored = expert and bool(CASES[case].get("fp8_param"))
+        phases = [seen["forward"], seen["backward"]]
+        counts = all(
+            phase[0 if expert else 1] and not phase[1 if expert else 0] for phase in phases
+        )
+        if set(seen["context"]) != {expert} or seen["weights"] != stored or not counts:
+            wrong.append(f"{case}: {name}: {seen}")
+    if not math.isfinite(answer["loss"] + answer["gradient norm"]):
+        wrong.append(f"{case}: loss {answer['loss']}, gradient norm {answer['gradient norm']}")
+    return wrong
+
+
+def cell(answer: dict[str, Any], part: str) -> str:
+    """GEMMs in FP8 of a group of layers, forward and backward."""
+    if "failed" in answer:
+        return "failed"
+    rows = [seen for name, seen in answer["layers"].items() if part in name]
+    said = []
+    for phase in ("forward", "backward"):
+        fp8, other = (sum(row[phase][kind] for row in rows) for kind in (0, 1))
+        said.append(f"{fp8}/{fp8 + other}")
+    weights = sum(row["weights"] for row in rows)
+    return ", ".join(said) + (f"; {weights}/{len(rows)} weights" if weights else "")
+
+
+def table(result: dict[str, Any]) -> str:
+    """The answers as Markdown."""
+    versions = f"torch {result['torch']}, Transformer Engine {result['te']}"
+    lines = [
+        f"{result['gpu']}, {versions}, megatron-core {result['megatron-core']}, overlay "
+        f"{result['overlay']}, {result['date']}.",
+        "",
+        "GEMMs whose operands were quantized, of all GEMMs: forward, backward (and layers whose "
+        "weights are stored in FP8).",
+        "",
+        "| case | side | " + " | ".join(GROUPS) + " | loss | gradient norm |",
+        "|---|---|" + "---|" * (len(GROUPS) + 2),
+    ]
+    for case in CASES:
+        for side in ("stock", "patched"):
+            answer = result["sides"][side].get(case, {"failed": "no answer"})
+            cells = [cell(answer, part) for part in GROUPS.values()]
+            numbers = ["", ""]
+            if "failed" not in answer:
+                numbers = [f"{answer[key]:.4f}" for key in ("loss", "gradient norm")]
+            lines.append(f"| {case} | {side} | " + " | ".join([*cells, *numbers]) + " |")
+    failed = [
+        f"* {case}, {side}: {answers[case]['failed']}"
+        for side, answers in result["sides"].items()
+        for case in CASES
+        if "failed" in answers.get(case, {})
+    ]
+    verdict = result["problems"] or ["Patched: FP8 in the routed experts, and nowhere else."]
+    return "\n".join([*lines, "", *failed, *([""] if failed else []), *verdict]) + "\n"
+
+
+def main() -> None:
+    """Run both sides and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megatron", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--worker", type=Path)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker)
+    import torch
+    import transformer_engine
+
+    from cppmega import overlay
+    from cppmega.overlay import Session
+
+    result: dict[str, Any] = {"date": date.today().isoformat(), "sides": {}}
+    result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result["te"] = transformer_engine.__version__
+    with tempfile.TemporaryDirectory() as scratch:
+        for side in ("stock", "patched"):
+            root = Path(scratch) / side
+            shutil.copytree(options.megatron / "megatron", root / "megatron")
+            for info in options.megatron.glob("megatron_core-*.dist-info"):
+                shutil.copytree(info, root / info.name)
+            if side == "patched":
+                session = Session(root)
+                outcome = overlay.apply(session, only=[PAGE], environment={GATE: "1"})
+                assert outcome.ok, outcome.plan.failures
+                result |= {"megatron-core": session.tree.version, "overlay": outcome.digest}
+            done = subprocess.run(
+                [sys.executable, __file__, "--megatron", ".", "--worker", str(root)],
+                env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"},
+                capture_output=True,
+                text=True,
+                timeout=420,
+            )
+            answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            if not answers:
+                raise SystemExit(f"{side} gave no answer:\n{done.stderr[-4000:]}")
+            result["sides"][side] = json.loads(answers[-1])
+    found = [problems(case, result["sides"]["patched"][case]) for case in CASES]
+    result["problems"] = [problem for each in found for problem in each]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "selective_fp8_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "selective_fp8_h200.md").write_text(table(result))
+    print(table(result))
+    sys.exit(1 if result["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()
