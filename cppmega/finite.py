@@ -24,18 +24,28 @@ class Watch:
     def __init__(self) -> None:
         self._watched: set[int] = set()
         self._outputs: list[tuple[str, Any, Any]] = []
+        self._passing = False
 
     def begin(self, model: Any) -> None:
         """Forget the last pass; watch a model from now on."""
         self._outputs.clear()
+        if _captured(model):
+            return
+        self._passing = True
         if id(model) in self._watched:
             return
         self._watched.add(id(model))
         for name, module in layers(model):
             module.register_forward_hook(self._hook(name))
 
+    def passed(self, model: Any) -> None:
+        """The forward pass is over: layers that run again in the backward pass are not kept."""
+        self._passing = False
+        if not getattr(_unwrapped(model), "post_process", True):
+            self._outputs.clear()  # a pipeline stage without a loss: nobody will ask
+
     def end(self) -> None:
-        """The pass was as it must be: nothing of it is needed any more."""
+        """The loss was as it must be: nothing of the pass is needed any more."""
         self._outputs.clear()
 
     def origin(self) -> str:
@@ -55,12 +65,16 @@ class Watch:
                     f"({count} of {tensor.numel()} values)"
                 )
         if not self._outputs:
-            return "no layer was seen in this pass"
+            return (
+                "no layer was watched, since CUDA graphs allow no hooks; "
+                "--set cuda_graph_impl=none names it"
+            )
         return f"every layer up to {self._outputs[-1][0]} is finite: the head or the loss is not"
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: Any, inputs: Any, output: Any) -> None:
-            self._outputs.append((name, module, output))
+            if self._passing:
+                self._outputs.append((name, module, output))
 
         return keep
 
@@ -161,6 +175,19 @@ def _lost_depths() -> str:
         return ""
     lost = [str(depth) for depth, ok in enumerate(torch.isfinite(losses).tolist(), 1) if not ok]
     return f"; the loss of MTP depth {', '.join(lost)} is not finite" if lost else ""
+
+
+def _captured(model: Any) -> bool:
+    """Whether its layers become CUDA graphs: what captures them refuses modules with hooks."""
+    config = getattr(_unwrapped(model), "config", None)
+    return bool(getattr(config, "cuda_graph_impl", "none") != "none")
+
+
+def _unwrapped(model: Any) -> Any:
+    """Below data parallelism and precision."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def _gradient(parameter: Any) -> Any:

@@ -78,10 +78,11 @@ def prepare(asked: Launch) -> Ready:
             raise run_folder.exists(runs / asked.name)
     folder = runs / (asked.name or run_folder.fresh_name(runs, recipe.name))
     options = _options(asked, recipe, folder, runs)
+    _check_left(recipe, options["load"])
     environment = environment_of(recipe, os.environ)
     session, checks = _preflight(asked, recipe, options, environment, folder)
     recipe = recipe.plus(*asked.arguments)
-    rendered, data = _rendered(recipe, options, session)
+    rendered, data = _rendered(recipe, options, session, nproc * asked.nodes)
     ready = Ready(
         asked=asked,
         recipe=recipe,
@@ -180,6 +181,22 @@ def _resumed(asked: Launch, old: Run) -> dict[str, Any]:
     return found
 
 
+def _check_left(recipe: Recipe, load: Path | None) -> None:
+    """Is there anything left to train?
+
+    Raises:
+        CppmegaError: `already-trained`.
+    """
+    step = run_folder.newest_step(load) if load is not None else None
+    if step is not None and step >= recipe.train_iters:
+        raise CppmegaError(
+            "already-trained",
+            f"The checkpoint in {load} has {step} steps, and {recipe.train_iters} are asked for.",
+            "The run would end at once, with a folder and no step.",
+            f"--set train_iters={step + recipe.train_iters} trains on",
+        )
+
+
 def environment_of(recipe: Recipe, given: Mapping[str, str]) -> dict[str, str]:
     """What the ranks will see."""
     from cppmega import allocator
@@ -234,7 +251,7 @@ def _preflight(
 
 
 def _rendered(
-    recipe: Recipe, options: Mapping[str, Any], session: Session
+    recipe: Recipe, options: Mapping[str, Any], session: Session, world: int
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The arguments as they will reach the parser, and the name of the data's contents."""
     from cppmega import trainer
@@ -249,6 +266,7 @@ def _rendered(
         from cppmega import smoke_loop, smoke_text
 
         smoke_loop.refuse_options(recipe, run, tokenizer=tokenizer, eod=eod)
+        smoke_loop.of_a_rank(recipe, world)
         fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(run.data, recipe))
         return (), {"paths": paths, "fingerprint": fingerprint, "mock": False}
     ready = trainer.plan(recipe, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)

@@ -212,8 +212,7 @@ def _here(run: Run, command: str) -> Node:
 
 def row_of(run: Run) -> dict[str, Any]:
     """What the table says of a run."""
-    steps, statuses = run.rows(), [node.status() for node in run.nodes()]
-    last = steps[-1] if steps else {}
+    last, statuses = run.last_row(), [node.status() for node in run.nodes()]
     ended = [status["ended"] for status in statuses if status.get("ended")]
     manifest = run.manifest
     return {

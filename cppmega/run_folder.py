@@ -45,6 +45,8 @@ MEANING: dict[State, str] = {
 
 _START = 30.0
 """Seconds after which a folder without a process in charge is no launch in the making."""
+_LAST = 2**16
+"""Bytes at the end of the metrics that hold the last step."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Run:
         return [Node(path) for path in sorted(found, key=lambda path: int(path.name))]
 
     def state(self) -> State:
-        """One word for all its hosts: the worst, where they differ."""
+        """One word for all its hosts: live while one of them is, then the worst."""
         states = {node.state() for node in self.nodes()} or {"starting"}
         order: tuple[State, ...] = (
             *("running", "stopping", "starting"),
@@ -152,6 +154,20 @@ class Run:
         """The logged steps; a line that is being written is left out."""
         return [row for row in self.all_rows() if "step" in row]
 
+    def last_row(self) -> dict[str, Any]:
+        """The last logged step, without reading the file of weeks; empty where there is none."""
+        path = Path(self.manifest.get("metrics") or self.metrics)
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _LAST))
+                lines = file.read().decode(errors="replace").split("\n")[:-1]
+        except OSError:
+            return {}
+        for line in reversed(lines):
+            if line.startswith('{"step"'):
+                return dict(json.loads(line))
+        return {}
+
     def all_rows(self) -> Iterator[dict[str, Any]]:
         """Everything in the metrics file, headers included."""
         path = Path(self.manifest.get("metrics") or self.metrics)
@@ -162,10 +178,7 @@ class Run:
 
     def checkpoint(self) -> int | None:
         """Step of the newest whole checkpoint."""
-        try:
-            return int((self.checkpoints / TRACKER).read_text())
-        except (OSError, ValueError):
-            return None
+        return newest_step(self.checkpoints)
 
 
 def _ended(status: Mapping[str, Any]) -> State:
@@ -181,6 +194,14 @@ def _ended(status: Mapping[str, Any]) -> State:
 def root(given: Path | None = None) -> Path:
     """The folder of all run folders: what is named, the variable, `./runs`."""
     return given or Path(os.environ.get(VARIABLE) or "runs")
+
+
+def newest_step(folder: Path) -> int | None:
+    """Step of the newest whole checkpoint of a folder."""
+    try:
+        return int((folder / TRACKER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def create(runs: Path, name: str) -> Run:

@@ -224,6 +224,7 @@ def _step(
         loss_mask=pack.loss_mask,
         packed_seq_params=pack.params(),
     )
+    watch.passed(model)
     loss = (per_token * pack.loss_mask).sum() / pack.loss_mask.sum()
     if not math.isfinite(loss.item()):
         raise loss_error(loss.item(), watch)

@@ -61,6 +61,7 @@ class ForwardStep:
             loss_mask=batch.loss_mask,
             packed_seq_params=batch.packed_seq_params,
         )
+        self._watch.passed(model)
         return output, partial(self.loss, batch.loss_mask)
 
     def loss(self, loss_mask: torch.Tensor, output: torch.Tensor) -> Loss:

@@ -69,11 +69,11 @@ class Console:
             text=True,
         )
         try:
-            run, deadline = self.run(name), time.monotonic() + 120
+            run, deadline = self.run(name), time.monotonic() + 300
             while started.poll() is None and len(run.rows()) < 4 and time.monotonic() < deadline:
                 time.sleep(0.05)
             started.send_signal(signal.SIGINT)
-            out, _ = started.communicate(timeout=120)
+            out, _ = started.communicate(timeout=300)
         finally:
             started.kill()
         return started.returncode, out
@@ -99,12 +99,12 @@ def test_the_chain(console: Console) -> None:
     assert began.returncode == 0, began.stderr[-3000:]
     assert began.stdout.strip() == str(console.folder / "runs" / "first")
     first = console.run("first")
-    until(lambda: first.checkpoint() == 4 and len(first.rows()) >= 6, 120, first)
+    until(lambda: first.checkpoint() == 4 and len(first.rows()) >= 6, 300, first)
     assert first.state() == "running"
     ranks = first.nodes()[0].status()["workers"]
     assert len(ranks) == 2
     os.kill(int(list(ranks)[1]), signal.SIGKILL)
-    until(lambda: first.state() == "crashed", 60, first)
+    until(lambda: first.state() == "crashed", 200, first)
 
     row = console.runs()["first"]
     assert (row["state"], row["exit"], row["checkpoint"]) == ("crashed", 1, 4)

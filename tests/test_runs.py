@@ -230,6 +230,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         ]
         header = {"start": "smoke_cpu"}
         run.metrics.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]) + '{"st')
+        assert run.last_row() == rows[-1]
     found = compare.compare(one, two)
     assert found["overlay"] == ["patch removed: one"]
     assert found["arguments"] == [
@@ -308,6 +309,25 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     ended(run, 1)
     with pytest.raises(CppmegaError, match="nothing-to-resume"):
         launch.prepare(asked(tmp_path, resume="crashed"))
+    run.checkpoints.mkdir()
+    (run.checkpoints / run_folder.TRACKER).write_text("200")
+    with pytest.raises(CppmegaError, match="already-trained") as caught:
+        launch.prepare(asked(tmp_path, resume="crashed"))
+    assert "train_iters=400" in caught.value.next
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [({"nproc": 3}, "wrong-world-size"), ({"mock_data": True}, "not-supported")],
+)
+def test_what_the_loop_cannot_do_is_refused_before_it_starts(
+    how: dict[str, Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(pristine("0.19.2")), {}))
+    with pytest.raises(CppmegaError, match=error):
+        launch.prepare(asked(tmp_path / "runs", **how))
+    launch.prepare(asked(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

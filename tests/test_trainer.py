@@ -418,6 +418,28 @@ weight.data[3, 3] = float("inf")
 out["inf weight"] = named(broken_step)
 weight.data.copy_(kept)
 out["healthy again"] = named(broken_step)
+# Nothing is kept of a pass: not of one whose loss is fine, not of a stage that has no loss, not
+# of layers that run again in the backward pass; and modules that become CUDA graphs get no hook.
+watch = resumed._watch
+out["kept"] = [len(watch._outputs)]
+model.post_process, kept_output = False, model.post_process
+watch.begin(model)
+model.decoder.layers[0](torch.ones(4, 1, 64), attention_mask=None)
+out["kept"].append(len(watch._outputs))
+watch.passed(model)
+out["kept"].append(len(watch._outputs))
+model.post_process = kept_output
+watch.begin(model)
+watch.passed(model)
+model.decoder.layers[0](torch.ones(4, 1, 64), attention_mask=None)
+out["kept"].append(len(watch._outputs))
+graphs = finite.Watch()
+hooks = len(model.decoder.layers[0]._forward_hooks)
+config.cuda_graph_impl = "transformer_engine"
+graphs.begin(model)
+config.cuda_graph_impl = "none"
+out["kept"].append(len(model.decoder.layers[0]._forward_hooks) - hooks)
+out["unseen"] = graphs.origin()
 model.zero_grad()
 spoil = lambda gradient: gradient * poison
 hook = model.decoder.layers[0].register_forward_hook(
@@ -540,6 +562,8 @@ def test_what_is_not_finite_is_said_with_the_layer_it_began_in(stepped: dict[str
     assert "the weights of decoder.layers.0 are not finite" in stepped["inf weight"]
     assert "mlp.linear_fc1.weight" in stepped["inf weight"]
     assert stepped["healthy again"] == "accepted"
+    assert stepped["kept"] == [0, 1, 0, 0, 0]
+    assert "cuda_graph_impl=none" in stepped["unseen"]
     said = stepped["nan gradient"]
     assert said.startswith("gradient-not-finite: found NaN in local grad norm")
     assert "the gradient of decoder.layers.0.mlp.linear_fc2.weight [64, 256] is the first" in said
