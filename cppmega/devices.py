@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ def look(context: Context) -> Devices:
         Device(d["name"], tuple(d["capability"]), d["total"], d["free"], d["uuid"])
         for d in answer["devices"]
     )
-    return Devices(found, tuple(answer["compiled_for"]), answer["imports"], _driver())
+    return Devices(found, tuple(answer["compiled_for"]), answer["imports"], driver(context.environ))
 
 
 def needed_here(context: Context) -> int:
@@ -107,13 +107,16 @@ def _kernel_modules(recipe: Recipe | None) -> list[str]:
     return modules
 
 
-def _driver() -> dict[str, dict[str, str]]:
+def driver(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """nvidia-smi's view; empty where there is no such program."""
-    program = shutil.which("nvidia-smi")
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return {}
     command = [program, f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: torch will say more
+        return {}
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return {row[1]: dict(zip(_ASKED, row, strict=True)) for row in rows if len(row) == len(_ASKED)}
 

@@ -281,6 +281,24 @@ def test_gpus_that_the_driver_warns_of() -> None:
     refuses("gpus", "gpu-closed", on(H200, driver={"GPU-1": closed}))
 
 
+def test_what_nvidia_smi_says(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-1, Default, 2'\necho 'No devices were found'\n")
+    program.chmod(0o755)
+    said = devices_module.driver({"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    assert said["GPU-1"]["ecc.errors.uncorrected.volatile.total"] == "2"
+    refuses("gpus", "gpu-damaged", on(H200, driver=said))
+    program.write_text("not a program")
+    assert devices_module.driver({"PATH": str(tmp_path)}) == {}
+    assert devices_module.driver({"PATH": ""}) == {}
+
+
+@pytest.mark.skipif(gpu_here(), reason="needs a machine without a GPU")
+def test_a_driver_that_torch_cannot_use() -> None:
+    asked = launch(SLICE, root=patched("0.19.2"), training_machine=True)
+    assert "torch" in refuses("gpus", "no-gpu", asked).what
+
+
 def test_gpus_that_somebody_else_uses() -> None:
     holds("gpus_free", on(H200))
     taken = Device("NVIDIA H200", (9, 0), 140 * GIB, 60 * GIB)
