@@ -51,18 +51,11 @@ def of(
         if not words:
             raise NotApplicable("no recipe and no launch line was given")
         world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
-        return Line(words, Run(), world, None)
+        given = _read(words)  # Megatron and our trainer call these two the same
+        return Line(words, Run(save=given["save"], load=given["load"]), world, None)
     if recipe.kind == "loop":
         raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
-    try:
-        given: dict[str, Any] = _words.main(list(words), standalone_mode=False)
-    except click.ClickException as error:
-        raise CppmegaError(
-            "wrong-usage",
-            f"The trainer does not take the words behind the recipe: {error.format_message()}",
-            "It would end before it has read the recipe.",
-            "python -m cppmega.trainer --help",
-        ) from None
+    given = _read(words)
     further = given.pop("arguments")
     tokenizer, eod, metrics = (given.pop(name) for name in ("tokenizer", "eod", "metrics"))
     for name in ("changes", "root"):
@@ -73,6 +66,20 @@ def of(
     rendered = render(recipe.plus(*(w for w in further if w not in refused)), version, run)
     argv = (*rendered.argv, *refused)
     return Line(argv, run, recipe.gpus, rendered, tokenizer, eod, metrics)
+
+
+def _read(words: tuple[str, ...]) -> dict[str, Any]:
+    """The trainer's options, and the words that are none of them."""
+    try:
+        found: dict[str, Any] = _words.main(list(words), standalone_mode=False)
+        return found
+    except click.ClickException as error:
+        raise CppmegaError(
+            "wrong-usage",
+            f"The trainer does not take the words behind the recipe: {error.format_message()}",
+            "It would end before it has read the recipe.",
+            "python -m cppmega.trainer --help",
+        ) from None
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

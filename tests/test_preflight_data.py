@@ -132,5 +132,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     refuses("checkpoint", "checkpoint-broken", resumed(good))
     (good / "iter_0000007" / "common.pt").unlink()
     assert "does not say" in holds("checkpoint", resumed(good))
+    started = launch(None, "--save", "new", "--load", "new", root=patched("0.19.2"))
+    says_nothing("checkpoint", started)
     gone = on(None, "--mock-data", "--load", str(tmp_path / "gone"))
     refuses("checkpoint", "no-checkpoint", gone)

@@ -388,6 +388,8 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = refuses("folders", "disk-full", saving(tmp_path))
     assert "10.0 GiB free" in found.what
     assert "nowhere" in holds("folders", launch())
+    whole_line = launch(None, "--bf16", "--save", str(tmp_path / "file" / "below"))
+    refuses("folders", "folder-not-writable", whole_line)
 
 
 def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:

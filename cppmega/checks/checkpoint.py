@@ -28,6 +28,10 @@ def check(context: Context) -> str:
     run = context.line.run
     if run.load is None:
         raise NotApplicable("the run starts from untrained weights")
+    fresh = not (run.load / trainer_checks.CHECKPOINT).is_file()
+    if context.recipe is None and fresh and run.load == run.save:
+        # As most of Megatron's own scripts say it: a start, which can be started again.
+        raise NotApplicable(f"{run.load} holds no checkpoint yet")
     trainer_checks.check_checkpoint(run.load)
     saved = context.process["checkpoint"]
     if saved is None:

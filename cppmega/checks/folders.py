@@ -63,6 +63,8 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
         line: Line | None = context.line
     except NotApplicable:
         line = None
+    if line is not None and context.recipe is None and line.run.save is not None:
+        yield "--save", line.run.save, _LOG
     if line is not None and context.recipe is not None:
         run = line.run
         if run.save is not None:
