@@ -7,11 +7,13 @@ to it is seen by the one in charge (`cppmega.supervise`).
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from cppmega import process
 from cppmega.process import end_with_parent
 from cppmega.run_folder import Node, write_json
 
@@ -20,22 +22,37 @@ FAILURE = "failure.json"
 
 def main() -> None:
     """Run torchrun; when a rank fails, write down which one and why."""
-    end_with_parent()
     node, arguments = Node(Path(sys.argv[1])), sys.argv[2:]
+    signal.signal(signal.SIGTERM, lambda number, frame: _end(node))
+    end_with_parent()
     import torch.distributed.run
 
     torchrun: Any = torch.distributed.run  # it has no types
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    options = torchrun.parse_args(arguments)
+    if hasattr(options, "signals_to_handle"):
+        # torchrun's own way gives the ranks 30 seconds: too few to save a large model.
+        options.signals_to_handle = "SIGINT"
     try:
-        torchrun.run(torchrun.parse_args(arguments))
+        torchrun.run(options)
     except ChildFailedError as error:
         write_json(node.path / FAILURE, first(error.failures))
         sys.exit(1)
     except SignalException as error:
         write_json(node.path / FAILURE, of_torchrun(-error.sigval))
         sys.exit(1)
+
+
+def _end(node: Node) -> None:
+    """SIGTERM: the ranks save and end, and torchrun after them; without ranks it ends now."""
+    ranks = process.children(os.getpid())
+    for rank in ranks:
+        process.send(rank, signal.SIGTERM)
+    if not ranks:
+        write_json(node.path / FAILURE, of_torchrun(-signal.SIGTERM))
+        os._exit(1)
 
 
 def of_torchrun(code: int) -> dict[str, Any]:

@@ -215,10 +215,17 @@ def _data(one: Run, other: Run) -> list[str]:
     found = []
     if a["mock"] != b["mock"]:
         found.append(f"mock data: {a['mock']} | {b['mock']}")
-    if a["fingerprint"] != b["fingerprint"]:
-        found.append(f"fingerprint: {a['fingerprint']} | {b['fingerprint']}")
+    trained = [_trained_on(run) for run in (one, other)]
+    if trained[0] != trained[1]:
+        found.append(f"fingerprint: {trained[0]} | {trained[1]}")
         found.append(f"paths: {' '.join(a['paths'])} | {' '.join(b['paths'])}")
     return found
+
+
+def _trained_on(run: Run) -> str:
+    """What the ranks found when they started; before that, what the launch found."""
+    header = next((row for row in run.all_rows() if "start" in row), {})
+    return str(header.get("data") or run.manifest["data"]["fingerprint"])
 
 
 def _step(step: int, a: Curve, b: Curve) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The process in charge of one host's part of a run: starts torchrun, passes on a stop.
 
 It lives in the tmux session or in the terminal; torchrun and its ranks have sessions of their own,
-so that Ctrl-C or a lost terminal reaches this process alone. A first SIGINT, SIGTERM or SIGHUP
-asks the ranks to save a checkpoint and end (SIGTERM, which Megatron's --exit-signal-handler waits
-for); a second one, or SIGQUIT, ends them at once. Whatever happens, the end is kept in the folder.
+so that Ctrl-C or a lost terminal reaches this process alone. SIGINT, SIGTERM and SIGHUP ask the
+ranks to save a checkpoint and end (SIGTERM, which Megatron's --exit-signal-handler waits for);
+Ctrl-C again, or SIGQUIT, ends them at once. SIGTERM and SIGHUP never do, however often they come:
+schedulers and terminals repeat themselves. Whatever happens, the end is kept in the folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from cppmega.run_folder import Node, read_json
 _PERIOD = 0.2
 _ORPHANS = 60.0
 """Seconds that ranks get to save and end after their torchrun is gone."""
+_AGAIN = 1.0
+"""Seconds after which a second Ctrl-C is meant as one."""
 _SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -33,8 +36,8 @@ class Supervisor:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.asked = 0
-        """How often somebody asked to stop."""
+        self.asked = 0.0
+        """When somebody asked to stop; 0: nobody has."""
         self.now = False
         self.shown = 0
         self.status: dict[str, Any] = {
@@ -66,11 +69,9 @@ class Supervisor:
             )
             self.status["agent"] = agent.pid
             self._write()
-            passed = 0
             while agent.poll() is None:
                 self._see_workers(agent.pid)
-                if self.asked > passed or self.now:
-                    passed = self.asked
+                if self.now or (self.asked and not self.status["stop"]):
                     self._pass_on()
                 self._show()
                 time.sleep(_PERIOD)
@@ -84,9 +85,11 @@ class Supervisor:
         return [sys.executable, "-m", "cppmega.agent", str(self.node.path), *logs, *words]
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self.asked += 1
-        if number == signal.SIGQUIT or self.asked > 1:
+        now = time.monotonic()
+        again = bool(self.asked) and now - self.asked > _AGAIN
+        if number == signal.SIGQUIT or (number == signal.SIGINT and again):
             self.now = True
+        self.asked = self.asked or now
 
     def _pass_on(self) -> None:
         if self.now:
@@ -97,7 +100,7 @@ class Supervisor:
             return
         self._say(
             "asked to stop: the ranks save a checkpoint after their step, and end. "
-            "Ask again to end at once"
+            "Ctrl-C again, or cppmega stop --now, ends them at once"
         )
         self._mark("checkpoint")
         self._signal_workers(signal.SIGTERM)

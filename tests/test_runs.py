@@ -228,7 +228,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
             {"step": s, "loss": 5 - s / 100, "seconds": 1.0, "tokens_per_second": 100.0 + offset}
             for s in range(1 + offset, 41 + offset)
         ]
-        header = {"start": "smoke_cpu"}
+        header = {"start": "smoke_cpu", "data": {"one": "f", "two": "h"}[run.name]}
         run.metrics.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]) + '{"st')
         assert run.last_row() == rows[-1]
     found = compare.compare(one, two)
@@ -241,7 +241,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     ]
     assert found["stack"] == ["torch: 2.11.0 | 2.12.0", "triton: not there | 3.6.0"]
     assert found["environment"] == ["NCCL_DEBUG: INFO | not there"]
-    assert found["data"][:2] == ["mock data: False | True", "fingerprint: f | g"]
+    assert found["data"][:2] == ["mock data: False | True", "fingerprint: f | h"]  # the ranks' own
     text, changes = found["recipe"]
     assert text == "text of the recipe file: abc | abd"
     assert changes == "changed with --set: nothing | lr=2"

@@ -23,6 +23,7 @@ import pytest
 from cppmega import failures, process, run_control, run_folder, tmux
 from cppmega.errors import CppmegaError
 from cppmega.run_folder import Node, Run
+from cppmega.supervise import Supervisor
 from tests.support import REPOSITORY, free_port
 
 needs_tmux = pytest.mark.skipif(
@@ -57,7 +58,7 @@ if mode == "fails":
 if mode == "exits":
     print("the last words", file=sys.stderr, flush=True)
     sys.exit(3 if rank == "0" else 0)
-for step in range(4000 if mode == "long" else 50):
+for step in range(20000 if mode == "long" else 50):
     time.sleep(0.02)
     if rank == "0":
         with (run / "metrics.jsonl").open("a") as file:
@@ -211,6 +212,10 @@ def test_a_session_is_looked_at_left_and_stopped(
     assert "rank 0 of 2, mark given" in shown and "stale" not in shown
     assert run.state() == "running" and tmux.exists("here")
 
+    in_charge = run.nodes()[0].status()["pid"]
+    for _ in range(3):  # said again, it must not cost the checkpoint
+        os.kill(in_charge, signal.SIGHUP)
+        os.kill(in_charge, signal.SIGTERM)
     run_control.stop(run, now=False, wait=100)
     out = capfd.readouterr().out
     assert out.startswith("stopped seen, checkpoint of step ")
@@ -284,6 +289,27 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     assert run_folder.MEANING["killed"] in text and "SIGKILL" in text
     with pytest.raises(CppmegaError, match="run-ended"):
         run_control.stop(first, now=False, wait=1)
+
+
+def test_only_a_second_ctrl_c_means_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100, 200, 5))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    for signals, now in (
+        ("TERM TERM HUP", False),
+        ("INT TERM", False),
+        ("INT INT", True),
+        ("TERM INT", True),
+        ("QUIT", True),
+    ):
+        asked = Supervisor(Node(bench.folder))
+        for name in signals.split():
+            asked._on_signal(signal.Signals["SIG" + name], None)
+        assert asked.asked and asked.now is now, signals
+    monkeypatch.setattr(time, "monotonic", lambda: 7.0)
+    bounced = Supervisor(Node(bench.folder))
+    for _ in range(2):  # a terminal that sends it twice
+        bounced._on_signal(signal.SIGINT, None)
+    assert bounced.asked and not bounced.now
 
 
 def test_a_stop_before_there_are_ranks(bench: Bench) -> None:
