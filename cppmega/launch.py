@@ -148,6 +148,8 @@ def _options(asked: Launch, recipe: Recipe, folder: Path, runs: Path) -> dict[st
     if asked.resume is not None:
         options |= _resumed(asked, run_folder.find(runs, asked.resume))
     options["save"] = options["save"] or folder / "checkpoints"
+    if options["load"] is None and run_folder.newest_step(options["save"]) is not None:
+        options["load"] = options["save"]  # as the trainer does it; the manifest must say so
     options["metrics"] = options["metrics"] or folder / "metrics.jsonl"
     if recipe.kind == "loop" and not options["data"]:
         options["data"] = (str(folder / "data"),)

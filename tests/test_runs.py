@@ -326,8 +326,12 @@ def test_what_the_loop_cannot_do_is_refused_before_it_starts(
     monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(pristine("0.19.2")), {}))
     with pytest.raises(CppmegaError, match=error):
         launch.prepare(asked(tmp_path / "runs", **how))
-    launch.prepare(asked(tmp_path / "runs"))
+    assert launch.prepare(asked(tmp_path / "runs")).options["load"] is None
     assert not (tmp_path / "runs").exists()
+    # A folder of one's own that has checkpoints is gone on from, and the manifest says so.
+    (tmp_path / run_folder.TRACKER).write_text("7")
+    again = launch.prepare(asked(tmp_path / "runs", save=tmp_path))
+    assert again.options["load"] == again.options["save"] == tmp_path
 
 
 def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
