@@ -126,6 +126,8 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
         ("first loss", "first_loss"),
         ("last loss", "last_loss"),
     ):
+        if key != "tokens_per_second" and all(key not in result["runs"][name] for name in names):
+            continue
         cells = (str(result["runs"][name].get(key, "out of memory")) for name in names)
         yield f"| {label} | " + " | ".join(cells) + " |"
     if "resume" in result:

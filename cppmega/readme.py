@@ -11,7 +11,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 def rewritten(text: str) -> str:
     """The README's text with every generated part as the result files have it."""
-    for name, part in (("smoke", smoke()), ("cli", cli())):
+    for name, part in (("smoke", smoke()), ("slice", training()), ("cli", cli())):
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(pattern, lambda m, p=part: m[1] + p + m[2], text, flags=re.DOTALL)  # type: ignore[misc]
         if count != 1:
@@ -35,6 +35,27 @@ def smoke() -> str:
         lines.append(f"| {name} | {wrong} | {losses} |")
     picture = "![MTP loss of both runs](benchmarks/results/smoke_cpu.png)"
     return "\n".join([*lines, "", picture, ""])
+
+
+def training() -> str:
+    """The NAM56R slice on H200, run by run, from what `benchmarks/slice_training.py` wrote."""
+    heads = "recipe | run | GPUs | step, ms | tokens/s | peak memory, GiB".split(" | ")
+    rows = []
+    for path in sorted(RESULTS.glob("nam56r_*.json")):
+        result = json.loads(path.read_text())
+        told = [c for c in result["changes"] if not c.startswith(("train_iters", "global_batch"))]
+        what = ", ".join([result["recipe"], *told])
+        for name, row in result["runs"].items():
+            cells = [f"[{what}](benchmarks/results/{path.stem}.md)", name, result["gpus"]]
+            if "out_of_memory" in row:
+                cells += ["out of memory", "", ""]
+            else:
+                cells += [row["milliseconds"], round(row["tokens_per_second"]), row["peak_gib"]]
+            rows.append(f"| {' | '.join(map(str, cells))} |")
+    first = "NAM56R's widths (6 layers, 2 MTP depths, sequence 4096) on H200, real data:"
+    return "\n".join(
+        ["", first, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows, ""]
+    )
 
 
 def cli() -> str:

@@ -128,7 +128,10 @@ def describe(recipe: Recipe, version: str = NEWEST) -> dict[str, Any]:
 
 
 def last_result(name: str, results: Path | None = None) -> dict[str, str] | None:
-    """Date and headline of the newest committed result of a recipe; None: never measured."""
+    """Date and headline of the newest committed result of a recipe; None: never measured.
+
+    A result of the recipe as it is shipped comes before one of a changed recipe.
+    """
     results = results or _PACKAGE.parent / "benchmarks" / "results"
     found = []
     for path in sorted(results.glob("*.json")):
@@ -137,10 +140,12 @@ def last_result(name: str, results: Path | None = None) -> dict[str, str] | None
         except (OSError, ValueError):
             continue
         if isinstance(data, Mapping) and data.get("recipe") == name and "headline" in data:
-            found.append((str(data.get("date", "")), str(data["headline"]), path.name))
+            shipped_one = not data.get("changes")
+            said = str(data.get("date", "")), str(data["headline"]), path.name
+            found.append((shipped_one, *said))
     if not found:
         return None
-    date, headline, file = max(found)
+    _, date, headline, file = max(found)
     return {"date": date, "headline": headline, "file": file}
 
 
