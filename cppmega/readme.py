@@ -39,7 +39,7 @@ def smoke() -> str:
 
 def training() -> str:
     """The NAM56R slice on H200, run by run, from what `benchmarks/slice_training.py` wrote."""
-    heads = "recipe | run | GPUs | step, ms | tokens/s | peak memory, GiB".split(" | ")
+    heads = ["recipe", "run", "GPUs", "step, ms", "tokens/s", "peak memory, GiB"]
     rows = []
     for path in sorted(RESULTS.glob("nam56r_*.json")):
         result = json.loads(path.read_text())
