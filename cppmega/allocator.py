@@ -19,6 +19,9 @@ def set_in(environ: MutableMapping[str, str]) -> None:
     settings = [part.strip() for part in environ.get(name, "").split(",") if part.strip()]
     if not any(part.partition(":")[0] == _KEY for part in settings):
         environ[name] = ",".join([*settings, f"{_KEY}:True"])
+    # Megatron refuses CUDA graphs together with them otherwise: NCCL would keep addresses of
+    # buffers in the graph that the allocator maps elsewhere.
+    environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def is_on(environ: Mapping[str, str]) -> bool:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cppmega import allocator
 from cppmega.check import NotApplicable
 from cppmega.errors import CppmegaError
 
@@ -19,19 +20,23 @@ _SECONDS = 300
 
 def imported_process(context: Context) -> dict[str, Any]:
     """Start a process as a rank would be started, up to the first step; what it found."""
-    try:
-        line = context.line
-        argv, world, load = list(line.argv), line.world, line.run.load
-    except (NotApplicable, CppmegaError):
-        argv, world, load = None, None, None
-    order = {
+    order: dict[str, Any] = {
         "root": str(context.root) if context.root is not None else None,
         "expected": str(context.session.root),
-        "argv": argv,
-        "world": world,
-        "load": str(load) if load is not None else None,
+        "argv": None,
+        "world": None,
+        "load": None,
     }
-    return ask("cppmega.preflight_worker", order, context.environ)
+    environ = dict(context.environ)
+    try:
+        line = context.line
+        load = str(line.run.load) if line.run.load is not None else None
+        order |= {"argv": line.argv, "world": line.world, "load": load}
+        environ = {**line.environment, **environ}
+    except (NotApplicable, CppmegaError):  # there is no line, or its own check says why not
+        pass
+    allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
+    return ask("cppmega.preflight_worker", order, environ)
 
 
 def ask(module: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:

@@ -33,6 +33,11 @@ class Line:
     eod: str | None = None
     metrics: Path | None = None
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the trainer sets where the user has not."""
+        return dict(self.rendered.environment) if self.rendered is not None else {}
+
     def has(self, *flags: str) -> bool:
         """Whether one of the arguments stands on the line."""
         return any(word.partition("=")[0] in flags for word in self.argv)

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cppmega.errors import CppmegaError
@@ -185,6 +186,8 @@ def _invalid(arguments: Any, args: Any) -> str:
 
     if not torch.cuda.is_available():  # the validation asks which GPU it is
         torch.cuda.get_device_capability = lambda *_: (9, 0)
+        nine: Any = SimpleNamespace(major=9, minor=0)
+        torch.cuda.get_device_properties = lambda *_: nine
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             arguments.validate_args(args)

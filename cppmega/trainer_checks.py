@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cppmega import corpus, receipt, tokens
+from cppmega import allocator, corpus, receipt, tokens
 from cppmega.arguments import Rendered, Run
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
@@ -250,6 +250,7 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
         os.environ.setdefault("MASTER_PORT", port)
     for name, value in variables:
         os.environ.setdefault(name, value)
+    allocator.set_in(os.environ)  # for a start without cppmega.run
 
 
 def check_arguments(recipe: Recipe, run: Run, args: Any) -> None:

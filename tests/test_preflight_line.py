@@ -34,6 +34,9 @@ FULL = SLICE.with_(
 )
 
 
+TENSOR = SLICE.with_(gpus=2, tensor_model_parallel_size=2, global_batch_size=1)
+
+
 class Case(NamedTuple):
     """One launch line."""
 
@@ -44,6 +47,7 @@ class Case(NamedTuple):
 CASES = {
     "slice": Case(SLICE, (MOCK,)),
     "raw": Case(None, (*RAW, *BF16)),
+    "tensor parallel": Case(TENSOR, (MOCK,)),
     "unknown": Case(SLICE, (MOCK, "--log-parms-norm")),
     "bad value": Case(SLICE, (MOCK, "--recompute-granularity", "most")),
     "invalid": Case(None, (*RAW, *BF16, "--max-position-embeddings", "32")),
@@ -79,9 +83,15 @@ import megatron.training.arguments
 sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 transformer_config.is_te_min_version = lambda *a, **k: True
 transformer_config._validate_dsa_kernel_backend_dependencies = lambda *a: None
+from cppmega import allocator
 from cppmega.preflight_worker import _parse
 with contextlib.redirect_stdout(sys.stderr):
-    found = {name: _parse(*case) for name, case in json.loads(os.environ["CASES"]).items()}
+    found = {}
+    for name, (argv, world, environment) in json.loads(os.environ["CASES"]).items():
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        os.environ.update(environment)
+        allocator.set_in(os.environ)
+        found[name] = _parse(argv, world)
 print("ANSWER" + json.dumps(found))
 """
 
@@ -95,7 +105,8 @@ def context(name: str) -> Context:
 def parsed() -> dict[str, Any]:
     """What the parser of 0.19.2 makes of each line, all in one process."""
     lines = {name: context(name).line for name in CASES}
-    order = {name: [line.argv, line.world] for name, line in lines.items()}
+    order = {name: [line.argv, line.world, line.environment] for name, line in lines.items()}
+    order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
     done = python(patched("0.19.2"), PARSE, env={"CASES": json.dumps(order)})
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.partition("ANSWER")[2])
@@ -118,7 +129,7 @@ pytestmark = pytest.mark.megatron
 
 
 def test_lines_that_the_parser_takes(line: Any) -> None:
-    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe"):
+    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "tensor parallel"):
         holds("line_parses", line(name))
 
 
@@ -128,9 +139,13 @@ def test_a_line_that_it_refuses_with_the_nearest_name(line: Any) -> None:
     assert "most" in refuses("line_parses", "argument-refused", line("bad value")).what
 
 
-def test_values_that_megatron_would_refuse_in_every_rank(line: Any) -> None:
+def test_values_that_megatron_would_refuse_in_every_rank(line: Any, parsed: dict[str, Any]) -> None:
     refuses("line_parses", "arguments-invalid", line("invalid"))
     refuses("line_parses", "arguments-invalid", line("no config"))
+    exported = line("tensor parallel")
+    exported.process["line"] = parsed["connections"]
+    found = refuses("line_parses", "arguments-invalid", exported)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.what
 
 
 def test_arguments_without_effect(line: Any) -> None:

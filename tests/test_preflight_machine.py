@@ -104,7 +104,7 @@ def test_the_launcher_of_a_rank_sets_it_before_torch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys\nassert 'torch' not in sys.modules\n"
-        "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
+        "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], os.environ['NCCL_GRAPH_REGISTER'])"
     )
     command = [sys.executable, "-m", "cppmega.run", "--no-steps"]
     done = subprocess.run(
@@ -114,7 +114,8 @@ def test_the_launcher_of_a_rank_sets_it_before_torch(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.stdout == "expandable_segments:True\n", done.stderr
+    # The second is what Megatron's CUDA graphs then insist on.
+    assert done.stdout == "expandable_segments:True 0\n", done.stderr
 
 
 # -- the stack ---------------------------------------------------------------------------------
