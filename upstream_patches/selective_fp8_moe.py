@@ -104,7 +104,7 @@ PATCH = Patch(
         Edit(
             target=f"{CONTEXT}#1",  # the one where there is Transformer Engine
             pins=dict.fromkeys(
-                ("0.16.1", "0.17.1", "0.18.2", "0.19.2", "main-d98e8a64", "dev-d48bd6be"),
+                ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2", "main-d98e8a64", "dev-d48bd6be"),
                 "9cef16a49f0950d3",
             ),
             edit=in_order(
@@ -122,6 +122,7 @@ PATCH = Patch(
         Edit(
             target=BUILD,
             pins={
+                "0.15.3": "a478253eb1e975ef",
                 "0.16.1": "5707469a4fc5dd7a",
                 "0.17.1": "08b0098bb6bbdf16",
                 "0.18.2": "6192047c1712a490",
@@ -135,6 +136,7 @@ PATCH = Patch(
         Edit(
             target=ROUTED,
             pins={
+                "0.15.3": "8fb599f25c826be3",
                 "0.16.1": "b0ed8bfb92efbee5",
                 "0.17.1": "982b3aeaaa7b0dfc",
                 "0.18.2": "e4a379bd118284d2",
@@ -160,6 +162,7 @@ def fixed_upstream(source: Source) -> bool:
 def verify() -> None:
     import contextlib
     import importlib.machinery
+    import inspect
     import sys
     from types import SimpleNamespace
     from unittest import mock
@@ -223,8 +226,9 @@ def verify() -> None:
         get_expert_zero_copy_buffers=lambda: (None, None),
         combine_preprocess=lambda x: x,
     )
+    arguments = len(inspect.signature(layer.routed_experts_compute).parameters)
     with te.pytorch.fp8_autocast(), fp8_utils.get_fp8_context(config, 1):
         seen.append(on["gemms"])
-        layer.routed_experts_compute(x, x)
+        layer.routed_experts_compute(*[x] * arguments)
         seen.append(on["gemms"])
     assert seen == [False, True, False] * 2, seen
