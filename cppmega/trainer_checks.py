@@ -56,6 +56,11 @@ def check_complete(recipe: Recipe, rendered: Rendered) -> None:
         )
 
 
+IN_THE_CODE = ("applied", "armed", "upstreamed")
+"""States of a patch that a recipe names. One that is not applicable is not there: the feature that
+it mends, and that the recipe counts on, does not exist in that release."""
+
+
 def check_patches(recipe: Recipe, session: Session) -> str:
     """Are the patches that the recipe names in the tree? Returns the overlay digest, or `none`.
 
@@ -66,7 +71,7 @@ def check_patches(recipe: Recipe, session: Session) -> str:
     verdicts = session.plan(None, {**os.environ, **applied.gates}).verdicts
     for name in recipe.needed_patches:
         state = verdicts[name].state if name in verdicts else "unknown"
-        if state not in ("applied", "armed", "upstreamed", "not-applicable"):
+        if state not in IN_THE_CODE:
             raise CppmegaError(
                 "patch-missing",
                 f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",

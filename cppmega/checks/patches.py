@@ -10,10 +10,9 @@ from cppmega.errors import CppmegaError
 from cppmega.overlay import NOT_WHOLE
 from cppmega.report import summary
 from cppmega.state import MEANING
+from cppmega.trainer_checks import IN_THE_CODE
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
-
-_IN = ("applied", "armed", "upstreamed", "not-applicable")
 
 
 def check(context: Context) -> str:
@@ -34,7 +33,7 @@ def _found(context: Context) -> Iterator[CppmegaError]:
     verdicts = context.plan.verdicts
     for name in context.recipe.needed_patches if context.recipe is not None else ():
         state = verdicts[name].state if name in verdicts else "unknown"
-        if state not in _IN and state not in NOT_WHOLE:
+        if state not in IN_THE_CODE and state not in NOT_WHOLE:
             assert context.recipe is not None
             yield CppmegaError(
                 "patch-missing",
