@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +35,7 @@ from cppmega.overlay import Session
 from cppmega.receipt import PatchedPage, Receipt
 from cppmega.run_folder import Run
 from tests.engine import Lab
-from tests.support import pristine
+from tests.support import REPOSITORY, pristine
 
 Page = tuple[str, str]
 
@@ -444,3 +446,20 @@ def test_options_become_the_same_options_again(tmp_path: Path) -> None:
     again = _words.main(trainer_options.words(read), standalone_mode=False)
     again.pop("arguments")
     assert again == read
+
+
+def test_the_shell_script_hands_over_to_the_same_launcher(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "scripts" / "train.sh")
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "NNODES": "2"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [script, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    assert run().returncode == 2
+    done = run("smoke_cpu", "--set", "lr=1")
+    assert done.returncode == 1 and "error: no-rendezvous" in done.stderr  # NNODES has arrived
+    environment["RDZV"] = "host:1"
+    done = run("smoke_cpu", "--name", "a b")
+    assert done.returncode == 1 and "error: bad-run-name" in done.stderr
