@@ -75,7 +75,9 @@ def look(context: Context) -> Devices:
     order = {"root": root, "modules": _kernel_modules(context.recipe)}
     answer = ask("cppmega.devices_worker", order, context.environ)
     if not answer["devices"] and context.recipe is not None:
-        raise _no_gpu(context.recipe, answer["why"])
+        visible = context.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
+        raise _no_gpu(context.recipe, answer["why"] + shown)
     found = tuple(
         Device(d["name"], tuple(d["capability"]), d["total"], d["free"], d["uuid"])
         for d in answer["devices"]

@@ -296,8 +296,10 @@ def test_what_nvidia_smi_says(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(gpu_here(), reason="needs a machine without a GPU")
 def test_a_driver_that_torch_cannot_use() -> None:
-    asked = launch(SLICE, root=patched("0.19.2"), training_machine=True)
-    assert "torch" in refuses("gpus", "no-gpu", asked).what
+    environ = {"CUDA_VISIBLE_DEVICES": ""}
+    asked = launch(SLICE, root=patched("0.19.2"), training_machine=True, environ=environ)
+    found = refuses("gpus", "no-gpu", asked)
+    assert "torch" in found.what and "CUDA_VISIBLE_DEVICES=''" in found.what
 
 
 def test_gpus_that_somebody_else_uses() -> None:
