@@ -67,6 +67,8 @@ def test_live_code_may_be_that_of_either_branch(lab: Lab, monkeypatch: pytest.Mo
     lab.wheel()
     session = lab.session()
     assert lab.apply().ok
+    for name in [n for n in sys.modules if n.partition(".")[0] in imported.PACKAGES]:
+        monkeypatch.delitem(sys.modules, name)  # another test's megatron is not this tree's
     module = types.ModuleType("megatron.core.a")
     module.__file__ = str(lab.root / A)
     monkeypatch.setitem(sys.modules, module.__name__, module)
