@@ -187,10 +187,35 @@ def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> 
 def _run(
     root: Path, side: Side, plan: Plan, pages: Sequence[Page], say: Callable[[str], None]
 ) -> Iterator[tuple[str, Run]]:
-    """Start the worker of one side and read one JSON line per page."""
+    """Prove on one side: the pages of CPUs in one worker, each page of GPUs in one of its own."""
+    on_gpu = [page for page in pages if _uses_gpu(page)]
+    on_cpu = [page for page in pages if page not in on_gpu]
+    # Where there is a GPU, Megatron's paths for CPUs are taken only if nobody can see it.
+    yield from _worker(root, side, plan, on_cpu, say, {"CUDA_VISIBLE_DEVICES": ""})
+    for page in on_gpu:
+        yield from _worker(root, side, plan, [page], say, {}, forks=False)
+
+
+def _uses_gpu(page: Page) -> bool:
+    return any(need == "cuda" or need.startswith("sm_") for need in page.patch.needs)
+
+
+def _worker(
+    root: Path,
+    side: Side,
+    plan: Plan,
+    pages: Sequence[Page],
+    say: Callable[[str], None],
+    environment: Mapping[str, str],
+    forks: bool = True,
+) -> Iterator[tuple[str, Run]]:
+    """Start a worker and read one JSON line per page."""
+    if not pages:
+        return
     order = {
         "root": str(root),
         "side": side,
+        "forks": forks,
         "pages": [
             {
                 "name": page.name,
@@ -211,7 +236,12 @@ def _run(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            **environment,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         with process.stdin:

@@ -1,6 +1,7 @@
 """The process that runs proofs against one tree; started by `cppmega.verify`, one per side.
 
-Reads an order as JSON on stdin, imports what the pages need once, then forks for every page.
+Reads an order as JSON on stdin, imports what the pages need once, then forks for every page. A page
+that needs a GPU has a worker to itself, and is proved in it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
                 runtime.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
         _import_targets(edits for _, edits in pages)
     for page, _ in pages:
-        answer = _forked(page)
+        answer = _forked(page) if order["forks"] else _here(page)
         print(json.dumps({"name": page.name, **answer}), flush=True)
 
 
@@ -78,6 +79,15 @@ def _forked(page: Page) -> dict[str, Any]:
         how = f"signal {-code}" if code < 0 else f"status {code}"
         return {"result": "failed", "detail": f"the process ended with {how}", "seconds": seconds}
     return {**json.loads(data), "seconds": seconds}
+
+
+def _here(page: Page) -> dict[str, Any]:
+    """Run a proof in this process: CUDA, once initialised, does not survive a fork."""
+    started = time.monotonic()
+    signal.alarm(LIMIT)
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = _prove(page)
+    return {**answer, "seconds": time.monotonic() - started}
 
 
 def _prove(page: Page) -> dict[str, str]:

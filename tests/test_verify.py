@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,31 @@ def test_a_missing_package_is_no_evidence(prove) -> None:
 def test_a_proof_that_kills_its_process_fails(prove) -> None:
     proved = prove(verify="import os\nos._exit(3)")
     assert proved.proof == "failed" and "status 3" in proved.detail
+
+
+_SEES = """\
+import os
+from megatron.core import thing
+assert os.environ.get("CUDA_VISIBLE_DEVICES") == {sees!r}
+assert (os.getppid() != {pid}) == {forked}
+assert thing.double(4) == 8
+"""
+
+
+def test_a_proof_on_cpu_sees_no_gpu(prove, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one in sight Megatron would take its other paths, in a fork that cannot use it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert prove(verify=_SEES.format(sees="", pid=os.getpid(), forked=True)).proof == "passed"
+
+
+def test_a_proof_on_a_gpu_sees_it_and_is_no_fork(prove, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(verify, "_gpu", lambda need: True)
+    proved = prove(
+        patch='reached="forward", needs=("cuda",)',
+        verify=_SEES.format(sees="0", pid=os.getpid(), forked=False),
+    )
+    assert proved.proof == "passed"
 
 
 def test_what_a_gpu_page_needs_is_said(prove) -> None:
