@@ -6,6 +6,7 @@ For the smoke recipe, `verify` and the tests. Never used where CUDA is available
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,14 @@ def shim() -> None:
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
 
     from megatron.core.tensor_parallel import random
+
+    if importlib.util.find_spec("transformer_engine") is not None:
+        # Also with a local spec, the norm behind the last layer would be Transformer Engine's.
+        from megatron.core.transformer import transformer_block
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        block: Any = transformer_block
+        block.LayerNormImpl = WrappedTorchNorm
 
     tracker: Any = random.CudaRNGStatesTracker
     tracker.fork = _no_fork
