@@ -253,6 +253,8 @@ def table(result: dict[str, Any]) -> str:
     """The answers as Markdown."""
     versions = f"torch {result['torch']}, Transformer Engine {result['te']}"
     lines = [
+        "# FP8 in the routed experts alone (`selective_fp8_moe`)",
+        "",
         f"{result['gpu']}, {versions}, megatron-core {result['megatron-core']}, overlay "
         f"{result['overlay']}, {result['date']}.",
         "",
