@@ -184,7 +184,6 @@ def head(model: Any) -> None:
 def mtp() -> None:
     """The MTP loss comes without logits; its gradient is that of the masked mean."""
     cpu.init_distributed()
-    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer import multi_token_prediction as module
 
     from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
@@ -196,21 +195,9 @@ def mtp() -> None:
     given = batch()
     hidden = torch.randn(2 * S, B, H, generator=torch.Generator().manual_seed(2))
     hidden.requires_grad_()
-    model = SimpleNamespace(config=settings)
+    loss_of = _in_a_function if hasattr(module, "process_mtp_loss") else _inline
     with no_logits():
-        out = module.process_mtp_loss(
-            hidden_states=hidden,
-            labels=given["labels"],
-            loss_mask=given["loss_mask"],
-            output_layer=layer,
-            output_weight=None,
-            runtime_gather_output=None,
-            is_training=True,
-            compute_language_model_loss=MethodType(
-                LanguageModule.compute_language_model_loss, model
-            ),
-            config=settings,
-        )
+        out = loss_of(settings, layer, hidden, given["labels"], given["loss_mask"])
         (gradient,) = torch.autograd.grad(out.sum(), hidden)
     labels, mask = given["labels"].roll(-1, 1), given["loss_mask"].roll(-1, 1)
     mask[:, -1] = 0
@@ -220,3 +207,57 @@ def mtp() -> None:
     ).view(B, S)
     (expected,) = torch.autograd.grad(0.5 * (losses * mask).sum() / mask.sum(), hidden)
     torch.testing.assert_close(gradient[S:], expected[S:])
+
+
+def _in_a_function(settings: Any, layer: Any, hidden: Any, labels: Any, mask: Any) -> Any:
+    """What carries the MTP loss into the backward pass, from 0.17 on."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer import multi_token_prediction as module
+
+    model = SimpleNamespace(config=settings)
+    return module.process_mtp_loss(
+        hidden_states=hidden,
+        labels=labels,
+        loss_mask=mask,
+        output_layer=layer,
+        output_weight=None,
+        runtime_gather_output=None,
+        is_training=True,
+        compute_language_model_loss=MethodType(LanguageModule.compute_language_model_loss, model),
+        config=settings,
+    )
+
+
+def _inline(settings: Any, layer: Any, hidden: Any, labels: Any, mask: Any) -> Any:
+    """The scaled MTP loss of 0.16, which `GPTModel` computes in a loop before its main head."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.models.gpt import gpt_model
+
+    class Seen(Exception):  # noqa: N818
+        """The loop's one depth is over."""
+
+    def stop(_: Any, loss: Any) -> None:
+        raise Seen(loss)
+
+    model = SimpleNamespace(
+        config=settings,
+        training=False,
+        post_process=True,
+        share_embeddings_and_output_weights=False,
+        embedding=None,
+        mtp=lambda **_: hidden,
+        output_layer=layer,
+        cp_group=None,
+    )
+    model.compute_language_model_loss = MethodType(
+        LanguageModule.compute_language_model_loss, model
+    )
+    post: Any = gpt_model.GPTModel._postprocess
+    others = dict.fromkeys(("hidden_states", "input_ids", "position_ids", "rotary_pos_emb"))
+    others |= dict.fromkeys(("rotary_pos_cos", "rotary_pos_sin"))
+    try:
+        with mock.patch.object(gpt_model, "MTPLossAutoScaler", SimpleNamespace(apply=stop)):
+            post(model, labels=labels, loss_mask=mask, mtp_in_postprocess=True, **others)
+    except Seen as seen:
+        return seen.args[0]
+    raise AssertionError("no MTP loss was computed")

@@ -1,9 +1,10 @@
 """Compute the MTP losses without their logits, for `--cross-entropy-fusion-impl linear`.
 
-What: `process_mtp_loss` takes each depth's loss, and on 0.19 the tokens that its acceptance rate
-    counts, from the hidden states, where the output layer is a `LinearCrossEntropyModule`. Masks,
-    logging, scaling and detached heads stay stock's. A model with a loss of its own, a bias and
-    gathered logits take Megatron's path, and the reason is said once.
+What: `process_mtp_loss`, in 0.16 the loop in `GPTModel`, takes each depth's loss, and on 0.19 the
+    tokens that its acceptance rate counts, from the hidden states, where the output layer is a
+    `LinearCrossEntropyModule`. Masks, logging, scaling and detached heads stay stock's. A model
+    with a loss of its own, a bias and gathered logits take Megatron's path, and the reason is said
+    once.
 Why: each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward: a GPT of 2
     layers with 2 depths and V=131072 takes 71 GiB more than without at MBS 8 (one H200).
 Upstream: Not sent: dev does it for GPTModel, with kernels for Blackwell alone.
@@ -16,7 +17,10 @@ from cppmega.edits import in_order, inserting, replacing
 from cppmega.linear_ce_edits import asked_for
 from cppmega.page import Edit, Patch, Source
 
-TARGET = "megatron/core/transformer/multi_token_prediction.py:process_mtp_loss"
+MTP = "megatron/core/transformer/multi_token_prediction.py"
+TARGET = f"{MTP}:process_mtp_loss"
+INLINE = "megatron/core/models/gpt/gpt_model.py:GPTModel._postprocess"
+"""Where the loop over the depths stands in 0.16."""
 
 FIND = """
 linear_ce = None  # what computes a depth's loss without its logits
@@ -86,6 +90,46 @@ def without_logits(accepted: str):  # type: ignore[no-untyped-def]
     )
 
 
+INLINE_FIND = """
+linear_ce = None  # what computes a depth's loss without its logits
+if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == 'linear':
+    from cppmega.modules.linear_cross_entropy_heads import find_head
+
+    linear_ce = find_head(
+        self.output_layer,
+        output_weight,
+        runtime_gather_output,
+        self.compute_language_model_loss,
+        None,
+        'mtp_linear_ce',
+    )
+"""
+INLINE_LOGITS = """
+mtp_logits, _ = self.output_layer(
+    hidden_states_list[mtp_layer_number + 1],
+    weight=output_weight,
+    runtime_gather_output=runtime_gather_output,
+)
+"""
+INLINE_NO_LOGITS = """
+if linear_ce is None:
+    mtp_logits, _ = self.output_layer(
+        hidden_states_list[mtp_layer_number + 1],
+        weight=output_weight,
+        runtime_gather_output=runtime_gather_output,
+    )
+"""
+INLINE_LOSS = "mtp_loss = self.compute_language_model_loss(mtp_labels, mtp_logits)"
+INLINE_NEW_LOSS = """
+if linear_ce is None:
+    mtp_loss = self.compute_language_model_loss(mtp_labels, mtp_logits)
+else:
+    # The mask of this depth is what MTPLossAutoScaler's gradient is multiplied by.
+    mtp_loss = linear_ce(
+        hidden_states_list[mtp_layer_number + 1], mtp_labels, loss_mask
+    ).loss
+"""
+
 PATCH = Patch(
     edits=(
         Edit(
@@ -98,11 +142,23 @@ PATCH = Patch(
             pins={"0.19.2": "23dfe1e189d9ba30"},
             edit=in_order(without_logits("accepted=is_training"), replacing(COUNTS, NEW_COUNTS)),
         ),
+        Edit(
+            target=INLINE,
+            pins={"0.16.1": "46958da335bff1de"},
+            edit=in_order(
+                inserting(INLINE_FIND, before="mtp_labels = labels.clone()"),
+                replacing(INLINE_LOGITS, INLINE_NO_LOGITS),
+                replacing(INLINE_LOSS, INLINE_NEW_LOSS),
+            ),
+        ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    feature=(
+        f"{MTP}:roll_tensor",
+        "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
+    ),
     when=lambda args: asked_for(args) and bool(getattr(args, "mtp_num_layers", None)),
-    after=("mtp_loss_no_host_sync",),
+    after=("mtp_loss_no_host_sync", "linear_ce_gpt_head"),
 )
 
 

@@ -120,10 +120,7 @@ def main(side: str, version: str, ranks: int, folder: Path) -> None:
         check_off(name, make(**options, **OFF), mask, expected[name])
     assert "cppmega.modules.linear_cross_entropy" not in sys.modules, "only with the flag"
     for name, (make, options, mask) in cases(version, ranks).items():
-        # The MTP of 0.16 is inline in the model, and keeps its logits.
-        fused = version >= "0.17" or not options.get("mtp")
-        watch = linear_ce_proof.no_logits(V // ranks) if fused else contextlib.nullcontext()
-        check_on(name, make(**options), mask, expected[name], watch)
+        check_on(name, make(**options), mask, expected[name], V // ranks)
     check_other_paths(ranks)
     check_broken_promise(ranks)
     check_logged_logits(ranks)
@@ -145,10 +142,10 @@ def check_off(name: str, model: Any, mask: str, expected: dict[str, Any]) -> Non
     )
 
 
-def check_on(name: str, model: Any, mask: str, expected: dict[str, Any], watch: Any) -> None:
+def check_on(name: str, model: Any, mask: str, expected: dict[str, Any], columns: int) -> None:
     """With the flag no logits, and the values of stock."""
     assert list(model.state_dict()) == expected["keys"]
-    with watch:
+    with linear_ce_proof.no_logits(columns):
         got = outcome(model, mask)
     torch.testing.assert_close(
         got,

@@ -15,7 +15,7 @@ RUNS = (
     ("0.19.2", 2, PAGES + MTP),
     ("0.18.2", 1, PAGES + MTP),
     ("0.17.1", 1, (*PAGES, *MTP, "mtp_loss_no_host_sync")),
-    ("0.16.1", 1, PAGES),
+    ("0.16.1", 1, PAGES + MTP),
 )
 
 
