@@ -56,7 +56,9 @@ class Supervisor:
         """Start, wait, write down the end. Answers the exit status."""
         self._write()
         for number in (*_SOFT, signal.SIGQUIT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            ignored = signal.getsignal(number) is signal.SIG_IGN
+            # nohup and a shell's & mean it, but what `cppmega stop` sends was asked for.
+            if not ignored or number in (signal.SIGTERM, signal.SIGQUIT):
                 signal.signal(number, self._on_signal)
         with self.node.console.open("ab", buffering=0) as console:
             agent = subprocess.Popen(

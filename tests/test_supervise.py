@@ -267,7 +267,7 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     first, second, third = (bench.run(name, "long") for name in ("one", "two", "three"))
     in_charge = bench.start(first)[0]
     bench.start(second)
-    (without_terminal,) = bench.start(third, "nohup")
+    (without_terminal,) = bench.start(third, "env", "--ignore-signal=QUIT", "nohup")
     for run in (first, second, third):
         until(lambda run=run: ready(run), 200, run)
     without_terminal.send_signal(signal.SIGHUP)
