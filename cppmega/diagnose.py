@@ -125,7 +125,8 @@ def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, 
     """The shape that the tree has, if every text is known.
 
     A shape that fits does not count while a larger part of the page recognises some text here and
-    stumbles over another: then a target has drifted, and the page would be applied by half.
+    stumbles over another, or edits one that this shape leaves out: then a target has drifted, or a
+    pin is missing, and the page would be applied by half.
     """
     shapes = page.patch.shapes()
     for shape in shapes:
@@ -133,7 +134,13 @@ def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, 
             continue
         rivals = [s for s in shapes if any(found[target] in s[target] for target in s)]
         drifted = {t for s in rivals for t in s if found[t] != MISSING and found[t] not in s[t]}
-        if not drifted - set(shape):
+        left_out = {
+            t
+            for s in rivals
+            for t in set(s) - set(shape)
+            if found[t] in s[t] and s[t][found[t]].edit is not left_alone
+        }
+        if not drifted - set(shape) and not left_out:
             return shape
     return None
 
@@ -177,7 +184,8 @@ def _failure(
         ),
     )
     unknown = [target for target, known in shape.items() if found[target] not in known]
-    others = [t for s in shapes for t in s if found[t] not in {MISSING, *s[t]}]
+    known_somewhere = {t for s in shapes for t in s if found[t] in s[t]}
+    others = [t for t, text in found.items() if text != MISSING and t not in known_somewhere]
     for target in unknown or others[:1]:
         print_ = found[target]
         state, detail, command = _why(page, target, print_, tree, survey, views)

@@ -350,6 +350,23 @@ def test_a_page_is_never_applied_by_half(lab: Lab) -> None:
     assert "2 * x" in lab.text() and "repr(x)" in lab.text()
 
 
+def test_a_version_that_is_pinned_in_one_of_two_targets_is_refused(lab: Lab) -> None:
+    """Version 2 edits `tail`, whose text this version has too: its pin was forgotten."""
+    double = edit_text(
+        TARGET,
+        'replacing("x + x", "2 * x")',
+        b"",
+        {"2": "0" * 16, "3": pin(FILES[A], "double")},
+    )
+    tail = edit_text(
+        f"{A}:tail", 'replacing("str(x)", "repr(x)")', b"", {"2": pin(FILES[A], "tail")}
+    )
+    lab.page(edits=f"{double}, {tail}")
+    lab.export()
+    verdict = lab.refused()
+    assert verdict.state == "drifted" and "no version has them together" in verdict.detail
+
+
 def test_text_that_is_left_alone_is_known(lab: Lab) -> None:
     """A symbol that needs no edit in one version is pinned there, and then its shape fits."""
     old = FILES[A].replace(b"str(LIMIT)", b"repr(LIMIT)")

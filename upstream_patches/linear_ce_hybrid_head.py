@@ -6,7 +6,8 @@ What: the output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearC
     and gathered logits take Megatron's path, and the reason is said once.
 Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
     MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster (KERNELS.md section 1).
-Upstream: Not sent: dev has the GPT head alone, with kernels for Blackwell.
+Upstream: Not sent: dev has the GPT head alone, with kernels for Blackwell; its hybrid head lost the
+    class in a merge, and stops at the first MTP depth.
 Remove: when the releases have linear cross-entropy for hybrid models that runs on Hopper.
 Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
     in fp32. The label -100 has no loss, where stock computes one of no meaning.
@@ -26,6 +27,7 @@ PATCH = Patch(
                 "0.18.2": "b737be12a45fe896",
                 "0.19.2": "b7202dcd6e0814cb",
                 "main-d98e8a64": "1c3179209e7986b2",
+                "dev-d48bd6be": "b7202dcd6e0814cb",
             },
             edit=choosing_output_layer(),
         ),
@@ -35,6 +37,7 @@ PATCH = Patch(
                 "0.18.2": "f0c6ad11370a6a8a",
                 "0.19.2": "cc72c3a7ee6033e9",
                 "main-d98e8a64": "11cd0a6566dfd959",
+                "dev-d48bd6be": "2ebaeee3af243e7a",
             },
             edit=returning_loss("linear_ce_hybrid_head"),
         ),

@@ -34,6 +34,8 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
             Megatron's.
         module(hidden, weight=None, labels=...) -> `LinearCrossEntropyOutput`, loss and argmax
             `[b, s]`.
+        module(hidden, weight=None, labels=..., output_cross_entropy_loss=True) -> the loss alone,
+            `[b, s]`: what upstream's dev branch calls its own module of this name with.
 
     Reductions over the tensor-parallel group in the second form: with sequence parallelism hidden
     is gathered here, and the backward of the gather reduce-scatters dX; without it the op
@@ -54,6 +56,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
         ignore_index: int = -100,
         logit_scale: float = 1.0,
         return_argmax: bool = False,
+        output_cross_entropy_loss: bool = False,
         caller: str = "LinearCrossEntropyModule",
     ) -> Any:
         """Logits, or the loss if there are labels.
@@ -70,20 +73,22 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
             ignore_index: label without a loss.
             logit_scale: factor on the logits (MuP).
             return_argmax: the arg-max token too.
+            output_cross_entropy_loss: return the loss and nothing else.
             caller: named if the promise is broken.
 
         Returns:
-            `(logits, bias)` without labels; with them `LinearCrossEntropyOutput`.
+            `(logits, bias)` without labels; with them `LinearCrossEntropyOutput`, or its loss.
 
         Raises:
             CppmegaError: `linear-ce-module` if this layer is set up in a way that the loss form
                 does not do (see `loss_obstacle`), or what `linear_cross_entropy` raises.
         """
         if labels is None:
-            if loss_weights is not None or return_argmax or upstream != "arbitrary":
+            asked = loss_weights is not None or return_argmax or output_cross_entropy_loss
+            if asked or upstream != "arbitrary":
                 raise CppmegaError(
                     "linear-ce-module",
-                    "loss_weights, return_argmax or upstream were given without labels.",
+                    "What only a loss can have was asked for without labels.",
                     "The call would return logits, and these arguments would do nothing.",
                     "pass labels, or leave them out",
                 )
@@ -118,8 +123,11 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
             return_argmax=return_argmax,
             caller=caller,
         )
+        loss = out.loss.transpose(0, 1).contiguous()
+        if output_cross_entropy_loss:
+            return loss
         return LinearCrossEntropyOutput(
-            out.loss.transpose(0, 1).contiguous(),
+            loss,
             out.argmax.transpose(0, 1).contiguous() if out.argmax is not None else None,
             out.backend,
         )

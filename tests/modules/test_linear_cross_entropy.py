@@ -199,8 +199,12 @@ def check_obstacles(setup: Setup) -> None:
     for wrong, words in ((biased, "bias"), (weightless, "no weight"), (deferred, "defer")):
         with pytest.raises(CppmegaError, match=f"linear-ce-module: .*{words}"):
             wrong(setup.inputs(), labels=setup.labels)
-    with pytest.raises(CppmegaError, match="without labels"):
-        layer(setup.inputs(), loss_weights=setup.mask)
+    for alone in ({"loss_weights": setup.mask}, {"output_cross_entropy_loss": True}):
+        with pytest.raises(CppmegaError, match="without labels"):
+            layer(setup.inputs(), **alone)
+    whole = layer(setup.inputs(), labels=setup.labels)
+    loss = layer(setup.inputs(), labels=setup.labels, output_cross_entropy_loss=True)
+    assert torch.equal(loss, whole.loss)
 
 
 def main(rank: int, ranks: int, store: str) -> None:
