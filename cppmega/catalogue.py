@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cppmega import loading
 from cppmega.errors import CppmegaError
 from cppmega.page import KINDS, REACHED, Page, Patch
 
@@ -133,12 +132,8 @@ def _load_module(name: str, path: Path) -> ModuleType:
     folder = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
     qualified = f"_cppmega_pages_{folder}.{name}"
     below = [str(path.parent)] if path.stem == "__init__" else None
-    spec = importlib.util.spec_from_file_location(qualified, path, submodule_search_locations=below)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module
     try:
-        spec.loader.exec_module(module)
+        return loading.load(qualified, path, below)
     except CppmegaError:
         raise
     except Exception as error:
@@ -148,7 +143,6 @@ def _load_module(name: str, path: Path) -> ModuleType:
             "Its patch would not be applied.",
             "correct the page",
         ) from error
-    return module
 
 
 def labels(doc: str) -> dict[str, str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.util
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cppmega import loading
 from cppmega.arguments import missing
 from cppmega.arithmetic import flops, megatron_flops, parameters
 from cppmega.errors import CppmegaError
@@ -62,12 +61,8 @@ def load(name: str) -> Recipe:
 
 
 def _module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"cppmega_recipe_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # the folder may be read-only
     try:
-        spec.loader.exec_module(module)
+        return loading.load(f"cppmega_recipe_{path.stem}", path)
     except CppmegaError:
         raise
     except Exception as error:
@@ -77,9 +72,6 @@ def _module(path: Path) -> Any:
             "A recipe is a Python file that defines RECIPE.",
             f"python {path}",
         ) from error
-    finally:
-        sys.dont_write_bytecode = written
-    return module
 
 
 def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:

@@ -114,7 +114,7 @@ def test_another_tree_than_the_checked_one(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_process_that_ends_is_said_with_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nsys.stderr.write('gone')\nos._exit(3)"
+        "import os, sys\nsys.stderr.write('gone\\n')\nos._exit(3)"
     )
     context = launch(root=patched("0.19.2"), environ={"PYTHONPATH": str(tmp_path)})
     found = refuses("imported_process", "process-ended", context)

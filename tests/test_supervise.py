@@ -235,7 +235,7 @@ def attach_and_leave(bench: Bench, run: Run) -> str:
     environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder), "TERM": "xterm"}
     client = subprocess.Popen(command, env=environment, stdin=inner, stdout=inner, stderr=inner)
     os.close(inner)
-    seen, pressed, deadline = b"", 0.0, time.monotonic() + 30
+    seen, pressed, deadline = b"", 0.0, time.monotonic() + 120
     while client.poll() is None:
         assert time.monotonic() < deadline, seen
         if select.select([outer], [], [], 0.1)[0]:  # a full terminal would hold the client back

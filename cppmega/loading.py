@@ -1,0 +1,44 @@
+"""Python files loaded by their path: pages and recipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+
+class _AsItStands(SourceFileLoader):
+    """Compiles what the file holds now.
+
+    Python takes bytecode for its source's if second and size agree, and an edit can keep both: the
+    page would have a new revision and do what the old one did.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+def load(name: str, path: Path, below: Sequence[str] | None = None) -> ModuleType:
+    """Execute a file as a module of that name, which stays in `sys.modules`.
+
+    Args:
+        below: where its submodules are, if it is the `__init__` of a package.
+
+    Raises:
+        Exception: whatever the file raises.
+    """
+    spec = importlib.util.spec_from_file_location(
+        name,
+        path,
+        loader=_AsItStands(name, str(path)),
+        submodule_search_locations=None if below is None else list(below),
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
