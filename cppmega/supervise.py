@@ -84,7 +84,8 @@ class Supervisor:
         """torchrun with this host's logs."""
         words = self.node.run.manifest["torchrun"]
         logs = ["--log-dir", str(self.node.logs)]
-        return [sys.executable, "-m", "cppmega.agent", str(self.node.path), *logs, *words]
+        # -u: it repeats the ranks' lines into a file, and somebody follows that file.
+        return [sys.executable, "-u", "-m", "cppmega.agent", str(self.node.path), *logs, *words]
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
