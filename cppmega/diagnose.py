@@ -10,7 +10,7 @@ from cppmega.page import Edit, Page, left_alone
 from cppmega.receipt import FOLDER, Loaded, original
 from cppmega.state import State, Verdict
 from cppmega.survey import MISSING, Survey
-from cppmega.tree import REINSTALL, Origin, Tree, sha256
+from cppmega.tree import Origin, Tree, reinstall, sha256
 
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
 """What every text of ours carries, whoever lost the receipt."""
@@ -46,8 +46,12 @@ class FileView:
     @property
     def orphaned(self) -> bool:
         """The file carries our text, and nothing says how it came there."""
-        known = self.ours or self.story
-        return not known and any(mark in (self.current or b"") for mark in _FOOTPRINTS)
+        return not (self.ours or self.story) and carries_ours(self.current)
+
+
+def carries_ours(data: bytes | None) -> bool:
+    """Whether bytes carry our text."""
+    return any(mark in (data or b"") for mark in _FOOTPRINTS)
 
 
 def view(
@@ -210,7 +214,8 @@ def _why(
     if views[path].story:
         return "drifted", views[path].story, restore
     if views[path].orphaned:
-        return "drifted", "it carries our patch, but neither receipt nor original is left", restore
+        detail = "it carries our patch, and no receipt says what of it is upstream's"
+        return "drifted", detail, restore
     if print_ == MISSING:
         places = survey.elsewhere(target)
         if places:
@@ -242,7 +247,7 @@ def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) 
 def restoring(tree: Tree, file: FileView) -> str:
     """The command that brings upstream's file back."""
     if file.origin == "record":
-        return REINSTALL.format(version=tree.version)
+        return reinstall(tree.root, tree.version)
     if file.origin == "git":
         return f"git -C {tree.root} checkout HEAD -- {file.path}"
     return f"unpack upstream's {file.path} again, and remove {tree.root / FOLDER}"

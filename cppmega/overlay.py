@@ -15,7 +15,8 @@ from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
 from cppmega.plan import Plan, engine_revision
-from cppmega.result import changes_of, restored, rewritten
+from cppmega.recovery import recovered
+from cppmega.result import changes_of, overlay_digest, restored, rewritten
 from cppmega.state import DONE, FAILURES, NEEDED, Verdict
 from cppmega.survey import Survey
 from cppmega.tree import Tree, find_root
@@ -68,7 +69,7 @@ class Session:
     def plan(self, excluded: Iterable[str] | None, environment: Mapping[str, str]) -> Plan:
         """Diagnose the tree as it stands."""
         tree = self.tree
-        loaded = receipt.load(tree)
+        loaded = recovered(tree, receipt.load(tree), self.pages)
         plan = planning.make(
             tree,
             loaded,
@@ -115,6 +116,8 @@ def status(session: Session) -> Outcome:
     environment = {**os.environ, **loaded.receipt.gates}
     plan = session.plan(None, environment)
     notes = [loaded.problem] if loaded.problem else []
+    if loaded.receipt.digest != overlay_digest(loaded.receipt):
+        notes.append("the receipt was changed by hand, or torn: cppmega apply writes it again")
     if transaction.interrupted(tree):
         notes.append("an apply or revert was interrupted; run it again to finish or undo it")
     notes += [f"{file.path}: {_ORPHAN}" for file in plan.views.values() if file.orphaned]
@@ -190,7 +193,7 @@ def _revert_all(session: Session) -> Outcome:
     return Outcome(session.plan(set(session.pages), {}), "", sorted(changes))
 
 
-_ORPHAN = "it carries our patch, but neither receipt nor original is left"
+_ORPHAN = "it carries our patch, and no receipt says what of it is upstream's"
 
 
 def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
@@ -274,6 +277,7 @@ def _needs_writing(session: Session, plan: Plan) -> bool:
     return (
         not plan.loaded.exists
         or bool(plan.loaded.problem)
+        or old.digest != overlay_digest(old)
         or not plan.finished
         or (receipt.folder(plan.tree) / transaction.UNFINISHED).exists()
         or old.gates != plan.gates

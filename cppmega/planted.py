@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cppmega import plan as planning
 from cppmega import receipt, wheels
 from cppmega.errors import CppmegaError
+from cppmega.recovery import Mended
 from cppmega.result import rewritten
-from cppmega.tree import REINSTALL, Tree, sha256
+from cppmega.tree import Tree, reinstall, sha256
 
 if TYPE_CHECKING:
     from cppmega.check import Context
@@ -45,6 +44,8 @@ def difference(context: Context, path: str, pristine: bytes | None, now: bytes |
             n=1,
         )
     )
+    if not lines and wanted != now:
+        return "only its line ends, or bytes that are no UTF-8, differ."
     more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
     return "the edit:\n" + "\n".join(lines[:_LINES] + more)
 
@@ -66,7 +67,7 @@ def restore(tree: Tree, path: str) -> str:
     """The command that brings upstream's file back."""
     if tree.git_blob(path) is not None:
         return f"git -C {tree.root} checkout HEAD -- {path}"
-    return REINSTALL.format(version=tree.version)
+    return reinstall(tree.root, tree.version)
 
 
 def _as_applied(context: Context, path: str, pristine: bytes) -> bytes | None:
@@ -74,7 +75,7 @@ def _as_applied(context: Context, path: str, pristine: bytes) -> bytes | None:
     applied = context.receipt
     if path not in applied.files:
         return pristine
-    tree = _Mended(context.session.tree.root, {path: pristine})
+    tree = Mended(context.session.tree.root, {path: pristine})
     try:
         plan = planning.make(
             tree,
@@ -87,14 +88,3 @@ def _as_applied(context: Context, path: str, pristine: bytes) -> bytes | None:
     except (CppmegaError, KeyError):
         return None
     return data if sha256(data) == applied.files[path].after else None
-
-
-class _Mended(Tree):
-    """A tree as it would be with some files put right."""
-
-    def __init__(self, root: Path, files: Mapping[str, bytes]) -> None:
-        super().__init__(root)
-        self._files = files
-
-    def read(self, path: str) -> bytes | None:
-        return self._files[path] if path in self._files else super().read(path)

@@ -7,7 +7,7 @@ file), the lock and, while a transaction runs, `journal.json` and `unfinished`.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,16 @@ def parse(data: bytes) -> Receipt:
         raise ValueError("it has another schema")
     raw["pages"] = {name: PatchedPage(**page) for name, page in raw["pages"].items()}
     raw["files"] = {path: PatchedFile(**entry) for path, entry in raw["files"].items()}
-    return Receipt(**raw)
+    receipt = Receipt(**raw)
+    empty = Receipt()
+    for field_ in fields(Receipt):
+        value, wanted = getattr(receipt, field_.name), type(getattr(empty, field_.name))
+        if not isinstance(value, wanted):
+            raise TypeError(f"{field_.name} is no {wanted.__name__}")
+    for name, proof in receipt.proofs.items():
+        if not isinstance(proof, dict) or not {"proof", "revision", "digest"} <= set(proof):
+            raise TypeError(f"the proof of {name} is torn")
+    return receipt
 
 
 def original(tree: Tree, digest: str | None) -> bytes | None:
@@ -119,6 +128,6 @@ def original(tree: Tree, digest: str | None) -> bytes | None:
         return None
     try:
         data = (folder(tree) / "originals" / digest).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return data if sha256(data) == digest else None

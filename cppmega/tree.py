@@ -9,8 +9,10 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
-from collections.abc import Container, Mapping
+import sysconfig
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,7 +23,12 @@ from cppmega.errors import CppmegaError
 Origin = Literal["record", "git", "unverified"]
 """Who vouches for the pristine text: a wheel's RECORD, a checkout's HEAD, or nobody."""
 
-REINSTALL = "pip install --force-reinstall --no-deps megatron-core=={version}"
+
+def reinstall(root: Path, version: str) -> str:
+    """The command that puts upstream's files back: into ROOT, whichever environment pip has."""
+    sites = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    place = "" if root.resolve() in sites else f"--upgrade --target {shlex.quote(str(root))} "
+    return f"pip install --force-reinstall --no-deps {place}megatron-core=={version}"
 
 
 def sha256(data: bytes) -> str:
@@ -108,6 +115,13 @@ class Tree:
         }
         numbers = ".".join(str(values.get(part, "?")) for part in ("MAJOR", "MINOR", "PATCH"))
         return numbers + str(values.get("PRE_RELEASE", ""))
+
+    @property
+    def recorded(self) -> Iterator[str]:
+        """Every file that somebody vouches for, whether it is there or not."""
+        for distribution in self.distributions.values():
+            yield from distribution.record
+        yield from self._checkout or ()
 
     def has(self, distribution: str) -> bool:
         """Whether the distribution's files lie below ROOT."""
@@ -215,8 +229,9 @@ class Tree:
 
     def _check_training(self, written: Mapping[str, Container[str]]) -> None:
         training = self.root / "megatron" / "training"
-        if "megatron-core" not in self.distributions and self._checkout is None:
-            return
+        core = self.distributions.get("megatron-core")
+        if not (core is not None and core.record) and self._checkout is None:
+            return  # nobody vouches for any file: a RECORD that is gone is no other version
         files = sorted(f"megatron/training/{path.name}" for path in training.glob("*.py"))
         strange = [path for path in files if not self.vouched(path)]
         strange = [p for p in strange if sha256(self.read(p) or b"") not in written.get(p, ())]

@@ -766,15 +766,56 @@ def _lose(lab: Lab, how: str) -> None:
         path.write_text('{"schema": 99}')
 
 
-@pytest.mark.parametrize("vouched", [True, False])
+_LOST = ["deleted", "truncated", "empty", "odd", "schema"]
+
+
+@pytest.mark.parametrize("how", _LOST)
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_lost_receipt_is_made_again_from_the_originals(lab: Lab, how: str, verb: str) -> None:
+    """RECORD says which kept original is upstream's, and the pages make of it what stands there."""
+    lab.wheel()
+    lab.page()
+    digest = lab.apply().digest
+    _lose(lab, how)
+    assert not lab.status().ok
+    if verb == "apply":
+        assert lab.apply().digest == digest
+        lab.applied("page")
+    assert lab.revert().ok
+    lab.pristine()
+
+
+def test_lost_receipt_over_an_edit_claims_nothing(lab: Lab) -> None:
+    lab.wheel()
+    lab.page()
+    lab.apply()
+    lab.change(A, b"2 * x", b"4 * x")
+    _lose(lab, "truncated")
+    assert lab.refused().state == "drifted"
+    with pytest.raises(CppmegaError, match="receipt-missing"):
+        lab.revert()
+
+
+def test_a_receipt_that_somebody_wrote_in_is_written_again(lab: Lab) -> None:
+    """The preflight refuses it, and names the command that mends it."""
+    lab.wheel()
+    lab.page()
+    digest = lab.apply().digest
+    path = lab.root / ".cppmega" / "receipt.json"
+    path.write_bytes(path.read_bytes().replace(digest.encode(), b"0" * 16))
+    assert not lab.status().ok
+    assert lab.apply().digest == digest
+    assert lab.status().ok
+
+
 @pytest.mark.parametrize(
-    "how", ["deleted", "folder deleted", "truncated", "empty", "odd", "schema"]
+    ("vouched", "how"), [(True, "folder deleted"), *((False, how) for how in _LOST)]
 )
 @pytest.mark.parametrize("reached", ["forward", "never"])
 def test_lost_receipt_is_never_already_patched(
     lab: Lab, vouched: bool, how: str, reached: str
 ) -> None:
-    """Our text without our receipt: nobody knows what is upstream's, so every verb refuses, even
+    """Our text without our receipt, and nobody knows what is upstream's: every verb refuses, even
     though the code looks fixed and even for another page."""
     lab.wheel() if vouched else lab.export()
     lab.page(fixed='"2 * x" in source.file(FILE)', code=f"FILE = {A!r}", reached=reached)

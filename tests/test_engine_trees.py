@@ -593,11 +593,11 @@ def test_text_that_the_encoding_cannot_hold(lab: Lab) -> None:
 
 
 def test_unpinned_place_says_what_there_is(lab: Lab) -> None:
-    """`REINSTALL` names the installed version, so that the command can be pasted."""
+    """`reinstall` names the installed version, so that the command can be pasted."""
     lab.wheel("0.42")
     lab.page(pins={"1.0": "0" * 16})
     lab.change(A, b"x + x", b"x - x")
-    assert lab.refused().next == tree.REINSTALL.format(version="0.42")
+    assert lab.refused().next == tree.reinstall(lab.root, "0.42")
 
 
 def test_file_outside_of_the_record(lab: Lab) -> None:
