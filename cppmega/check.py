@@ -101,6 +101,18 @@ class Context:
     deep: bool = False
     """Also run each kernel's parity on this GPU: minutes instead of seconds."""
 
+    def word(self, flag: str) -> str:
+        """What the line says behind a flag, the last time that it does; both spellings are read.
+
+        For a loop of its own, whose line no parser of Megatron sees.
+        """
+        found = ""
+        for at, word in enumerate(self.arguments):
+            name, equals, value = word.partition("=")
+            if name == flag:
+                found = value if equals else "".join(self.arguments[at + 1 : at + 2])
+        return found
+
     @cached_property
     def session(self) -> Session:
         """The tree and its catalogue."""

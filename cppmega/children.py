@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cppmega import allocator
+from cppmega import allocator, process
 from cppmega.check import NotApplicable
 from cppmega.errors import CppmegaError
 
@@ -34,7 +34,7 @@ def imported_process(context: Context) -> dict[str, Any]:
         order |= {"argv": line.argv, "world": line.world, "load": load}
         environ = {**line.environment, **environ}
     except (NotApplicable, CppmegaError):  # there is no line, or its own check says why not
-        pass
+        order["load"] = context.word("--load") or None
     allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
     return ask("cppmega.preflight_worker", order, environ)
 
@@ -53,7 +53,7 @@ def ask(module: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> di
             text=True,
             check=False,
             timeout=_SECONDS,
-            env={**environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**process.alone(environ), "PYTHONDONTWRITEBYTECODE": "1"},
         )
     except subprocess.TimeoutExpired:
         raise CppmegaError(

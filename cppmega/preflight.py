@@ -7,9 +7,12 @@ Checks run in order and each says its name before it starts. One whose prerequis
 from __future__ import annotations
 
 import importlib
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from cppmega import receipt
@@ -87,13 +90,24 @@ def answers(name: str, context: Context) -> list[Finding]:
     except NotApplicable as reason:
         return [Finding(name, "not-applicable", what=str(reason))]
     except Refused as refused:
-        return [_failed(name, error) for error in refused.errors]
+        return [_failed(name, error, context.root) for error in refused.errors]
     except CppmegaError as error:
-        return [_failed(name, error)]
+        return [_failed(name, error, context.root)]
 
 
-def _failed(check: str, error: CppmegaError) -> Finding:
-    return Finding(check, "failed", error.name, error.what, error.why, error.next)
+_OF_A_TREE = re.compile(
+    r"python -m cppmega\.apply_patches\b|cppmega (?:apply|verify|status|revert|diff)\b"
+    r"(?! --megatron)"
+)
+
+
+def _failed(check: str, error: CppmegaError, root: Path | None) -> Finding:
+    """A failure; its next command speaks of the tree that was asked about."""
+    command = error.next
+    if root is not None:
+        place = f" --megatron {shlex.quote(str(root))}"
+        command = _OF_A_TREE.sub(lambda found: found.group() + place, command)
+    return Finding(check, "failed", error.name, error.what, error.why, command)
 
 
 def main() -> NoReturn:

@@ -70,16 +70,14 @@ def _process(order: dict[str, Any]) -> list[dict[str, str]]:
             "The patched tree would not be the one that trains.",
             "take the other folder off PYTHONPATH, or pass --megatron ROOT to both",
         )
-    found = []
     for module in _modules(root, held):
         try:
             importlib.import_module(module)
         except CppmegaError as error:
-            found.append(error)
-        except BaseException as error:
-            found.append(_import_failed(module, error))
-    if found:
-        return [error.as_json() for error in found[:5]]
+            return [error.as_json()]
+        except BaseException as error:  # what is half imported breaks the next ones: one cause
+            return [_import_failed(module, error).as_json()]
+    found = []
     checks: tuple[Callable[[], None], ...] = (
         lambda: _refuse_other_files(root, held),
         lambda: imported.check(root, held.receipt, held.edits),
@@ -109,9 +107,10 @@ def _modules(root: Path, held: Any) -> list[str]:
 def _import_failed(module: str, error: BaseException) -> CppmegaError:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    said = " ".join(str(error).split())[:500]
     return CppmegaError(
         "import-failed",
-        f"{module} cannot be imported: {type(error).__name__}: {error}{where}",
+        f"{module} cannot be imported: {type(error).__name__}: {said}{where}",
         "A run that reaches it ends there, or goes on without the patch in it.",
         f"python -c 'import {module}' in the environment that trains",
     )
@@ -209,6 +208,9 @@ def _checkpoint(load: Path) -> dict[str, Any] | None:
     try:
         latest = (load / "latest_checkpointed_iteration.txt").read_text().strip()
         name = "release" if latest == "release" else f"iter_{int(latest):07d}"
+        cut = _cut_off(load / name)
+        if cut:
+            return {"broken": cut}
         # What Megatron itself loads, in the same way, when the run starts.
         state = torch.load(load / name / "common.pt", map_location="cpu", weights_only=False)
     except FileNotFoundError:  # another format, which keeps its arguments elsewhere
@@ -218,6 +220,24 @@ def _checkpoint(load: Path) -> dict[str, Any] | None:
     args = state.get("args") if isinstance(state, dict) else None
     found = {name: _plain(getattr(args, name)) for name in _KEPT if hasattr(args, name)}
     return {"iteration": latest, **found} if found else None
+
+
+def _cut_off(folder: Path) -> str:
+    """What is missing of a distributed checkpoint's files; empty where they are whole."""
+    index = folder / ".metadata"
+    if not index.is_file():
+        # Megatron writes it last, and an interrupted copy leaves it out: its name has a dot.
+        return f"{index} is missing" if (folder / "metadata.json").is_file() else ""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    needs: dict[str, int] = {}
+    for part in FileSystemReader(folder).read_metadata().storage_data.values():
+        needs[part.relative_path] = max(needs.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(needs.items()):
+        there = (folder / name).stat().st_size if (folder / name).is_file() else 0
+        if there < size:
+            return f"{folder / name} has {there} of its {size} bytes"
+    return ""
 
 
 def _plain(value: Any) -> Any:

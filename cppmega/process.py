@@ -6,9 +6,15 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_OF_A_RANK = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+}
 
 
 def end_with_parent() -> None:
@@ -18,6 +24,20 @@ def end_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def of_a_rank(environ: Mapping[str, str]) -> list[str]:
+    """The variables by which a process is a rank, or torchrun another's: PET_* are its options."""
+    return sorted(
+        name
+        for name, value in environ.items()
+        if value and (name in _OF_A_RANK or name.startswith(("PET_", "TORCHELASTIC_")))
+    )
+
+
+def alone(environ: Mapping[str, str]) -> dict[str, str]:
+    """The same environment for a process that waits for no other rank."""
+    return {k: v for k, v in environ.items() if k not in of_a_rank({k: v})}
 
 
 def started(pid: int) -> str:

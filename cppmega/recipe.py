@@ -215,7 +215,7 @@ class Recipe:
                     "unknown-field",
                     "Recipe.arguments cannot be replaced.",
                     "A replaced list of flags drops the ones that were there without a word.",
-                    "recipe.plus('--flag', 'value') adds to it",
+                    "-- --flag value adds to it; in Python: recipe.plus('--flag', 'value')",
                 )
             if name not in known:
                 near = difflib.get_close_matches(name, sorted(known), n=1)
@@ -223,7 +223,7 @@ class Recipe:
                     "unknown-field",
                     f"Recipe has no field {name}." + (f" Did you mean {near[0]}?" if near else ""),
                     "The change would do nothing.",
-                    f"recipe.with_({near[0]}=...)" if near else "see cppmega/recipe.py",
+                    f"--set {near[0]}=..." if near else "the fields are those of cppmega/recipe.py",
                 )
         return replace(self, **changes)
 
@@ -278,7 +278,10 @@ class Recipe:
 
 
 def invalid(
-    recipe: Recipe, what: str, why: str, hint: str = "change it with with_"
+    recipe: Recipe,
+    what: str,
+    why: str,
+    hint: str = "--set FIELD=VALUE, or the recipe's file",
 ) -> CppmegaError:
     """The error of a recipe that cannot be trained as it stands."""
     return CppmegaError("recipe-invalid", f"Recipe {recipe.name}: {what}", why, hint)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
@@ -48,14 +49,14 @@ def _layers(recipe: Recipe) -> None:
                 recipe,
                 "a hybrid recipe sets num_layers or mtp_num_layers.",
                 "Both are counted from the pattern; two sources can disagree.",
-                "recipe.with_(num_layers=0, mtp_num_layers=0)",
+                "--set num_layers=0 --set mtp_num_layers=0",
             )
     elif recipe.pattern:
         raise invalid(
             recipe,
             f"a {recipe.kind} recipe has a pattern.",
             "Only hybrid models are built from one.",
-            "recipe.with_(kind='hybrid', ...) or pattern=''",
+            "--set kind=hybrid, or --set pattern=",
         )
     elif recipe.num_layers < 1 or recipe.mtp_num_layers < 0:
         raise invalid(
@@ -102,7 +103,7 @@ def _attention(recipe: Recipe) -> None:
             f"hidden_size={recipe.hidden_size} is not divisible by "
             f"num_attention_heads={recipe.num_attention_heads}.",
             "A head would have a fraction of a channel.",
-            "recipe.with_(kv_channels=...) or another hidden_size",
+            "--set kv_channels=..., or another hidden_size",
         )
     if recipe.uses_dsa:
         if recipe.kind == "gpt" and recipe.mtp_num_layers:
@@ -110,7 +111,7 @@ def _attention(recipe: Recipe) -> None:
                 recipe,
                 "a GPT with DSA has MTP depths.",
                 "Megatron's GPT builder stops on it; its hybrid builder makes the same layers.",
-                "recipe.with_(kind='hybrid', pattern='D-DE/DE', num_layers=0, mtp_num_layers=0)",
+                "--set kind=hybrid --set pattern=D-DE/DE --set num_layers=0 --set mtp_num_layers=0",
             )
         _need(
             recipe,
@@ -159,7 +160,7 @@ def _widths(recipe: Recipe) -> None:
                 f"Recipe {recipe.name}: {name}={width} is not a multiple of {multiple}.",
                 f"Tensor cores take {recipe.precision} matrices in steps of {multiple}; "
                 "Transformer Engine stops, or runs several times slower.",
-                f"recipe.with_({name}={-(-width // multiple) * multiple})",
+                f"--set {name}={-(-width // multiple) * multiple}",
             )
     if recipe.precision == "fp8" and recipe.num_attention_heads % 8:
         raise CppmegaError(
@@ -167,7 +168,7 @@ def _widths(recipe: Recipe) -> None:
             f"Recipe {recipe.name}: num_attention_heads={recipe.num_attention_heads} "
             "is not a multiple of 8.",
             "FP8 attention needs it.",
-            "recipe.with_(precision='bf16') or another number of heads",
+            "--set precision=bf16, or another number of heads",
         )
 
 
@@ -225,7 +226,7 @@ def _parallel(recipe: Recipe) -> None:
             f"global_batch_size={recipe.global_batch_size} is not a multiple of "
             f"micro_batch_size x data-parallel ranks = {recipe.micro_batch_size} x {replicas}.",
             "Some rank would have a part of a micro-batch.",
-            f"recipe.with_(global_batch_size={recipe.micro_batch_size * replicas})",
+            f"--set global_batch_size={recipe.micro_batch_size * replicas}",
         )
     if recipe.overlap_param_gather and not (
         recipe.overlap_grad_reduce and recipe.use_distributed_optimizer
@@ -237,7 +238,30 @@ def _parallel(recipe: Recipe) -> None:
         )
 
 
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "lr": (lambda x: x > 0, "above 0"),
+    "min_lr": (lambda x: x >= 0, "0 or more"),
+    "lr_warmup_iters": (lambda x: x >= 0, "0 or more"),
+    "weight_decay": (lambda x: x >= 0, "0 or more"),
+    "clip_grad": (lambda x: x >= 0, "0 or more"),
+    "adam_beta1": (lambda x: 0 <= x < 1, "from 0 up to 1"),
+    "adam_beta2": (lambda x: 0 <= x < 1, "from 0 up to 1"),
+    "norm_epsilon": (lambda x: x > 0, "above 0"),
+    "init_method_std": (lambda x: x > 0, "above 0"),
+    "seed": (lambda x: 0 <= x < 2**32, "from 0 up to 2**32"),
+}
+
+
 def _training(recipe: Recipe) -> None:
+    for name, (fits, wanted) in _NUMBERS.items():
+        value = getattr(recipe, name)
+        if not (math.isfinite(value) and fits(value)):
+            raise invalid(
+                recipe,
+                f"{name}={value!r} is not {wanted}.",
+                "Every rank would stop on it, or train a model of NaN.",
+                f"--set {name}=...",
+            )
     if recipe.precision == "fp32" and recipe.kind != "loop":
         raise invalid(recipe, "fp32 is for loops on CPU.", "DSA and the experts run in bf16.")
     if recipe.cuda_graph_modules and recipe.cuda_graph_impl == "none":
@@ -245,7 +269,7 @@ def _training(recipe: Recipe) -> None:
             recipe,
             "cuda_graph_modules without cuda_graph_impl.",
             "Megatron accepts it and captures nothing.",
-            "recipe.with_(cuda_graph_impl='transformer_engine')",
+            "--set cuda_graph_impl=transformer_engine",
         )
     if recipe.document_multiple > 1:
         if not recipe.packed_documents:
@@ -262,7 +286,7 @@ def _training(recipe: Recipe) -> None:
                 recipe,
                 "MTP on documents padded inside the pack without " + needed + ".",
                 "Stock Megatron rolls the labels at the wrong boundaries.",
-                f"recipe.with_(patches=(*recipe.patches, '{needed}'))",
+                f'--set "patches={(*recipe.patches, needed)!r}"',
             )
     if recipe.packed_documents and recipe.cuda_graph_impl != "none":
         raise invalid(

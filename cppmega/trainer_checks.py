@@ -229,14 +229,29 @@ def check_checkpoint(load: Path | None) -> None:
     """Is there a whole checkpoint where the run shall go on?
 
     Raises:
-        CppmegaError: `no-checkpoint`.
+        CppmegaError: `no-checkpoint`, `checkpoint-broken`.
     """
-    if load is not None and not (load / CHECKPOINT).is_file():
+    if load is None:
+        return
+    if not (load / CHECKPOINT).is_file():
         raise CppmegaError(
             "no-checkpoint",
             f"{load} holds no finished checkpoint ({CHECKPOINT} is missing).",
             "Megatron would warn and train on from random weights.",
             "correct --load, or leave it out for a fresh start",
+        )
+    said = (load / CHECKPOINT).read_text(errors="replace").strip()
+    step = f"iter_{int(said):07d}" if said.isdigit() else "release"
+    if (said.isdigit() or said == "release") and not (load / step).is_dir():
+        there = sorted(path.name for path in load.glob("iter_*") if path.is_dir())
+        raise CppmegaError(
+            "checkpoint-broken",
+            f"{load / CHECKPOINT} names step {said}, and {load / step} is not there.",
+            "Every rank would end when it loads it.",
+            f"write the step of another checkpoint into that file (there: {', '.join(there)}), or "
+            "another --load"
+            if there
+            else "another --load, or none for a fresh start",
         )
 
 

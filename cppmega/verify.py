@@ -22,6 +22,7 @@ from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
 from cppmega.page import Page
 from cppmega.plan import Plan
+from cppmega.process import alone
 from cppmega.rewrite import Step, rewrite
 from cppmega.state import DONE, NEEDED, Proof
 
@@ -237,7 +238,7 @@ def _worker(
         stdout=subprocess.PIPE,
         text=True,
         env={
-            **os.environ,
+            **alone(os.environ),
             **environment,
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",

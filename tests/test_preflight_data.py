@@ -136,3 +136,33 @@ def test_checkpoints(tmp_path: Path) -> None:
     says_nothing("checkpoint", started)
     gone = on(None, "--mock-data", "--load", str(tmp_path / "gone"))
     refuses("checkpoint", "no-checkpoint", gone)
+    (good / "iter_0000007").rmdir()
+    assert "iter_0000007" in refuses("checkpoint", "checkpoint-broken", resumed(good)).what
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_the_checkpoint_of_a_loop(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    save = tmp_path / "save"
+    says_nothing("checkpoint", launch(SMOKE))
+    refuses("checkpoint", "no-checkpoint", launch(SMOKE, "--load", str(save)))
+    folder = checkpoint(save) / "iter_0000007"
+    (folder / "common.pt").unlink()
+    dcp.save({"weight": torch.zeros(1000)}, checkpoint_id=folder, no_dist=True)
+
+    def loading() -> Context:
+        context = launch(SMOKE, "--load", str(save))
+        context.__dict__["process"] = {"checkpoint": preflight_worker._checkpoint(save)}
+        return context
+
+    holds("checkpoint", loading())
+    (shard,) = folder.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert f"{shard} has 100 of" in refuses("checkpoint", "checkpoint-broken", loading()).what
+    (folder / "metadata.json").write_text("{}")
+    (folder / ".metadata").unlink()
+    assert ".metadata" in refuses("checkpoint", "checkpoint-broken", loading()).what
+    folder.rename(save / "iter_0000006")
+    assert "iter_0000006" in refuses("checkpoint", "checkpoint-broken", loading()).next

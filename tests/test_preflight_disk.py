@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import receipt
+from cppmega import overlay, preflight, receipt
 from cppmega.check import Context
+from cppmega.overlay import Session
 from cppmega.receipt import Receipt
 from cppmega.tree import Tree
 from tests.engine import Lab
@@ -76,6 +77,19 @@ def test_shadowing(healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "PYTHONPATH" in refuses("shadowing", "shadowing-path", on_path).next
     Path("torch.py").write_text("")
     assert "torch.py" in refuses("shadowing", "shadowing-path", launch(root=healthy.root)).what
+
+
+@pytest.mark.parametrize("name", ["random", "yaml"])
+def test_a_module_of_the_launch_folder_takes_the_name_of_another(
+    healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    only(monkeypatch, tmp_path / "cwd")
+    for harmless in ("setup.py", "conftest.py", "mine.py"):
+        Path(harmless).write_text("")
+    holds("shadowing", launch(root=healthy.root))
+    Path(f"{name}.py").write_text("")
+    assert name in refuses("shadowing", "shadowing-path", launch(root=healthy.root)).what
+    holds("shadowing", launch(root=healthy.root, environ={"PYTHONSAFEPATH": "1"}))
 
 
 def test_a_site_packages_on_the_path_shadows_nothing(
@@ -146,6 +160,50 @@ def test_foreign_edits_are_shown(
     assert "no copy" in refuses("foreign_edits", "foreign-edit", launch(root=lab.root)).what
 
 
+def test_a_file_that_is_gone_is_named_though_nobody_imports_it_yet(broken: Path) -> None:
+    gone = "megatron/core/dist_checkpointing/strategies/fully_parallel.py"
+    (broken / gone).unlink()
+    said = refuses("foreign_edits", "file-gone", launch(root=broken))
+    assert gone in said.what and str(broken) in said.next
+
+
+def test_patched_files_pass_for_no_hand_edits_where_the_receipt_is_torn(broken: Path) -> None:
+    place = broken / ".cppmega" / "receipt.json"
+    write(place, place.read_bytes()[:500])
+    found = preflight.examine(launch(root=broken))
+    assert [one.name for one in found.failures] == ["no-receipt"]
+    assert found.failures[0].next.endswith(f"apply_patches --megatron {broken}")
+
+
+@pytest.mark.parametrize(
+    "field", [{"proofs": "x"}, {"proofs": {"page": 3}}, {"gates": [1]}, {"schema": 2}]
+)
+def test_a_receipt_of_other_types_is_torn(lab: Lab, field: dict[str, object]) -> None:
+    rewritten(lab.root, **field)
+    assert "cannot be read" in refuses("receipt_whole", "no-receipt", launch(root=lab.root)).what
+
+
+def test_originals_that_are_no_folder(lab: Lab) -> None:
+    originals = lab.root / ".cppmega" / "originals"
+    originals.rename(lab.root / "moved")
+    originals.write_text("")
+    refuses("patched_files", "original-missing", launch(root=lab.root))
+
+
+def test_line_ends_are_an_edit_that_a_diff_does_not_show(broken: Path) -> None:
+    path = broken / "megatron/core/transformer/multi_token_prediction.py"
+    write(path, path.read_bytes().replace(b"\n", b"\r\n"))
+    assert "line ends" in refuses("patched_files", "file-changed", launch(root=broken)).what
+
+
+def test_a_wheel_that_lost_its_record_is_no_other_version(broken: Path) -> None:
+    (broken / "megatron_core-0.19.2.dist-info" / "RECORD").unlink()
+    holds("one_root", launch(root=broken))
+    refuses("receipt_whole", "no-receipt", launch(root=broken))
+    assert overlay.apply(Session(broken), environment={}).ok
+    holds("receipt_whole", launch(root=broken))
+
+
 def test_files_of_ones_own_in_the_tree_are_named_and_no_failure(broken: Path) -> None:
     (broken / "megatron" / "core" / "mine.py").write_text("")
     assert "megatron/core/mine.py" in holds("foreign_edits", launch(root=broken))
@@ -172,7 +230,7 @@ def test_patches_that_the_recipe_names(lab: Lab) -> None:
     missing = launch(SMOKE.with_(patches=("page",)), root=lab.root)
     assert "it is off" in refuses("patches", "patch-missing", missing).what
     unknown = launch(SMOKE.with_(patches=("pge",)), root=lab.root)
-    assert "it is unknown" in refuses("patches", "patch-missing", unknown).what
+    assert "Did you mean page?" in refuses("patches", "patch-unknown", unknown).what
 
 
 def test_a_page_that_was_never_applied_or_is_not_known(lab: Lab) -> None:

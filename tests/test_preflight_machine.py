@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cppmega import devices as devices_module
-from cppmega import parity, stack
+from cppmega import parity, process, stack
 from cppmega.check import Context, gpu_here
 from cppmega.checks import kernel_parity, limits
 from cppmega.checks.limits import Host
@@ -66,6 +66,17 @@ def test_variables() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"])
+def test_the_environment_of_a_rank(name: str) -> None:
+    root = patched("0.19.2")
+    said = refuses("variables", "leftover-variable", launch(SMOKE, root=root, environ={name: "2"}))
+    assert said.next == f"unset {name}"
+    holds("variables", launch(SMOKE, root=root, environ={name: ""}))
+    # A line of one's own is looked at in a scheduler's environment too, by processes that are none.
+    holds("variables", launch(root=root, environ={name: "2"}))
+    assert process.alone({name: "2", "HOME": "/"}) == {"HOME": "/"}
+
+
 def test_gates_that_gave_nan() -> None:
     gate = "CPPMEGA_MTP_NATIVE_HOPPER_CE"
     holds("nan_gates", launch(environ={gate: "0"}))
@@ -74,13 +85,36 @@ def test_gates_that_gave_nan() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PYTHONOPTIMIZE", "1"), ("CUDA_LAUNCH_BLOCKING", "1"), ("NVIDIA_TF32_OVERRIDE", "0")],
+    [
+        *(("PYTHONOPTIMIZE", "1"), ("CUDA_LAUNCH_BLOCKING", "1"), ("NVIDIA_TF32_OVERRIDE", "0")),
+        ("PYTHONINSPECT", "1"),
+    ],
 )
 def test_debug_variables(name: str, value: str) -> None:
     holds("debug_variables", launch(SLICE, environ={name: ""}))
     refuses("debug_variables", "debug-variable", launch(SLICE, environ={name: value}))
     named = SLICE.with_(environment=((name, value),))
     holds("debug_variables", launch(named, environ={name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("PYTHONWARNINGS", "error", "ignore"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "info"),
+        ("TORCH_DISTRIBUTED_DEBUG", "1", "OFF"),
+    ],
+)
+def test_debug_variables_by_their_value(name: str, value: str, harmless: str) -> None:
+    holds("debug_variables", launch(SMOKE, environ={name: harmless}))
+    refuses("debug_variables", "debug-variable", launch(SMOKE, environ={name: value}))
+
+
+def test_a_number_of_threads() -> None:
+    holds("debug_variables", launch(SMOKE, environ={"OMP_NUM_THREADS": "4,2"}))
+    for value in ("abc", "0", "-1", ""):
+        wrong = launch(SMOKE, environ={"OMP_NUM_THREADS": value})
+        refuses("debug_variables", "bad-variable", wrong)
 
 
 def test_gates_of_the_recipe() -> None:
@@ -393,6 +427,16 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nowhere" in holds("folders", launch())
     whole_line = launch(None, "--bf16", "--save", str(tmp_path / "file" / "below"))
     refuses("folders", "folder-not-writable", whole_line)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--metrics"])
+def test_folders_of_a_loop(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    holds("folders", launch(SMOKE, flag, str(tmp_path / "new" / "file")))
+    for words in ([flag, str(tmp_path / "file" / "x")], [f"{flag}={tmp_path / 'file' / 'x'}"]):
+        refuses("folders", "folder-not-writable", launch(SMOKE, *words))
+    metrics = launch(SMOKE, "--metrics", str(tmp_path))
+    assert "must be a file" in refuses("folders", "folder-not-writable", metrics).what
 
 
 def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from cppmega import trainer_checks
 from cppmega.check import Context, NotApplicable, refuse
 from cppmega.errors import CppmegaError
 
-AFTER: tuple[str, ...] = ("line_parses",)
+AFTER: tuple[str, ...] = ("imported_process", "line_parses")
 
 _MODEL = (
     *("hidden_size", "num_layers", "num_attention_heads", "num_experts", "mtp_num_layers"),
@@ -25,6 +26,11 @@ def check(context: Context) -> str:
             `checkpoint-of-another-model`, `nothing-to-train`.
         NotApplicable: the run starts afresh.
     """
+    if context.recipe is not None and context.recipe.kind == "loop" and context.word("--load"):
+        load = Path(context.word("--load"))
+        trainer_checks.check_checkpoint(load)
+        _refuse_broken(load, context.process["checkpoint"])
+        return str(load)
     run = context.line.run
     if run.load is None:
         raise NotApplicable("the run starts from untrained weights")
@@ -34,18 +40,22 @@ def check(context: Context) -> str:
         raise NotApplicable(f"{run.load} holds no checkpoint yet")
     trainer_checks.check_checkpoint(run.load)
     saved = context.process["checkpoint"]
+    _refuse_broken(run.load, saved)
     if saved is None:
         return f"{run.load}, which does not say whose it is"
-    if "broken" in saved:
+    refuse(_found(context, saved))
+    return f"{run.load}, step {saved['iteration']}, of {saved.get('cppmega_recipe', 'no recipe')}"
+
+
+def _refuse_broken(load: Path, saved: Mapping[str, Any] | None) -> None:
+    if saved is not None and "broken" in saved:
         raise CppmegaError(
             "checkpoint-broken",
-            f"The newest checkpoint in {run.load} cannot be read: {saved['broken']}",
+            f"The newest checkpoint in {load} cannot be read: {saved['broken']}",
             "Every rank would end when it loads it.",
             "write the step of an older checkpoint of that folder into "
             f"{trainer_checks.CHECKPOINT}, or another --load",
         )
-    refuse(_found(context, saved))
-    return f"{run.load}, step {saved['iteration']}, of {saved.get('cppmega_recipe', 'no recipe')}"
 
 
 def _found(context: Context, saved: Mapping[str, Any]) -> Iterator[CppmegaError]:

@@ -12,14 +12,16 @@ from cppmega import planted
 from cppmega.check import Context, NotApplicable, refuse
 from cppmega.errors import CppmegaError
 
-AFTER: tuple[str, ...] = ("one_root",)
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole")
+"""Without the receipt every patched file would pass for edited by hand."""
 
 
 def check(context: Context) -> str:
     """Hash every Python file of Megatron.
 
     Raises:
-        CppmegaError: `foreign-edit`, with the diff where upstream's text can be had offline.
+        CppmegaError: `file-gone`; `foreign-edit`, with the diff where upstream's text can be had
+            offline.
         NotApplicable: nobody vouches for the files of this tree.
     """
     tree = context.session.tree
@@ -34,6 +36,8 @@ def check(context: Context) -> str:
             added.append(path)
         else:
             wrong.append(path)
+    gone = [path for path in tree.recorded if path.endswith(".py") and tree.read(path) is None]
+    wrong += [path for path in gone if path.startswith("megatron/") and path not in ours]
     if not known and not wrong:
         raise NotApplicable("neither a RECORD nor a commit vouches for the files of this tree")
     refuse(_errors(context, wrong))
@@ -45,6 +49,14 @@ def _errors(context: Context, paths: list[str]) -> Iterator[CppmegaError]:
     tree = context.session.tree
     for path in paths:
         pristine = planted.upstream_text(tree, path)
+        if tree.read(path) is None:
+            yield CppmegaError(
+                "file-gone",
+                f"{path} is gone; upstream has it.",
+                "Whatever imports it late ends the run there, perhaps at its first checkpoint.",
+                planted.restore(tree, path),
+            )
+            continue
         yield CppmegaError(
             "foreign-edit",
             f"{path} differs from upstream's; "

@@ -8,7 +8,11 @@ from __future__ import annotations
 from cppmega.check import Context, refuse
 from cppmega.errors import CppmegaError
 
-AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files", "patches")
+AFTER: tuple[str, ...] = (
+    *("one_root", "shadowing", "receipt_whole", "patched_files", "foreign_edits", "patches"),
+    *("variables", "debug_variables", "network"),
+)
+"""Whatever breaks the import for a reason that they can name is said by them alone."""
 
 
 def check(context: Context) -> str:

@@ -7,11 +7,8 @@ from cppmega.check import Context, NotApplicable, refuse
 from cppmega.errors import CppmegaError
 
 AFTER: tuple[str, ...] = (
-    "one_root",
-    "receipt_whole",
-    "patched_files",
-    "patches",
-    "imported_process",
+    *("one_root", "receipt_whole", "patched_files", "patches"),
+    *("variables", "debug_variables", "network", "imported_process"),
 )
 
 

@@ -43,7 +43,7 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                     "original-missing",
                     f"The kept original of {path} is gone from {receipt.FOLDER}/originals.",
                     "Nothing can show what the patches changed there, or take them out.",
-                    "reinstall megatron-core, then python -m cppmega.apply_patches",
+                    f"{planted.restore(tree, path)}, then python -m cppmega.apply_patches",
                 )
             continue
         yield CppmegaError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from cppmega import gates
@@ -19,8 +20,8 @@ def check(context: Context) -> str:
     """Ask for the state of each, with the gates of the last apply.
 
     Raises:
-        CppmegaError: `patch-missing` for one that the recipe names, `patch-STATE` for one in a
-            state of failure or still to be applied, `gate-differs`.
+        CppmegaError: `patch-missing` and `patch-unknown` for one that the recipe names,
+            `patch-STATE` for one in a state of failure or still to be applied, `gate-differs`.
     """
     refuse(_found(context))
     gates.check_applied(
@@ -32,7 +33,18 @@ def check(context: Context) -> str:
 def _found(context: Context) -> Iterator[CppmegaError]:
     verdicts = context.plan.verdicts
     for name in context.recipe.needed_patches if context.recipe is not None else ():
-        state = verdicts[name].state if name in verdicts else "unknown"
+        if name not in verdicts:
+            near = difflib.get_close_matches(name, sorted(verdicts), n=1)
+            assert context.recipe is not None
+            yield CppmegaError(
+                "patch-unknown",
+                f"Recipe {context.recipe.name} needs the patch {name}, and no catalogue has a page "
+                "of that name." + (f" Did you mean {near[0]}?" if near else ""),
+                "What the recipe relies on would not be there.",
+                "cppmega list; a page of your own: python -m cppmega.apply_patches --patches DIR",
+            )
+            continue
+        state = verdicts[name].state
         if state not in IN_THE_CODE and state not in NOT_WHOLE:
             assert context.recipe is not None
             yield CppmegaError(

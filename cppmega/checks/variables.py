@@ -1,10 +1,13 @@
-"""Every `CPPMEGA_*` variable that is set means something, and was set by a person."""
+"""Every `CPPMEGA_*` variable that is set means something, and was set by a person.
+
+Nor is this environment that of a rank of another launch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cppmega import gates
+from cppmega import gates, process
 from cppmega.check import Context, refuse
 from cppmega.errors import CppmegaError
 
@@ -19,7 +22,7 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `unknown-variable` (with "not in this release" for the earlier overlay's
-            switches), `leftover-variable`, `bad-gate-value`.
+            switches), `leftover-variable` (also a rank's or torchrun's own), `bad-gate-value`.
     """
     refuse(_found(context))
     set_ = sorted(name for name in context.environ if name.startswith("CPPMEGA_"))
@@ -40,3 +43,13 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 "of the other one.",
                 f"unset {name}",
             )
+    left = process.of_a_rank(context.environ)
+    if left and context.recipe is not None:
+        yield CppmegaError(
+            "leftover-variable",
+            f"{', '.join(f'{name}={context.environ[name]}' for name in left)}: this environment is "
+            "that of a rank, or of another torchrun.",
+            "torchrun takes PET_* for its own options, and what runs before it waits for ranks "
+            "that are not there.",
+            f"unset {' '.join(left)}",
+        )
