@@ -50,7 +50,7 @@ def preflight(
         root=root,
         catalogues=patches or None,
         recipe=chosen,
-        recipe_file=Path(recipe) if recipe is not None and recipe.endswith(".py") else None,
+        recipe_file=recipes_index.file_of(recipe) if recipe is not None else None,
         arguments=tuple(arguments),
         nodes=nodes,
         deep=deep,

@@ -224,11 +224,10 @@ def _preflight(
     """Every check; the launch ends here where one does not hold."""
     from cppmega.preflight import examine
 
-    path = Path(asked.recipe)
     context = Context(
         root=options["root"],
         recipe=recipe,
-        recipe_file=path if asked.recipe.endswith(".py") else None,
+        recipe_file=recipes_index.file_of(asked.recipe),
         arguments=(*words_of(options, without=("changes", "root")), *_further(asked)),
         environ=environment,
         nodes=asked.nodes,

@@ -67,7 +67,7 @@ def make(ready: Ready) -> Node:
             raise
         return _join(ready, Run(ready.folder), manifest, error)
     (run.path / "recipe").mkdir()
-    source = _recipe_file(asked.recipe)
+    source = recipes_index.file_of(asked.recipe)
     shutil.copyfile(source, run.path / "recipe" / f"{ready.recipe.name}.py")
     applied = receipt.load(ready.session.tree).receipt
     (run.path / "receipt.json").write_bytes(applied.dump())
@@ -98,7 +98,7 @@ def _join(ready: Ready, run: Run, mine: Mapping[str, Any], exists: CppmegaError)
 
 def _manifest(ready: Ready) -> dict[str, Any]:
     asked = ready.asked
-    source = launch_record.file_state(_recipe_file(asked.recipe))
+    source = launch_record.file_state(recipes_index.file_of(asked.recipe))
     options = {name: _plain(value) for name, value in ready.options.items()}
     return {
         "schema": run_folder.SCHEMA,
@@ -133,7 +133,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _recipe_file(name: str) -> Path:
-    return Path(name) if name.endswith(".py") else recipes_index.folder() / f"{name}.py"

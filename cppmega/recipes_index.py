@@ -32,13 +32,18 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in folder().glob("*.py"))
 
 
+def file_of(name: str) -> Path:
+    """Where the recipe of that shipped name, or of that path, lies or would lie."""
+    return Path(name) if name.endswith(".py") else folder() / f"{name}.py"
+
+
 def load(name: str) -> Recipe:
     """The recipe of that shipped name, or of that file.
 
     Raises:
         CppmegaError: `recipe-unknown`, `recipe-broken`, or what making the recipe raises.
     """
-    path = Path(name) if name.endswith(".py") else folder() / f"{name}.py"
+    path = file_of(name)
     if not path.is_file():
         near = difflib.get_close_matches(name, shipped(), n=1)
         raise CppmegaError(
