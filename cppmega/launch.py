@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cppmega import launch_folder, recipes_index, report, run_folder, tmux
+from cppmega import launch_folder, recipes_index, report, run_folder, tmux, trainer_options
 from cppmega.check import Context
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch, Ready
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
 from cppmega.run_folder import Node, Run
-from cppmega.trainer_options import words as words_of
 
 _LOOP_RANKS = 2
 """So that a launch on CPU has what one on GPUs has: process groups, ranks that must agree."""
@@ -63,7 +62,8 @@ def prepare(asked: Launch) -> Ready:
     Raises:
         CppmegaError: see `launch`.
     """
-    asked = _absolute(asked)
+    # Ranks may have another working directory; and a manifest must mean something later.
+    asked = replace(asked, options=trainer_options.absolute(asked.options))
     recipe = recipes_index.with_text(recipes_index.load(asked.recipe), asked.options["changes"])
     runs = run_folder.root(asked.runs).absolute()
     if asked.tmux is not None:
@@ -97,16 +97,6 @@ def prepare(asked: Launch) -> Ready:
         checks=checks,
     )
     return replace(ready, torchrun=_torchrun(ready))
-
-
-def _absolute(asked: Launch) -> Launch:
-    """Ranks may have another working directory; and a manifest must mean something later."""
-    data = tuple(str(Path(prefix).absolute()) for prefix in asked.options["data"])
-    options = {**asked.options, "data": data}
-    for name in ("data_cache", "save", "load", "tensorboard", "metrics", "root"):
-        if options[name] is not None:
-            options[name] = Path(options[name]).absolute()
-    return replace(asked, options=options)
 
 
 def _ranks(asked: Launch, recipe: Recipe) -> int:
@@ -224,11 +214,12 @@ def _preflight(
     """Every check; the launch ends here where one does not hold."""
     from cppmega.preflight import examine
 
+    words = trainer_options.words(options, without=("changes", "root"))
     context = Context(
         root=options["root"],
         recipe=recipe,
         recipe_file=recipes_index.file_of(asked.recipe),
-        arguments=(*words_of(options, without=("changes", "root")), *_further(asked)),
+        arguments=(*words, *_further(asked)),
         environ=environment,
         nodes=asked.nodes,
         folder=folder,
@@ -257,11 +248,9 @@ def _rendered(
     """The arguments as they will reach the parser, and the name of the data's contents."""
     from cppmega import trainer
 
-    given = dict(options)
-    for name in ("changes", "root"):
-        given.pop(name)
-    tokenizer, eod, metrics = (given.pop(name) for name in ("tokenizer", "eod", "metrics"))
-    run = trainer.run_of(**given)
+    of_the_run, others = trainer_options.divided(options)
+    tokenizer, eod, metrics = (others[name] for name in ("tokenizer", "eod", "metrics"))
+    run = trainer.run_of(**of_the_run)
     paths = list(run.data)
     if recipe.kind == "loop":
         from cppmega import smoke_loop, smoke_text
@@ -290,7 +279,7 @@ def _torchrun(ready: Ready) -> tuple[str, ...]:
     root = ready.options["root"]
     chosen = ["--megatron", str(root)] if root is not None else []
     recipe = ready.folder / "recipe" / f"{ready.recipe.name}.py"
-    options = words_of(ready.options, without=("root",))
+    options = trainer_options.words(ready.options, without=("root",))
     return (
         *where,
         *("--nproc-per-node", str(ready.nproc), "--redirects", "3", "--tee", shown),

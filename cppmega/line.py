@@ -14,7 +14,7 @@ from cppmega.check import NotApplicable
 from cppmega.errors import CppmegaError
 from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe
 from cppmega.trainer import run_of
-from cppmega.trainer_options import options
+from cppmega.trainer_options import divided, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,9 @@ def of(
         raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
     given = _read(words)
     further = given.pop("arguments")
-    tokenizer, eod, metrics = (given.pop(name) for name in ("tokenizer", "eod", "metrics"))
-    for name in ("changes", "root"):
-        given.pop(name)
-    run = run_of(**given)
+    of_the_run, others = divided(given)
+    tokenizer, eod, metrics = (others[name] for name in ("tokenizer", "eod", "metrics"))
+    run = run_of(**of_the_run)
     # A recipe refuses these words; here they stay on the line, and the check of each names it.
     refused = [word for word in further if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
     rendered = render(recipe.plus(*(w for w in further if w not in refused)), version, run)

@@ -41,6 +41,7 @@ _OPTIONS = (
 _FLAGS = {"mock_data"}
 _SPELLED = {"changes": "--set", "root": "--megatron"}
 _PATHS = ("data_cache", "save", "load", "tensorboard", "metrics", "root")
+_NOT_OF_THE_RUN = ("changes", "root", "tokenizer", "eod", "metrics")
 
 
 def options(command: F) -> F:
@@ -50,8 +51,20 @@ def options(command: F) -> F:
     return command
 
 
+def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with every path absolute, for a process in another working directory."""
+    paths = {n: Path(values[n]).absolute() for n in _PATHS if values[n] is not None}
+    return {**values, **paths, "data": tuple(str(Path(one).absolute()) for one in values["data"])}
+
+
+def divided(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of `trainer.run_of`, and those that say something else than the run."""
+    run = {name: value for name, value in values.items() if name not in _NOT_OF_THE_RUN}
+    return run, {name: values[name] for name in _NOT_OF_THE_RUN}
+
+
 def words(values: Mapping[str, Any], without: Iterable[str] = ()) -> list[str]:
-    """The options as the words of a command line; relative paths become absolute ones.
+    """The options as the words of a command line.
 
     Args:
         values: what click read, by parameter.
@@ -66,5 +79,5 @@ def words(values: Mapping[str, Any], without: Iterable[str] = ()) -> list[str]:
             found.append(flag)
             continue
         for one in value if isinstance(value, tuple) else (value,):
-            found += [flag, str(Path(one).absolute()) if name in _PATHS else str(one)]
+            found += [flag, str(one)]
     return found
