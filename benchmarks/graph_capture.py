@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import sides
 
 REAL, PADDED = [0, 3, 8, 20, 27], [0, 4, 12, 24, 32]
 VOCABULARY, HIDDEN, DEPTHS = 512, 64, 2
@@ -184,9 +185,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for side in ("stock", "patched"):
             root = Path(scratch) / side
-            shutil.copytree(options.megatron / "megatron", root / "megatron")
-            for info in options.megatron.glob("megatron_core-*.dist-info"):
-                shutil.copytree(info, root / info.name)
+            sides.copy(options.megatron, root)
             if side == "patched":
                 session = Session(root)
                 outcome = overlay.apply(session)

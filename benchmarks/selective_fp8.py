@@ -17,7 +17,6 @@ import importlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import sides
 
 PAGE, GATE = "selective_fp8_moe", "CPPMEGA_SELECTIVE_FP8_MOE"
 VOCABULARY, SEQUENCE, BATCH = 1024, 256, 2
@@ -303,9 +304,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for side in ("stock", "patched"):
             root = Path(scratch) / side
-            shutil.copytree(options.megatron / "megatron", root / "megatron")
-            for info in options.megatron.glob("megatron_core-*.dist-info"):
-                shutil.copytree(info, root / info.name)
+            sides.copy(options.megatron, root)
             if side == "patched":
                 session = Session(root)
                 outcome = overlay.apply(session, only=[PAGE], environment={GATE: "1"})

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import click
 import psutil
+import sides
 from slice_report import END, KILL, SAVE, compared, draw, headline, losses, measured, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -64,10 +64,7 @@ class Bench:
         """A copy of the pristine megatron with that variant's patches."""
         root = self.work / "trees" / name
         if not root.is_dir():
-            root.mkdir(parents=True)
-            shutil.copytree(self.site / "megatron", root / "megatron")
-            for info in self.site.glob("megatron_core-*.dist-info"):
-                shutil.copytree(info, root / info.name)
+            sides.copy(self.site, root)
         only = [word for page in STARTS for word in ("--only", page)] if name == "stock" else []
         command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root), *only]
         subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
@@ -93,6 +90,11 @@ class Bench:
     def metrics(self, name: str) -> Path:
         """Where a run writes its steps."""
         return self.out / f"{name}.jsonl"
+
+    def clear(self, name: str) -> None:
+        """Forget what an earlier call wrote: runs append, so that one may be killed and resumed."""
+        for old in (self.metrics(name), self.out / f"{name}.log"):
+            old.unlink(missing_ok=True)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """What a run wrote so far, headers included; a line that is being written is left out."""
@@ -180,8 +182,7 @@ def run(
 
 def trained(bench: Bench, name: str) -> dict[str, Any]:
     """What one run measured; that it does not fit is a result too."""
-    for old in (bench.metrics(name), bench.out / f"{name}.log"):
-        old.unlink(missing_ok=True)
+    bench.clear(name)
     tree = bench.tree("stock" if name == "stock" else "overlay")
     try:
         bench.wait(name, bench.start(name, tree, *_OPTIONS.get(name, ())))
@@ -243,8 +244,7 @@ def resumed(bench: Bench) -> dict[str, Any]:
     """Kill a run without warning, start it again, and compare it with the one that ran through."""
     name, tree = "resume", bench.tree("overlay")
     checkpoints = bench.work / f"checkpoints-{datetime.now(UTC):%H%M%S}"  # never one that exists
-    for old in (bench.metrics(name), bench.out / f"{name}.log"):
-        old.unlink(missing_ok=True)
+    bench.clear(name)
     options = [*("--save", str(checkpoints), "--save-interval", str(SAVE))]
     options += ["--exit-interval", str(END)]
     process = bench.start(name, tree, *options)

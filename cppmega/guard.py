@@ -44,8 +44,8 @@ class Guard:
     edits: dict[str, tuple[Edit, ...]]
     began: bool = False
     stepped: bool = False
-    logged: bool = False
-    saved: bool = False
+    ended: set[str] = field(default_factory=set)
+    """Later phases that were checked: log, save."""
     idle: dict[str, str] = field(default_factory=dict)
     """Pages that this run need not reach -> the reason."""
 
@@ -194,20 +194,20 @@ def after_first_step(args: Any = None) -> None:
 
 def after_first_log(args: Any = None) -> None:
     """The same for pages that are reached when Megatron counts and logs what a step did."""
-    if _GUARD is None or _GUARD.logged:
-        return
-    reached = set().union(*gather(marks.reached()))
-    _refuse_missing(_required(args, ("log",)) - reached, "the first log")
-    _GUARD.logged = True
+    _after_first("log", "the first log", args)
 
 
 def after_first_save(args: Any = None) -> None:
     """The same for pages that are reached when a checkpoint is saved."""
-    if _GUARD is None or _GUARD.saved:
+    _after_first("save", "the first checkpoint", args)
+
+
+def _after_first(phase: str, said: str, args: Any) -> None:
+    if _GUARD is None or phase in _GUARD.ended:
         return
     reached = set().union(*gather(marks.reached()))
-    _refuse_missing(_required(args, ("save",)) - reached, "the first checkpoint")
-    _GUARD.saved = True
+    _refuse_missing(_required(args, (phase,)) - reached, said)
+    _GUARD.ended.add(phase)
 
 
 def finish() -> None:

@@ -36,6 +36,18 @@ class Pack:
     starts: list[int]
     """Padded boundaries: document i stands at starts[i] ... starts[i] + lengths[i]."""
 
+    def through(self, model: Any) -> torch.Tensor:
+        """Loss per token, [1, T]."""
+        per_token: torch.Tensor = model(
+            self.tokens,
+            self.position_ids,
+            None,
+            labels=self.labels,
+            loss_mask=self.loss_mask,
+            packed_seq_params=self.params(),
+        )
+        return per_token
+
     def params(self) -> Any:
         """Megatron's PackedSeqParams, with the true and the padded boundaries."""
         from megatron.core.packed_seq_params import PackedSeqParams

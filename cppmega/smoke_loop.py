@@ -216,14 +216,7 @@ def _step(
     ddp.zero_grad_buffer()
     MTPLossLoggingHelper.tracker.clear()
     watch.begin(model)
-    per_token = ddp(
-        pack.tokens,
-        pack.position_ids,
-        None,
-        labels=pack.labels,
-        loss_mask=pack.loss_mask,
-        packed_seq_params=pack.params(),
-    )
+    per_token = pack.through(ddp)
     watch.passed(model)
     loss = (per_token * pack.loss_mask).sum() / pack.loss_mask.sum()
     if not math.isfinite(loss.item()):

@@ -52,14 +52,7 @@ def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
         for _ in range(count):
             pack = next(packs)
             heads.clear()
-            model(
-                pack.tokens,
-                pack.position_ids,
-                None,
-                labels=pack.labels,
-                loss_mask=pack.loss_mask,
-                packed_seq_params=pack.params(),
-            )
+            pack.through(model)
             # The MTP depths come first, the main head last.
             for depth, logits in enumerate(heads[: recipe.mtp_num_layers], start=1):
                 labels, mask = pack.true_labels(depth)
