@@ -11,7 +11,7 @@ import click
 from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, cli, tree_options
 
 
-@cli.command()
+@cli.command(context_settings={"ignore_unknown_options": True})
 @tree_options
 @click.argument("recipe", required=False)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
@@ -30,9 +30,9 @@ def preflight(
 ) -> None:
     """Everything that can be known to be wrong before a launch; exit 0 only if all holds.
 
-    RECIPE is a shipped name or a path. Behind `--`: the words that the launch line has after it,
-    the trainer's own options (--data, --save ...) or Megatron's arguments. Without a recipe they
-    are a whole line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
+    RECIPE is a shipped name or a path. After it: the words that the launch line has there, the
+    trainer's own options (--data, --save ...) or Megatron's arguments. Without a recipe they are a
+    whole line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
     """
     from cppmega import preflight as checks
     from cppmega import recipes_index, report

@@ -58,13 +58,17 @@ def of(
         world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
         given = _read(words)  # Megatron and our trainer call these two the same
         return Line(words, Run(save=given["save"], load=given["load"]), world, None)
-    if recipe.kind == "loop":
-        raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
     given = _read(words)
     further = given.pop("arguments")
     of_the_run, others = divided(given)
     tokenizer, eod, metrics = (others[name] for name in ("tokenizer", "eod", "metrics"))
     run = run_of(**of_the_run)
+    if recipe.kind == "loop":
+        from cppmega import smoke_loop
+
+        smoke_loop.refuse_options(recipe.plus(*further), run, tokenizer=tokenizer, eod=eod)
+        smoke_loop.folder_of(run.data, recipe)
+        raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
     # A recipe refuses these words; here they stay on the line, and the check of each names it.
     refused = [word for word in further if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
     rendered = render(recipe.plus(*(w for w in further if w not in refused)), version, run)

@@ -351,14 +351,14 @@ def refuse_options(recipe: Recipe, run_: Run, **options: object) -> None:
         "tensorboard": run_.tensorboard,
         "wandb-project": run_.wandb_project,
         "wandb-name": run_.wandb_name,
-        "set arguments": recipe.arguments,
         **options,
     }
-    wrong = [name for name, value in given.items() if value]
+    wrong = [f"--{name}" for name, value in given.items() if value]
+    wrong += [" ".join(recipe.arguments)] if recipe.arguments else []
     if wrong:
         raise CppmegaError(
             "not-supported",
-            f"Recipe {recipe.name} runs in a loop on CPU, which has no --{', no --'.join(wrong)}.",
+            f"Recipe {recipe.name} runs in a loop on CPU, which does not take {', '.join(wrong)}.",
             "The run would go on without it, and nobody would notice.",
             "leave it out",
         )

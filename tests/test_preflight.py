@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cppmega import checks, preflight
+from cppmega import checks, cli, preflight
 from cppmega.check import Context, NotApplicable, Refused
 from cppmega.errors import CppmegaError
 from tests.preflights import launch
@@ -100,3 +100,20 @@ def test_wrong_usage() -> None:
     assert command("smoke_cpi").returncode == 1
     assert "smoke_cpu" in command("smoke_cpi").stderr
     assert command("--set", "lr=1").returncode == 2
+
+
+@pytest.mark.parametrize("line", ["smoke_cpu -- {}", "smoke_cpu {}", "--json smoke_cpu {}"])
+def test_the_words_of_the_launch_line_need_no_dashes(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    class AskedError(Exception):
+        pass
+
+    def examine(context: Context, say: object) -> None:
+        raise AskedError(context.arguments)
+
+    monkeypatch.setattr(preflight, "examine", examine)
+    words = ["--data", "x", "--save", "y", "--exit-interval", "3"]
+    with pytest.raises(AskedError) as asked:
+        cli.cli.main(["preflight", *line.format(" ".join(words)).split()], standalone_mode=False)
+    assert asked.value.args == (tuple(words),)

@@ -68,6 +68,20 @@ def test_words_that_no_trainer_takes() -> None:
     assert "often" in refuses("recipe_complete", "wrong-usage", context).what
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--jsn",), "--jsn"),
+        (("--", "--lr", "3"), "--lr 3"),
+        (("--mock-data",), "--mock-data"),
+        (("--data", "a", "--data", "b"), "not 2"),
+    ],
+)
+def test_words_that_a_loop_on_cpu_does_not_take(words: tuple[str, ...], said: str) -> None:
+    context = launch(SMOKE, *words, root=patched("0.19.2"))
+    assert said in refuses("recipe_complete", "not-supported", context).what
+
+
 def test_data(tmp_path: Path) -> None:
     assert "20000 tokens" in holds("data", on(dataset(tmp_path / "good")))
     assert holds("data", on(None, "--mock-data")) == "mock data"
