@@ -6,6 +6,7 @@ each page a fork of its own, so that what one proof leaves behind cannot help th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -232,30 +233,34 @@ def _worker(
         ],
     }
     seen = set()
-    with subprocess.Popen(
-        [sys.executable, "-m", "cppmega.verify_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={
-            **alone(os.environ),
-            **environment,
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        with process.stdin:
-            process.stdin.write(json.dumps(order))
-        for line in process.stdout:
-            answer = json.loads(line)
-            name = answer.pop("name")
-            seen.add(name)
-            say(f"verify: {side:<7} {answer['result']:<7} {name}")
-            yield name, Run(**answer)
+    with tempfile.TemporaryFile("w+", errors="replace") as said:  # libraries warn as they like
+        with subprocess.Popen(
+            [sys.executable, "-m", "cppmega.verify_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env={
+                **alone(os.environ),
+                **environment,
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "OMP_NUM_THREADS": "1",
+            },
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it ended; said below
+                process.stdin.write(json.dumps(order))
+            for line in process.stdout:
+                answer = json.loads(line)
+                name = answer.pop("name")
+                seen.add(name)
+                say(f"verify: {side:<7} {answer['result']:<7} {name}")
+                yield name, Run(**answer)
+        said.seek(0)
+        last = (said.read().strip().splitlines() or ["it said nothing"])[-1]
     for page in pages:
         if page.name not in seen:
-            ended = f"the {side} process ended with status {process.returncode}"
+            ended = f"the {side} process ended with status {process.returncode}: {last[:400]}"
             yield page.name, Run("not-run", ended)
 
 

@@ -132,7 +132,8 @@ def verify():
     (lab.pages / "swap.py").unlink()
     applied(lab)
     found = refuses("live_proofs", "proof-fails", launch(root=lab.root))
-    assert "AssertionError: 5" in found.what and found.next == f"cppmega verify --megatron {lab.root} page"
+    assert "AssertionError: 5" in found.what
+    assert found.next == f"cppmega verify --megatron {lab.root} page"
     page.write_text(page.read_text().replace("x + x + 1", "2 * x"))
     assert lab.apply().ok
     assert holds("live_proofs", launch(root=lab.root)) == "1 proofs pass"

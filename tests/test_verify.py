@@ -100,6 +100,30 @@ def test_a_proof_that_kills_its_process_fails(prove) -> None:
     assert proved.proof == "failed" and "status 3" in proved.detail
 
 
+_ENDS = """\
+import os, sys
+if "verify_worker" in sys.argv[0]:
+    print("no luck", file=sys.stderr, flush=True)
+    os._exit(3)
+"""
+
+
+def test_a_worker_that_ends_is_quoted(prove) -> None:
+    assert "ended with status 3: no luck" in prove(more=_ENDS).detail
+
+
+_NOISY = """\
+from megatron.core.thing import double
+print("noise")
+assert double(2) == 4
+"""
+
+
+def test_what_libraries_say_meanwhile_is_not_shown(prove, capfd) -> None:
+    assert prove(verify=_NOISY).proof == "passed"
+    assert "noise" not in "".join(capfd.readouterr())
+
+
 _SEES = """\
 import os
 from megatron.core import thing
