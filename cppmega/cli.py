@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -43,12 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FINE)
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and _folder_gone():
+            what = "The folder that this shell stands in is gone."
+            gone = CppmegaError("folder-gone", what, "Nothing can be found from it.", "cd ~")
+            _fail(gone, NOT_AS_IT_MUST_BE, given)
         import traceback
 
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
         broken = CppmegaError("internal-error", what, "This is a bug.", "report it with the above")
         _fail(broken, INTERNAL, given)
+
+
+def _folder_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:

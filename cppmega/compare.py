@@ -23,6 +23,8 @@ Curve = dict[int, Mapping[str, Any]]
 
 def compare(one: Run, other: Run) -> dict[str, Any]:
     """Everything that can be said, as data."""
+    for run in (one, other):
+        run.require_whole()
     curves = [curve(run) for run in (one, other)]
     common = sorted(curves[0].keys() & curves[1].keys())
     return {

@@ -14,13 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cppmega import launch_folder, recipes_index, report, run_folder, tmux, trainer_options
+from cppmega import (
+    launch_folder,
+    launch_resume,
+    recipes_index,
+    report,
+    run_folder,
+    tmux,
+    trainer_options,
+)
 from cppmega.check import Context
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch, Ready
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
-from cppmega.run_folder import Node, Run
+from cppmega.run_folder import Node
 
 _LOOP_RANKS = 2
 """So that a launch on CPU has what one on GPUs has: process groups, ranks that must agree."""
@@ -122,6 +130,13 @@ def _ranks(asked: Launch, recipe: Recipe) -> int:
 
 
 def _check_nodes(asked: Launch) -> None:
+    if asked.nodes == 1 and asked.rdzv is not None:
+        raise CppmegaError(
+            "rendezvous-of-one",
+            f"--rdzv {asked.rdzv} is given, and --nnodes is not.",
+            "This host would train alone, and the others would wait for it.",
+            "--nnodes with the number of hosts, or leave --rdzv out",
+        )
     if asked.nodes > 1 and (asked.rdzv is None or asked.name is None):
         raise CppmegaError(
             "no-rendezvous",
@@ -136,7 +151,7 @@ def _options(asked: Launch, recipe: Recipe, folder: Path, runs: Path) -> dict[st
     """The trainer's options with this run's own places."""
     options = dict(asked.options)
     if asked.resume is not None:
-        options |= _resumed(asked, run_folder.find(runs, asked.resume))
+        options |= launch_resume.options(asked, recipe, run_folder.find(runs, asked.resume))
     options["save"] = options["save"] or folder / "checkpoints"
     if options["load"] is None and run_folder.newest_step(options["save"]) is not None:
         options["load"] = options["save"]  # as the trainer does it; the manifest must say so
@@ -144,33 +159,6 @@ def _options(asked: Launch, recipe: Recipe, folder: Path, runs: Path) -> dict[st
     if recipe.kind == "loop" and not options["data"]:
         options["data"] = (str(folder / "data"),)
     return options
-
-
-def _resumed(asked: Launch, old: Run) -> dict[str, Any]:
-    """Checkpoint and data of an earlier run, where the command line names no others."""
-    if old.state() in run_folder.LIVE:
-        raise CppmegaError(
-            "run-still-running",
-            f"{old.name} is {old.state()}.",
-            "Two runs would go on from one checkpoint while it is still being made.",
-            f"cppmega stop {old.name}",
-        )
-    step = old.checkpoint()
-    if step is None:
-        raise CppmegaError(
-            "nothing-to-resume",
-            f"{old.name} ({old.state()}) has no whole checkpoint in {old.checkpoints}.",
-            "A fresh start under the name of a resumed run would pass for one.",
-            "launch without --resume for a fresh start",
-        )
-    report.say(f"going on from step {step} of {old.name}")
-    found: dict[str, Any] = {"load": asked.options["load"] or old.checkpoints}
-    before = old.manifest["options"]
-    if not asked.options["data"] and not asked.options["mock_data"]:
-        found["data"] = tuple(before["data"])
-        for name in ("tokenizer", "eod", "mock_data", "data_cache"):
-            found[name] = asked.options[name] or before[name]
-    return found
 
 
 def _check_left(recipe: Recipe, load: Path | None) -> None:
@@ -228,11 +216,11 @@ def _preflight(
     if not found.ok:
         failures = found.failures
         if len(failures) > 1:
-            for failure in failures[:-1]:
+            for failure in reversed(failures[1:]):
                 report.say(failure.error.render())
-            report.say(f"{len(failures)} things are wrong; the last of them:")
+            report.say(f"{len(failures)} things are wrong; the first of them:")
         if failures:
-            raise failures[-1].error
+            raise failures[0].error
         raise CppmegaError(
             "preflight-incomplete",
             "Some checks were not run.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cppmega import launch_record, overlay_record, receipt, recipes_index, run_folder
+from cppmega import launch_record, overlay_record, receipt, recipes_index, run_folder, run_manifest
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
@@ -81,7 +81,7 @@ def _join(ready: Ready, run: Run, mine: Mapping[str, Any], exists: CppmegaError)
     deadline = time.monotonic() + _JOIN
     while not run.manifest_file.is_file() and time.monotonic() < deadline:
         time.sleep(0.2)
-    theirs = run_folder.read_json(run.manifest_file)
+    theirs = run_manifest.read_json(run.manifest_file)
     for part in ("torchrun", "overlay", "arguments"):
         if theirs.get(part) != mine[part]:
             raise CppmegaError(
@@ -101,7 +101,7 @@ def _manifest(ready: Ready) -> dict[str, Any]:
     source = launch_record.file_state(recipes_index.file_of(asked.recipe))
     options = {name: _plain(value) for name, value in ready.options.items()}
     return {
-        "schema": run_folder.SCHEMA,
+        "schema": run_manifest.SCHEMA,
         "name": ready.folder.name,
         "created": time.time(),
         "command": sys.argv,

@@ -297,6 +297,13 @@ def _training(recipe: Recipe) -> None:
 
 
 def _machine(recipe: Recipe) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", recipe.name):
+        raise invalid(
+            recipe,
+            f"{recipe.name!r} is no name.",
+            "Run folders begin with it, and it is typed in commands.",
+            "letters, digits, - and _, in the recipe and in the name of its file",
+        )
     for architecture in recipe.architectures:
         if not re.fullmatch(r"sm_\d{2,3}", architecture):
             raise invalid(recipe, f"{architecture!r} is no architecture like sm_90.", "No GPU is.")

@@ -70,12 +70,16 @@ def _module(path: Path) -> Any:
         return loading.load(f"cppmega_recipe_{path.stem}", path)
     except CppmegaError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        beside = isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py")
         raise CppmegaError(
             "recipe-broken",
             f"{path} cannot be loaded: {type(error).__name__}: {error}",
-            "A recipe is a Python file that defines RECIPE.",
-            f"python {path}",
+            "A recipe is one Python file that defines RECIPE: the run folder keeps a copy of it "
+            "alone.",
+            f"write what {beside} holds into {path}"
+            if beside and beside.is_file()
+            else f"python {path}",
         ) from error
 
 
@@ -94,6 +98,13 @@ def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
                 f"{text!r} is no field=value.",
                 "It is not clear what to change.",
                 "--set micro_batch_size=2",
+            )
+        if name == "name":
+            raise CppmegaError(
+                "bad-assignment",
+                f"{text!r} changes the name of the recipe, which is that of its file.",
+                "Its runs could not be found by it.",
+                "--name NAME names the run folder; a recipe of your own is a file of that name",
             )
         try:
             changes[name] = ast.literal_eval(value)

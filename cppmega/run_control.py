@@ -30,30 +30,30 @@ def attach(run: Run) -> NoReturn:
             "run-ended",
             f"{run.name} is {state}: {MEANING[state]}." + (f" {said}" if said else ""),
             "Its session has ended with it.",
-            f"cppmega logs {run.name}",
+            f"cppmega logs {run.word}",
         )
-    node = _here(run, f"cppmega attach {run.name}")
+    node = _here(run, f"cppmega attach {run.word}")
     if not name:
         raise CppmegaError(
             "not-in-tmux",
             f"{run.name} was launched without --tmux.",
             "It runs in the terminal that launched it.",
-            f"cppmega logs -f {run.name}",
+            f"cppmega logs -f {run.word}",
         )
-    tmux.require(f"cppmega logs -f {run.name}")
+    tmux.require(f"cppmega logs -f {run.word}")
     if not tmux.exists(name):
         raise CppmegaError(
             "session-gone",
             f"The tmux session {name} is not there; process {node.status().get('pid')} goes on.",
             "The tmux server was ended, or belongs to another user.",
-            f"cppmega logs -f {run.name}",
+            f"cppmega logs -f {run.word}",
         )
     if not sys.stdin.isatty():
         raise CppmegaError(
             "no-terminal",
             "Standard input is no terminal.",
             "tmux needs one to draw on.",
-            f"cppmega logs -f {run.name}",
+            f"cppmega logs -f {run.word}",
         )
     tmux.attach(name)
     raise AssertionError("tmux has replaced this process")
@@ -91,13 +91,15 @@ def _files(run: Run, rank: int | None) -> list[Path]:
     if rank is None:
         found = [node.console for node in nodes if node.console.exists()]
     else:
-        size = int(run.manifest["nproc"])
-        if not 0 <= rank < size * int(run.manifest["nodes"]):
+        if not {"nproc", "nodes"} <= set(run.manifest):
+            run.require_whole()
+        last = int(run.manifest["nproc"]) * int(run.manifest["nodes"]) - 1
+        if not 0 <= rank <= last:
             raise CppmegaError(
                 "no-such-rank",
-                f"{run.name} has ranks 0 to {size * int(run.manifest['nodes']) - 1}.",
+                f"{run.name} has ranks 0 to {last}.",
                 "There is no such log.",
-                f"cppmega logs {run.name} --rank 0",
+                f"cppmega logs {run.word} --rank 0",
             )
         found = list(_of_rank(nodes, rank))
     if not found:
@@ -105,7 +107,7 @@ def _files(run: Run, rank: int | None) -> list[Path]:
             "no-logs",
             f"{run.name} ({run.state()}) has written nothing yet.",
             "Its processes are still starting, or never did.",
-            f"cppmega runs, then cppmega logs {run.name}",
+            f"cppmega runs, then cppmega logs {run.word}",
         )
     return found
 
@@ -155,9 +157,10 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
             "run-ended",
             f"{run.name} is {state}: {MEANING[state]}.",
             "There is nothing to stop.",
-            f"cppmega launch RECIPE --resume {run.name}, to go on from its checkpoint",
+            f"cppmega launch {run.manifest.get('recipe', {}).get('name', 'RECIPE')} "
+            f"--resume {run.word}, to go on from its checkpoint",
         )
-    node, before = _here(run, f"cppmega stop {run.name}"), run.checkpoint()
+    node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
     process.send(int(node.status()["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
     report.say(
         f"{run.name}: ending at once"
@@ -171,12 +174,13 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
                 "still-saving",
                 f"{run.name} has not ended after {wait:.0f} s.",
                 "A step or a large checkpoint takes longer, or a rank hangs.",
-                f"cppmega logs -f {run.name}; to give up what is not saved: "
-                f"cppmega stop --now {run.name}",
+                f"cppmega logs -f {run.word}; to give up what is not saved: "
+                f"cppmega stop --now {run.word}",
             )
         time.sleep(_PERIOD)
     after, state = run.checkpoint(), run.state()
-    if now or after != before:
+    # An earlier stop may have seen to it: then what is saved is all that was trained.
+    if now or after != before or (after is not None and after == run.last_row().get("step")):
         kept = f"checkpoint of step {after}" if after is not None else "no checkpoint"
         print(f"{state} {run.name}, {kept}")
         return
@@ -185,7 +189,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
         f"{run.name} has ended ({state}) without a new checkpoint"
         + (f"; the newest is of step {before}." if before is not None else "."),
         "It had not come to its first step, or saving failed.",
-        f"cppmega logs {run.name}",
+        f"cppmega logs {run.word}",
     )
 
 
@@ -222,13 +226,13 @@ def row_of(run: Run) -> dict[str, Any]:
         "recipe": manifest.get("recipe", {}).get("name", ""),
         "overlay": manifest.get("overlay", {}).get("digest", ""),
         "created": manifest.get("created"),
-        "seconds": (max(ended) if ended else time.time()) - float(manifest.get("created") or 0),
+        "seconds": _seconds(manifest.get("created"), max(ended) if ended else time.time()),
         "step": last.get("step"),
         "loss": last.get("loss"),
         "checkpoint": run.checkpoint(),
         "tmux": manifest.get("tmux"),
         "hosts": [status.get("host") for status in statuses],
-        "error": failures.in_one_line(run),
+        "error": run.problem or failures.in_one_line(run),
         "folder": str(run.path),
     }
 
@@ -257,7 +261,13 @@ def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _duration(seconds: float) -> str:
+def _seconds(created: float | None, until: float) -> float | None:
+    return None if created is None else max(0.0, until - created)  # clocks are set back, too
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

@@ -14,6 +14,7 @@ RUNS/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -24,11 +25,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import process
+from cppmega import process, run_manifest
 from cppmega.errors import CppmegaError
 
 VARIABLE = "CPPMEGA_RUNS"
-SCHEMA = 1
 TRACKER = "latest_checkpointed_iteration.txt"
 
 State = Literal["starting", "running", "stopping", "finished", "stopped", "crashed", "killed"]
@@ -74,7 +74,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """What the process in charge wrote last; empty before it did."""
-        return read_json(self.status_file)
+        return run_manifest.status(self.status_file)
 
     def write(self, status: Mapping[str, Any]) -> None:
         """Replace the status; a reader sees the old one or the new one."""
@@ -119,14 +119,51 @@ class Run:
         return self.path / "metrics.jsonl"
 
     @cached_property
+    def _read(self) -> tuple[dict[str, Any], str]:
+        return run_manifest.manifest(self.manifest_file)
+
+    @property
     def manifest(self) -> dict[str, Any]:
-        """What was launched."""
-        return read_json(self.manifest_file)
+        """What was launched; empty where nothing can be read of it."""
+        return self._read[0]
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the manifest."""
+        return self._read[1]
+
+    def require_whole(self) -> None:
+        """For whoever needs to know what was launched.
+
+        Raises:
+            CppmegaError: `run-damaged`.
+        """
+        missing = run_manifest.missing(self.manifest)
+        if self.problem or missing:
+            raise CppmegaError(
+                "run-damaged",
+                f"{self.path}: {self.problem or 'its manifest lacks ' + ', '.join(missing)}.",
+                "Nobody can say from it what was launched.",
+                f"cppmega logs {self.name} shows what it printed; its checkpoints can be given to "
+                "--load",
+            )
+
+    @property
+    def word(self) -> str:
+        """What names it in a command: its folder, where it is not among the default ones."""
+        return self.name if self.path.parent == root().absolute() else str(self.path)
 
     @property
     def checkpoints(self) -> Path:
-        """Where it saves."""
-        return Path(self.manifest.get("save") or self.path / "checkpoints")
+        """Where it saves; its own folder first, which may have been moved."""
+        return self._own(self.path / "checkpoints", "save")
+
+    @property
+    def _metrics(self) -> Path:
+        return self._own(self.metrics, "metrics")
+
+    def _own(self, own: Path, key: str) -> Path:
+        return own if own.exists() else Path(self.manifest.get(key) or own)
 
     def nodes(self) -> list[Node]:
         """The hosts that have joined so far."""
@@ -156,7 +193,7 @@ class Run:
 
     def last_row(self) -> dict[str, Any]:
         """The last logged step, without reading the file of weeks; empty where there is none."""
-        path = Path(self.manifest.get("metrics") or self.metrics)
+        path = self._metrics
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _LAST))
@@ -165,16 +202,20 @@ class Run:
             return {}
         for line in reversed(lines):
             if line.startswith('{"step"'):
-                return dict(json.loads(line))
+                with contextlib.suppress(ValueError):
+                    return dict(json.loads(line))
         return {}
 
     def all_rows(self) -> Iterator[dict[str, Any]]:
         """Everything in the metrics file, headers included."""
-        path = Path(self.manifest.get("metrics") or self.metrics)
+        path = self._metrics
         if not path.is_file():
             return
-        for line in path.read_text().split("\n")[:-1]:
-            yield json.loads(line)
+        for line in path.read_text(errors="replace").split("\n")[:-1]:
+            with contextlib.suppress(ValueError):  # cut off where the disk was full
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    yield row
 
     def checkpoint(self) -> int | None:
         """Step of the newest whole checkpoint."""
@@ -288,7 +329,7 @@ def find(runs: Path, name: str | None) -> Run:
         CppmegaError: `no-runs`, `run-unknown`, `run-ambiguous`.
     """
     known = everyone(runs)
-    if name is not None and (Path(name) / "manifest.json").is_file():
+    if name and (Path(name) / "manifest.json").is_file():
         return Run(Path(name).absolute())
     if not known:
         raise CppmegaError(
@@ -302,7 +343,7 @@ def find(runs: Path, name: str | None) -> Run:
     for matches in (
         [run for run in known if run.name == name],
         [run for run in known if run.manifest.get("tmux") == name][:1],  # the newest of that name
-        [run for run in known if run.name.startswith(name)],
+        [run for run in known if name and run.name.startswith(name)],
     ):
         if len(matches) == 1:
             return matches[0]
@@ -311,23 +352,14 @@ def find(runs: Path, name: str | None) -> Run:
                 "run-ambiguous",
                 f"{name} may be {', '.join(run.name for run in matches[:5])}.",
                 "The command must not reach the wrong run.",
-                f"name it in full: {matches[0].name}",
+                f"name it in full: {matches[0].word}",
             )
     raise CppmegaError(
         "run-unknown",
-        f"There is no run {name} in {runs.absolute()}.",
+        f"There is no run {name!r} in {runs.absolute()}.",
         "The newest are " + ", ".join(run.name for run in known[:5]) + ".",
-        "cppmega runs",
+        "cppmega runs" + ("" if runs.absolute() == root().absolute() else f" --runs {runs}"),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 from cppmega import process
 from cppmega.agent import FAILURE, of_torchrun
 from cppmega.failures import said_of
-from cppmega.run_folder import Node, read_json
+from cppmega.run_folder import Node
+from cppmega.run_manifest import read_json
 
 _PERIOD = 0.2
 _ORPHANS = 60.0

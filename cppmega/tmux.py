@@ -82,7 +82,7 @@ def refuse_existing(name: str) -> None:
             "session-exists",
             f"There is a tmux session {name} already.",
             "Another run may be in it.",
-            f"cppmega attach {name}, or another --tmux NAME",
+            f"tmux attach -t {name} shows what is in it; or another --tmux NAME",
         )
 
 

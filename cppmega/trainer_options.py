@@ -11,6 +11,7 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FOLDER = click.Path(path_type=Path)
+_STEPS = click.IntRange(1)
 
 _OPTIONS = (
     click.option(
@@ -27,9 +28,9 @@ _OPTIONS = (
         "--save", type=_FOLDER, help="Checkpoints; a run started again goes on from them."
     ),
     click.option("--load", type=_FOLDER, help="Go on from the checkpoint of another run."),
-    click.option("--save-interval", type=int, default=500, show_default=True, help="Steps."),
-    click.option("--exit-interval", type=int, help="End after a multiple of this many steps."),
-    click.option("--log-interval", type=int, default=1, show_default=True, help="Steps."),
+    click.option("--save-interval", type=_STEPS, default=500, show_default=True, help="Steps."),
+    click.option("--exit-interval", type=_STEPS, help="End after a multiple of this many steps."),
+    click.option("--log-interval", type=_STEPS, default=1, show_default=True, help="Steps."),
     click.option("--tensorboard", type=_FOLDER, help="Folder for TensorBoard."),
     click.option("--wandb-project", default="", help="Log to this Weights & Biases project."),
     click.option("--wandb-name", default="", help="Name of the run there [the recipe's]."),

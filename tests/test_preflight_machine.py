@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,8 @@ def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {error.name for error in limits.judge(poor, ranks=2)}
     assert names == {"too-few-files", "shared-memory-too-small", "host-memory-too-small"}
     says_nothing("limits", launch(SMOKE, training_machine=True))
+    monkeypatch.setattr(limits, "look", lambda: replace(poor, files=20))
+    refuses("limits", "too-few-files", launch(SMOKE))
 
 
 def test_what_the_kernel_says_of_this_host() -> None:
@@ -451,6 +454,19 @@ def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:
     finally:
         other.communicate()
     says_nothing("save_folder", launch(SLICE, "--mock-data", root=patched("0.19.2")))
+
+
+def test_a_save_folder_of_two_loops(tmp_path: Path) -> None:
+    says_nothing("save_folder", launch(SMOKE))
+    words = ["cppmega.run", "--save", str(tmp_path)]
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE
+    )
+    try:
+        refuses("save_folder", "save-folder-in-use", launch(SMOKE, "--save", str(tmp_path)))
+    finally:
+        other.communicate()
+    holds("save_folder", launch(SMOKE, "--save", str(tmp_path)))
 
 
 def test_a_save_folder_with_the_checkpoints_of_another_run(tmp_path: Path) -> None:

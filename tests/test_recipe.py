@@ -202,6 +202,14 @@ def test_a_recipe_is_loaded_by_path_and_must_carry_its_file_name(tmp_path: Path)
     own.write_text("import nowhere_to_be_found\n")
     with pytest.raises(CppmegaError, match="nowhere_to_be_found"):
         recipes_index.load(str(own))
+    own.write_text("raise SystemExit(0)\n")  # `cppmega preflight` ended with status 0
+    with pytest.raises(CppmegaError, match="SystemExit"):
+        recipes_index.load(str(own))
+    (tmp_path / "helper_of_mine.py").write_text("STEPS = 3\n")
+    own.write_text("from helper_of_mine import STEPS\n")
+    with pytest.raises(CppmegaError) as caught:
+        recipes_index.load(str(own))
+    assert "helper_of_mine.py" in caught.value.next
 
 
 def test_words_of_a_command_line_become_values() -> None:

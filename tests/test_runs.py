@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 
 from cppmega import (
     agent,
+    cli,
     compare,
     gates,
     launch,
@@ -139,6 +142,69 @@ def test_runs_are_found_by_name_session_beginning_and_folder(tmp_path: Path) -> 
     assert run_folder.fresh_name(tmp_path, "r") != "r"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"created": 1, "na',
+        "[1]",
+        '{"schema": 9}',
+        '{"created": "yesterday"}',
+        '{"created": 1, "recipe": "x"}',
+        "\x00\x80",
+    ],
+)
+def test_one_damaged_folder_does_not_take_down_the_others(tmp_path: Path, text: str) -> None:
+    whole, damaged = make(tmp_path, "whole", 2), make(tmp_path, "damaged", 3)
+    for run in (whole, damaged):
+        ended(run, 0)
+    damaged.manifest_file.write_text(text, encoding="latin-1")
+    runs = run_folder.everyone(tmp_path)
+    lines = list(run_control.table([run_control.row_of(run) for run in runs]))
+    assert sum("manifest.json" in line for line in lines) == 1
+    found = run_folder.find(tmp_path, "damaged")
+    assert run_control.row_of(found)["seconds"] is None
+    for wants_it in (
+        lambda: compare.compare(whole, found),
+        lambda: run_control.logs(found, rank=0, follow=False),
+        lambda: launch.prepare(asked(tmp_path, resume="damaged")),
+    ):
+        with pytest.raises(CppmegaError, match="run-damaged"):
+            wants_it()
+
+
+def test_a_status_and_metrics_that_are_damaged(tmp_path: Path) -> None:
+    run = make(tmp_path, "run", 1)
+    ended(run, 0)
+    row = {"step": 1, "loss": 1.0, "seconds": 1.0, "tokens_per_second": 1.0}
+    run.metrics.write_bytes(json.dumps(row).encode() + b'\n\xff\xfe\n{"step": \n3\n')
+    assert run.rows() == [row] and run.last_row() == row
+    (node,) = run.nodes()
+    node.status_file.write_text('{"pid": "x", "ended": "yesterday"}')
+    assert node.status() == {} and run_control.row_of(run)["state"] == "starting"
+
+
+def test_a_run_that_was_moved_has_its_curves_and_checkpoints(tmp_path: Path) -> None:
+    places = {"save": str(tmp_path / "old" / "checkpoints"), "metrics": str(tmp_path / "old" / "m")}
+    run = make(tmp_path, "old", 1, **places)
+    run.metrics.write_text('{"step": 3}\n')
+    (run.path / "checkpoints").mkdir()
+    (run.path / "checkpoints" / run_folder.TRACKER).write_text("3")
+    run.path.rename(tmp_path / "new")
+    moved = run_folder.find(tmp_path, "new")
+    assert (moved.last_row(), moved.checkpoint()) == ({"step": 3}, 3)
+
+
+def test_no_name_is_no_beginning_of_one(tmp_path: Path) -> None:
+    """`cppmega stop "$UNSET"` must not stop the only run."""
+    make(tmp_path, "only", 1)
+    with pytest.raises(CppmegaError, match="run-unknown") as caught:
+        run_folder.find(tmp_path, "")
+    assert caught.value.next == f"cppmega runs --runs {tmp_path}"
+    (run,) = run_folder.everyone(tmp_path)
+    assert run_folder.find(Path("elsewhere"), run.word) == run
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CppmegaError, match="runs-not-writable"):
@@ -178,8 +244,6 @@ def test_a_process_of_before_the_reboot_or_of_the_same_number(tmp_path: Path) ->
     run = make(tmp_path, "run", 1)
     node = run_folder.claim_node(run, 1)
     assert node is not None
-    import socket
-
     me = {"pid": os.getpid(), "since": process.started(os.getpid()), "boot": process.boot()}
     mine = {**me, "host": socket.gethostname(), "ended": None}
     node.write(mine)
@@ -195,6 +259,40 @@ def test_a_process_of_before_the_reboot_or_of_the_same_number(tmp_path: Path) ->
         run_control.stop(run, now=False, wait=1)
     with pytest.raises(CppmegaError, match="run-elsewhere"):
         run_control.attach(run)
+
+
+def test_a_second_stop_finds_what_the_first_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path, "run", 1)
+    node = run_folder.claim_node(run, 1)
+    assert node is not None
+    me = {"pid": os.getpid(), "since": process.started(os.getpid()), "boot": process.boot()}
+    status = {**me, "host": socket.gethostname(), "stop": "checkpoint", "ended": None}
+    node.write(status)
+    run.checkpoints.mkdir()
+    (run.checkpoints / run_folder.TRACKER).write_text("5")
+    run.metrics.write_text('{"step": 5}\n')
+    monkeypatch.setattr(
+        process, "send", lambda *_: node.write({**status, "ended": time.time(), "exit": 0})
+    )
+    run_control.stop(run, now=False, wait=9)
+    assert capsys.readouterr().out == "stopped run, checkpoint of step 5\n"
+    node.write(status)
+    run.metrics.write_text('{"step": 6}\n')
+    with pytest.raises(CppmegaError, match="not-saved"):
+        run_control.stop(run, now=False, wait=9)
+
+
+def test_a_shell_in_a_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as ended_:
+        cli.main(["launch", "smoke_cpu"])
+    assert ended_.value.code == 1 and "folder-gone" in capsys.readouterr().err
 
 
 def test_the_first_failure_is_told_by_the_exact_time(tmp_path: Path) -> None:
@@ -292,6 +390,11 @@ def asked(runs: Path, **how: Any) -> Launch:
         ({"recipe": "nam56r_h200_8gpu_bf16", "nodes": 3}, "wrong-world-size"),
         ({"recipe": "nam56r_h200_slice", "nproc": 2}, "wrong-world-size"),
         ({"resume": "nothing"}, "no-runs"),
+        ({"rdzv": "h:1"}, "rendezvous-of-one"),
+        ({"changes": ("name=mine",)}, "bad-assignment"),
+        ({"changes": ("lr=1e999",)}, "recipe-invalid"),
+        ({"changes": ("lr=-1",)}, "recipe-invalid"),
+        ({"changes": ("seed=-1",)}, "recipe-invalid"),
         ({"changes": ("lrr=1",)}, "unknown-field"),
     ],
 )
@@ -316,6 +419,13 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(CppmegaError, match="already-trained") as caught:
         launch.prepare(asked(tmp_path, resume="crashed"))
     assert "train_iters=400" in caught.value.next
+    (run.path / "recipe").mkdir()
+    shutil.copy(recipes_index.folder() / "smoke_cpu.py", run.path / "recipe")
+    with pytest.raises(CppmegaError, match="run-of-another-model") as caught:
+        launch.prepare(asked(tmp_path, resume="crashed", changes=("hidden_size=128",)))
+    assert "hidden_size 64 and 128" in caught.value.what
+    with pytest.raises(CppmegaError, match="run-of-another-recipe"):
+        launch.prepare(asked(tmp_path, resume="crashed", recipe="nam56r_h200_slice"))
 
 
 @pytest.mark.parametrize(

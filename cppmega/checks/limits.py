@@ -15,6 +15,7 @@ from cppmega.errors import CppmegaError
 AFTER: tuple[str, ...] = ()
 
 _FILES = 4096
+_FILES_OF_A_LOOP = 256
 _SHARED = 2**27
 """NCCL and the data loaders' workers; Docker gives half of it where nobody asks for more."""
 _PER_RANK = 6 * 2**30
@@ -38,6 +39,7 @@ def check(context: Context) -> str:
         NotApplicable: the launch runs on CPU, in two small processes.
     """
     if context.recipe is None or not context.needs_gpu:
+        refuse(_files(look().files, _FILES_OF_A_LOOP))
         raise NotApplicable("no recipe for GPUs is named")
     if not context.training_machine:
         raise NotApplicable("this machine does not train")
@@ -59,13 +61,7 @@ def look() -> Host:
 
 def judge(host: Host, ranks: int) -> Iterator[CppmegaError]:
     """What is not enough for that many ranks."""
-    if host.files < _FILES:
-        yield CppmegaError(
-            "too-few-files",
-            f"A process may open {host.files} files.",
-            "Data loaders, NCCL and checkpoints of many shards need thousands.",
-            f"ulimit -n {_FILES * 16}",
-        )
+    yield from _files(host.files, _FILES)
     if ranks > 1 and host.shared < _SHARED:
         yield CppmegaError(
             "shared-memory-too-small",
@@ -80,6 +76,17 @@ def judge(host: Host, ranks: int) -> Iterator[CppmegaError]:
             f"{gib(_PER_RANK)}.",
             "The kernel ends a rank without a word, and the others wait for it.",
             "end what else runs here, or give the container more memory",
+        )
+
+
+def _files(allowed: int, needed: int) -> Iterator[CppmegaError]:
+    if allowed < needed:
+        yield CppmegaError(
+            "too-few-files",
+            f"A process may open {allowed} files.",
+            "Data loaders, process groups and checkpoints of many shards need more: thousands on "
+            "GPUs.",
+            f"ulimit -n {_FILES * 16}",
         )
 
 

@@ -8,7 +8,7 @@ from cppmega.errors import CppmegaError
 
 AFTER: tuple[str, ...] = (
     *("one_root", "receipt_whole", "patched_files", "patches"),
-    *("variables", "debug_variables", "network", "imported_process"),
+    *("variables", "debug_variables", "network", "limits", "imported_process"),
 )
 
 

@@ -23,14 +23,13 @@ def check(context: Context) -> str:
         CppmegaError: `save-folder-in-use`, `save-folder-of-another-run`.
         NotApplicable: nothing is saved.
     """
-    run = context.line.run
-    save = run.save
+    save, load = _places(context)
     if save is None:
         raise NotApplicable("nothing is saved")
-    if (save / CHECKPOINT).is_file() and run.load is not None and not _same(run.load, save):
+    if (save / CHECKPOINT).is_file() and load is not None and not _same(load, save):
         raise CppmegaError(
             "save-folder-of-another-run",
-            f"{save} holds checkpoints already, and the run goes on from {run.load}.",
+            f"{save} holds checkpoints already, and the run goes on from {load}.",
             "Steps of two runs would lie in one folder, and a restart would take whichever is "
             "newest.",
             "an empty --save folder, or leave --load out to go on from what is there",
@@ -48,6 +47,16 @@ def check(context: Context) -> str:
                     f"stop it (its command line: {' '.join(words)[:120]}), or another --save",
                 )
     return f"nobody else saves into {save}"
+
+
+def _places(context: Context) -> tuple[Path | None, Path | None]:
+    """Where the run saves, and what it goes on from."""
+    if context.recipe is not None and context.recipe.kind == "loop":
+        words = [context.word(flag) for flag in ("--save", "--load")]
+        save, load = (Path(word) if word else None for word in words)
+        return save, load
+    run = context.line.run
+    return run.save, run.load
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -1,0 +1,86 @@
+"""What a launch takes from the run that it goes on from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cppmega import recipes_index, report, run_folder
+from cppmega.errors import CppmegaError
+from cppmega.launch_folder import Launch
+from cppmega.recipe import Recipe
+from cppmega.run_folder import Run
+
+_SHAPE = (
+    *("hidden_size", "ffn_hidden_size", "num_layers", "mtp_num_layers", "pattern"),
+    *("num_attention_heads", "num_query_groups", "kv_channels", "num_experts"),
+    *("padded_vocab_size", "tied_embeddings"),
+)
+"""Of a recipe: what the weights in a checkpoint have the shapes of."""
+
+
+def options(asked: Launch, recipe: Recipe, old: Run) -> dict[str, Any]:
+    """Checkpoint and data of an earlier run, where the command line names no others.
+
+    Raises:
+        CppmegaError: `run-damaged`, `run-of-another-recipe`, `run-of-another-model`,
+            `run-still-running`, `nothing-to-resume`.
+    """
+    old.require_whole()
+    whose = old.manifest["recipe"].get("name")
+    if whose != recipe.name:
+        raise CppmegaError(
+            "run-of-another-recipe",
+            f"{old.name} is a run of recipe {whose}, not of {recipe.name}.",
+            "Its checkpoint is another model's, or the record of it would be another recipe's.",
+            f"cppmega launch {whose} --resume {old.word}",
+        )
+    _refuse_other_model(recipe, old)
+    if old.state() in run_folder.LIVE:
+        raise CppmegaError(
+            "run-still-running",
+            f"{old.name} is {old.state()}.",
+            "Two runs would go on from one checkpoint while it is still being made.",
+            f"cppmega stop {old.word}",
+        )
+    step = old.checkpoint()
+    if step is None:
+        raise CppmegaError(
+            "nothing-to-resume",
+            f"{old.name} ({old.state()}) has no whole checkpoint in {old.checkpoints}.",
+            "A fresh start under the name of a resumed run would pass for one.",
+            "launch without --resume for a fresh start",
+        )
+    report.say(f"going on from step {step} of {old.name}")
+    found: dict[str, Any] = {"load": asked.options["load"] or old.checkpoints}
+    before = old.manifest["options"]
+    if not asked.options["data"] and not asked.options["mock_data"]:
+        found["data"] = tuple(before["data"])
+        for name in ("tokenizer", "eod", "mock_data", "data_cache"):
+            found[name] = asked.options[name] or before[name]
+    return found
+
+
+def _refuse_other_model(recipe: Recipe, old: Run) -> None:
+    """By the recipe that the old run kept: not every checkpoint says what it is of."""
+    kept = old.path / "recipe" / f"{recipe.name}.py"
+    try:
+        was = recipes_index.with_text(
+            recipes_index.load(str(kept)), old.manifest["recipe"].get("changes", ())
+        )
+    except CppmegaError:
+        return  # an older release's: the checkpoint's own check says what it can
+    # A loop learns a vector for every position.
+    shape = (*_SHAPE, "seq_length") if recipe.kind == "loop" else _SHAPE
+    other = [
+        f"{name} {getattr(was, name)} and {getattr(recipe, name)}"
+        for name in shape
+        if getattr(was, name) != getattr(recipe, name)
+    ]
+    if other:
+        raise CppmegaError(
+            "run-of-another-model",
+            f"{old.name} and this launch differ: {', '.join(other)}.",
+            "The weights of its checkpoint do not fit.",
+            "the --set with which it was launched: "
+            + (" ".join(f"--set {text}" for text in old.manifest["recipe"]["changes"]) or "none"),
+        )
