@@ -32,6 +32,8 @@ class Line:
     tokenizer: str | None = None
     eod: str | None = None
     metrics: Path | None = None
+    further: tuple[str, ...] = ()
+    """Those of argv that neither the recipe's fields nor the trainer's options made."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -73,7 +75,8 @@ def of(
     refused = [word for word in further if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
     rendered = render(recipe.plus(*(w for w in further if w not in refused)), version, run)
     argv = (*rendered.argv, *refused)
-    return Line(argv, run, recipe.gpus, rendered, tokenizer, eod, metrics)
+    words = (*recipe.arguments, *further)
+    return Line(argv, run, recipe.gpus, rendered, tokenizer, eod, metrics, words)
 
 
 def _read(words: tuple[str, ...]) -> dict[str, Any]:

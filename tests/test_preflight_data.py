@@ -180,3 +180,19 @@ def test_the_checkpoint_of_a_loop(tmp_path: Path) -> None:
     assert ".metadata" in refuses("checkpoint", "checkpoint-broken", loading()).what
     folder.rename(save / "iter_0000006")
     assert "iter_0000006" in refuses("checkpoint", "checkpoint-broken", loading()).next
+
+
+def test_arguments_that_are_the_recipes_or_the_trainers() -> None:
+    harmless = on(None, "--mock-data", "--save", "here", "--", "--log-params-norm")
+    holds("owned_arguments", harmless)
+    says_nothing("owned_arguments", launch(None, "--lr", "1", root=patched("0.19.2")))
+    for words, instead in (
+        (("--save", "/elsewhere"), "--save /elsewhere in front of the --"),
+        (("--data-path=x",), "--data x in front of the --"),
+        (("--micro-batch-size", "7"), "--set micro_batch_size=7"),
+        (("--qk-layernorm", "--lr=1"), "--set qk_layernorm=True"),
+    ):
+        asked = on(None, "--mock-data", "--", *words)
+        assert refuses("owned_arguments", "argument-not-megatrons", asked).next == instead
+    own = on(None, "--mock-data", recipe=SLICE.plus("--lr", "1"))
+    refuses("owned_arguments", "argument-not-megatrons", own)

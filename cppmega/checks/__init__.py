@@ -12,7 +12,7 @@ ORDER: tuple[str, ...] = (
     *("hosts", "network", "limits"),
     *("gpus", "gpus_free", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
     # what can be known without a process
-    *("data", "folders", "save_folder"),
+    *("owned_arguments", "data", "folders", "save_folder"),
     # in a process like a rank
     *("imported_process", "live_proofs"),
     # the launch line, by the installed version's own parser
