@@ -136,7 +136,7 @@ def _load_module(name: str, path: Path) -> ModuleType:
         return loading.load(qualified, path, below)
     except CppmegaError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a page that ends the command would end it well
         raise CppmegaError(
             "page-failed",
             f"{path} cannot be loaded: {type(error).__name__}: {error}.",

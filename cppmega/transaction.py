@@ -349,5 +349,10 @@ def _named_faults(tree: Tree, done: str = "Nothing was changed.") -> Iterator[No
             "write-failed",
             f"{error.strerror}: {error.filename or tree.root}. {done}",
             "The patches could not be written as a whole.",
-            "mend the cause and run `python -m cppmega.apply_patches` again",
+            (
+                f"move {error.filename} away: it stands where a folder of ours must be"
+                if isinstance(error, FileExistsError | NotADirectoryError)
+                else "mend the cause"
+            )
+            + "; then `python -m cppmega.apply_patches` again",
         ) from error

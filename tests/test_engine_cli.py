@@ -197,6 +197,7 @@ def test_errors_have_kebab_names_and_cross_processes() -> None:
         (("'1.0': '", "'1.0': 'x"), "bad-page", "no fingerprint"),
         (("from cppmega.page", "import torch\nfrom cppmega.page"), "bad-page", "imports torch"),
         (("PATCH = ", "raise ValueError('oops')\nPATCH = "), "page-failed", "oops"),
+        (("PATCH = ", "raise SystemExit(0)\nPATCH = "), "page-failed", "SystemExit"),
         (("def verify", "def verify(:"), "page-failed", "SyntaxError"),
         (("reached='forward'", "reached='forward', after=('nobody',)"), "unknown-page", "nobody"),
         (("return False", "return source.nothing"), "page-failed", "fixed_upstream"),

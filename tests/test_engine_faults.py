@@ -663,3 +663,16 @@ def test_same_second_same_size(lab: Lab, tmp_path: Path, prefix: bool) -> None:
     assert value() == "7"
     assert lab.run("revert", env=environment).returncode == 0
     assert value() == "8"
+
+
+@pytest.mark.parametrize("taken", [".cppmega", ".cppmega/originals"])
+def test_a_file_where_our_folder_must_be(lab: Lab, taken: str) -> None:
+    lab.wheel()
+    lab.page()
+    (lab.root / taken).parent.mkdir(exist_ok=True)
+    (lab.root / taken).write_text("")
+    with pytest.raises(CppmegaError) as caught:
+        lab.apply()
+    assert caught.value.name == "write-failed" and f"move {lab.root / taken}" in caught.value.next
+    (lab.root / taken).unlink()
+    assert lab.apply().ok

@@ -196,3 +196,20 @@ def test_arguments_that_are_the_recipes_or_the_trainers() -> None:
         assert refuses("owned_arguments", "argument-not-megatrons", asked).next == instead
     own = on(None, "--mock-data", recipe=SLICE.plus("--lr", "1"))
     refuses("owned_arguments", "argument-not-megatrons", own)
+
+
+def test_the_corpus_of_a_loop(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    asked = launch(SMOKE, "--data", str(folder))
+    says_nothing("data", asked)
+    folder.mkdir()
+    dataset(folder / "train")
+    says_nothing("data", asked)
+    dataset(folder / "held_out")
+    holds("data", asked)
+    (folder / "train.bin").write_bytes(b"cut off")
+    assert "leave --data out" in refuses("data", "data-broken", asked).next
+    (folder / "train.bin").unlink()
+    refuses("data", "data-not-found", asked)
+    # Somebody's dataset, which the loop would not read.
+    refuses("data", "not-supported", launch(SMOKE, "--data", str(folder / "held_out")))

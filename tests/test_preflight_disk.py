@@ -235,6 +235,10 @@ def test_patches_that_the_recipe_names(lab: Lab) -> None:
 
 def test_a_page_that_was_never_applied_or_is_not_known(lab: Lab) -> None:
     lab.page("second", "megatron/core/b.py:single", 'replacing("return x", "return 2 * x")')
+    lab.page("third", "megatron/core/b.py:other", 'replacing("+ x", "+ x + x")')
+    (found,) = preflight.answers("patches", launch(root=lab.root))  # one reason, said once
+    assert found.name == "patch-pending" and "so are third" in found.what
+    (lab.pages / "third.py").unlink()
     assert "second" in refuses("patches", "patch-pending", launch(root=lab.root)).what
     lab.page("second", "megatron/core/b.py:single", "left_alone", pins={"1.0": "0" * 16})
     refuses("patches", "patch-drifted", launch(root=lab.root))

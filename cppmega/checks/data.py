@@ -7,6 +7,7 @@ from pathlib import Path
 from cppmega import corpus, trainer_checks
 from cppmega.check import Context, NotApplicable
 from cppmega.errors import CppmegaError
+from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
@@ -21,6 +22,8 @@ def check(context: Context) -> str:
         CppmegaError: what `trainer_checks.check_data` raises, `data-changed`.
         NotApplicable: the launch is not our trainer's.
     """
+    if context.recipe is not None and context.recipe.kind == "loop" and context.word("--data"):
+        return _of_a_loop(context.recipe, Path(context.word("--data")))
     line, recipe = context.line, context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named: Megatron's own checks look at the data")
@@ -34,6 +37,26 @@ def check(context: Context) -> str:
         f"{found.fingerprint}: {tokens} tokens; the run takes {taken / tokens:.2f} times as many"
         + (f"; too large to hash without --deep: {', '.join(unhashed)}" if unhashed else "")
     )
+
+
+def _of_a_loop(recipe: Recipe, folder: Path) -> str:
+    """A loop builds its corpus in a folder, or goes on with the one that it built there."""
+    if corpus.with_suffix(folder, ".idx").is_file():
+        raise CppmegaError(
+            "not-supported",
+            f"{folder} is a dataset, and {recipe.name} trains on a corpus that it builds itself.",
+            "It would build that in a folder of this name, and train on it without a word.",
+            "leave --data out, or name a folder",
+        )
+    if not (folder / "held_out.idx").exists():  # written last
+        raise NotApplicable(f"{folder} holds no corpus yet: the run builds it")
+    for part in ("train", "held_out"):
+        try:
+            corpus.check_ids(corpus.open_(folder / part), recipe.vocab_size)
+        except CppmegaError as error:
+            again = "leave --data out: the run builds a corpus of its own; or name another folder"
+            raise CppmegaError(error.name, error.what, error.why, again) from None
+    return f"the corpus in {folder}"
 
 
 def _as_its_card_says(prefix: Path, deep: bool) -> bool:

@@ -49,7 +49,9 @@ def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
                 f"{folder} ({purpose}) cannot be made or written to: {there} is "
                 f"{'read-only for this user' if there.is_dir() else 'a file'}.",
                 "The run would end when it first writes there, hours from now.",
-                f"another folder for {purpose}, or mend its permissions",
+                "--runs FOLDER, or export CPPMEGA_RUNS=FOLDER"
+                if purpose == "run folder"
+                else f"another folder for {purpose}, or mend its permissions",
             )
             continue
         free = shutil.disk_usage(there).free

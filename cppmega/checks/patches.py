@@ -10,7 +10,7 @@ from cppmega.check import Context, refuse
 from cppmega.errors import CppmegaError
 from cppmega.overlay import NOT_WHOLE
 from cppmega.report import summary
-from cppmega.state import MEANING
+from cppmega.state import MEANING, Verdict
 from cppmega.trainer_checks import IN_THE_CODE
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
@@ -54,12 +54,17 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 "The run would stop later, or train something else than it says.",
                 "python -m cppmega.apply_patches",
             )
+    alike: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts.values():
         if verdict.state in NOT_WHOLE:
-            yield CppmegaError(
-                f"patch-{verdict.state}",
-                f"{verdict.name} is {verdict.state} ({MEANING[verdict.state]}): {verdict.target}"
-                + (f": {verdict.detail}" if verdict.detail else ""),
-                "Every rank would refuse to start: the overlay is not whole.",
-                verdict.next or "python -m cppmega.apply_patches",
-            )
+            said = (verdict.state, verdict.detail, verdict.next)
+            alike.setdefault(said, []).append(verdict)
+    for first, *others in alike.values():  # after an upgrade all of them are pending for one reason
+        yield CppmegaError(
+            f"patch-{first.state}",
+            f"{first.name} is {first.state} ({MEANING[first.state]}): {first.target}"
+            + (f": {first.detail}" if first.detail else "")
+            + (f"; so are {', '.join(other.name for other in others)}" if others else ""),
+            "Every rank would refuse to start: the overlay is not whole.",
+            first.next or "python -m cppmega.apply_patches",
+        )
