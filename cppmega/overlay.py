@@ -116,7 +116,8 @@ def status(session: Session) -> Outcome:
     environment = {**os.environ, **loaded.receipt.gates}
     plan = session.plan(None, environment)
     notes = [loaded.problem] if loaded.problem else []
-    if loaded.receipt.digest != overlay_digest(loaded.receipt):
+    whole = loaded.exists and not loaded.problem
+    if whole and loaded.receipt.digest != overlay_digest(loaded.receipt):
         notes.append("the receipt was changed by hand, or torn: cppmega apply writes it again")
     if transaction.interrupted(tree):
         notes.append("an apply or revert was interrupted; run it again to finish or undo it")

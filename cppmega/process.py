@@ -28,16 +28,16 @@ def end_with_parent() -> None:
 
 def of_a_rank(environ: Mapping[str, str]) -> list[str]:
     """The variables by which a process is a rank, or torchrun another's: PET_* are its options."""
-    return sorted(
-        name
-        for name, value in environ.items()
-        if value and (name in _OF_A_RANK or name.startswith(("PET_", "TORCHELASTIC_")))
-    )
+    return sorted(name for name, value in environ.items() if value and _is_of_a_rank(name))
+
+
+def _is_of_a_rank(name: str) -> bool:
+    return name in _OF_A_RANK or name.startswith(("PET_", "TORCHELASTIC_"))
 
 
 def alone(environ: Mapping[str, str]) -> dict[str, str]:
     """The same environment for a process that waits for no other rank."""
-    return {k: v for k, v in environ.items() if k not in of_a_rank({k: v})}
+    return {name: value for name, value in environ.items() if not _is_of_a_rank(name)}
 
 
 def started(pid: int) -> str:

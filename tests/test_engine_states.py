@@ -808,6 +808,12 @@ def test_a_receipt_that_somebody_wrote_in_is_written_again(lab: Lab) -> None:
     assert lab.status().ok
 
 
+def test_a_tree_without_a_receipt_has_none_that_was_changed(lab: Lab) -> None:
+    lab.wheel()
+    lab.page()
+    assert not lab.status().notes
+
+
 @pytest.mark.parametrize(
     ("vouched", "how"), [(True, "folder deleted"), *((False, how) for how in _LOST)]
 )
