@@ -17,7 +17,7 @@ from typing import Any
 
 from cppmega import loading
 from cppmega.errors import CppmegaError
-from cppmega.page import KINDS, REACHED, Page, Patch
+from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
 
 LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
 NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
@@ -209,6 +209,12 @@ def _patch_problems(patch: Patch) -> list[str]:
             if (edit.target, version) in seen:
                 problems.append(f"two edits pin {edit.target} for {version}")
             seen.add((edit.target, version))
+        if edit.mark == "" and edit.kind != "source":
+            problems.append(f"mark='' leaves no mark on {edit.target}, which kind source alone can")
+    for version in sorted({version for _, version in seen}):
+        done = [e for e in patch.edits if version in e.pins and e.edit is not left_alone]
+        if done and patch.reached != "never" and not any(map(patch.marks, done)):
+            problems.append(f"a run on {version} must reach it, and no edit carries a mark")
     return problems
 
 

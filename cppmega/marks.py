@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FUNCTION = "_cppmega_reached"
 FLAGS = "_CPPMEGA_REACHED"
 COMMENT = "patched by cppmega: "
-"""Stands in the head of a target that no run need reach, and so carries no mark."""
+"""Stands in the head of a target that carries no mark."""
 
 _HELPER = f"""\
 {FLAGS} = set()  # pages of the cppmega overlay that this process went through

@@ -55,7 +55,8 @@ class Edit:
     """Class swap only: the methods that the replacement overrides; they are pinned."""
     mark: str | None = None
     """The function below the target that carries the reached-mark; default: the target itself,
-    or `__init__` of a class."""
+    or `__init__` of a class. "" (source only): none, because a call may still go stock's way from
+    here; another edit of the page carries it."""
     distribution: str = "megatron-core"
 
     @property
@@ -94,6 +95,10 @@ class Patch:
     def kind(self) -> str:
         """The kinds of the edits, joined by `+` where a page mixes them."""
         return "+".join(dict.fromkeys(edit.kind for edit in self.edits))
+
+    def marks(self, edit: Edit) -> bool:
+        """Whether the edited symbol says that a run passed through the patch."""
+        return self.reached != "never" and edit.mark != ""
 
     def shapes(self) -> list[dict[str, dict[str, Edit]]]:
         """What the pinned versions look like: target -> fingerprint -> edit, one per shape.

@@ -44,7 +44,7 @@ class Step:
         """The step of a page's edit."""
         same = [e for e in page.patch.edits if e.target == edit.target]
         known = frozenset(pin for e in same for pin in e.pins.values())
-        return cls(page.name, edit, page.patch.reached != "never", known)
+        return cls(page.name, edit, page.patch.marks(edit), known)
 
 
 @dataclass(frozen=True, slots=True)

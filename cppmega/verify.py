@@ -153,7 +153,7 @@ def build(plan: Plan, root: Path, side: Side) -> None:
         assert file.pristine is not None
         changed[path] = file.pristine
         if side != "stock":
-            steps = [Step(p.name, e, p.patch.reached != "never") for p, e in work.edits]
+            steps = [Step(p.name, e, p.patch.marks(e)) for p, e in work.edits]
             if side == "mutant":
                 steps = _mutants(steps)
             changed[path] = rewrite(file.pristine, path, steps).data

@@ -192,6 +192,8 @@ def test_errors_have_kebab_names_and_cross_processes() -> None:
         (("Why: a test needs it\n", ""), "bad-page", "lacks Why"),
         (("reached='forward'", "reached='sometimes'"), "bad-page", "sometimes"),
         (("reached='forward'", "reached='forward', gate='TWICE'"), "bad-page", "CPPMEGA_"),
+        (("pins={", "mark='', pins={"), "bad-page", "no edit carries a mark"),
+        (("pins={", "mark='', kind='method-wrap', pins={"), "bad-page", "kind source alone"),
         (("def verify", "def verfy"), "bad-page", "no verify()"),
         (("PATCH = ", "PATH = "), "bad-page", "no PATCH"),
         (("'1.0': '", "'1.0': 'x"), "bad-page", "no fingerprint"),

@@ -24,7 +24,7 @@ from cppmega.edits import (
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
 from cppmega.rewrite import Step
-from tests.engine import FILES, REPOSITORY, A, Lab, pin
+from tests.engine import FILES, REPOSITORY, A, Lab, edit_text, pin
 
 
 @pytest.fixture
@@ -395,6 +395,24 @@ def test_reached_marks_are_flags(lab: Lab) -> None:
     lab.apply()
     assert lab.value("_CPPMEGA_REACHED") == set()
     assert lab.value("(double(1), double(2), _CPPMEGA_REACHED)[2]") == {"page"}
+
+
+def test_an_edit_without_a_mark_leaves_it_to_the_others_of_its_page(lab: Lab) -> None:
+    """A hook that declines a call has not sent it through the patch."""
+    lab.wheel()
+    pair = (("double", "x + x", "2 * x", ""), ("tail", "str(x)", "repr(x)", None))
+    lab.page(
+        edits=", ".join(
+            edit_text(f"{A}:{name}", f"replacing({old!r}, {new!r})", FILES[A], mark=repr(mark))
+            for name, old, new, mark in pair
+        )
+    )
+    assert lab.apply().ok
+    assert lab.value("(double(2), _CPPMEGA_REACHED)[1]") == set()
+    assert lab.value("(tail('x'), _CPPMEGA_REACHED)") == ("'x'/1", {"page"})
+    assert lab.text().count(f"  # {marks.COMMENT}page") == 1
+    lab.revert()
+    lab.pristine()
 
 
 # -- everything together ------------------------------------------------------------------------
