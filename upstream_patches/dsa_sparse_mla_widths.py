@@ -1,0 +1,172 @@
+"""Let TileLang's sparse MLA take other widths than DeepSeek's 576 and 512.
+
+What: `fused_sparse_mla_absorbed` takes queries of 128 with values of 64 and of 192 with 128 beside
+    576 with 512; the widths reach the kernels, which were written for any, instead of the
+    constants 576 and 512 in front of them. 576 and 512 run as before, all others are declined.
+Why: At other widths the hook returns None, which only a log at DEBUG says, and Megatron runs
+    `_unfused_absorbed_dsa_fn`, whose scores are `[batch, heads, seq, seq]` in fp32. Forward and
+    backward at NAM56R's 128 and 64 (32 heads, sequence 4096, 256 keys), stock and patched: 53.8 ms
+    and 15.1 GiB against 3.0 ms and 0.1 GiB; with a batch of 8, 487 ms and 121 GiB against 7.1 ms
+    and 1.0 GiB (one H200, torch 2.11.0+cu130, TileLang 0.1.8).
+Upstream: Not sent: no model of upstream's has such widths.
+Remove: when `fused_sparse_mla_absorbed` takes a value width of 64.
+Numerics: reorders sums: softmax over the chosen keys in blocks of 64, and dkv by fp32 atomics, so
+    that dkv does not repeat bitwise (as at 576 and 512; the output and dq do). Relative L2 errors
+    against fp64 of output, dq and dkv at 128 and 64: 1.9e-3, 2.1e-3, 2.4e-3; unfused 2.1e-3,
+    2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. At peaked scores dq 4.4e-3,
+    unfused 2.4e-3: the kernels form delta from the output in bf16, at 576 and 512 too.
+"""
+
+from cppmega.edits import adding_parameter, in_order, replacing
+from cppmega.page import Edit, Patch, Source
+
+OPS = "megatron/core/transformer/experimental_attention_variant/ops"
+HOOK = f"{OPS}/tilelang_dsa.py:fused_sparse_mla_absorbed"
+WIDTHS = ((128, 64), (192, 128), (576, 512))
+"""Of queries and of values: what was run on a GPU against fp64."""
+
+_GIVEN = "query_bshd, key_bshd, indices_bsgk, softmax_scale"
+_CALL = "sparse_mla_fwd_interface(q, kv, indices, sm_scale=scaling)"
+
+
+def _known(fingerprint: str) -> dict[str, str]:
+    return dict.fromkeys(("0.19.2", "main-d98e8a64"), fingerprint)
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=HOOK,
+            pins=_known("031883292557e60e"),
+            edit=in_order(
+                replacing(
+                    """
+                    if query.size(-1) != 576 or v_channels != 512:
+                        return None
+                    """,
+                    f"""
+                    # The kernels are written for more widths; at these they were run.
+                    if (query.size(-1), v_channels) not in {WIDTHS}:
+                        return None
+                    """,
+                ),
+                replacing(f"SparseMLA.apply({_GIVEN})", f"SparseMLA.apply({_GIVEN}, v_channels)"),
+            ),
+            mark="",  # a call that it declines has not gone through the patch
+        ),
+        Edit(
+            target=f"{OPS}/sparse_mla.py:SparseMLA.forward",
+            pins=_known("7fb4ae0ff8933c47"),
+            edit=in_order(
+                adding_parameter("d_v=512"),
+                replacing(_CALL, f"{_CALL[:-1]}, d_v=d_v)"),
+            ),
+        ),
+        Edit(
+            target=f"{OPS}/sparse_mla.py:SparseMLA.backward",
+            pins=_known("e44012a33e4cdb25"),
+            edit=in_order(
+                replacing(_CALL, f"{_CALL[:-1]}, d_v=grad_output.size(-1))"),
+                replacing(
+                    "return tl_dq, tl_dkv, None, None",
+                    """
+                    # Autograd drops a None too many: a call that gives no d_v is served too.
+                    return tl_dq, tl_dkv, None, None, None
+                    """,
+                ),
+            ),
+        ),
+        Edit(
+            target=f"{OPS}/tilelang_sparse_mla_fwd.py:sparse_mla_fwd_interface",
+            pins=_known("1a4229cf13d4cbaf"),
+            edit=replacing(
+                """
+                assert (
+                    dim_plus_tail_dim == 576
+                ), "TileLang sparse MLA fwd is currently specialized for dim_plus_tail_dim=576"
+                """,
+                "",
+            ),
+        ),
+        Edit(
+            target=f"{OPS}/tilelang_sparse_mla_bwd.py:sparse_mla_bwd",
+            pins=_known("a803cd02a7ee7ae9"),
+            edit=replacing("D = 512", "D = do.shape[-1]"),
+        ),
+    ),
+    reached="forward",
+    feature=(HOOK,),
+    when=lambda args: getattr(args, "dsa_kernel_backend", None) == "tilelang",
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.text(HOOK)
+    return bool(text) and "query.size(-1) != 576" not in text
+
+
+def verify() -> None:
+    import sys
+    from importlib import import_module
+    from unittest import mock
+
+    import torch
+
+    # A stand-in for TileLang, whose kernels need a GPU; in their place Megatron's unfused path.
+    tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
+    tilelang.language.prim_func = lambda function: function
+    sys.modules |= {"tilelang": tilelang, "tilelang.language": tilelang.language}
+    package = OPS.replace("/", ".")
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        del sys.modules[name]
+    forward = import_module(f"{package}.tilelang_sparse_mla_fwd")
+    backward = import_module(f"{package}.tilelang_sparse_mla_bwd")
+    hook = import_module(f"{package}.tilelang_dsa").fused_sparse_mla_absorbed
+    unfused = import_module(package.removesuffix("ops") + "dsa")._unfused_absorbed_dsa_fn
+
+    def attend(q, kv, indices, dim, scale):
+        q, kv = (x.transpose(0, 1).float() for x in (q, kv))
+        return unfused(q, kv, indices[:, :, 0], scale, dim).transpose(0, 1)
+
+    def forward_kernel(heads, dim, tail_dim, sm_scale, **options):
+        def kernel(q, kv, indices):
+            assert q.size(-1) == dim + tail_dim
+            return attend(q, kv, indices, dim, sm_scale), torch.zeros(q.shape[:3])
+
+        return kernel
+
+    def backward_kernel(heads, dim, tail_dim, topk, kv_group, sm_scale, max_block_h):
+        def kernel(q, kv, do, indices, lse, delta, dkv):
+            assert q.size(-1) == dim + tail_dim
+            _, (dq, total) = torch.autograd.functional.vjp(
+                lambda q, kv: attend(q, kv, indices, dim, sm_scale), (q, kv), do
+            )
+            dkv.copy_(total)
+            return dq
+
+        return kernel
+
+    forward._get_sparse_mla_fwd_kernel = forward_kernel
+    backward._get_bwd_kernel = backward_kernel
+    backward._get_preprocess_kernel = lambda heads, dim: lambda o, do: (o * do).sum(-1)
+    backward._get_postprocess_kernel = lambda dim, tail_dim, kv_group: torch.clone
+
+    torch.manual_seed(0)
+    indices = torch.rand(1, 70, 70).tril_().topk(64).indices
+    indices = indices.masked_fill(indices > torch.arange(70)[:, None], -1)
+
+    def inputs(width):
+        shapes = (70, 1, 16, width), (70, 1, 1, width)
+        return [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+
+    for query, width in WIDTHS:
+        q, kv = inputs(query)
+        ours = hook(q, kv, indices, 0.1, width)
+        assert ours is not None, f"{query} and {width} are declined"
+        stock = unfused(q.float(), kv.float(), indices, 0.1, width)
+        grad = torch.randn_like(stock)
+        got, want = ((x, *torch.autograd.grad(x, (q, kv), grad)) for x in (ours, stock))
+        for mine, other in zip(got, want, strict=True):
+            assert (mine - other).norm() < 1e-2 * other.norm(), (query, width)
+    for query, width in ((320, 256), (160, 96), (96, 64), (576, 448)):  # not run on a GPU
+        assert hook(*inputs(query), indices, 0.1, width) is None, (query, width)
