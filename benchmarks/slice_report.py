@@ -17,7 +17,9 @@ SAVE, KILL, END = 20, 25, 40
 """The resumed run saves every so many steps, is killed after that one, and ends at that one."""
 COLUMNS = {
     "stock": "stock, made to start",
+    "stock-tilelang": "stock, made to start, TileLang",
     "overlay": "with the overlay",
+    "tilelang": "with the overlay, TileLang",
     "linear": "and linear cross-entropy",
 }
 
@@ -76,8 +78,7 @@ def compared(
         raise click.ClickException(f"resumed at {min(again)}, the checkpoint was of step {SAVE}")
     if max(first) >= END:
         raise click.ClickException(f"the kill came too late, at step {max(first)}")
-    # Megatron does not reset its sums after a run's first line: the second is the mean of both.
-    both = sorted(set(again) & set(whole) - {min(again) + 1})
+    both = sorted(set(again) & set(whole))
     return {
         "killed_after_step": max(first),
         "resumed_from_step": SAVE,

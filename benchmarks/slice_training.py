@@ -2,8 +2,9 @@
 
 "Stock" is pristine but for the two patches without which it does not start from a wheel; "linear"
 is the overlay with its linear cross-entropy asked for. The runs see the same data in the same order
-from the same weights. A further run is killed and resumed, and its curve compared with that of the
-overlay, beside how far two runs differ that nobody killed.
+from the same weights. "tilelang" is the overlay with the fused backend of DSA, "stock-tilelang" is
+stock with it, which declines NAM56R's widths. A further run is killed and resumed, and its curve
+compared with that of the overlay, beside how far two runs differ that nobody killed.
 
     python benchmarks/slice_training.py run --site SITE --work SCRATCH --out DIR
     python benchmarks/slice_training.py plot DIR/nam56r_h200_slice.json
@@ -38,7 +39,13 @@ from cppmega.recipe import Recipe  # noqa: E402
 
 STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
 """Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""
-_OPTIONS = {"linear": ("--set", "cross_entropy_fusion_impl=linear")}
+_TILELANG = ("dsa_kernel_backend=tilelang", "dsa_indexer_use_sparse_loss=True")
+_OPTIONS = {
+    "linear": ("--set", "cross_entropy_fusion_impl=linear"),
+    "tilelang": tuple(word for change in _TILELANG for word in ("--set", change)),
+    # As arguments, which come last: with the fields, the recipe would ask for the overlay's patch.
+    "stock-tilelang": ("--", "--dsa-kernel-backend", "tilelang", "--dsa-indexer-use-sparse-loss"),
+}
 _FULL = "OutOfMemoryError"
 _FOLDER = click.Path(path_type=Path)
 
@@ -143,7 +150,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 @click.option("--data", type=_FOLDER, help="Prepared dataset [made of --text].")
 @click.option("--text", type=_FOLDER, multiple=True, help="Text to prepare [Python's own sources].")
 @click.option(
-    "--runs", default="stock,overlay,resume", show_default=True, help="Which: these, or linear."
+    "--runs",
+    default="stock,overlay,resume",
+    show_default=True,
+    help="Which: these, linear, tilelang or stock-tilelang.",
 )
 @click.option("--name", help="Of the result's files [the recipe's].")
 @click.option("--timeout", default=500.0, show_default=True, help="Seconds for one run.")
@@ -183,7 +193,7 @@ def run(
 def trained(bench: Bench, name: str) -> dict[str, Any]:
     """What one run measured; that it does not fit is a result too."""
     bench.clear(name)
-    tree = bench.tree("stock" if name == "stock" else "overlay")
+    tree = bench.tree("stock" if name.startswith("stock") else "overlay")
     try:
         bench.wait(name, bench.start(name, tree, *_OPTIONS.get(name, ())))
     except MemoryError:

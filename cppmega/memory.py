@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cppmega import dsa_widths
 from cppmega.arithmetic import parameters
 from cppmega.recipe import Recipe
 
@@ -19,8 +20,6 @@ _CHUNK = GIB
 _UNFUSED_SCORES = 3
 """Full fp32 score tensors that unfused DSA keeps per layer: scores, softmax, and the mask or its
 product."""
-FUSED_WIDTHS = (576, 512)
-"""Query and value widths that Megatron's fused sparse attention takes; it declines all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +123,8 @@ def _dsa_scores(recipe: Recipe, tokens: int, heads: int) -> int:
     """Score tensors of sparse attention and of its indexer's loss."""
     pairs = tokens * recipe.seq_length
     indexer = 4 * pairs if recipe.dsa_indexer_loss_coeff else 0
-    widths = (recipe.kv_lora_rank or 0) + (recipe.qk_pos_emb_head_dim or 0), recipe.kv_lora_rank
-    if recipe.dsa_kernel_backend in (None, "none") or widths != FUSED_WIDTHS:
+    patched = dsa_widths.PATCH in recipe.needed_patches
+    if dsa_widths.of(recipe) not in dsa_widths.taken(recipe.dsa_kernel_backend, patched):
         return 4 * pairs * heads * _UNFUSED_SCORES + 2 * indexer
     return indexer
 

@@ -13,6 +13,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from cppmega import dsa_widths
 from cppmega import pattern as patterns
 from cppmega.errors import CppmegaError
 
@@ -248,11 +249,15 @@ class Recipe:
     @property
     def needed_patches(self) -> tuple[str, ...]:
         """`patches`, and those that make a value of a field mean something."""
-        if not self.cross_entropy_loss_fusion or self.cross_entropy_fusion_impl != "linear":
-            return self.patches
-        head = "linear_ce_hybrid_head" if self.kind == "hybrid" else "linear_ce_gpt_head"
-        heads = (head, "mtp_linear_ce") if self.layout.depths else (head,)
-        return tuple(dict.fromkeys((*self.patches, "cross_entropy_fusion_linear", *heads)))
+        needed = [*self.patches]
+        if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear":
+            head = "linear_ce_hybrid_head" if self.kind == "hybrid" else "linear_ce_gpt_head"
+            needed += ["cross_entropy_fusion_linear", head]
+            needed += ["mtp_linear_ce"] if self.layout.depths else []
+        backend, widths = self.dsa_kernel_backend, dsa_widths.of(self)
+        if self.uses_dsa and widths not in dsa_widths.taken(backend, patched=False):
+            needed += [dsa_widths.PATCH] if widths in dsa_widths.taken(backend, True) else []
+        return tuple(dict.fromkeys(needed))
 
     @property
     def data_parallel_size(self) -> int:

@@ -38,7 +38,8 @@ RECIPE = Recipe(
     dsa_indexer_head_dim=64,
     dsa_indexer_topk=256,
     dsa_indexer_loss_coeff=0.001,
-    # Both fused backends of Megatron decline widths of 128 and 64, and would say nothing of it.
+    # As released, both fused backends decline widths of 128 and 64; with `dsa_sparse_mla_widths`
+    # tilelang takes them, but not the indexer's dense loss. See nam56r_h200_slice_fused.
     dsa_kernel_backend="none",
     num_experts=16,
     moe_router_topk=4,

@@ -16,6 +16,7 @@ from tests.support import patched
 
 SLICE = recipes_index.load("nam56r_h200_slice")
 V32 = recipes_index.load("dsv32_h200_slice")
+FUSED = recipes_index.load("nam56r_h200_slice_fused")
 SMOKE = recipes_index.load("smoke_cpu")
 
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cppmega import preflight
 from cppmega.check import Context
 from cppmega.recipe import Recipe
-from tests.preflights import SLICE, V32, holds, launch, refuses, says_nothing
+from tests.preflights import FUSED, SLICE, V32, holds, launch, refuses, says_nothing
 from tests.support import patched, python
 
 MOCK = "--mock-data"
@@ -64,6 +65,8 @@ CASES = {
     "data": Case(None, (*RAW, "--bf16", "--data-path", "somewhere")),
     "context": Case(SLICE, (MOCK, "--context-parallel-size", "2")),
     "tilelang": Case(SLICE.with_(dsa_kernel_backend="tilelang"), (MOCK,)),
+    "fused": Case(FUSED, (MOCK,)),
+    "heads and keys": Case(FUSED.with_(num_attention_heads=24, dsa_indexer_topk=200), (MOCK,)),
     "dense loss": Case(V32.with_(dsa_indexer_use_sparse_loss=False), (MOCK,)),
     "v3.2": Case(V32, (MOCK,)),
     "recipe without backend": Case(SLICE.with_(dsa_kernel_backend=None), (MOCK,)),
@@ -183,8 +186,15 @@ def test_what_our_trainer_does_not_do(line: Any) -> None:
 def test_dsa_backends_that_would_decline(line: Any) -> None:
     assert "tilelang takes" in holds("dsa_backend", line("v3.2"))
     assert "unfused, as the line says" in holds("dsa_backend", line("slice"))
+    assert "tilelang takes" in holds("dsa_backend", line("fused"))
     found = refuses("dsa_backend", "dsa-backend-declines", line("tilelang"))
-    assert "128 and 64" in found.what and "GiB" in found.what
+    assert "dense" in found.what and "GiB" in found.what
+    unpatched = launch(FUSED, MOCK, root=patched("0.19.2", "dataset_helpers_prebuilt"))
+    unpatched.__dict__["process"] = line("fused").process
+    found = refuses("dsa_backend", "dsa-backend-declines", unpatched)
+    assert "128 and 64" in found.what and "dsa_sparse_mla_widths" in found.what
+    said = " ".join(one.what for one in preflight.answers("dsa_backend", line("heads and keys")))
+    assert "24 heads" in said and "200 keys" in said
     assert "dense" in refuses("dsa_backend", "dsa-backend-declines", line("dense loss")).what
     refuses("dsa_backend", "dsa-unfused", line("no backend"))
     refuses("dsa_backend", "dsa-unfused", line("recipe without backend"))

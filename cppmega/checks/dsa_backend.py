@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cppmega import dsa_widths
 from cppmega.check import Context, NotApplicable, refuse
 from cppmega.errors import CppmegaError
-from cppmega.memory import FUSED_WIDTHS
+from cppmega.trainer_checks import IN_THE_CODE
 
 AFTER: tuple[str, ...] = ("line_parses",)
+
+_TILE, _BLOCK = 16, 64
+"""Heads that a kernel of Megatron's takes at least, and keys that it takes at a time."""
 
 
 def check(context: Context) -> str:
@@ -38,18 +42,30 @@ def check(context: Context) -> str:
                 "--dsa-kernel-backend tilelang at sizes that it takes, or say none",
             )
         return f"unfused, as the line says; {_scores(args)}"
-    refuse(_declines(backend, args))
+    page = context.plan.verdicts.get(dsa_widths.PATCH)
+    patched = page is not None and page.state in IN_THE_CODE
+    refuse(_declines(backend, args, patched))
     return f"{backend} takes these sizes"
 
 
-def _declines(backend: str, args: Mapping[str, Any]) -> Iterator[CppmegaError]:
+def _declines(backend: str, args: Mapping[str, Any], patched: bool) -> Iterator[CppmegaError]:
     widths = args["kv_lora_rank"] + args["qk_pos_emb_head_dim"], args["kv_lora_rank"]
-    reasons = []
-    if widths != FUSED_WIDTHS:
+    reasons, taken = [], dsa_widths.taken(backend, patched)
+    if widths not in taken:
+        known = ", ".join(f"{query} and {value}" for query, value in taken)
+        widens = not patched and widths in dsa_widths.taken(backend, patched=True)
         reasons.append(
-            f"query and value widths of {widths[0]} and {widths[1]}; it takes "
-            f"{FUSED_WIDTHS[0]} and {FUSED_WIDTHS[1]}"
+            f"query and value widths of {widths[0]} and {widths[1]}; it takes {known}"
+            + (f" without the patch {dsa_widths.PATCH}" if widens else "")
         )
+    if backend == "tilelang":
+        heads = args["num_attention_heads"] // args["tensor_model_parallel_size"]
+        if heads > _TILE and heads & (heads - 1):
+            reasons.append(f"{heads} heads on a rank; it takes powers of two, and up to {_TILE}")
+        if args["dsa_indexer_topk"] % _BLOCK:
+            reasons.append(
+                f"{args['dsa_indexer_topk']} keys a query; it takes multiples of {_BLOCK}"
+            )
     dense = args["dsa_indexer_loss_coeff"] and not args["dsa_indexer_use_sparse_loss"]
     if backend == "tilelang" and dense:
         reasons.append("the indexer's dense loss; it has the sparse one alone")
