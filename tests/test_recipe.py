@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import pattern, recipes_index
+from cppmega import dsa_widths, loading, pattern, recipes_index
 from cppmega.errors import CppmegaError
+from cppmega.memory import estimate
 from cppmega.recipe import Recipe
+from tests.support import REPOSITORY
 
 SLICE = recipes_index.load("nam56r_h200_slice")
 V32 = recipes_index.load("dsv32_h200_slice")
@@ -260,3 +262,14 @@ def test_listing_imports_neither_torch_nor_megatron() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_widths_that_the_preflight_knows_are_those_of_the_page() -> None:
+    path = REPOSITORY / "upstream_patches" / f"{dsa_widths.PATCH}.py"
+    page = loading.load(dsa_widths.PATCH, path)
+    assert set(page.WIDTHS) == set(dsa_widths.taken("tilelang", patched=True))
+    fused = recipes_index.load("nam56r_h200_slice_fused")
+    assert dsa_widths.PATCH in fused.needed_patches
+    for other in (fused.with_(dsa_kernel_backend="none"), fused.with_(dsa_kernel_backend="cudnn")):
+        assert dsa_widths.PATCH not in other.needed_patches
+        assert estimate(other).gib > estimate(fused).gib + 100  # all scores, in fp32
