@@ -67,6 +67,7 @@ CASES = {
     "tilelang": Case(SLICE.with_(dsa_kernel_backend="tilelang"), (MOCK,)),
     "fused": Case(FUSED, (MOCK,)),
     "heads and keys": Case(FUSED.with_(num_attention_heads=24, dsa_indexer_topk=200), (MOCK,)),
+    "unfused backend": Case(FUSED, (MOCK, "--attention-backend", "unfused")),
     "dense loss": Case(V32.with_(dsa_indexer_use_sparse_loss=False), (MOCK,)),
     "v3.2": Case(V32, (MOCK,)),
     "recipe without backend": Case(SLICE.with_(dsa_kernel_backend=None), (MOCK,)),
@@ -193,6 +194,8 @@ def test_dsa_backends_that_would_decline(line: Any) -> None:
     unpatched.__dict__["process"] = line("fused").process
     found = refuses("dsa_backend", "dsa-backend-declines", unpatched)
     assert "128 and 64" in found.what and "dsa_sparse_mla_widths" in found.what
+    found = refuses("dsa_backend", "dsa-backend-declines", line("unfused backend"))
+    assert "--attention-backend" in found.what
     said = " ".join(one.what for one in preflight.answers("dsa_backend", line("heads and keys")))
     assert "24 heads" in said and "200 keys" in said
     assert "dense" in refuses("dsa_backend", "dsa-backend-declines", line("dense loss")).what

@@ -51,6 +51,8 @@ def check(context: Context) -> str:
 def _declines(backend: str, args: Mapping[str, Any], patched: bool) -> Iterator[CppmegaError]:
     widths = args["kv_lora_rank"] + args["qk_pos_emb_head_dim"], args["kv_lora_rank"]
     reasons, taken = [], dsa_widths.taken(backend, patched)
+    if str(args.get("attention_backend")).endswith("unfused"):
+        reasons.append("every call with --attention-backend unfused")
     if widths not in taken:
         known = ", ".join(f"{query} and {value}" for query, value in taken)
         widens = not patched and widths in dsa_widths.taken(backend, patched=True)
