@@ -5,15 +5,15 @@ What: `fused_sparse_mla_absorbed` takes queries of 128 with values of 64 and of 
     constants 576 and 512 in front of them. 576 and 512 run as before, all others are declined.
 Why: At other widths the hook returns None, which only a log at DEBUG says, and Megatron runs
     `_unfused_absorbed_dsa_fn`, whose scores are `[batch, heads, seq, seq]` in fp32. Forward and
-    backward at NAM56R's 128 and 64 (32 heads, sequence 4096, 256 keys), stock and patched: 53.8 ms
-    and 15.1 GiB against 3.0 ms and 0.1 GiB; with a batch of 8, 487 ms and 121 GiB against 7.1 ms
-    and 1.0 GiB (one H200, torch 2.11.0+cu130, TileLang 0.1.8).
+    backward at NAM56R's 128 and 64 (32 heads, sequence 4096, 256 keys), stock and patched: 53.4 ms
+    and 15.1 GiB against 4.0 ms and 0.1 GiB; with a batch of 4, 213 ms and 60.6 GiB against 5.1 ms
+    and 0.5 GiB (one H200, TileLang 0.1.8; benchmarks/results/dsa_sparse_mla_h200.md).
 Upstream: Not sent: no model of upstream's has such widths.
 Remove: when `fused_sparse_mla_absorbed` takes a value width of 64.
 Numerics: reorders sums: softmax over the chosen keys in blocks of 64, and dkv by fp32 atomics, so
     that dkv does not repeat bitwise (as at 576 and 512; the output and dq do). Relative L2 errors
     against fp64 of output, dq and dkv at 128 and 64: 1.9e-3, 2.1e-3, 2.4e-3; unfused 2.1e-3,
-    2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. At peaked scores dq 4.4e-3,
+    2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. At peaked scores dq 3.9e-3,
     unfused 2.4e-3: the kernels form delta from the output in bf16, at 576 and 512 too.
 """
 
