@@ -28,7 +28,7 @@ from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch, Ready
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
-from cppmega.run_folder import Node
+from cppmega.run_folder import Node, Run
 
 _LOOP_RANKS = 2
 """So that a launch on CPU has what one on GPUs has: process groups, ranks that must agree."""
@@ -85,7 +85,10 @@ def prepare(asked: Launch) -> Ready:
         if (runs / asked.name).exists() and asked.nodes == 1:
             raise run_folder.exists(runs / asked.name)
     folder = runs / (asked.name or run_folder.fresh_name(runs, recipe.name))
-    options = _options(asked, recipe, folder, runs)
+    old = run_folder.find(runs, asked.resume) if asked.resume is not None else None
+    if old is not None:  # a tmux session's name may be another run's later
+        asked = replace(asked, resume=old.name if old.path.parent == runs else str(old.path))
+    options = _options(asked, recipe, folder, old)
     _check_left(recipe, options["load"])
     environment = environment_of(recipe, os.environ)
     session, checks = _preflight(asked, recipe, options, environment, folder)
@@ -147,11 +150,11 @@ def _check_nodes(asked: Launch) -> None:
         )
 
 
-def _options(asked: Launch, recipe: Recipe, folder: Path, runs: Path) -> dict[str, Any]:
+def _options(asked: Launch, recipe: Recipe, folder: Path, old: Run | None) -> dict[str, Any]:
     """The trainer's options with this run's own places."""
     options = dict(asked.options)
-    if asked.resume is not None:
-        options |= launch_resume.options(asked, recipe, run_folder.find(runs, asked.resume))
+    if old is not None:
+        options |= launch_resume.options(asked, recipe, old)
     options["save"] = options["save"] or folder / "checkpoints"
     if options["load"] is None and run_folder.newest_step(options["save"]) is not None:
         options["load"] = options["save"]  # as the trainer does it; the manifest must say so

@@ -44,11 +44,14 @@ def options(asked: Launch, recipe: Recipe, old: Run) -> dict[str, Any]:
         )
     step = old.checkpoint()
     if step is None:
+        origin = old.manifest.get("resumes")
         raise CppmegaError(
             "nothing-to-resume",
             f"{old.name} ({old.state()}) has no whole checkpoint in {old.checkpoints}.",
             "A fresh start under the name of a resumed run would pass for one.",
-            "launch without --resume for a fresh start",
+            f"--resume {origin}, from which it went on"
+            if origin
+            else "launch without --resume for a fresh start",
         )
     report.say(f"going on from step {step} of {old.name}")
     found: dict[str, Any] = {"load": asked.options["load"] or old.checkpoints}

@@ -412,8 +412,13 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
         launch.prepare(asked(tmp_path, resume="fresh"))
     run = make(tmp_path, "crashed", 2)
     ended(run, 1)
-    with pytest.raises(CppmegaError, match="nothing-to-resume"):
+    with pytest.raises(CppmegaError, match="nothing-to-resume") as caught:
         launch.prepare(asked(tmp_path, resume="crashed"))
+    assert "fresh start" in caught.value.next
+    run_folder.write_json(run.manifest_file, {**run.manifest, "resumes": "earlier"})
+    with pytest.raises(CppmegaError, match="nothing-to-resume") as caught:
+        launch.prepare(asked(tmp_path, resume="crashed"))
+    assert "--resume earlier" in caught.value.next
     run.checkpoints.mkdir()
     (run.checkpoints / run_folder.TRACKER).write_text("200")
     with pytest.raises(CppmegaError, match="already-trained") as caught:
