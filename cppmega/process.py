@@ -74,6 +74,17 @@ def children(pid: int) -> list[int]:
     return sorted(child for child in found if started(child))
 
 
+def of_session(leader: int) -> list[int]:
+    """The processes in the session of one that led it, whether that lives or not."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] not in "ZX":
+                found.append(int(file.parent.name))
+    return found
+
+
 def environment(pid: int) -> dict[str, str]:
     """The variables that a process was started with; empty where it is gone or another user's."""
     try:

@@ -79,6 +79,8 @@ class Supervisor:
                 self._show()
                 time.sleep(_PERIOD)
         self._end_orphans()
+        if agent.returncode:
+            self._end_helpers()
         return self._finish(agent.returncode)
 
     def command(self) -> list[str]:
@@ -141,6 +143,14 @@ class Supervisor:
                 return
             self._show()
             time.sleep(_PERIOD)
+
+    def _end_helpers(self) -> None:
+        """What a rank had started does not hear of its end: a writer of checkpoints, say."""
+        mine = str(self.node.run.path)
+        for rank in self.status["workers"]:  # torchrun gives each a session of its own
+            for pid in process.of_session(int(rank)):
+                if process.environment(pid).get("CPPMEGA_RUN") == mine:  # numbers are used again
+                    process.send(pid, signal.SIGKILL)
 
     def _finish(self, code: int) -> int:
         self._show()

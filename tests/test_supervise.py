@@ -55,10 +55,14 @@ if mode == "fails":
     except Exception as error:
         failure.record(error)
         raise
+if mode == "helped" and rank == "0":
+    import subprocess
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (run / "helper").write_text(str(helper.pid))
 if mode == "exits":
     print("the last words", file=sys.stderr, flush=True)
     sys.exit(3 if rank == "0" else 0)
-for step in range(20000 if mode == "long" else 50):
+for step in range(20000 if mode in ("long", "helped") else 50):
     time.sleep(0.02)
     if rank == "0":
         with (run / "metrics.jsonl").open("a") as file:
@@ -264,7 +268,8 @@ def test_a_killed_session_saves_a_checkpoint(bench: Bench) -> None:
 
 def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     """Of the process in charge, of torchrun; and a stop that must not wait for a checkpoint."""
-    first, second, third = (bench.run(name, "long") for name in ("one", "two", "three"))
+    first, third = (bench.run(name, "long") for name in ("one", "three"))
+    second = bench.run("two", "helped")
     in_charge = bench.start(first)[0]
     bench.start(second)
     (without_terminal,) = bench.start(third, "env", "--ignore-signal=QUIT", "nohup")
@@ -282,6 +287,7 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     assert (first.state(), first.exit()) == ("killed", None)
     assert first.checkpoint() is not None  # SIGTERM reached the ranks through torchrun
     until(lambda: second.state() == "crashed", 100, second)
+    assert not process.started(int((second.path / "helper").read_text()))
     assert "torchrun itself ended with signal SIGKILL" in failures.in_one_line(second)
     assert second.checkpoint() is not None
     rows = [run_control.row_of(run) for run in (first, second)]
