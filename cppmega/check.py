@@ -101,17 +101,21 @@ class Context:
     deep: bool = False
     """Also run each kernel's parity on this GPU: minutes instead of seconds."""
 
-    def word(self, flag: str) -> str:
-        """What the line says behind a flag, the last time that it does; both spellings are read.
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
+        """The trainer's options on the line, by parameter; a loop of its own has them alone.
 
-        For a loop of its own, whose line no parser of Megatron sees.
+        Raises:
+            CppmegaError: `wrong-usage`.
         """
-        found = ""
-        for at, word in enumerate(self.arguments):
-            name, equals, value = word.partition("=")
-            if name == flag:
-                found = value if equals else "".join(self.arguments[at + 1 : at + 2])
-        return found
+        from cppmega import line
+
+        return line.read(self.arguments)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether a loop of our own is launched, whose line no parser of Megatron sees."""
+        return self.recipe is not None and self.recipe.kind == "loop"
 
     @cached_property
     def session(self) -> Session:
@@ -143,7 +147,8 @@ class Context:
         """
         from cppmega import line
 
-        return line.of(self.recipe, self.arguments, self.session.tree.version, self.environ)
+        version = self.session.tree.version
+        return line.of(self.recipe, self.arguments, self.options, version, self.environ)
 
     @cached_property
     def process(self) -> dict[str, Any]:

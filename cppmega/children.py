@@ -33,8 +33,11 @@ def imported_process(context: Context) -> dict[str, Any]:
         load = str(line.run.load) if line.run.load is not None else None
         order |= {"argv": line.argv, "world": line.world, "load": load}
         environ = {**line.environment, **environ}
-    except (NotApplicable, CppmegaError):  # there is no line, or its own check says why not
-        order["load"] = context.word("--load") or None
+    except NotApplicable:  # no parser of Megatron's sees a line
+        load = context.options["load"]
+        order["load"] = str(load) if load is not None else None
+    except CppmegaError:  # its own check says it
+        pass
     allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
     return ask("cppmega.preflight_worker", order, environ)
 

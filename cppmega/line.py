@@ -46,9 +46,16 @@ class Line:
 
 
 def of(
-    recipe: Recipe | None, words: tuple[str, ...], version: str, environ: Mapping[str, str]
+    recipe: Recipe | None,
+    words: tuple[str, ...],
+    given: Mapping[str, Any],
+    version: str,
+    environ: Mapping[str, str],
 ) -> Line:
     """Take the words behind a recipe apart as the trainer does, or a whole line as it is.
+
+    Args:
+        given: what `read` made of the words.
 
     Raises:
         NotApplicable: nothing that Megatron parses is launched.
@@ -58,11 +65,10 @@ def of(
         if not words:
             raise NotApplicable("no recipe and no launch line was given")
         world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
-        given = _read(words)  # Megatron and our trainer call these two the same
+        # Megatron and our trainer call these two the same.
         return Line(words, Run(save=given["save"], load=given["load"]), world, None)
-    given = _read(words)
-    further = given.pop("arguments")
-    of_the_run, others = divided(given)
+    further = given["arguments"]
+    of_the_run, others = divided({n: value for n, value in given.items() if n != "arguments"})
     tokenizer, eod, metrics = (others[name] for name in ("tokenizer", "eod", "metrics"))
     run = run_of(**of_the_run)
     if recipe.kind == "loop":
@@ -79,8 +85,12 @@ def of(
     return Line(argv, run, recipe.gpus, rendered, tokenizer, eod, metrics, words)
 
 
-def _read(words: tuple[str, ...]) -> dict[str, Any]:
-    """The trainer's options, and the words that are none of them."""
+def read(words: tuple[str, ...]) -> dict[str, Any]:
+    """The trainer's options, and under `arguments` the words that are none of them.
+
+    Raises:
+        CppmegaError: `wrong-usage`.
+    """
     try:
         found: dict[str, Any] = _words.main(list(words), standalone_mode=False)
         return found

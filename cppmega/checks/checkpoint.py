@@ -26,8 +26,8 @@ def check(context: Context) -> str:
             `checkpoint-of-another-model`, `nothing-to-train`.
         NotApplicable: the run starts afresh.
     """
-    if context.recipe is not None and context.recipe.kind == "loop" and context.word("--load"):
-        load = Path(context.word("--load"))
+    load: Path | None = context.options["load"]
+    if context.is_loop and load is not None:
         trainer_checks.check_checkpoint(load)
         _refuse_broken(load, context.process["checkpoint"])
         return str(load)

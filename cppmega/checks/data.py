@@ -22,9 +22,10 @@ def check(context: Context) -> str:
         CppmegaError: what `trainer_checks.check_data` raises, `data-changed`.
         NotApplicable: the launch is not our trainer's.
     """
-    if context.recipe is not None and context.recipe.kind == "loop" and context.word("--data"):
-        return _of_a_loop(context.recipe, Path(context.word("--data")))
-    line, recipe = context.line, context.recipe
+    recipe, given = context.recipe, context.options["data"]
+    if recipe is not None and context.is_loop and given:
+        return _of_a_loop(recipe, Path(given[-1]))
+    line = context.line
     if recipe is None:
         raise NotApplicable("no recipe is named: Megatron's own checks look at the data")
     found = trainer_checks.check_data(recipe, line.run, line.tokenizer, line.eod)

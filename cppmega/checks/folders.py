@@ -33,13 +33,13 @@ def check(context: Context) -> str:
 
 
 def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
-    metrics = context.word("--metrics")
-    if metrics and Path(metrics).is_dir():
+    metrics: Path | None = context.options["metrics"]
+    if metrics is not None and metrics.is_dir():
         yield CppmegaError(
             "folder-not-writable",
             f"{metrics} (--metrics) is a folder, and must be a file.",
             "The run would end at its first logged step.",
-            f"--metrics {Path(metrics) / 'metrics.jsonl'}",
+            f"--metrics {metrics / 'metrics.jsonl'}",
         )
     for purpose, folder, room in _folders(context):
         there = _nearest(folder)
@@ -73,10 +73,11 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
         line: Line | None = context.line
     except NotApplicable:
         line = None
-        for flag in ("--save", "--metrics"):  # a loop's own, which no parser of Megatron sees
-            said = context.word(flag)
-            if said:
-                yield flag, Path(said) if flag == "--save" else Path(said).parent, _LOG
+        save, metrics = context.options["save"], context.options["metrics"]
+        if save is not None:
+            yield "--save", save, _LOG
+        if metrics is not None:
+            yield "--metrics", metrics.parent, _LOG
     if line is not None and context.recipe is None and line.run.save is not None:
         yield "--save", line.run.save, _LOG
     if line is not None and context.recipe is not None:

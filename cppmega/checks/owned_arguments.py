@@ -15,16 +15,15 @@ from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
-_OPTIONS = {
-    **{"--data-path": "--data", "--data-cache-path": "--data-cache"},
-    **{"--tensorboard-dir": "--tensorboard", "--wandb-exp-name": "--wandb-name"},
-    **{
-        flag: flag
-        for flag in (
-            *("--save", "--load", "--save-interval", "--exit-interval", "--log-interval"),
-            "--wandb-project",
-        )
-    },
+_SAME = (
+    *("--save", "--load", "--save-interval", "--exit-interval", "--log-interval"),
+    "--wandb-project",
+)
+_OPTIONS = {flag: flag for flag in _SAME} | {
+    "--data-path": "--data",
+    "--data-cache-path": "--data-cache",
+    "--tensorboard-dir": "--tensorboard",
+    "--wandb-exp-name": "--wandb-name",
 }
 """Megatron's spelling -> the trainer's."""
 _FIELDS = {

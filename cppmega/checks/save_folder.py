@@ -51,10 +51,8 @@ def check(context: Context) -> str:
 
 def _places(context: Context) -> tuple[Path | None, Path | None]:
     """Where the run saves, and what it goes on from."""
-    if context.recipe is not None and context.recipe.kind == "loop":
-        words = [context.word(flag) for flag in ("--save", "--load")]
-        save, load = (Path(word) if word else None for word in words)
-        return save, load
+    if context.is_loop:
+        return context.options["save"], context.options["load"]
     run = context.line.run
     return run.save, run.load
 
