@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from cppmega import overlay, wheels
+from tests import forkserver
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -78,9 +79,11 @@ def python(
     nproc: int = 1,
     env: dict[str, str] | None = None,
     timeout: float = 300,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter whose `megatron` is exactly `root/megatron`.
+    """Run code in a process whose `megatron` is exactly `root/megatron`.
 
+    Torch is imported in it already; `fresh` asks for an interpreter that has imported nothing.
     With `nproc` > 1: one process per rank, with the variables that torchrun sets; the answer has
     every rank's output one after the other and the first exit status that is not 0.
     """
@@ -97,7 +100,7 @@ def python(
         "WORLD_SIZE": str(nproc),
         **(env or {}),
     }
-    command = [sys.executable, "-c", text, str(root)]
+    command = [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
     ranks = [
         subprocess.Popen(
             command,

@@ -254,7 +254,7 @@ def test_every_broken_launch_is_named_before_torch_is_imported(corpus: Path) -> 
     launches = broken_launches(corpus)
     cases = json.dumps({name: (line, env) for name, (_, line, env) in launches.items()})
     root = pristine("0.19.2")
-    done = python(root, BROKEN, env={"CASES": cases, "TREE": str(root)})
+    done = python(root, BROKEN, env={"CASES": cases, "TREE": str(root)}, fresh=True)
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
     answer = json.loads(done.stdout.partition("ANSWER")[2])
     assert answer.pop("torch imported") is False
@@ -273,7 +273,7 @@ def test_every_broken_launch_is_named_before_torch_is_imported(corpus: Path) -> 
 def test_older_releases_say_what_they_lack(version: str, expected: str, corpus: Path) -> None:
     line = ["nam56r_h200_slice", "--data", str(corpus / "own")]
     cases, root = json.dumps({"slice": (line, {})}), pristine(version)
-    done = python(root, BROKEN, env={"CASES": cases, "TREE": str(root)})
+    done = python(root, BROKEN, env={"CASES": cases, "TREE": str(root)}, fresh=True)
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
     assert json.loads(done.stdout.partition("ANSWER")[2])["slice"] == expected
 

@@ -1,0 +1,207 @@
+"""A stand-in for `python` whose processes are forks of one that has imported torch.
+
+Importing torch takes longer than most of what the tests then do, and no test is about it. So one
+server imports it, and forks for every command that it is sent. The client takes the arguments of
+`python`; its environment, working folder and open files become those of the fork, and it ends as
+the fork does.
+
+A fork does not show what a process imports, nor what Python and OpenMP read from the environment
+when they start. Tests of those run `sys.executable`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed._tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.utils.data",
+    "libcst",
+)
+"""Slow to import, and the same whatever tree is tested."""
+STDIN = 0
+
+
+@cache
+def executable() -> str:
+    """The file to run in place of `sys.executable`; the server is started with the first call."""
+    if Path("/dev/nvidiactl").exists():
+        return sys.executable  # an import may look for GPUs, and CUDA does not survive a fork
+    folder = Path(tempfile.mkdtemp(prefix="forks-", dir="/tmp"))  # a socket's path must be short
+    client = folder / "python"
+    here = f"'{sys.executable}' -IS '{__file__}' '{folder}/socket'"
+    client.write_text(f'#!/bin/sh\nexec {here} "$@"\n')
+    client.chmod(0o700)
+    _start(folder)
+    return str(client)
+
+
+def _start(folder: Path) -> None:
+    """Start the server, which ends when this process does and closes its standard input."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/socket")
+        listener.listen()
+        given = f"{listener.fileno()}, {str(folder)!r}"
+        code = f"from tests import forkserver; forkserver.serve({given})"
+        server = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+            | {"OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parent.parent,
+            start_new_session=True,
+        )
+    atexit.register(_end, server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()
+
+
+# -- the client -----------------------------------------------------------------------------------
+
+
+def ask(path: str, arguments: list[str]) -> None:
+    """Have a command run, and end as it ends."""
+    order = {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd())}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        socket.send_fds(connection, [b"files"], [0, 1, 2])
+        connection.sendall(json.dumps(order).encode() + b"\n")
+        code = int(connection.recv(16) or b"1")
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+# -- the server -----------------------------------------------------------------------------------
+
+
+def serve(listener: int, folder: str) -> None:
+    """Fork for every order, until the process that started the server ends."""
+    with warnings.catch_warnings(action="ignore"):
+        for name in PRELOADED:
+            importlib.import_module(name)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, (
+        "a process with threads cannot be forked"
+    )
+    gc.freeze()
+    order = Server(socket.socket(fileno=listener)).order_of_a_fork()
+    if order:
+        become(order)
+    else:
+        shutil.rmtree(folder)
+
+
+class Server:
+    """The running forks, each by the file that says when it has ended."""
+
+    def __init__(self, listener: socket.socket):
+        self.listener = listener
+        self.forks: dict[int, tuple[int, socket.socket]] = {}
+
+    def order_of_a_fork(self) -> dict[str, Any] | None:
+        """Return in every fork with its order, and in the server at its end with nothing."""
+        while True:
+            clients = [client for _, client in self.forks.values()]
+            ready, _, _ = select.select([STDIN, self.listener, *self.forks, *clients], [], [])
+            for process, (child, client) in list(self.forks.items()):
+                if client in ready or STDIN in ready:  # nobody waits for this one any more
+                    os.kill(child, signal.SIGKILL)
+                if process in ready:
+                    self.answer(process)
+            if STDIN in ready:
+                return None
+            if self.listener in ready and (order := self.fork()):
+                return order
+
+    def answer(self, process: int) -> None:
+        """Tell the client how its fork ended."""
+        child, client = self.forks.pop(process)
+        _, status = os.waitpid(child, 0)
+        os.close(process)
+        with client, contextlib.suppress(OSError):
+            client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+    def fork(self) -> dict[str, Any] | None:
+        """Take an order and fork; the order in the fork, nothing in the server."""
+        client, _ = self.listener.accept()
+        _, files, _, _ = socket.recv_fds(client, len(b"files"), 3)
+        with client.makefile("rb") as sent:
+            order: dict[str, Any] = json.loads(sent.readline())
+        child = os.fork()
+        if child:
+            self.forks[os.pidfd_open(child)] = child, client
+        else:
+            for to, file in enumerate(files):
+                os.dup2(file, to)
+            self.close(client)
+        for file in files:
+            os.close(file)
+        return None if child else order
+
+    def close(self, client: socket.socket) -> None:
+        """In a fork: let go of what is the server's."""
+        for process, (_, other) in self.forks.items():
+            os.close(process)
+            other.close()
+        client.close()
+        self.listener.close()
+
+
+# -- a fork ---------------------------------------------------------------------------------------
+
+
+def become(order: dict[str, Any]) -> None:
+    """Be `python` with the arguments, the environment and the working folder of the client."""
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if os.environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    kind, what, *rest = order["arguments"]
+    sys.path[:1] = ["" if kind == "-c" else str(Path.cwd()), *path]
+    sys.argv = ["-c" if kind == "-c" else kind, *rest]
+    if kind == "-m":
+        sys.argv[0] = what
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    assert kind == "-c", "only -c and -m are known"
+    exec(compile(what, "<string>", "exec"), sys.modules["__main__"].__dict__)
+
+
+if __name__ == "__main__":
+    ask(sys.argv[1], sys.argv[2:])

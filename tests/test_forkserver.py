@@ -1,0 +1,76 @@
+"""A fork of the server ends, speaks and dies as `python` itself would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import forkserver
+
+SAYS = """
+import os, sys
+print(sys.argv, os.environ["SAID"], os.getcwd(), sys.stdin.read(), __name__)
+print("error", file=sys.stderr)
+raise SystemExit(3)
+"""
+either = pytest.mark.parametrize("which", ["python", "fork"])
+
+
+def executable(which: str) -> str:
+    return sys.executable if which == "python" else forkserver.executable()
+
+
+@either
+def test_arguments_environment_folder_and_files(which: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [executable(which), "-c", SAYS, "a b"],
+        env={"SAID": "said"},
+        cwd=tmp_path,
+        input="input",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 3
+    assert done.stdout == f"['-c', 'a b'] said {tmp_path} input __main__\n"
+    assert done.stderr == "error\n"
+
+
+@either
+def test_a_module_and_an_error(which: str) -> None:
+    command = [executable(which), "-m", "json.tool"]
+    assert subprocess.run(command, input=b"[1]", capture_output=True).stdout == b"[\n    1\n]\n"
+    command = [executable(which), "-c", "undefined"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith("name 'undefined' is not defined\n")
+
+
+@either
+def test_a_signal_is_the_status(which: str) -> None:
+    for signal in (9, 15):
+        code = f"import os; os.kill(os.getpid(), {signal})"
+        assert subprocess.run([executable(which), "-c", code]).returncode == -signal
+
+
+def test_forks_know_nothing_of_each_other(tmp_path: Path) -> None:
+    for _ in range(2):
+        code = "import sys; assert 'made_up' not in sys.modules; sys.modules['made_up'] = 1"
+        assert subprocess.run([forkserver.executable(), "-c", code]).returncode == 0
+
+
+def test_a_fork_ends_with_its_client() -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    command = [forkserver.executable(), "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        fork = int(client.stdout.readline())
+        os.kill(fork, 0)
+        client.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{fork}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{fork}").exists()
