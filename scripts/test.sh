@@ -20,4 +20,4 @@ echo "== ruff" >&2
 echo "== mypy --strict" >&2
 "$bin/mypy"
 echo "== pytest" >&2
-exec "$python" -m pytest -n 2 --dist loadfile "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

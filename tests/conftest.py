@@ -1,7 +1,52 @@
 """What every test process needs before its first test."""
 
+from __future__ import annotations
+
+import os
+import shutil
 import signal
+import tempfile
+from pathlib import Path
+
+import pytest
 
 # A shell starts what is in its background with both ignored, and every child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+LONGEST = (
+    "test_needed.py",
+    "test_launch.py",
+    "test_smoke.py",
+    "test_linear_ce_heads.py",
+    "test_laws.py",
+    "test_trainer.py",
+    "test_selective_fp8_moe.py",
+    "test_guard.py",
+)
+"""Begun first, so that no process is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, then those that import Megatron, then the others."""
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.path.name
+    if name in LONGEST:
+        return LONGEST.index(name)
+    return len(LONGEST) + ("upstream_patches" not in item.path.parts)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder that all processes of this session share."""
+    if "TESTS_SCRATCH" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="cppmega-tests-")
+        os.environ["TESTS_SCRATCH"] = folder
+        config.add_cleanup(lambda: _forget(Path(folder)))
+
+
+def _forget(folder: Path) -> None:
+    del os.environ["TESTS_SCRATCH"]
+    shutil.rmtree(folder, ignore_errors=True)

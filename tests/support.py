@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+
+from filelock import FileLock
 
 from cppmega import overlay, wheels
 from tests import forkserver
@@ -39,13 +42,17 @@ def pristine(version: str) -> Path:
     return wheels.unpacked(version, lambda message: print(message, file=sys.stderr))
 
 
-@cache
-def _scratch() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="cppmega-tests-"))
-    import atexit
+@contextlib.contextmanager
+def made_once(name: str) -> Iterator[tuple[Path, bool]]:
+    """A place that all processes of this session share, and whether it is still to be made.
 
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    The others wait meanwhile, and one that fails leaves nothing to them.
+    """
+    place = Path(os.environ["TESTS_SCRATCH"]) / name
+    done = place.with_name(f"{name}.done")
+    with FileLock(place.with_name(f"{name}.lock")):
+        yield place, not done.exists()
+        done.touch()
 
 
 def copy(version: str, to: Path) -> Path:
@@ -60,7 +67,14 @@ def patched(version: str, *names: str) -> Path:
 
     Gated pages are turned on by being named. Shared within the session.
     """
-    to = copy(version, _scratch() / "-".join((version, *names, "patched"))[:200])
+    with made_once("-".join((version, *names, "patched"))[:200]) as (to, missing):
+        if missing:
+            shutil.rmtree(to, ignore_errors=True)
+            _apply(copy(version, to), names)
+    return to
+
+
+def _apply(to: Path, names: Sequence[str]) -> None:
     session = overlay.Session(to)
     chosen = [session.pages[name] for name in names] or list(session.pages.values())
     gates = {p.patch.gate: "1" for p in chosen if p.patch.gate} if names else {}
@@ -69,8 +83,7 @@ def patched(version: str, *names: str) -> Path:
     not_needed = {v.name for v in outcome.verdicts if v.state in NOT_NEEDED}
     wanted = set(names) or {v.name for v in outcome.verdicts} - not_needed
     problems = [v for v in outcome.verdicts if v.name in wanted - done]
-    assert not problems, f"not applied on {version}: {problems}"
-    return to
+    assert not problems, f"not applied on {to.name}: {problems}"
 
 
 def python(

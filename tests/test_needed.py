@@ -5,12 +5,14 @@ On every supported version, against the real code, all pages of a version in thr
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from cppmega import catalogue, verify
 from cppmega.overlay import Session
+from tests import forkserver
 from tests.support import VERSIONS, copy
 
 
@@ -22,6 +24,7 @@ def test_every_needed_page_is_proved(
     for page in catalogue.load().values():
         if page.patch.gate:
             monkeypatch.setenv(page.patch.gate, "1")
+    monkeypatch.setattr(sys, "executable", forkserver.executable())  # of the proofs' processes
     session = Session(copy(version, tmp_path / "tree"))
     proved = verify.verify(session)
     wrong = {one.name: one.detail for one in proved if one.proof in ("failed", "stale")}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cppmega import overlay
 from cppmega.overlay import Session
+from tests import forkserver
 from tests.support import REPOSITORY, copy, pristine, python
 
 pytestmark = pytest.mark.megatron
@@ -31,11 +31,12 @@ def train(root: Path, out: Path, data: Path, steps: int = STEPS, guarded: bool =
     """Run the smoke training on one tree; the curve."""
     script = str(REPOSITORY / "scripts" / "smoke.py")
     arguments = ["train", "--out", str(out), "--data", str(data), "--steps", str(steps)]
-    command = [sys.executable, "-m", "cppmega.run", "--megatron", str(root), script, *arguments]
+    executable = forkserver.executable()
+    command = [executable, "-m", "cppmega.run", "--megatron", str(root), script, *arguments]
     if not guarded:
         only = "import sys; from pathlib import Path; from cppmega import imported, smoke;\n"
         only += f"imported.only_from(Path({str(root)!r})); smoke.cli({arguments!r})"
-        command = [sys.executable, "-c", only]
+        command = [executable, "-c", only]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CPPMEGA_")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -59,10 +60,14 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory, everything: Path, data: Path) -> Curve:
+    return train(everything, tmp_path_factory.mktemp("patched") / "run", data)
+
+
 def test_stock_trains_on_wrong_mtp_labels_and_the_overlay_does_not(
-    stock: Curve, everything: Path, data: Path, tmp_path: Path
+    stock: Curve, patched: Curve
 ) -> None:
-    patched = train(everything, tmp_path / "run", data)
     assert all(row["wrong"] > 0 for row in stock)
     assert all(row["wrong"] == 0 for row in patched)
     assert patched[0]["loss"] == stock[0]["loss"], "the first main loss does not depend on MTP"
@@ -82,11 +87,10 @@ def test_pages_that_say_bitwise_train_like_stock_to_the_bit(
 
 
 def test_a_run_resumed_from_its_checkpoint_goes_on_with_the_same_curve(
-    everything: Path, data: Path, tmp_path: Path
+    everything: Path, patched: Curve, data: Path, tmp_path: Path
 ) -> None:
-    whole = train(everything, tmp_path / "whole", data)
     train(everything, tmp_path / "parts", data, steps=STEPS // 2)
-    assert train(everything, tmp_path / "parts", data) == whole
+    assert train(everything, tmp_path / "parts", data) == patched
 
 
 LOOP = """

@@ -1,4 +1,4 @@
-"""The checks of several small pages in one process per version.
+"""The checks of several small pages in one process per version, whichever tests ask for them.
 
 Importing megatron-core takes longer than all of them together. The process imports a tree with
 these pages applied; the unpatched files are loaded beside it, so that both can be called.
@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from tests.support import patched, pristine, python
+from tests.support import made_once, patched, pristine, python
 
 PAGES = {
     "combined_1f1b_autocast": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
@@ -38,6 +38,14 @@ def assert_passes(page: str, version: str) -> None:
 
 @cache
 def _results(version: str) -> dict[str, str]:
+    with made_once(f"{version}-one-process.json") as (file, missing):
+        if missing:
+            file.write_text(_printed(version))
+    results: dict[str, str] = json.loads(file.read_text())
+    return results
+
+
+def _printed(version: str) -> str:
     pages = [page for page, versions in PAGES.items() if version in versions]
     code = f"""
     from tests.upstream_patches import one_process
@@ -45,8 +53,7 @@ def _results(version: str) -> dict[str, str]:
     """
     done = python(patched(version, *pages), code)
     assert done.returncode == 0, done.stderr
-    results: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return done.stdout.splitlines()[-1]
 
 
 def run(pages: list[str], stock_root: str) -> None:
