@@ -248,7 +248,7 @@ def check_masked_tokens_left_out(ranks: int) -> None:
 
 
 def check_distillation(ranks: int) -> None:
-    """Cached-logits distillation hooks the output layer: it must get logits, and the log a reason."""
+    """Cached-logits distillation hooks the output layer: it gets logits, and the log the reason."""
     from megatron.training.distillation import StudentLogitsCapture
 
     model = GPT(tensor_model_parallel_size=ranks)
