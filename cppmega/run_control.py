@@ -15,6 +15,8 @@ from cppmega.errors import CppmegaError
 from cppmega.run_folder import LIVE, MEANING, Node, Run
 
 _PERIOD = 0.2
+_CHUNK = 2**20
+"""Bytes of a log that are held at once: some ranks print for weeks, and without a line's end."""
 
 
 def attach(run: Run) -> NoReturn:
@@ -128,16 +130,18 @@ def _global_rank(node: Node, local: int) -> int:
 
 def _print_from(file: Path, at: int, named: bool) -> int:
     try:
-        with file.open("rb") as opened:
-            opened.seek(at)
-            new = opened.read()
+        opened = file.open("rb")
     except OSError:
         return at
-    if new and named and not at:
-        print(f"== {file}", flush=True)
-    sys.stdout.buffer.write(new)
+    with opened:
+        opened.seek(at)
+        while new := opened.read(_CHUNK):
+            if named and not at:
+                print(f"== {file}", flush=True)
+            sys.stdout.buffer.write(new)
+            at += len(new)
     sys.stdout.buffer.flush()
-    return at + len(new)
+    return at
 
 
 def stop(run: Run, *, now: bool, wait: float) -> None:
@@ -161,7 +165,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
             f"--resume {run.word}, to go on from its checkpoint",
         )
     node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
-    process.send(int(node.status()["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
+    _tell(node, now)
     report.say(
         f"{run.name}: ending at once"
         if now
@@ -191,6 +195,16 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
         "It had not come to its first step, or saving failed.",
         f"cppmega logs {run.word}",
     )
+
+
+def _tell(node: Node, now: bool) -> None:
+    """Pass a stop on to the process in charge; where it was killed, to what it has left."""
+    status = node.status()
+    if run_folder.in_charge(status):
+        process.send(int(status["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
+        return
+    for pid in run_folder.left_behind(status):
+        process.send(pid, signal.SIGKILL if now else signal.SIGTERM)
 
 
 def _here(run: Run, command: str) -> Node:
@@ -253,8 +267,6 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         )
         if row["error"]:
             yield f"{'':<9} {row['error']}"
-        elif row["state"] == "killed":
-            yield f"{'':<9} {run_folder.MEANING['killed']}"
 
 
 def _or_dash(value: object) -> str:

@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import process, run_manifest
+from cppmega import durable, process, run_manifest
 from cppmega.errors import CppmegaError
 
 VARIABLE = "CPPMEGA_RUNS"
@@ -40,7 +40,7 @@ MEANING: dict[State, str] = {
     "finished": "it ended by itself with exit status 0",
     "stopped": "it ended because it was asked to",
     "crashed": "a rank failed",
-    "killed": "its process in charge is gone and left no exit status",
+    "killed": "its process in charge was killed and left no exit status",
 }
 
 _START = 30.0
@@ -77,8 +77,8 @@ class Node:
         return run_manifest.status(self.status_file)
 
     def write(self, status: Mapping[str, Any]) -> None:
-        """Replace the status; a reader sees the old one or the new one."""
-        write_json(self.status_file, status)
+        """Replace the status; a reader sees the old one or the new one, on a full disk too."""
+        durable.write(self.status_file, status)
 
     def here(self) -> bool:
         """Whether its processes are on this machine."""
@@ -88,16 +88,20 @@ class Node:
         """One word."""
         status = self.status()
         if not status:
-            young = time.time() - self.path.stat().st_mtime < _START
-            return "starting" if young else "killed"
+            return "starting" if self._young() else "killed"
         if status.get("ended") is not None:
             return _ended(status)
-        if self.here() and (
-            status.get("boot") != process.boot()
-            or not process.alive(status["pid"], status["since"])
-        ):
-            return "killed"
+        if self.here() and not in_charge(status):
+            # Ranks that outlive it save a checkpoint: nothing may go on from there meanwhile.
+            return "stopping" if left_behind(status) else "killed"
         return "stopping" if status.get("stop") else "running"
+
+    def _young(self) -> bool:
+        """A launch in the making; clocks are set back, too."""
+        try:
+            return abs(time.time() - self.path.stat().st_mtime) < _START
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,31 @@ class Run:
         return newest_step(self.checkpoints)
 
 
+def in_charge(status: Mapping[str, Any]) -> bool:
+    """Whether the process in charge lives; of a run on this host."""
+    return _since_boot(status) and _lives(status.get("pid"), status.get("since"))
+
+
+def left_behind(status: Mapping[str, Any]) -> list[int]:
+    """Those of torchrun and its ranks that live, torchrun first; of a run on this host."""
+    if not _since_boot(status):
+        return []
+    known = {status.get("agent"): status.get("agent_since"), **status.get("workers", {})}
+    return [int(pid) for pid, since in known.items() if _lives(pid, since)]
+
+
+def _since_boot(status: Mapping[str, Any]) -> bool:
+    return bool(status.get("boot") == process.boot())
+
+
+def _lives(pid: Any, since: Any) -> bool:
+    return str(pid).isdigit() and process.alive(int(pid), str(since or ""))
+
+
 def _ended(status: Mapping[str, Any]) -> State:
     """How it ended; a rank that fails while it saves its last checkpoint has crashed."""
+    if status.get("exit") is None:
+        return "killed"  # written by whoever outlived the process in charge
     if status.get("exit") == 0:
         return "stopped" if status.get("stop") else "finished"
     # Ranks that were not yet ready to save end on the signal itself.
@@ -253,13 +280,13 @@ def create(runs: Path, name: str) -> Run:
     """
     check_name(name)
     folder = runs / name
-    if folder.exists():
+    if os.path.lexists(folder):
         raise exists(folder)
     try:
         runs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as error:
-        if folder.exists():  # another launch was faster
+        if os.path.lexists(folder):  # another launch was faster
             raise exists(folder) from None
         raise CppmegaError(
             "runs-not-writable",
@@ -300,7 +327,7 @@ def fresh_name(runs: Path, stem: str) -> str:
     """Recipe and time, and a number where two are launched in one second."""
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     number, found = 2, name
-    while (runs / found).exists():
+    while os.path.lexists(runs / found):
         found, number = f"{name}-{number}", number + 1
     return found
 
@@ -364,6 +391,4 @@ def find(runs: Path, name: str | None) -> Run:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a file as a whole."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    durable.replace(path, (json.dumps(content, indent=1) + "\n").encode())

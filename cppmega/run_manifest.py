@@ -22,7 +22,7 @@ _NONE = type(None)
 _STATUS: _Types = {
     **{"host": str, "boot": str, "pid": int, "since": str, "stop": str, "workers": dict},
     **{"started": (int, float), "ended": (int, float, _NONE), "exit": (int, _NONE)},
-    **{"agent": int, "first_rank": int, "failure": dict},
+    **{"agent": int, "agent_since": str, "note": str, "first_rank": int, "failure": dict},
 }
 
 
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -55,7 +55,7 @@ def missing(found: Mapping[str, Any]) -> list[str]:
 def status(path: Path) -> dict[str, Any]:
     """What the process in charge wrote; empty before it did, and where it is damaged."""
     found = read_json(path)
-    return {} if _odd(found, _STATUS) else found
+    return {} if "host" not in found or _odd(found, _STATUS) else found
 
 
 def _odd(found: Mapping[str, Any], types: _Types) -> list[str]:
