@@ -226,7 +226,11 @@ def _preflight(
         nodes=asked.nodes,
         folder=folder,
     )
-    found = examine(context, lambda name: report.say(f"preflight: {name}"))
+    with report.Progress("preflight") as progress:
+        found = examine(context, progress)
+    for finding in found.findings:
+        if finding.is_remark:
+            report.say(f"  {finding.check}: {finding.what}")
     if not found.ok:
         failures = found.failures
         if len(failures) > 1:

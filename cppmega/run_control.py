@@ -203,7 +203,10 @@ def _tell(node: Node, now: bool) -> None:
     if run_folder.in_charge(status):
         process.send(int(status["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
         return
-    for pid in run_folder.left_behind(status):
+    left = run_folder.left_behind(status)
+    if now:  # torchrun's process writes down the end once its ranks are gone
+        left = [pid for pid in left if pid != status.get("agent")] or left
+    for pid in left:
         process.send(pid, signal.SIGKILL if now else signal.SIGTERM)
 
 
