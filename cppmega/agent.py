@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cppmega import durable, process
+from cppmega import durable, liveness, process
 from cppmega.agent_watch import Watch
 from cppmega.process import end_with_parent
-from cppmega.run_folder import Node, in_charge
+from cppmega.run_folder import Node
 
 FAILURE = "failure.json"
 _ORPHANS = 60.0
@@ -94,7 +94,7 @@ def _inherit(node: Node, watch: Watch) -> None:
     """Write down the end of a run whose process in charge was killed."""
     process.end_helpers(os.environ.get("CPPMEGA_RUN", ""), watch.ranks)
     status = node.status()
-    if in_charge(status):
+    if liveness.in_charge(status):
         return
     said = "the launcher was killed; its ranks were asked to save a checkpoint and end"
     failure = {"rank": None, "exit": None, "signal": "", "message": said}

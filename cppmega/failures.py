@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cppmega import process
+from cppmega import liveness, process
 from cppmega.run_folder import Node, Run
 
 _TAIL = 12
@@ -87,6 +87,8 @@ def _killed(node: Node) -> str:
         return "the launch ended before its run began"
     if status.get("boot") != process.boot():
         return "the machine was restarted while it ran"
+    if not liveness.reachable(status):
+        return "its container ended while it ran"
     return "the launcher was killed, and torchrun with it: it ended without an end record"
 
 

@@ -66,6 +66,14 @@ def boot() -> str:
         return ""
 
 
+def namespace() -> str:
+    """Names what our numbers of processes belong to: a container has its own."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def children(pid: int) -> list[int]:
     """The direct children of a process."""
     found: list[int] = []

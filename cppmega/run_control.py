@@ -6,11 +6,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cppmega import failures, process, report, run_folder, tmux
+from cppmega import failures, liveness, process, report, tmux
 from cppmega.errors import CppmegaError
 from cppmega.run_folder import LIVE, MEANING, Node, Run
 
@@ -200,10 +200,10 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
 def _tell(node: Node, now: bool) -> None:
     """Pass a stop on to the process in charge; where it was killed, to what it has left."""
     status = node.status()
-    if run_folder.in_charge(status):
+    if liveness.in_charge(status):
         process.send(int(status["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
         return
-    left = run_folder.left_behind(status)
+    left = liveness.left_behind(status)
     if now:  # torchrun's process writes down the end once its ranks are gone
         left = [pid for pid in left if pid != status.get("agent")] or left
     for pid in left:
@@ -213,9 +213,9 @@ def _tell(node: Node, now: bool) -> None:
 def _here(run: Run, command: str) -> Node:
     """A part of the run that lives on this machine."""
     for node in run.nodes():
-        if node.here() and node.state() in LIVE:
+        if node.here() and liveness.reachable(node.status()) and node.state() in LIVE:
             return node
-    hosts = [str(node.status()["host"]) for node in run.nodes() if node.status()]
+    hosts = [_place(node.status()) for node in run.nodes() if node.status()]
     if not hosts:
         raise CppmegaError(
             "run-starting",
@@ -229,6 +229,10 @@ def _here(run: Run, command: str) -> Node:
         "Its processes can be reached there only.",
         f"on {hosts[0]}: {command}",
     )
+
+
+def _place(status: Mapping[str, Any]) -> str:
+    return f"{status['host']}{', in another container' if liveness.here(status) else ''}"
 
 
 def row_of(run: Run) -> dict[str, Any]:
@@ -249,9 +253,18 @@ def row_of(run: Run) -> dict[str, Any]:
         "checkpoint": run.checkpoint(),
         "tmux": manifest.get("tmux"),
         "hosts": [status.get("host") for status in statuses],
-        "error": run.problem or failures.in_one_line(run),
+        "error": run.problem or failures.in_one_line(run) or _silence(run),
         "folder": str(run.path),
     }
+
+
+def _silence(run: Run) -> str:
+    """Of a run that is somewhere else: what speaks against its being alive."""
+    for node in run.nodes():
+        status, silent = node.status(), liveness.silence(node.status_file)
+        if silent and node.state() in LIVE and not liveness.in_charge(status):
+            return f"no sign of life from {_place(status)} for {_duration(silent)}"
+    return ""
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import durable, process, run_manifest
+from cppmega import durable, liveness, run_manifest
 from cppmega.errors import CppmegaError
 
 VARIABLE = "CPPMEGA_RUNS"
@@ -82,26 +81,21 @@ class Node:
 
     def here(self) -> bool:
         """Whether its processes are on this machine."""
-        return bool(self.status().get("host") == socket.gethostname())
+        return liveness.here(self.status())
 
     def state(self) -> State:
         """One word."""
         status = self.status()
         if not status:
-            return "starting" if self._young() else "killed"
+            return "starting" if _young(self.path) else "killed"
         if status.get("ended") is not None:
             return _ended(status)
-        if self.here() and not in_charge(status):
-            # Ranks that outlive it save a checkpoint: nothing may go on from there meanwhile.
-            return "stopping" if left_behind(status) else "killed"
-        return "stopping" if status.get("stop") else "running"
-
-    def _young(self) -> bool:
-        """A launch in the making; clocks are set back, too."""
-        try:
-            return abs(time.time() - self.path.stat().st_mtime) < _START
-        except OSError:
-            return False
+        live: State = "stopping" if status.get("stop") else "running"
+        if not liveness.here(status) or liveness.in_charge(status):
+            return live
+        if liveness.left_behind(status):
+            return "stopping"  # ranks save a checkpoint: nothing may resume from it meanwhile
+        return live if liveness.in_another_container(status, self.console) else "killed"
 
 
 @dataclass(frozen=True)
@@ -177,7 +171,9 @@ class Run:
 
     def state(self) -> State:
         """One word for all its hosts: live while one of them is, then the worst."""
-        states = {node.state() for node in self.nodes()} or {"starting"}
+        states = {node.state() for node in self.nodes()}
+        if not states:
+            return "starting" if _young(self.path) else "killed"
         order: tuple[State, ...] = (
             *("running", "stopping", "starting"),
             *("crashed", "killed", "stopped", "finished"),
@@ -226,25 +222,12 @@ class Run:
         return newest_step(self.checkpoints)
 
 
-def in_charge(status: Mapping[str, Any]) -> bool:
-    """Whether the process in charge lives; of a run on this host."""
-    return _since_boot(status) and _lives(status.get("pid"), status.get("since"))
-
-
-def left_behind(status: Mapping[str, Any]) -> list[int]:
-    """Those of torchrun and its ranks that live, torchrun first; of a run on this host."""
-    if not _since_boot(status):
-        return []
-    known = {status.get("agent"): status.get("agent_since"), **status.get("workers", {})}
-    return [int(pid) for pid, since in known.items() if _lives(pid, since)]
-
-
-def _since_boot(status: Mapping[str, Any]) -> bool:
-    return bool(status.get("boot") == process.boot())
-
-
-def _lives(pid: Any, since: Any) -> bool:
-    return str(pid).isdigit() and process.alive(int(pid), str(since or ""))
+def _young(folder: Path) -> bool:
+    """A launch in the making; clocks are set back, too."""
+    try:
+        return abs(time.time() - folder.stat().st_mtime) < _START
+    except OSError:
+        return False
 
 
 def _ended(status: Mapping[str, Any]) -> State:

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+_NONE = type(None)
 _Types = Mapping[str, type | tuple[type, ...]]
 _MANIFEST: _Types = {
     **{"created": (int, float), "nodes": int, "nproc": int, "arguments": list},
     **dict.fromkeys(("recipe", "overlay", "megatron", "options", "data"), dict),
     **dict.fromkeys(("environment", "stack"), dict),
 }
-_NONE = type(None)
+_MAY_BE: _Types = dict.fromkeys(("tmux", "resumes", "save", "load", "metrics"), (str, _NONE))
 _STATUS: _Types = {
     **{"host": str, "boot": str, "pid": int, "since": str, "stop": str, "workers": dict},
     **{"started": (int, float), "ended": (int, float, _NONE), "exit": (int, _NONE)},
-    **{"agent": int, "agent_since": str, "note": str, "first_rank": int, "failure": dict},
+    **{"agent": int, "agent_since": str, "first_rank": int, "failure": dict},
+    **{"namespace": str, "note": str},
 }
 
 
@@ -43,7 +45,7 @@ def manifest(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name} cannot be read"
     if schema != SCHEMA:
         return {}, f"{path.name} has schema {schema}, another release of cppmega's"
-    odd = _odd(found, _MANIFEST)
+    odd = _odd(found, {**_MANIFEST, **_MAY_BE})
     return ({}, f"{path.name} is damaged ({', '.join(odd)})") if odd else (found, "")
 
 

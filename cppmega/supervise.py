@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cppmega import durable, process
+from cppmega import durable, liveness, process
 from cppmega.agent import FAILURE, of_torchrun
 from cppmega.errors import CppmegaError
 from cppmega.failures import said_of
@@ -39,6 +39,8 @@ _KILLED = 10.0
 """Seconds that torchrun gets to see that its ranks were killed."""
 _WRITE_AGAIN = 5.0
 """Seconds between two tries to write down what could not be written."""
+_ALIVE = 60.0
+"""Seconds between two signs of life."""
 _KEEP = 10.0
 """Seconds for which it is tried to write down the end."""
 _FULL = 2**16
@@ -58,6 +60,8 @@ class Supervisor:
         self.node, self.words = node, words
         self.asked = 0.0
         """When a stop was asked for; 0: it was not."""
+        self.by = ""
+        """The signal that asked."""
         self.now = False
         self.give_up = 0.0
         """When torchrun is killed too, once its ranks were; 0: they were not."""
@@ -69,6 +73,7 @@ class Supervisor:
         self.status: dict[str, Any] = {
             "host": socket.gethostname(),
             "boot": process.boot(),
+            "namespace": process.namespace(),
             "pid": os.getpid(),
             "since": process.started(os.getpid()),
             "started": time.time(),
@@ -82,8 +87,10 @@ class Supervisor:
         """Start, wait, write down the end. Answers the exit status.
 
         Raises:
-            CppmegaError: `run-folder-not-written`; nothing was started.
+            CppmegaError: `run-began-already`, `run-folder-not-written`; nothing was started.
         """
+        if self.node.status_file.exists():
+            raise _began_already(self.node)
         for number in (*_SOFT, signal.SIGQUIT):
             ignored = signal.getsignal(number) is signal.SIG_IGN
             # nohup and a shell's & mean it, but what `cppmega stop` sends was asked for.
@@ -93,16 +100,17 @@ class Supervisor:
             durable.reserve(self.node.path / FAILURE)
             self.node.write(self.status)
             console = self.node.console.open("ab", buffering=0)
+            liveness.hold(console)
         except OSError as error:
             raise _not_written(self.node, error) from None
         self.terminal = Terminal(self.node.console)
         self.terminal.start()
-        with console:
+        with console:  # and its lock, until the end is written
             code = self._torchrun(console)
-        self._end_orphans()
-        if code:
-            process.end_helpers(str(self.node.run.path), map(int, self.status["workers"]))
-        return self._finish(code)
+            self._end_orphans()
+            if code:
+                process.end_helpers(str(self.node.run.path), map(int, self.status["workers"]))
+            return self._finish(code)
 
     def _torchrun(self, console: Any) -> int:
         try:
@@ -125,8 +133,7 @@ class Supervisor:
                 self._pass_on()
             if self.give_up and time.monotonic() > self.give_up:
                 agent.kill()
-            if self.trouble and time.monotonic() > self.written + _WRITE_AGAIN:
-                self._write()
+            self._give_sign_of_life()
             time.sleep(_PERIOD)
         return agent.returncode
 
@@ -142,6 +149,7 @@ class Supervisor:
         again = bool(self.asked) and now - self.asked > _AGAIN
         if number == signal.SIGQUIT or (number == signal.SIGINT and again):
             self.now = True
+        self.by = self.by or signal.Signals(number).name
         self.asked = self.asked or now
 
     def _pass_on(self) -> None:
@@ -153,7 +161,7 @@ class Supervisor:
             self.give_up = time.monotonic() + (_KILLED if self.status["workers"] else 0)
             return
         self._say(
-            "asked to stop: the ranks save a checkpoint after their step, and end. "
+            f"asked to stop ({self.by}): the ranks save a checkpoint after their step, and end. "
             "Ctrl-C again, or cppmega stop --now, ends them at once"
         )
         self._mark("checkpoint")
@@ -243,6 +251,16 @@ class Supervisor:
         if self.trouble and self.trouble != before:
             self._say(f"the run folder cannot be written: {self.trouble}; the run continues")
 
+    def _give_sign_of_life(self) -> None:
+        """For those who look from another machine; or write what could not be written before."""
+        silent = time.monotonic() - self.written
+        if self.trouble and silent > _WRITE_AGAIN:
+            self._write()
+        elif silent > _ALIVE:
+            self.written = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self.node.status_file)
+
     def _disk_is_full(self) -> bool:
         try:
             return shutil.disk_usage(self.node.path).free < _FULL
@@ -264,6 +282,16 @@ def _identity(folder: Path) -> tuple[int, int] | None:
         found = folder.stat()
         return found.st_dev, found.st_ino
     return None
+
+
+def _began_already(node: Node) -> CppmegaError:
+    return CppmegaError(
+        "run-began-already",
+        f"{node.run.name} has a process in charge, or had one: it is {node.state()}.",
+        "A second one would overwrite how it ended.",
+        f"cppmega logs {node.run.word}; to train on: cppmega launch RECIPE --resume "
+        f"{node.run.word}",
+    )
 
 
 def _not_written(node: Node, error: OSError) -> CppmegaError:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import durable, failures, process, run_control, run_folder
+from cppmega import durable, failures, liveness, process, run_control, run_folder
 from cppmega.errors import CppmegaError
 from cppmega.run_folder import Run
 from cppmega.run_manifest import read_json
+from cppmega.supervise import Supervisor
 from tests.support import REPOSITORY
 from tests.test_supervise import Bench, bench, gone, ranks, ready, until
 
@@ -234,6 +235,57 @@ def test_a_run_that_ended_with_its_machine(bench: Bench) -> None:
     assert run.state() == "killed"
     row = run_control.row_of(run)
     assert row["error"] == "the machine was restarted while it ran" and row["exit"] is None
+
+
+def test_a_run_in_another_container(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same machine and host name, and other numbers of processes: a lock tells."""
+    run = bench.run("contained", "long")
+    (node,) = run.nodes()
+    node.write(
+        {"host": socket.gethostname(), "boot": process.boot(), "pid": os.getpid()}
+        | {"since": process.started(os.getpid()), "namespace": "pid:[1]", "agent": os.getpid()}
+    )
+    with node.console.open("ab") as console:
+        liveness.hold(console)
+        assert run.state() == "running"
+        with pytest.raises(CppmegaError, match=r"run-elsewhere: .*in another container"):
+            run_control.stop(run, now=True, wait=1)
+        os.utime(node.status_file, (0, 0))
+        assert run_control.row_of(run)["error"].startswith("no sign of life from ")
+    assert run.state() == "killed"
+    assert failures.in_one_line(run) == "its container ended while it ran"
+
+
+def test_signs_of_life_for_other_machines(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = bench.run("remote", "long")
+    (node,) = run.nodes()
+    node.write({"host": "another", "boot": "b", "pid": 1, "since": "1", "ended": None})
+    assert (run.state(), run_control.row_of(run)["error"]) == ("running", "")
+    os.utime(node.status_file, (0, time.time() - 4000))
+    assert run.state() == "running", "whoever resumes it must know that it is over"
+    assert run_control.row_of(run)["error"] == "no sign of life from another for 1:06:40"
+    in_charge = Supervisor(node)
+    in_charge._give_sign_of_life()
+    assert run_control.row_of(run)["error"] == ""
+    os.utime(node.status_file, (0, 0))
+    in_charge._give_sign_of_life()  # not at every look
+    assert node.status_file.stat().st_mtime == 0
+
+
+def test_a_node_has_one_process_in_charge_ever(bench: Bench) -> None:
+    run = bench.run("once", "long")
+    (node,) = run.nodes()
+    node.write({"host": "h", "ended": 1.0, "exit": 0, "stop": ""})
+    with pytest.raises(CppmegaError, match="run-began-already"):
+        Supervisor(node).run()
+    assert run.state() == "finished"
+
+
+def test_a_folder_that_is_deleted_is_not_followed_for_ever(bench: Bench) -> None:
+    run = bench.run("gone", "long")
+    assert run.state() == "starting"
+    shutil.rmtree(run.path)
+    assert run.state() == "killed"
 
 
 def test_what_a_rank_printed_does_not_steer_the_terminal(bench: Bench) -> None:
