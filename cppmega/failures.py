@@ -83,6 +83,8 @@ def _killed(node: Node) -> str:
     if node.state() != "killed":
         return ""
     status = node.status()
+    if not status and node.status_file.exists():
+        return f"{node.status_file.name} cannot be read: how it ended is not known"
     if not status:
         return "the launch ended before its run began"
     if status.get("boot") != process.boot():

@@ -51,8 +51,11 @@ def _lives(pid: Any, since: Any) -> bool:
 
 def in_another_container(status: Mapping[str, Any], locked: Path) -> bool:
     """Whether something of it lives on this machine where its numbers mean nothing to us."""
-    if reachable(status) or status.get("boot") != process.boot():
-        return False
+    return not reachable(status) and status.get("boot") == process.boot() and held(locked)
+
+
+def held(locked: Path) -> bool:
+    """Whether somebody on this machine holds the lock of a run's console."""
     try:
         with locked.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -20,6 +19,8 @@ _OF_A_RANK = {
 
 def end_with_parent() -> None:
     """Get SIGTERM when the parent ends: no rank may hold a GPU for a launcher that is gone."""
+    import ctypes  # most commands start without it
+
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # another system than Linux
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -202,6 +202,7 @@ def _tell(node: Node, now: bool) -> None:
     status = node.status()
     if liveness.in_charge(status):
         process.send(int(status["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
+        process.send(int(status["pid"]), signal.SIGCONT)  # after a Ctrl-Z in its terminal
         return
     left = liveness.left_behind(status)
     if now:  # torchrun's process writes down the end once its ranks are gone
@@ -262,7 +263,7 @@ def _silence(run: Run) -> str:
     """Of a run that is somewhere else: what speaks against its being alive."""
     for node in run.nodes():
         status, silent = node.status(), liveness.silence(node.status_file)
-        if silent and node.state() in LIVE and not liveness.in_charge(status):
+        if silent and status and node.state() in LIVE and not liveness.in_charge(status):
             return f"no sign of life from {_place(status)} for {_duration(silent)}"
     return ""
 

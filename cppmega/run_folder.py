@@ -86,6 +86,8 @@ class Node:
     def state(self) -> State:
         """One word."""
         status = self.status()
+        if not status and liveness.held(self.console):
+            return "running"  # and its status is damaged, or another user's
         if not status:
             return "starting" if _young(self.path) else "killed"
         if status.get("ended") is not None:

@@ -383,6 +383,7 @@ def test_a_stop_before_there_are_ranks(bench: Bench) -> None:
         run_control.stop(run, now=False, wait=1)
     bench.start(run)
     until(lambda: "agent" in run.nodes()[0].status(), 30, run)
+    os.kill(run.nodes()[0].status()["pid"], signal.SIGSTOP)  # Ctrl-Z in its terminal
     with pytest.raises(CppmegaError, match="not-saved"):
         run_control.stop(run, now=False, wait=60)
     assert run.state() == "stopped" and failures.first_failure(run) == ""

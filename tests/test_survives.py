@@ -217,12 +217,16 @@ def test_a_status_that_is_torn_empty_or_foreign(bench: Bench) -> None:
     for text in ("", "{", '{"pid": 1}', "[" * 100_000, "\x00" * 50, '{"host": 3}', '{"a": {}}'):
         node.status_file.write_text(text)
         assert (node.status(), run.state()) == ({}, "starting"), text[:20]
+    with node.console.open("ab") as console:
+        liveness.hold(console)
+        assert run.state() == "running", "it lives, whatever became of its status"
+    os.utime(node.path, (0, 0))
+    assert run.state() == "killed" and "cannot be read" in failures.in_one_line(run)
     host = socket.gethostname()
     node.status_file.write_text(f'{{"host": "{host}", "workers": {{"x": 3, "-1": null}}}}')
     assert run.state() == "killed"
-    os.utime(node.path, (time.time() + 9e6,) * 2)  # the clock was set back
     node.status_file.unlink()
-    os.utime(node.path, (time.time() + 9e6,) * 2)
+    os.utime(node.path, (time.time() + 9e6,) * 2)  # the clock was set back
     assert run.state() == "killed"
     assert failures.in_one_line(run) == "the launch ended before its run began"
 
