@@ -115,8 +115,8 @@ def _in_short(rows: list[Finding]) -> Iterator[str]:
     if ok := names.get("ok"):
         yield f"{_state('ok')} {_checks(ok)} {_verb(ok, 'hold')}: {', '.join(ok)}"
     if other := names.get("not-applicable"):
-        verb = _verb(other, "do" if len(other) > 1 else "doe")
-        yield f"{_state('not-applicable')} {_checks(other)} {verb} not concern this launch (-v)"
+        said = f"{_checks(other)} {_verb(other, 'do' if len(other) > 1 else 'doe')} not concern"
+        yield f"{_state('not-applicable')} {said} this launch (-v lists them)"
     if waiting := names.get("not-run"):
         said = f"{_checks(waiting)} {_verb(waiting, 'wait')} for what fails"
         yield f"{_state('not-run')} {said}: {', '.join(waiting)}"

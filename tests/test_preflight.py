@@ -94,7 +94,9 @@ def test_the_command_says_state_name_reason_and_next_command(tmp_path: Path) -> 
     assert done.returncode == 1
     held, others, waiting, *failed = done.stdout.splitlines()
     assert held.split()[0] == "ok" and "nan_gates, debug_variables" in held
-    assert others.startswith("not-applicable ") and others.endswith("concern this launch (-v)")
+    assert others.startswith("not-applicable ") and others.endswith(
+        "concern this launch (-v lists them)"
+    )
     assert waiting.split()[0] == "not-run" and ", patches, " in waiting
     assert failed[0].split() == ["failed", "one_root", "no-megatron"]
     assert [line.split()[0] for line in failed[1:4]] == ["what:", "why:", "next:"]
@@ -119,7 +121,7 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert lines[:5] == [
         ["ok", "2 checks hold: a, mock"],
-        ["not-applicable", "30 checks do not concern this launch (-v)"],
+        ["not-applicable", "30 checks do not concern this launch (-v lists them)"],
         ["not-run", "1 check waits for what fails: late"],
         ["ok", "mock  MOCK DATA"],
         ["failed", "bad   some-error"],
