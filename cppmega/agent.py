@@ -23,15 +23,15 @@ from cppmega.process import end_with_parent
 from cppmega.run_folder import Node
 
 FAILURE = "failure.json"
-_ORPHANS = 60.0
-"""Seconds that ranks get to save and end after the process in charge is gone."""
+ORPHANS = 60.0
+"""Seconds that ranks get to save and end after torchrun or the process in charge is gone."""
 
 
 def main() -> NoReturn:
     """Run torchrun; when a rank fails, write down which one and why."""
     node, arguments = Node(Path(sys.argv[1])), sys.argv[2:]
     parent = int(node.status().get("pid", os.getppid()))  # it may be gone already
-    watch = Watch(parent, _ORPHANS, lambda: _end_now(node, watch))
+    watch = Watch(parent, ORPHANS, lambda: _end_now(node, watch))
     end_with_parent()
     watch.start()
     sys.stdout, sys.stderr = _Unfailing(sys.stdout), _Unfailing(sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cppmega import liveness, process
+from cppmega import liveness, process, run_manifest
 from cppmega.run_folder import Node, Run
 
 _TAIL = 12
@@ -16,8 +16,7 @@ _LAST = 2**16
 
 def failure_of(node: Node) -> dict[str, Any]:
     """Rank, exit status or signal, and the message of the first failure; empty: none."""
-    found = node.status().get("failure")
-    return found if isinstance(found, dict) and node.state() in ("crashed", "killed") else {}
+    return run_manifest.failure(node.status()) if node.state() in ("crashed", "killed") else {}
 
 
 def said_of(node: Node) -> str:
@@ -74,8 +73,8 @@ def _gist(failure: dict[str, Any]) -> str:
 
 
 def _signal(failure: dict[str, Any]) -> str:
-    name = failure.get("signal")
-    return f"killed by signal {-failure['exit']} ({name})" if name else ""
+    name, code = failure.get("signal"), failure["exit"]
+    return f"killed by signal {-code} ({name})" if name and code else ""
 
 
 def _killed(node: Node) -> str:

@@ -1,8 +1,8 @@
-"""Whether the processes of a run live, as far as it can be told from where somebody looks.
+"""Whether the processes of a run live, as far as it can be told from here.
 
-On the same machine by number, start time and boot: numbers are used again. A container has its own
-numbers, so there a lock tells, which the kernel takes back from whoever ends. From another machine
-nothing can be told; how long ago the process in charge last touched its status is all there is.
+On the same machine number, start time and boot tell: numbers are used again. A container has its
+own numbers, so there a lock tells, which the kernel takes back from whatever ends. From another
+machine there is only the time since the process in charge last touched its status.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import fcntl
 import socket
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def in_another_container(status: Mapping[str, Any], locked: Path) -> bool:
 
 
 def held(locked: Path) -> bool:
-    """Whether somebody on this machine holds the lock of a run's console."""
+    """Whether a process on this machine holds the lock of a run's console."""
     try:
         with locked.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -68,13 +69,13 @@ def held(locked: Path) -> bool:
     return False
 
 
-def hold(file: Any) -> None:
+def hold(file: FileIO) -> None:
     """Lock an open file for as long as this process, or one that inherits it, lives."""
     for _ in range(20):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError:  # somebody looks, for an instant
+        except BlockingIOError:  # taken for an instant by `held`
             time.sleep(0.01)
         except OSError:
             return  # a file system without locks

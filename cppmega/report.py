@@ -20,7 +20,7 @@ _COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
 
 
 def say(message: str) -> None:
-    """A line of progress. Nothing ends because nobody reads it."""
+    """A line of progress. A reader that is gone ends nothing."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 

@@ -26,6 +26,10 @@ _STATUS: _Types = {
     **{"agent": int, "agent_since": str, "first_rank": int, "failure": dict},
     **{"namespace": str, "note": str},
 }
+_FAILURE: _Types = {
+    **{"rank": (int, _NONE), "exit": (int, _NONE), "signal": str, "message": str},
+    **{"local_rank": int, "others": list},
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -58,6 +62,13 @@ def status(path: Path) -> dict[str, Any]:
     """What the process in charge wrote; empty before it did, and where it is damaged."""
     found = read_json(path)
     return {} if "host" not in found or _odd(found, _STATUS) else found
+
+
+def failure(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The failure in a status; empty where there is none, or a part of it is missing or odd."""
+    failure = found.get("failure", {})
+    needed = {"exit", "message"} | ({"local_rank"} if failure.get("rank") is not None else set())
+    return {} if _odd(failure, _FAILURE) or needed - set(failure) else dict(failure)
 
 
 def _odd(found: Mapping[str, Any], types: _Types) -> list[str]:

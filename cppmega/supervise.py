@@ -19,11 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 from cppmega import durable, liveness, process
-from cppmega.agent import FAILURE, of_torchrun
+from cppmega.agent import FAILURE, ORPHANS, of_torchrun
 from cppmega.errors import CppmegaError
 from cppmega.failures import said_of
 from cppmega.run_folder import Node
@@ -31,8 +32,6 @@ from cppmega.run_manifest import read_json
 from cppmega.terminal import Terminal
 
 _PERIOD = 0.2
-ORPHANS = 60.0
-"""Seconds that ranks get to save and end after their torchrun is gone."""
 _AGAIN = 1.0
 """Seconds after which a second Ctrl-C is meant as one."""
 _KILLED = 10.0
@@ -91,28 +90,35 @@ class Supervisor:
         """
         if self.node.status_file.exists():
             raise _began_already(self.node)
-        for number in (*_SOFT, signal.SIGQUIT):
-            ignored = signal.getsignal(number) is signal.SIG_IGN
-            # nohup and a shell's & mean it, but what `cppmega stop` sends was asked for.
-            if not ignored or number in (signal.SIGTERM, signal.SIGQUIT):
-                signal.signal(number, self._on_signal)
-        try:
-            durable.reserve(self.node.path / FAILURE)
-            self.node.write(self.status)
-            console = self.node.console.open("ab", buffering=0)
-            liveness.hold(console)
-        except OSError as error:
-            raise _not_written(self.node, error) from None
-        self.terminal = Terminal(self.node.console)
-        self.terminal.start()
-        with console:  # and its lock, until the end is written
+        self._listen()
+        with self._console() as console:  # and its lock, until the end is written
+            self.terminal = Terminal(self.node.console)
+            self.terminal.start()
             code = self._torchrun(console)
             self._end_orphans()
             if code:
                 process.end_helpers(str(self.node.run.path), map(int, self.status["workers"]))
             return self._finish(code)
 
-    def _torchrun(self, console: Any) -> int:
+    def _listen(self) -> None:
+        for number in (*_SOFT, signal.SIGQUIT):
+            ignored = signal.getsignal(number) is signal.SIG_IGN
+            # nohup and a shell's & mean it, but what `cppmega stop` sends was asked for.
+            if not ignored or number in (signal.SIGTERM, signal.SIGQUIT):
+                signal.signal(number, self._on_signal)
+
+    def _console(self) -> FileIO:
+        """Take charge of the folder; the file that torchrun and its ranks print into."""
+        try:
+            durable.reserve(self.node.path / FAILURE)
+            self.node.write(self.status)
+            console = FileIO(self.node.console, "a")
+        except OSError as error:
+            raise _not_written(self.node, error) from None
+        liveness.hold(console)
+        return console
+
+    def _torchrun(self, console: FileIO) -> int:
         try:
             agent = subprocess.Popen(
                 self.command(),
@@ -249,7 +255,7 @@ class Supervisor:
         except OSError as error:
             self.trouble = str(error.strerror)
         if self.trouble and self.trouble != before:
-            self._say(f"the run folder cannot be written: {self.trouble}; the run continues")
+            self._say(f"the run folder cannot be written: {self.trouble}")
 
     def _give_sign_of_life(self) -> None:
         """For those who look from another machine; or write what could not be written before."""

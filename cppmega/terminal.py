@@ -26,7 +26,7 @@ class Terminal(threading.Thread):
         self.file = console.open("rb", buffering=0)  # readable after its folder is deleted
         self.over = threading.Event()
         self.gone = False
-        """Nobody reads standard output any more."""
+        """Standard output has no reader any more."""
 
     def run(self) -> None:
         while not self.gone:
@@ -41,7 +41,7 @@ class Terminal(threading.Thread):
             self.over.wait(_PERIOD)
 
     def put(self, data: bytes) -> None:
-        """Write everything, unless there is nobody to read it."""
+        """Write everything, as long as there is a reader."""
         while data and not self.gone:
             try:
                 data = data[os.write(_STDOUT, data) :]

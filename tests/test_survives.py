@@ -295,10 +295,29 @@ def test_a_folder_that_is_deleted_is_not_followed_for_ever(bench: Bench) -> None
 def test_what_a_rank_printed_does_not_steer_the_terminal(bench: Bench) -> None:
     run = bench.run("odd", "long")
     (node,) = run.nodes()
-    failure = {"rank": 0, "exit": 1, "signal": "", "message": "x\x1b]0;title\x07\x1b[2Jy"}
+    failure = {
+        "rank": 0,
+        "local_rank": 0,
+        "exit": 1,
+        "signal": "",
+        "message": "x\x1b]0;title\x07\x1b[2Jy",
+    }
     node.write({"host": "h", "ended": 1.0, "exit": 1, "failure": failure, "note": "disk\x1bfull"})
     (line,) = [x for x in run_control.table([run_control.row_of(run)]) if "rank 0" in x]
     assert line.strip() == "rank 0: x ]0;title  [2Jy (disk full)"
+
+
+@pytest.mark.parametrize(
+    "failure", [{}, {"rank": 0}, {"rank": "x", "message": 1}, {"exit": None, "message": "m"}]
+)
+def test_a_foreign_failure_does_not_take_down_the_table(
+    bench: Bench, failure: dict[str, object]
+) -> None:
+    run = bench.run("odd", "long")
+    (node,) = run.nodes()
+    node.write({"host": "h", "ended": 1.0, "exit": 1, "failure": failure})
+    assert next(iter(run_control.table([run_control.row_of(run)]))).startswith("STATE")
+    assert failures.first_failure(run) in ("", "m. Its last lines:")
 
 
 def test_a_log_of_one_endless_line_is_not_held_in_memory(
