@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -69,7 +70,10 @@ def git_state(path: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words],
+            # The repository may be another user's: run nothing that its configuration names, fetch
+            # nothing, write nothing.
+            ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words],
+            env={**os.environ, "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"},
             capture_output=True,
             text=True,
             check=False,

@@ -8,6 +8,7 @@ RUNS/NAME/
     checkpoints/          unless --save names another folder
     nodes/0/              one for each host of the launch
         status.json       the process in charge, its workers, the exit status
+        failure.json      the rank that failed first, until the status has it
         console.log       what torchrun and its ranks printed
         logs/             each rank's stdout and stderr, by torchrun
 """
@@ -196,6 +197,8 @@ class Run:
     def last_row(self) -> dict[str, Any]:
         """The last logged step, without reading the file of weeks; empty where there is none."""
         path = self._metrics
+        if not path.is_file():  # a pipe would be waited for
+            return {}
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _LAST))
@@ -251,8 +254,9 @@ def root(given: Path | None = None) -> Path:
 
 def newest_step(folder: Path) -> int | None:
     """Step of the newest whole checkpoint of a folder."""
+    tracker = folder / TRACKER
     try:
-        return int((folder / TRACKER).read_text())
+        return int(tracker.read_text()) if tracker.is_file() else None
     except (OSError, ValueError):
         return None
 

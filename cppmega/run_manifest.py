@@ -34,6 +34,8 @@ _FAILURE: _Types = {
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none."""
+    if not path.is_file():  # a pipe would be waited for
+        return {}
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

@@ -643,6 +643,31 @@ def test_git_state_of_files_that_git_does_not_know(tmp_path: Path) -> None:
     assert launch_record.git_state(tmp_path / "recipe.py") is None
 
 
+def test_looking_at_a_repository_runs_nothing_that_it_names(tmp_path: Path) -> None:
+    recipe, mark, hook = (tmp_path / name for name in ("recipe.py", "hacked", "hook"))
+    recipe.write_text("")
+    hook.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    hook.chmod(0o755)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "recipe.py"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    subprocess.run([*git, "config", "core.fsmonitor", str(hook)], check=True)
+    state = launch_record.git_state(recipe)
+    assert state is not None and not state["changed"] and not mark.exists()
+
+
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
+    run = make(tmp_path, "odd", 1)
+    ended(run, 0)
+    run.checkpoints.mkdir()
+    (node,) = run.nodes()
+    node.status_file.unlink()
+    for file in (node.status_file, run.metrics, run.checkpoints / run_folder.TRACKER):
+        os.mkfifo(file)
+    row = run_control.row_of(run_folder.find(tmp_path, "odd"))
+    assert (row["state"], row["step"], row["checkpoint"]) == ("starting", None, None)
+
+
 def test_what_the_ranks_see() -> None:
     cpu = launch.environment_of(recipes_index.load("smoke_cpu"), {"A": "b"})
     assert cpu == {"A": "b", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
