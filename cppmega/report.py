@@ -26,8 +26,10 @@ def say(message: str) -> None:
 
 
 class Progress:
-    """Names of what is being done, each before it starts: one line that changes on a terminal,
-    one line that grows elsewhere."""
+    """Names of what is being done, each before it starts, in one line.
+
+    On a terminal the line changes; elsewhere it grows.
+    """
 
     def __init__(self, title: str) -> None:
         self.title = title
