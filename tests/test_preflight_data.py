@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppmega import corpus, preflight_worker, recipes_index
+from cppmega import corpus, data_reading, preflight_worker, recipes_index
 from cppmega.check import Context
 from cppmega.checks import data as data_check
 from cppmega.corpus import Card, with_suffix
 from cppmega.trainer_checks import CHECKPOINT
+from tests.datasets import write
 from tests.preflights import SLICE, SMOKE, holds, launch, refuses, says_nothing
 from tests.support import REPOSITORY, patched, pristine
 
@@ -94,7 +95,7 @@ def test_data(tmp_path: Path) -> None:
 
 
 def test_data_that_is_not_what_its_card_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = dataset(tmp_path / "data")
     file = with_suffix(prefix, ".bin")
@@ -102,9 +103,92 @@ def test_data_that_is_not_what_its_card_says(
     data[1000] ^= 1
     file.write_bytes(data)
     refuses("data", "data-changed", on(prefix))
-    monkeypatch.setattr(data_check, "_AT_ONCE", 10)
-    assert "without --deep" in holds("data", on(prefix))
-    refuses("data", "data-changed", on(prefix, deep=True))
+    data[1000] ^= 1
+    file.write_bytes(data)
+    monkeypatch.setattr(data_reading, "_LEARN", 0.0)
+    monkeypatch.setattr(data_check, "_SECONDS", 1e-6)
+    left = holds("data", on(prefix))
+    assert "NOT CHECKED WHOLE" in left and f"python -m cppmega.check_data {prefix}" in left
+    assert "NOT CHECKED WHOLE" in capsys.readouterr().err
+    assert "read whole in" in holds("data", on(prefix, deep=True))
+    assert "by an earlier launch" in holds("data", on(prefix))
+
+
+def test_an_id_in_the_middle_and_a_type_too_narrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_LOOK", 100)
+    prefix = dataset(tmp_path / "data")
+    ids = np.fromfile(with_suffix(prefix, ".bin"), np.uint16)
+    ids[10_000] = 300  # a row of the model's embedding, and no id of the tokenizer
+    ids.tofile(with_suffix(prefix, ".bin"))
+    with_suffix(prefix, ".json").unlink()
+    asked = on(prefix, "--tokenizer", "byte")
+    assert "token 300 at position 10000" in refuses("data", "token-out-of-vocabulary", asked).what
+    wide = dataset(tmp_path / "wide", vocab_size=100_000)
+    recipe = SLICE.with_(vocab_size=100_000)
+    refuses("data", "data-type-too-narrow", on(wide, recipe=recipe))
+
+
+def test_several_datasets_are_each_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "_LOOK", 100)
+    good, bad = dataset(tmp_path / "good"), tmp_path / "bad"
+    ids = np.arange(20_000) % 257
+    write(bad, np.where(np.arange(20_000) == 9_000, 60_000, ids), [20_000])
+    both = on(good, "--data", str(bad), "--tokenizer", "byte")
+    assert "bad.bin" in refuses("data", "token-out-of-vocabulary", both).what
+    write(bad, ids, [10_000, 10_000], pointers=[0, 10_000])
+    assert "bad.idx" in refuses("data", "data-broken", both).what
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ({"data_path": ["30", "good", "70", "bad"]}, True),
+        ({"data_path": ["bad"]}, True),
+        ({"data_path": ["good", "bad"]}, True),
+        ({"data_path": ["0.5", "good", "0.5", "bad"], "vocab_size": 70_000}, False),
+        ({"data_path": ["good", "s3://bucket/bad"]}, False),
+        ({"train_data_path": ["good"], "valid_data_path": ["1", "bad"]}, True),
+        ({"data_args_path": "list.txt"}, True),
+        ({"per_split_data_args_path": "list.json"}, True),
+        ({"data_path": ["good"]}, False),
+    ],
+)
+def test_the_data_of_a_whole_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], refused: bool
+) -> None:
+    """Weights are no prefixes, and every way in which Megatron takes a list is one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "_LOOK", 100)
+    ids = np.arange(20_000) % 257
+    write(Path("good"), ids, [20_000])
+    write(Path("bad"), np.where(np.arange(20_000) == 9_000, 60_000, ids), [20_000])
+    Path("list.txt").write_text("1 good\n2 bad\n")
+    Path("list.json").write_text('{"train": ["1", "good"], "valid": "bad", "test": null}')
+    context = launch(None, "--lr", "1", root=patched("0.19.2"))
+    context.__dict__["process"] = {"line": {"args": {"vocab_size": 50_000, **words}}}
+    if refused:
+        refuses("line_data", "token-out-of-vocabulary", context)
+    else:
+        assert "read whole" in holds("line_data", context)
+
+
+def test_a_whole_line_without_a_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    context = launch(None, "--lr", "1", root=patched("0.19.2"))
+
+    def naming(**args: Any) -> Context:
+        context.__dict__["process"] = {"line": {"args": args}}
+        return context
+
+    write(Path("one"), [1, -2, 3], [3], dtype="int32")
+    refuses("line_data", "token-out-of-vocabulary", naming(data_path=["one"]))
+    refuses("line_data", "data-not-found", naming(data_path=["gone"]))
+    refuses("line_data", "data-list-broken", naming(data_args_path="gone"))
+    says_nothing("line_data", naming(mock_data=True))
+    says_nothing("line_data", naming(data_path=["one"], sft=True))
+    says_nothing("line_data", on(None, "--mock-data"))
 
 
 def resumed(save: Path, recipe: Any = SLICE, **of_the_line: Any) -> Context:
