@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cppmega import corpus, data_record, index_file
+from cppmega import corpus, data_record, index_file, progress
 from cppmega.corpus import Corpus
 from cppmega.data_record import Reading
 from cppmega.errors import CppmegaError
+from cppmega.progress import Advance
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,10 +28,6 @@ _CHUNK = 1 << 23
 """Bytes read together; a multiple of a block."""
 _LEARN = 2.0
 """Seconds of reading after which the rest is estimated."""
-_TELL = 10.0
-"""Seconds between two lines on how far a reading is."""
-
-Advance = Callable[[int], None]
 
 
 class TooLong(Exception):  # noqa: N818  (an answer, not an error)
@@ -144,7 +141,8 @@ class Allowance:
             return known
         begun = time.monotonic()
         try:
-            reading = read(found, advance=self._telling(found), seconds=self._left)
+            telling = progress.lines(f"reading {found.prefix}", found.size, self._say)
+            reading = read(found, advance=telling, seconds=self._left)
         except TooLong as too_long:
             self.left_out[found.prefix] = too_long
             return None
@@ -153,23 +151,6 @@ class Allowance:
                 self._left = max(0.0, self._left - (time.monotonic() - begun))
         self.read_now.append(reading)
         return reading
-
-    def _telling(self, found: Corpus) -> Advance:
-        begun = last = time.monotonic()
-        done, size = 0, found.size
-
-        def advance(count: int) -> None:
-            nonlocal done, last
-            done += count
-            if (now := time.monotonic()) - last > _TELL:
-                last = now
-                speed = done / (now - begun) / 1e9
-                self._say(
-                    f"reading {found.prefix}: {done / 1e9:.1f} of {size / 1e9:.1f} GB, "
-                    f"{speed:.2f} GB/s"
-                )
-
-        return advance
 
 
 class _Ids:

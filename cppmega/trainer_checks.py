@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cppmega import allocator, corpus, data_reading, data_record, receipt, tokens
+from cppmega import allocator, checkpoint_files, corpus, data_reading, data_record, receipt, tokens
 from cppmega.arguments import Rendered, Run
 from cppmega.corpus import Corpus
 from cppmega.data_record import Reading
@@ -23,8 +23,7 @@ from cppmega.recipe import Recipe
 from cppmega.trainer_batch import DataTokens
 from cppmega.tree import Tree
 
-CHECKPOINT = "latest_checkpointed_iteration.txt"
-"""Megatron writes it when a checkpoint is whole."""
+CHECKPOINT = checkpoint_files.TRACKER
 
 
 def check_tree(tree: Tree) -> None:
@@ -246,28 +245,8 @@ def check_checkpoint(load: Path | None) -> None:
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`.
     """
-    if load is None:
-        return
-    if not (load / CHECKPOINT).is_file():
-        raise CppmegaError(
-            "no-checkpoint",
-            f"{load} holds no finished checkpoint ({CHECKPOINT} is missing).",
-            "Megatron would warn and train on from random weights.",
-            "correct --load, or leave it out for a fresh start",
-        )
-    said = (load / CHECKPOINT).read_text(errors="replace").strip()
-    step = f"iter_{int(said):07d}" if said.isdigit() else "release"
-    if (said.isdigit() or said == "release") and not (load / step).is_dir():
-        there = sorted(path.name for path in load.glob("iter_*") if path.is_dir())
-        raise CppmegaError(
-            "checkpoint-broken",
-            f"{load / CHECKPOINT} names step {said}, and {load / step} is not there.",
-            "Every rank would end when it loads it.",
-            f"write the step of another checkpoint into that file (there: {', '.join(there)}), or "
-            "another --load"
-            if there
-            else "another --load, or none for a fresh start",
-        )
+    if load is not None:
+        checkpoint_files.newest(load)
 
 
 def set_environment(variables: Sequence[tuple[str, str]]) -> None:

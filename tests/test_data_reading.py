@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cppmega import check_data, corpus, data_reading, data_record
+from cppmega import check_data, corpus, data_reading, data_record, progress
 from cppmega.corpus import Corpus, with_suffix
 from cppmega.data_reading import Allowance, TooLong
 from cppmega.errors import CppmegaError
@@ -166,7 +166,7 @@ def test_what_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_reading_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_reading, "_TELL", 0.0)
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
     monkeypatch.setattr(data_reading, "_CHUNK", 1 << 16)
     found, said = dataset(tmp_path / "data", np.arange(9 * BLOCK) % 257), list[str]()
     Allowance(None, said.append).read(found)
