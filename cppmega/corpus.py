@@ -192,7 +192,8 @@ def check_ids(found: Corpus, vocab_size: int) -> None:
     look = min(_LOOK, found.tokens)
     for begin in dict.fromkeys((0, found.tokens - look)):
         at = begin * found.index.token_bytes
-        part = np.fromfile(found.data_file, dtype=found.dtype, count=look, offset=at)
+        with index_file.readable(found.data_file):
+            part = np.fromfile(found.data_file, dtype=found.dtype, count=look, offset=at)
         if len(part) < look:
             raise index_file.broken(found.data_file, "it became shorter while it was read")
         for which in (int(np.argmax(part)), int(np.argmin(part))):

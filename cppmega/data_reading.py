@@ -195,7 +195,7 @@ def _chunks(found: Corpus) -> Iterator[np.ndarray[Any, Any]]:
     import numpy as np
 
     left = found.tokens * found.index.token_bytes
-    with found.data_file.open("rb") as file:
+    with index_file.readable(found.data_file), found.data_file.open("rb") as file:
         while left:
             chunk = np.fromfile(file, np.uint8, count=min(_CHUNK, left))
             if len(chunk) < min(_CHUNK, left):

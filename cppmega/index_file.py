@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ def read_header(path: Path) -> Index:
     Raises:
         CppmegaError: `data-broken`.
     """
-    with path.open("rb") as file:
+    with readable(path), path.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size:
         raise broken(path, "its header is cut off")
@@ -213,10 +214,29 @@ def _numbers(index: Index, dtype: str, at: int, count: int) -> np.ndarray[Any, A
     """Read rather than mapped: a file that shrinks meanwhile is an error here, and not a SIGBUS."""
     import numpy as np
 
-    found = np.fromfile(index.path, dtype=dtype, count=count, offset=at)
+    with readable(index.path):
+        found = np.fromfile(index.path, dtype=dtype, count=count, offset=at)
     if len(found) < count:
         raise broken(index.path, "it became shorter while it was read")
     return found
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what the file system says while a file is read into an error that names the file.
+
+    Raises:
+        CppmegaError: `data-not-readable`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CppmegaError(
+            "data-not-readable",
+            f"{path}: {error.strerror or error}.",
+            "A rank would end when it comes to that place, hours into the run.",
+            "look at the owner and the mode of the file, and at the file system it is on",
+        ) from error
 
 
 def broken(path: Path, what: str) -> CppmegaError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
@@ -224,6 +224,8 @@ def _latin1(text: str, encoding: str = "latin1") -> bytes:
 
 _REAL: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "Counter"): Counter,
+    ("collections", "defaultdict"): defaultdict,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "bytearray"): bytearray,

@@ -215,6 +215,20 @@ def test_a_dataset_that_is_written_meanwhile(
     assert data_record.kept(found) is None
 
 
+def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dataset(tmp_path / "data", np.arange(9 * BLOCK) % 257)
+    real = np.fromfile
+
+    def failing(file: Any, *args: Any, **more: Any) -> Any:
+        if more.get("count") == found.data_file.stat().st_size:
+            raise OSError(5, "Input/output error")
+        return real(file, *args, **more)
+
+    monkeypatch.setattr(np, "fromfile", failing)
+    with pytest.raises(CppmegaError, match=r"data-not-readable.*Input/output error"):
+        data_reading.read(found)
+
+
 def test_two_readings_at_once_keep_one_record(tmp_path: Path) -> None:
     found = dataset(tmp_path / "data", np.arange(40 * BLOCK) % 257)
     threads = [threading.Thread(target=data_reading.read, args=(found,)) for _ in range(4)]

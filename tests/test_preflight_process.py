@@ -35,7 +35,7 @@ def ask(lab: Lab) -> list[dict[str, str]]:
     order = {"root": str(lab.root), "expected": str(lab.root), "argv": None, "world": None}
     done = subprocess.run(
         [sys.executable, "-c", WORKER, str(lab.pages)],
-        input=json.dumps({**order, "world": None}),
+        input=json.dumps(order),
         env=lab.environment(),
         capture_output=True,
         text=True,
