@@ -87,7 +87,7 @@ def newest(load: Path) -> tuple[str, Path]:
             "correct --load, or leave it out for a fresh start",
         )
     said = tracker.read_text(errors="replace").strip()
-    is_step = said.isascii() and said.isdigit()
+    is_step = said.isascii() and said.isdigit() and len(said) < 19
     step = f"iter_{int(said):07d}" if is_step else "release"
     if (is_step or said == "release") and (load / step).is_dir():
         return said, load / step
@@ -208,7 +208,8 @@ def _check_part(folder: Path, part: Part, summed: bool) -> None:
     path = folder / part.file
     with _naming(path, part.name), saved_archive.window(path, part.offset, part.length) as file:
         saved_archive.check(file)
-        saved_archive.load(file)
+        if not part.is_tensor:
+            saved_archive.load(file)
 
 
 def _common(folder: Path, index: Index) -> Mapping[str, Any]:
@@ -220,7 +221,9 @@ def _common(folder: Path, index: Index) -> Mapping[str, Any]:
     for part in index.parts:
         if part.name == _COMMON:
             with saved_archive.window(folder / part.file, part.offset, part.length) as file:
-                (state,) = saved_archive.load(file)
+                state = saved_archive.load(file)
+    if isinstance(state, list) and state:
+        state = state[0]
     return state if isinstance(state, dict) else {}
 
 

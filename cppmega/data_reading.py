@@ -91,12 +91,12 @@ def read(
         zeros_are_data: whether blocks of zeros are what somebody wanted to train on.
 
     Raises:
-        CppmegaError: `data-broken`, `data-being-written`.
+        CppmegaError: `data-broken`, `data-being-written`, `data-not-readable`.
         TooLong: it would take more than `seconds`.
     """
     begun, before = time.monotonic(), data_record.states(found)
     index_file.check_all(found.index, found.data_file.stat().st_size)
-    with found.index.path.open("rb") as file:
+    with index_file.readable(found.index.path), found.index.path.open("rb") as file:
         index_hash = hashlib.file_digest(file, "sha256").hexdigest()
     advance(found.index.path.stat().st_size)
     with ThreadPoolExecutor(1) as hashing:

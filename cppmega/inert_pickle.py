@@ -12,6 +12,7 @@ import io
 import pickle
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, BinaryIO, cast
 
 _DTYPES = (
@@ -76,6 +77,11 @@ _LISTED: dict[str, tuple[str, ...]] = {
 }
 
 
+_DEEPEST = 8
+"""Pickles inside pickles; Megatron's and Transformer Engine's are two."""
+_DEPTH = ContextVar("depth", default=0)
+
+
 class NotListed(Exception):  # noqa: N818  (an answer, not an error)
     """A pickle names something that no checkpoint of Megatron holds."""
 
@@ -101,21 +107,6 @@ class Inert:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """A dictionary's, and `append` and the like those of lists and sets: nothing is kept."""
-
-    def append(self, value: Any) -> None:
-        """See `__setitem__`."""
-
-    def extend(self, values: Any) -> None:
-        """See `__setitem__`."""
-
-    def add(self, value: Any) -> None:
-        """See `__setitem__`."""
 
     def field(self, name: str) -> Any:
         """A field of an object whose state is its `__dict__`.
@@ -157,9 +148,11 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, storage: Callable[[Any], object] = lambda pid: pid) -> None:
         super().__init__(file)
         self._storage = storage
+        self.names_something = False
 
     def find_class(self, module: str, name: str) -> Any:
         """Never imports."""
+        self.names_something = True
         real = _REAL.get((module, name))
         if real is not None:
             return real
@@ -191,27 +184,42 @@ class _Bytes(Inert):
 def refuse_nested(data: object) -> None:
     """Go through bytes that may be pickles or an archive of torch themselves.
 
-    Bytes that are neither end where they stop making sense, for us as for whoever loads them: a
-    stand-in takes everything that the object it stands for would take.
+    Bytes that stop making sense before they have named anything are not a pickle, and cannot call
+    anything: up to there, whoever loads them does exactly what is done here.
 
     Raises:
         NotListed: what `loads` raises.
-        saved_archive.Damaged: it is an archive, and not one that can be gone through.
+        saved_archive.Damaged: they are a pickle or an archive that cannot be gone through.
     """
     from cppmega import saved_archive
 
     if not isinstance(data, bytes | bytearray):
         return
+    if _DEPTH.get() == _DEEPEST:
+        raise saved_archive.Damaged(f"pickles inside each other, more than {_DEEPEST} times")
+    inside = _DEPTH.set(_DEPTH.get() + 1)
+    try:
+        _refuse_inside(data)
+    finally:
+        _DEPTH.reset(inside)
+
+
+def _refuse_inside(data: bytes | bytearray) -> None:
+    from cppmega import saved_archive
+
     if data.startswith(b"PK\x03\x04"):
         saved_archive.load(io.BytesIO(data))
         return
     stream = io.BytesIO(data)
     while stream.tell() < len(data):  # torch once wrote several in a row
+        unpickler = _Unpickler(stream)
         try:
-            _Unpickler(stream).load()
-        except (NotListed, saved_archive.Damaged, RecursionError):
+            unpickler.load()
+        except (NotListed, saved_archive.Damaged):
             raise
-        except Exception:
+        except Exception as error:
+            if unpickler.names_something:
+                raise saved_archive.Damaged(f"a pickle inside it: {error!r}") from error
             return
 
 
