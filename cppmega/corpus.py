@@ -148,7 +148,7 @@ def open_(prefix: Path) -> Corpus:
             f"{prefix}: {' and '.join(missing)} missing"
             + (f"; that folder holds {', '.join(here[:5])}." if here else "."),
             "Megatron would train on mock data, or stop after the model has been built.",
-            "run the same scripts/prepare_data.py again: it goes on where it was stopped"
+            "run the same scripts/prepare_data.py again: it resumes where it was stopped"
             if parts.is_dir()
             else f"scripts/prepare_data.py --out {prefix} TEXT..., or correct --data",
         )
@@ -213,7 +213,7 @@ def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
         "token-out-of-vocabulary",
         f"{found.data_file} holds token {token} at position {position}; the vocabulary has the "
         f"ids 0 to {vocab_size - 1}.",
-        "The embedding has no row for it, or one that stands for no token.",
+        "The embedding has no row for it, or a row of the padding that belongs to no token.",
         (wider if token >= 0 else "") + "data made with the model's tokenizer",
     )
 

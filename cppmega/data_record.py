@@ -1,4 +1,4 @@
-"""What the reading of a whole dataset found, kept beside the data for later launches.
+"""What the reading of a whole dataset found, kept next to the data for later launches.
 
 It is in `PREFIX.checked.json`, or in the user's cache where the folder of the data cannot be
 written, and counts for as long as both files have the size, the time of their last change and the
@@ -57,7 +57,7 @@ class Reading:
     index: Stamp
     seconds: float
     zeros_are_data: bool = False
-    """Somebody who knows the data has said so."""
+    """Confirmed by the user, with `--zeros-are-data`."""
     schema: int = _SCHEMA
 
     @property
@@ -117,7 +117,7 @@ def _unchanged(found: Corpus, reading: Reading) -> bool:
 
 
 def _places(prefix: Path) -> tuple[Path, Path]:
-    """Beside the data, and in the user's cache."""
+    """Next to the data, and in the user's cache."""
     own = hashlib.sha256(os.fsencode(prefix.resolve())).hexdigest()[:24]
     return with_suffix(prefix, ".checked.json"), wheels.cache() / "data" / f"{own}.json"
 

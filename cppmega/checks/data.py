@@ -65,7 +65,7 @@ def how_read(allowance: Allowance) -> str:
 
 
 def _of_a_loop(recipe: Recipe, folder: Path, allowance: Allowance) -> str:
-    """A loop builds its corpus in a folder, or goes on with the one that it built there."""
+    """A loop builds its corpus in a folder, or resumes with the one that it built there."""
     if corpus.with_suffix(folder, ".idx").is_file():
         raise CppmegaError(
             "not-supported",
