@@ -4,7 +4,8 @@ Megatron maps the file and believes what it finds: a negative length, a pointer 
 document or a count from a torn header becomes a wrong sample or a crash far into the run. What
 Megatron's own builder writes is the only thing accepted: sequences that follow each other without
 gap or overlap from the first byte of the data file to the last. A sequence may be empty; Megatron
-reads those as nothing.
+reads those as nothing. A document that begins at another sequence than it did shows only in the
+card's hash as long as the documents are in order; GPT datasets do not look at documents.
 """
 
 from __future__ import annotations

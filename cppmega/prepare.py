@@ -28,7 +28,7 @@ def main(
 ) -> None:
     """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
 
-    A run that was stopped goes on where it was; a finished dataset is never overwritten.
+    A run that was stopped resumes where it was; a finished dataset is never overwritten.
     """
     try:
         _run(inputs, out, tokenizer, eod, key, suffix)
