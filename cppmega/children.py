@@ -25,18 +25,16 @@ def imported_process(context: Context) -> dict[str, Any]:
         "expected": str(context.session.root),
         "argv": None,
         "world": None,
-        "load": None,
     }
     environ = dict(context.environ)
     try:
         line = context.line
-        load = str(line.run.load) if line.run.load is not None else None
-        order |= {"argv": line.argv, "world": line.world, "load": load}
+        order |= {"argv": line.argv, "world": line.world}
         environ = {**line.environment, **environ}
-    except NotApplicable:  # no parser of Megatron's sees a line
-        load = context.options["load"]
-        order["load"] = str(load) if load is not None else None
-    except CppmegaError:  # its own check says it
+    except (
+        NotApplicable,
+        CppmegaError,
+    ):  # no parser of Megatron's sees a line, or its check says it
         pass
     allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
     return ask("cppmega.preflight_worker", order, environ)

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cppmega import index_file
 from cppmega.errors import CppmegaError
+from cppmega.index_file import Index
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {
-    **{1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8)},
-    8: ("uint16", 2),
-}
 _LOOK = 1 << 20
-"""Tokens at each end of a dataset whose ids are checked; hashing all of it is for a preflight."""
+"""Tokens at each end of a dataset that was not read whole yet, whose ids are checked."""
+_HIGHEST = {
+    **{"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16, "int32": 2**31},
+    "int64": 2**63,
+}
+"""Ids that a type can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,29 @@ class Corpus:
 
     prefix: Path
     tokens: int
-    documents: int
-    dtype: str
+    index: Index
     card: Card | None
-    """None: somebody else's dataset."""
+    """None: not prepared with `prepare_data`."""
+
+    @property
+    def data_file(self) -> Path:
+        """`PREFIX.bin`."""
+        return with_suffix(self.prefix, ".bin")
+
+    @property
+    def documents(self) -> int:
+        """As the index counts them."""
+        return self.index.documents
+
+    @property
+    def dtype(self) -> str:
+        """Type of the ids."""
+        return self.index.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of both files."""
+        return self.data_file.stat().st_size + self.index.path.stat().st_size
 
 
 def read_card(prefix: Path) -> Card | None:
@@ -74,17 +94,41 @@ def read_card(prefix: Path) -> Card | None:
     path = with_suffix(prefix, ".json")
     try:
         raw = json.loads(path.read_text())
-        raw.pop("fingerprint")
-        return Card(**raw)
+        if not isinstance(raw, dict) or "bin_sha256" not in raw:
+            return None  # somebody else's file of that name
+        fingerprint = raw.pop("fingerprint")
+        card = Card(**raw)
+        problem = _card_problem(card, fingerprint)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = str(error)
+    if problem:
         raise CppmegaError(
             "data-card-broken",
-            f"{path} cannot be read: {error}",
+            f"{path} cannot be used: {problem}",
             "It says which tokenizer made the data.",
             f"restore it, or prepare the data again under another name than {prefix}",
-        ) from error
+        )
+    return card
+
+
+def _card_problem(card: Card, fingerprint: object) -> str:
+    """What a card says that cannot be; empty where nothing is wrong."""
+    vocab_size, eod = (_count(card.tokenizer, name) for name in ("vocab_size", "eod"))
+    if card.schema != 1:
+        return f"it has schema {card.schema}, from another release of cppmega"
+    if not 0 <= eod < vocab_size:
+        return f"its tokenizer ends a document with id {eod}, and has ids below {vocab_size}"
+    if fingerprint != card.fingerprint:
+        return f"its fingerprint is {fingerprint}, and that of its hashes {card.fingerprint}"
+    return ""
+
+
+def _count(tokenizer: Mapping[str, Any], name: str) -> int:
+    if type(tokenizer[name]) is not int:
+        raise TypeError(f"{name} of its tokenizer is {tokenizer[name]!r}")
+    return int(tokenizer[name])
 
 
 def open_(prefix: Path) -> Corpus:
@@ -104,62 +148,90 @@ def open_(prefix: Path) -> Corpus:
             f"{prefix}: {' and '.join(missing)} missing"
             + (f"; that folder holds {', '.join(here[:5])}." if here else "."),
             "Megatron would train on mock data, or stop after the model has been built.",
-            "run the same scripts/prepare_data.py again: it goes on where it was stopped"
+            "run the same scripts/prepare_data.py again: it resumes where it was stopped"
             if parts.is_dir()
             else f"scripts/prepare_data.py --out {prefix} TEXT..., or correct --data",
         )
-    tokens, documents, dtype = _read_index(index, data)
-    if tokens == 0:
-        raise _broken(prefix, "it holds no tokens")
-    card = read_card(prefix)
-    if card is not None and (card.tokens, card.dtype) != (tokens, dtype):
-        raise _broken(prefix, f"its card speaks of {card.tokens} tokens, the index of {tokens}")
-    return Corpus(prefix, tokens, documents, dtype, card)
-
-
-def _read_index(index: Path, data: Path) -> tuple[int, int, str]:
-    """Tokens, documents and type; the data file must be exactly as long as the index says."""
-    import numpy as np
-
-    with index.open("rb") as file:
-        head = file.read(_HEADER.size)
-        if len(head) < _HEADER.size:
-            raise _broken(index, "its header is cut off")
-        magic, version, code, sequences, documents = _HEADER.unpack(head)
-        if magic != _MAGIC or version != 1 or code not in _DTYPES:
-            raise _broken(index, "it is no index of a Megatron dataset")
-        dtype, size = _DTYPES[code]
-        lengths = np.frombuffer(file.read(4 * sequences), dtype=np.int32)
-        if len(lengths) < sequences:
-            raise _broken(index, "its list of lengths is cut off")
-    tokens = int(lengths.sum(dtype=np.int64))
-    if data.stat().st_size != tokens * size:
-        raise _broken(
-            data, f"it has {data.stat().st_size} bytes, the index says {tokens} tokens of {size}"
+    if (with_suffix(prefix, ".parts") / "state.json").is_file():
+        raise CppmegaError(
+            "data-unfinished",
+            f"{prefix} is still being prepared, or its preparation was stopped.",
+            "Its files may be replaced or completed while it is read.",
+            "run the same scripts/prepare_data.py again: it resumes where it was stopped",
         )
-    return tokens, documents - 1, dtype
+    header = index_file.read_header(index)
+    index_file.check_ends(header, data.stat().st_size)
+    tokens = data.stat().st_size // header.token_bytes
+    if tokens == 0:
+        raise index_file.broken(prefix, "it holds no tokens")
+    card = read_card(prefix)
+    found = Corpus(prefix, tokens, header, card)
+    if card is not None:
+        _refuse_other_card(found, card)
+    return found
 
 
-def check_ids(corpus: Corpus, vocab_size: int) -> None:
-    """Whether the tokens at both ends of a dataset have rows in the embedding.
+def _refuse_other_card(found: Corpus, card: Card) -> None:
+    there = (found.tokens, found.documents, found.dtype)
+    if (card.tokens, card.documents, card.dtype) != there:
+        raise index_file.broken(
+            found.prefix,
+            f"its card is of {card.tokens} tokens in {card.documents} documents as {card.dtype}, "
+            f"the index of {found.tokens} in {found.documents} as {found.dtype}",
+        )
+
+
+def check_ids(found: Corpus, vocab_size: int) -> None:
+    """Whether the tokens at both ends of a dataset are ids of the vocabulary.
 
     Raises:
         CppmegaError: `token-out-of-vocabulary`.
     """
     import numpy as np
 
-    path = with_suffix(corpus.prefix, ".bin")
-    data = np.memmap(path, dtype=np.dtype(corpus.dtype), mode="r")
-    for part in (data[:_LOOK], data[-_LOOK:]):
-        highest, lowest = int(part.max()), int(part.min())
-        if highest >= vocab_size or lowest < 0:
-            wrong = highest if highest >= vocab_size else lowest
-            raise CppmegaError(
-                "token-out-of-vocabulary",
-                f"{path} holds token {wrong}; the model has rows for 0 to {vocab_size - 1}.",
-                "The embedding would read outside of its table: a device-side assert, or noise.",
-                f"--set vocab_size={highest + 1} or more, or data made with the model's tokenizer",
-            )
+    look = min(_LOOK, found.tokens)
+    for begin in dict.fromkeys((0, found.tokens - look)):
+        at = begin * found.index.token_bytes
+        with index_file.readable(found.data_file):
+            part = np.fromfile(found.data_file, dtype=found.dtype, count=look, offset=at)
+        if len(part) < look:
+            raise index_file.broken(found.data_file, "it became shorter while it was read")
+        for which in (int(np.argmax(part)), int(np.argmin(part))):
+            check_id(found, int(part[which]), begin + which, vocab_size)
+
+
+def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
+    """Whether one token is an id of the vocabulary.
+
+    Raises:
+        CppmegaError: `token-out-of-vocabulary`.
+    """
+    if 0 <= token < vocab_size:
+        return
+    wider = f"--set vocab_size={token + 1} or more and the tokenizer that made it, or "
+    raise CppmegaError(
+        "token-out-of-vocabulary",
+        f"{found.data_file} holds token {token} at position {position}; the vocabulary has the "
+        f"ids 0 to {vocab_size - 1}.",
+        "The embedding has no row for it, or a row of the padding that belongs to no token.",
+        (wider if token >= 0 else "") + "data made with the model's tokenizer",
+    )
+
+
+def check_width(found: Corpus, vocab_size: int) -> None:
+    """Whether the type of the ids holds the whole vocabulary: numpy wraps those that do not fit.
+
+    Raises:
+        CppmegaError: `data-type-too-narrow`.
+    """
+    if vocab_size > _HIGHEST[found.dtype]:
+        raise CppmegaError(
+            "data-type-too-narrow",
+            f"{found.prefix} holds its tokens as {found.dtype}; the tokenizer has {vocab_size} "
+            "ids.",
+            "Ids that do not fit have been stored as other ones, and no longer show.",
+            "prepare the data again, or name the tokenizer that made it with --tokenizer",
+        )
 
 
 def digest(prefix: Path) -> tuple[str, str]:
@@ -174,12 +246,3 @@ def digest(prefix: Path) -> tuple[str, str]:
 def with_suffix(prefix: Path, suffix: str) -> Path:
     """A prefix may hold dots: nothing of it is replaced."""
     return prefix.with_name(prefix.name + suffix)
-
-
-def _broken(path: Path, what: str) -> CppmegaError:
-    return CppmegaError(
-        "data-broken",
-        f"{path}: {what}.",
-        "Samples would be cut at the wrong places, or end in a crash far into the run.",
-        "prepare the data again, under another name",
-    )

@@ -1,7 +1,7 @@
 """Text, JSONL or source trees to a Megatron indexed dataset: resumable, never overwriting.
 
 Documents are written in shards, each finished with a rename and an entry in
-`PREFIX.parts/state.json`; a run that was killed goes on after the last one. The shards are then
+`PREFIX.parts/state.json`; a run that was killed resumes after the last one. The shards are then
 joined, and the card with the fingerprint of the result is written last.
 """
 
@@ -141,7 +141,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     advance: Advance = lambda took: None,
 ) -> Card:
-    """Build `out.bin`, `out.idx` and `out.json`; goes on where an earlier run was stopped.
+    """Build `out.bin`, `out.idx` and `out.json`; resumes where an earlier run was stopped.
 
     Args:
         out: path without a suffix.

@@ -24,19 +24,12 @@ from typing import Any
 
 from cppmega.errors import CppmegaError
 
-_KEPT = (
-    *("cppmega_recipe", "cppmega_data", "iteration", "hidden_size", "num_layers", "seq_length"),
-    *("hybrid_layer_pattern", "hybrid_override_pattern", "num_attention_heads", "num_experts"),
-    *("mtp_num_layers", "padded_vocab_size"),
-)
-"""Of the arguments in a checkpoint: those that tell one run from another."""
-
 
 def main() -> None:
     """Answer one order."""
     order = json.load(sys.stdin)
     warnings.simplefilter("ignore")
-    answer: dict[str, Any] = {"process": [], "line": None, "checkpoint": None}
+    answer: dict[str, Any] = {"process": [], "line": None}
     with contextlib.redirect_stdout(sys.stderr):
         _look(order, answer)
     print("\n" + json.dumps(answer), flush=True)
@@ -52,8 +45,6 @@ def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
         return
     if order["argv"] is not None:
         answer["line"] = _parse(order["argv"], order["world"])
-    if order["load"] is not None:
-        answer["checkpoint"] = _checkpoint(Path(order["load"]))
 
 
 def _process(order: dict[str, Any]) -> list[dict[str, str]]:
@@ -198,45 +189,6 @@ def _invalid(arguments: Any, args: Any) -> str:
     except (Exception, SystemExit) as error:
         # Something else than a refusal: validation wanted what only a rank has.
         print(f"validate_args: {type(error).__name__}: {error}", file=sys.stderr)
-    return ""
-
-
-def _checkpoint(load: Path) -> dict[str, Any] | None:
-    """Which run a checkpoint is of, from the arguments it carries; None where it says nothing."""
-    import torch
-
-    try:
-        latest = (load / "latest_checkpointed_iteration.txt").read_text().strip()
-        name = "release" if latest == "release" else f"iter_{int(latest):07d}"
-        cut = _cut_off(load / name)
-        if cut:
-            return {"broken": cut}
-        # What Megatron itself loads, in the same way, when the run starts.
-        state = torch.load(load / name / "common.pt", map_location="cpu", weights_only=False)
-    except FileNotFoundError:  # another format, which keeps its arguments elsewhere
-        return None
-    except Exception as error:
-        return {"broken": f"{type(error).__name__}: {error}"[:300]}
-    args = state.get("args") if isinstance(state, dict) else None
-    found = {name: _plain(getattr(args, name)) for name in _KEPT if hasattr(args, name)}
-    return {"iteration": latest, **found} if found else None
-
-
-def _cut_off(folder: Path) -> str:
-    """What is missing of a distributed checkpoint's files; empty where they are whole."""
-    index = folder / ".metadata"
-    if not index.is_file():
-        # Megatron writes it last, and an interrupted copy leaves it out: its name has a dot.
-        return f"{index} is missing" if (folder / "metadata.json").is_file() else ""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    needs: dict[str, int] = {}
-    for part in FileSystemReader(folder).read_metadata().storage_data.values():
-        needs[part.relative_path] = max(needs.get(part.relative_path, 0), part.offset + part.length)
-    for name, size in sorted(needs.items()):
-        there = (folder / name).stat().st_size if (folder / name).is_file() else 0
-        if there < size:
-            return f"{folder / name} has {there} of its {size} bytes"
     return ""
 
 

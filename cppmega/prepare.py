@@ -6,17 +6,8 @@ import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from cppmega import data, tokens
+from cppmega import data, progress, tokens
 from cppmega.errors import CppmegaError
 
 
@@ -37,7 +28,7 @@ def main(
 ) -> None:
     """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
 
-    A run that was stopped goes on where it was; a finished dataset is never overwritten.
+    A run that was stopped resumes where it was; a finished dataset is never overwritten.
     """
     try:
         _run(inputs, out, tokenizer, eod, key, suffix)
@@ -56,23 +47,8 @@ def _run(
 ) -> None:
     chosen = tokens.load(tokenizer, eod)
     total = sum(path.stat().st_size for path in data.files(inputs, suffix))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"preparing {out.name}", total=total)
-        card = data.prepare(
-            out,
-            inputs,
-            chosen,
-            key=key,
-            suffixes=suffix,
-            advance=lambda took: progress.advance(task, took),
-        )
+    with progress.of_bytes(f"preparing {out.name}", total) as advance:
+        card = data.prepare(out, inputs, chosen, key=key, suffixes=suffix, advance=advance)
     for reason, count in card.skipped.items():
         print(f"left out: {count} documents ({reason})", file=sys.stderr)
     print(f"{out} {card.fingerprint} {card.documents} documents {card.tokens} tokens")

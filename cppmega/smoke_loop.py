@@ -21,6 +21,7 @@ from cppmega.arguments import Run
 from cppmega.errors import CppmegaError
 from cppmega.finite import Watch, gradient_error, loss_error
 from cppmega.recipe import Recipe
+from cppmega.trainer_batch import check_batch
 from cppmega.trainer_log import append
 
 SEED = 1234
@@ -213,6 +214,7 @@ def _step(
     import torch
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+    check_batch(pack.tokens, pack.labels, pack.loss_mask, plan.vocab_size)
     ddp.zero_grad_buffer()
     MTPLossLoggingHelper.tracker.clear()
     watch.begin(model)

@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """Id put behind every document."""
+        """Id put after every document."""
 
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
         """Token ids of each document, without the end. Raises UnicodeDecodeError where needed."""
@@ -86,11 +86,12 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises bare Exception
             raise CppmegaError(
                 "tokenizer-broken",
-                f"{self.file} is no tokenizer: {error}",
+                f"{self.file} is not a tokenizer: {error}",
                 "Without it the text cannot become tokens.",
                 "take a tokenizer.json that the package tokenizers saved",
             ) from error
-        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        # Not how many there are: added tokens may leave gaps in front of them.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         name = eod or _end_token(self.file.parent)
         found = self._tokenizer.token_to_id(name) if name else None
         if found is None:

@@ -6,11 +6,13 @@ the index is mapped, not read, and nothing has to be sent whose size depends on 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cppmega.errors import CppmegaError
 from cppmega.packing import pack
 from cppmega.recipe import Recipe
 
@@ -89,16 +91,54 @@ def dataset_provider(
     return provide
 
 
+def check_batch(
+    tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int
+) -> None:
+    """Whether a model of that vocabulary can be trained on a micro-batch.
+
+    In every rank, on the host's tensors that are about to be copied: the device would say of a
+    wrong id that an assertion failed somewhere, or, where the vocabulary is spread over ranks or
+    padded, nothing. It costs no synchronisation.
+
+    Raises:
+        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`.
+    """
+    import torch
+
+    for name, ids in (("tokens", tokens), ("labels", labels)):
+        lowest, highest = (int(value) for value in torch.aminmax(ids))
+        if lowest < 0 or highest >= vocab_size:
+            raise CppmegaError(
+                "batch-out-of-vocabulary",
+                f"The {name} of a micro-batch hold id {lowest if lowest < 0 else highest}; the "
+                f"vocabulary has the ids 0 to {vocab_size - 1}.",
+                "The data changed after it was checked, or was never checked whole.",
+                "python -m cppmega.check_data PREFIX, for every --data of the run",
+            )
+    low, high = (float(value) for value in torch.aminmax(loss_mask))
+    if not 0 <= low <= high < math.inf:  # NaN is neither
+        raise CppmegaError(
+            "loss-mask-broken",
+            f"The loss mask of a micro-batch has weights from {low} to {high}.",
+            "The loss would be no mean over tokens, and no number where a weight is none.",
+            "look at what makes the loss mask: the dataset, or a patch of it",
+        )
+
+
 def next_batch(
     recipe: Recipe, iterator: Iterator[dict[str, torch.Tensor]], eod: int, device: Any
 ) -> Batch:
-    """Take a micro-batch, pack it where the recipe says so, and bring it to the device.
+    """Take a micro-batch, check it, pack it where the recipe says so, and bring it to the device.
 
-    Nothing is read back from the device: sizes and boundaries come from the host's tensors.
+    Nothing is read back from the device: values, sizes and boundaries come from the host's tensors.
+
+    Raises:
+        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`.
     """
     from cppmega.ops.linear_cross_entropy import counting_tokens
 
     sample = next(iterator)
+    check_batch(sample["tokens"], sample["labels"], sample["loss_mask"], recipe.vocab_size)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)

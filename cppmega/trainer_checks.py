@@ -9,20 +9,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cppmega import allocator, corpus, receipt, tokens
+from cppmega import allocator, checkpoint_files, corpus, data_reading, data_record, receipt, tokens
 from cppmega.arguments import Rendered, Run
+from cppmega.corpus import Corpus
+from cppmega.data_record import Reading
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
 from cppmega.trainer_batch import DataTokens
 from cppmega.tree import Tree
 
-CHECKPOINT = "latest_checkpointed_iteration.txt"
-"""Megatron writes it when a checkpoint is whole."""
+CHECKPOINT = checkpoint_files.TRACKER
 
 
 def check_tree(tree: Tree) -> None:
@@ -139,7 +140,13 @@ def check_packages(recipe: Recipe, run: Run) -> None:
             )
 
 
-def check_data(recipe: Recipe, run: Run, tokenizer: str | None, eod: str | None) -> DataTokens:
+def check_data(
+    recipe: Recipe,
+    run: Run,
+    tokenizer: str | None,
+    eod: str | None,
+    read: Callable[[Corpus], Reading | None] = data_record.kept,
+) -> DataTokens:
     """Is the data there, whole, and made for this model's vocabulary?
 
     Args:
@@ -147,10 +154,12 @@ def check_data(recipe: Recipe, run: Run, tokenizer: str | None, eod: str | None)
         run: names the datasets, or asks for mock data.
         tokenizer: what the user says made the data; None: the data's card says it.
         eod: end token of that tokenizer, where its files do not say it.
+        read: what is known of the whole of a dataset; None: nothing, and its ends are looked at.
 
     Raises:
         CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
-            `tokenizer-differs`, `vocabulary-too-small`, and what `corpus` and `tokens` raise.
+            `tokenizer-differs`, `vocabulary-too-small`, and what `corpus`, `data_reading` and
+            `tokens` raise.
     """
     if run.mock_data:
         if run.data:
@@ -182,7 +191,12 @@ def check_data(recipe: Recipe, run: Run, tokenizer: str | None, eod: str | None)
             f"--set vocab_size={vocab}, or data made with the model's tokenizer",
         )
     for one in found:
-        corpus.check_ids(one, recipe.vocab_size)
+        corpus.check_width(one, vocab)
+        reading = read(one)
+        if reading is not None:
+            data_reading.check(one, reading, vocab)
+        else:
+            data_reading.check_unread(one, vocab)
         if one.tokens <= recipe.seq_length:
             raise CppmegaError(
                 "data-too-small",
@@ -190,11 +204,11 @@ def check_data(recipe: Recipe, run: Run, tokenizer: str | None, eod: str | None)
                 "There would not be a single one.",
                 "prepare more text",
             )
-    names = "+".join(one.card.fingerprint if one.card else str(one.tokens) for one in found)
+    names = "+".join(map(data_record.name, found))
     return DataTokens(recipe.vocab_size, int(described[0]["eod"]), names)
 
 
-def _described(found: corpus.Corpus, tokenizer: str | None, eod: str | None) -> dict[str, Any]:
+def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> dict[str, Any]:
     """The tokenizer that made a dataset."""
     own = found.card.tokenizer if found.card is not None else None
     if tokenizer is None:
@@ -213,7 +227,7 @@ def _described(found: corpus.Corpus, tokenizer: str | None, eod: str | None) -> 
 
 
 def _differs(
-    found: corpus.Corpus, own: Mapping[str, Any], other: Mapping[str, Any], whose: str
+    found: Corpus, own: Mapping[str, Any], other: Mapping[str, Any], whose: str
 ) -> CppmegaError:
     fields = [f"{key} {own.get(key)} and {other.get(key)}" for key in own]
     parts = [text for text, key in zip(fields, own, strict=True) if own[key] != other.get(key)]
@@ -231,28 +245,8 @@ def check_checkpoint(load: Path | None) -> None:
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`.
     """
-    if load is None:
-        return
-    if not (load / CHECKPOINT).is_file():
-        raise CppmegaError(
-            "no-checkpoint",
-            f"{load} holds no finished checkpoint ({CHECKPOINT} is missing).",
-            "Megatron would warn and train on from random weights.",
-            "correct --load, or leave it out for a fresh start",
-        )
-    said = (load / CHECKPOINT).read_text(errors="replace").strip()
-    step = f"iter_{int(said):07d}" if said.isdigit() else "release"
-    if (said.isdigit() or said == "release") and not (load / step).is_dir():
-        there = sorted(path.name for path in load.glob("iter_*") if path.is_dir())
-        raise CppmegaError(
-            "checkpoint-broken",
-            f"{load / CHECKPOINT} names step {said}, and {load / step} is not there.",
-            "Every rank would end when it loads it.",
-            f"write the step of another checkpoint into that file (there: {', '.join(there)}), or "
-            "another --load"
-            if there
-            else "another --load, or none for a fresh start",
-        )
+    if load is not None:
+        checkpoint_files.newest(load)
 
 
 def set_environment(variables: Sequence[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from cppmega import corpus, data, tokens
 from cppmega.errors import CppmegaError
+from tests.datasets import write
 from tests.support import REPOSITORY
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
@@ -298,3 +299,67 @@ def test_tokens_outside_of_the_vocabulary_are_seen(tmp_path: Path, sources: Path
     corpus.check_ids(found, 257)
     with pytest.raises(CppmegaError, match="holds token 256"):
         corpus.check_ids(found, 256)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"fingerprint": "0" * 16}, "data-card-broken"),
+        ({"schema": 2}, "data-card-broken"),
+        ({"tokenizer": {}}, "data-card-broken"),
+        ({"tokenizer": {"vocab_size": 257, "eod": 257}}, "data-card-broken"),
+        ({"tokenizer": {"vocab_size": "257", "eod": 256}}, "data-card-broken"),
+        ({"documents": 41}, "data-broken"),
+        ({"dtype": "int32"}, "data-broken"),
+    ],
+)
+def test_a_card_that_disagrees(
+    tmp_path: Path, sources: Path, change: dict[str, Any], name: str
+) -> None:
+    prepared(tmp_path / "out", sources)
+    card = tmp_path / "out.json"
+    card.write_text(json.dumps(json.loads(card.read_text()) | change))
+    with pytest.raises(CppmegaError) as caught:
+        corpus.open_(tmp_path / "out")
+    assert caught.value.name == name, caught.value.render()
+
+
+def test_a_file_of_that_name_which_is_not_a_card(tmp_path: Path, sources: Path) -> None:
+    prepared(tmp_path / "out", sources)
+    for text in ('{"text": "the source of it"}', "[1, 2]"):
+        (tmp_path / "out.json").write_text(text)
+        assert corpus.open_(tmp_path / "out").card is None
+
+
+def test_a_dataset_is_not_taken_while_it_is_finished(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data and index have their names a moment before the card, which says whose they are."""
+    seen: list[str] = []
+    rename = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if self.name == "card.new":
+            with pytest.raises(CppmegaError) as caught:
+                corpus.open_(tmp_path / "out")
+            seen.append(caught.value.name)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    prepared(tmp_path / "out", sources)
+    assert seen == ["data-unfinished"]
+    assert corpus.open_(tmp_path / "out").card is not None
+
+
+def test_megatron_reads_an_empty_sequence_as_nothing(tmp_path: Path, indexed: Any) -> None:
+    """Which is why one is let through, also as the last one."""
+    dataset = indexed(str(write(tmp_path / "data", [5, 6, 7], [2, 0, 1, 0])))
+    assert [one.tolist() for one in dataset] == [[5, 6], [], [7], []]
+
+
+def test_an_added_token_behind_a_gap_is_an_id(tmp_path: Path) -> None:
+    """A tokenizer of 4 tokens may have the id 9."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "<end>": 9}, "<unk>")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    assert tokens.load(str(tmp_path), "<end>").vocab_size == 10

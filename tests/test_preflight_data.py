@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppmega import corpus, preflight_worker, recipes_index
+from cppmega import corpus, data_reading, recipes_index
 from cppmega.check import Context
 from cppmega.checks import data as data_check
 from cppmega.corpus import Card, with_suffix
 from cppmega.trainer_checks import CHECKPOINT
+from tests.datasets import write
 from tests.preflights import SLICE, SMOKE, holds, launch, refuses, says_nothing
 from tests.support import REPOSITORY, patched, pristine
 
@@ -94,7 +95,7 @@ def test_data(tmp_path: Path) -> None:
 
 
 def test_data_that_is_not_what_its_card_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = dataset(tmp_path / "data")
     file = with_suffix(prefix, ".bin")
@@ -102,38 +103,129 @@ def test_data_that_is_not_what_its_card_says(
     data[1000] ^= 1
     file.write_bytes(data)
     refuses("data", "data-changed", on(prefix))
-    monkeypatch.setattr(data_check, "_AT_ONCE", 10)
-    assert "without --deep" in holds("data", on(prefix))
-    refuses("data", "data-changed", on(prefix, deep=True))
+    data[1000] ^= 1
+    file.write_bytes(data)
+    monkeypatch.setattr(data_reading, "_LEARN", 0.0)
+    monkeypatch.setattr(data_check, "_SECONDS", 1e-6)
+    left = holds("data", on(prefix))
+    assert "NOT CHECKED WHOLE" in left and f"python -m cppmega.check_data {prefix}" in left
+    assert "NOT CHECKED WHOLE" in capsys.readouterr().err
+    assert "read whole in" in holds("data", on(prefix, deep=True))
+    assert "by an earlier launch" in holds("data", on(prefix))
+
+
+def test_an_id_in_the_middle_and_a_type_too_narrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_LOOK", 100)
+    prefix = dataset(tmp_path / "data")
+    ids = np.fromfile(with_suffix(prefix, ".bin"), np.uint16)
+    ids[10_000] = 300  # a row of the model's embedding, and no id of the tokenizer
+    ids.tofile(with_suffix(prefix, ".bin"))
+    with_suffix(prefix, ".json").unlink()
+    asked = on(prefix, "--tokenizer", "byte")
+    assert "token 300 at position 10000" in refuses("data", "token-out-of-vocabulary", asked).what
+    wide = dataset(tmp_path / "wide", vocab_size=100_000)
+    recipe = SLICE.with_(vocab_size=100_000)
+    refuses("data", "data-type-too-narrow", on(wide, recipe=recipe))
+
+
+def test_several_datasets_are_each_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "_LOOK", 100)
+    good, bad = dataset(tmp_path / "good"), tmp_path / "bad"
+    ids = np.arange(20_000) % 257
+    write(bad, np.where(np.arange(20_000) == 9_000, 60_000, ids), [20_000])
+    both = on(good, "--data", str(bad), "--tokenizer", "byte")
+    assert "bad.bin" in refuses("data", "token-out-of-vocabulary", both).what
+    write(bad, ids, [10_000, 10_000], pointers=[0, 10_000])
+    assert "bad.idx" in refuses("data", "data-broken", both).what
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ({"data_path": ["30", "good", "70", "bad"]}, True),
+        ({"data_path": ["bad"]}, True),
+        ({"data_path": ["good", "bad"]}, True),
+        ({"data_path": ["0.5", "good", "0.5", "bad"], "vocab_size": 70_000}, False),
+        ({"data_path": ["good", "s3://bucket/bad"]}, False),
+        ({"train_data_path": ["good"], "valid_data_path": ["1", "bad"]}, True),
+        ({"data_args_path": "list.txt"}, True),
+        ({"per_split_data_args_path": "list.json"}, True),
+        ({"data_path": ["good"]}, False),
+    ],
+)
+def test_the_data_of_a_whole_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], refused: bool
+) -> None:
+    """Weights are no prefixes, and every way in which Megatron takes a list is one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "_LOOK", 100)
+    ids = np.arange(20_000) % 257
+    write(Path("good"), ids, [20_000])
+    write(Path("bad"), np.where(np.arange(20_000) == 9_000, 60_000, ids), [20_000])
+    Path("list.txt").write_text("1 good\n2 bad\n")
+    Path("list.json").write_text('{"train": ["1", "good"], "valid": "bad", "test": null}')
+    context = launch(None, "--lr", "1", root=patched("0.19.2"))
+    context.__dict__["process"] = {"line": {"args": {"vocab_size": 50_000, **words}}}
+    if refused:
+        refuses("line_data", "token-out-of-vocabulary", context)
+    else:
+        assert "read whole" in holds("line_data", context)
+
+
+def test_a_whole_line_without_a_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    context = launch(None, "--lr", "1", root=patched("0.19.2"))
+
+    def naming(**args: Any) -> Context:
+        context.__dict__["process"] = {"line": {"args": args}}
+        return context
+
+    write(Path("one"), [1, -2, 3], [3], dtype="int32")
+    refuses("line_data", "token-out-of-vocabulary", naming(data_path=["one"]))
+    refuses("line_data", "data-not-found", naming(data_path=["gone"]))
+    refuses("line_data", "data-list-broken", naming(data_args_path="gone"))
+    says_nothing("line_data", naming(mock_data=True))
+    says_nothing("line_data", naming(data_path=["one"], sft=True))
+    says_nothing("line_data", on(None, "--mock-data"))
 
 
 def resumed(save: Path, recipe: Any = SLICE, **of_the_line: Any) -> Context:
-    """A launch that goes on from a folder, with what a process found in it."""
+    """A launch that resumes from a folder."""
     context = on(None, "--mock-data", "--save", str(save), recipe=recipe)
     args = {"hidden_size": 4096, "num_layers": None, "num_attention_heads": 32} | of_the_line
-    found = preflight_worker._checkpoint(save)
-    context.__dict__["process"] = {"line": {"args": args}, "checkpoint": found}
+    context.__dict__["process"] = {"line": {"args": args}}
     return context
 
 
-def checkpoint(save: Path, **args: Any) -> Path:
-    """What Megatron leaves of a finished step."""
+def checkpoint(save: Path, shapes: Any = None, common: Any = None) -> Path:
+    """What Megatron leaves of a finished step; returns the folder of the step."""
     import torch
+    import torch.distributed.checkpoint as dcp
 
     folder = save / "iter_0000007"
-    folder.mkdir(parents=True)
-    torch.save({"args": Namespace(**args), "iteration": 7}, folder / "common.pt")
+    tensors = {name: torch.zeros(shape) for name, shape in (shapes or {"weight": 9}).items()}
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"iteration": 7, **(common or {})}, folder / "common.pt")
     (save / CHECKPOINT).write_text("7")
-    return save
+    return folder
 
 
+MINE = {"cppmega_recipe": SLICE.name, "hidden_size": 4096, "num_attention_heads": 32}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_checkpoints(tmp_path: Path) -> None:
     says_nothing("checkpoint", resumed(tmp_path / "fresh"))
-    mine = {"cppmega_recipe": SLICE.name, "hidden_size": 4096, "num_attention_heads": 32}
-    good = checkpoint(tmp_path / "good", **mine)
-    assert "step 7, of nam56r_h200_slice" in holds("checkpoint", resumed(good))
-    other = checkpoint(tmp_path / "other", **(mine | {"cppmega_recipe": "dsv32_h200_slice"}))
-    found = refuses("checkpoint", "checkpoint-of-another-recipe", resumed(other))
+    good = tmp_path / "good"
+    folder = checkpoint(good, common={"args": Namespace(**MINE)})
+    said = holds("checkpoint", resumed(good))
+    assert "step 7, of nam56r_h200_slice, every checksum right" in said
+    args = Namespace(**(MINE | {"cppmega_recipe": "dsv32_h200_slice"}))
+    checkpoint(tmp_path / "other", common={"args": args})
+    found = refuses("checkpoint", "checkpoint-of-another-recipe", resumed(tmp_path / "other"))
     assert "dsv32_h200_slice" in found.what
     wide = resumed(good, hidden_size=8192)
     assert (
@@ -142,44 +234,82 @@ def test_checkpoints(tmp_path: Path) -> None:
     )
     short = resumed(good, recipe=SLICE.with_(train_iters=7))
     refuses("checkpoint", "nothing-to-train", short)
-    (good / "iter_0000007" / "common.pt").write_bytes(b"torn")
+    (folder / "common.pt").write_bytes(b"torn")
     refuses("checkpoint", "checkpoint-broken", resumed(good))
-    (good / "iter_0000007" / "common.pt").unlink()
+    (folder / "common.pt").unlink()
     assert "does not say" in holds("checkpoint", resumed(good))
     started = launch(None, "--save", "new", "--load", "new", root=patched("0.19.2"))
     says_nothing("checkpoint", started)
     gone = on(None, "--mock-data", "--load", str(tmp_path / "gone"))
     refuses("checkpoint", "no-checkpoint", gone)
-    (good / "iter_0000007").rmdir()
+    folder.rename(good / "iter_0000006")
     assert "iter_0000007" in refuses("checkpoint", "checkpoint-broken", resumed(good)).what
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_the_checkpoint_of_a_loop(tmp_path: Path) -> None:
-    import torch
-    import torch.distributed.checkpoint as dcp
+def test_a_checkpoint_that_says_nothing_still_has_shapes(tmp_path: Path) -> None:
+    rows = {"embedding.word_embeddings.weight": (SLICE.padded_vocab_size + 1, 8)}
+    checkpoint(tmp_path, rows)
+    found = refuses("checkpoint", "checkpoint-of-another-model", resumed(tmp_path))
+    assert f"rows of the embedding {SLICE.padded_vocab_size + 1}" in found.what
+    assert f"hidden_size 8 and {SLICE.hidden_size}" in found.what
 
+
+def of_the_loop(**other: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of the model of a CPU loop, as Megatron 0.19 names them."""
+    has = {"layers": 2, "depths": 2, "hidden": 64, "ffn": 256, "rows": 257, "places": 128} | other
+    depths = {f"model.mtp.layers.{n}.enorm.weight": (has["hidden"],) for n in range(has["depths"])}
+    return {
+        "model.embedding.word_embeddings.weight": (has["rows"], has["hidden"]),
+        "model.embedding.position_embeddings.weight": (has["places"], has["hidden"]),
+        "model.decoder.layers.mlp.linear_fc1.weight": (has["layers"], has["ffn"], has["hidden"]),
+        **depths,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({}, ""),
+        ({"layers": 3}, "num_layers 3 and 2"),
+        ({"depths": 1}, "mtp_num_layers 1 and 2"),
+        ({"depths": 0}, "mtp_num_layers 0 and 2"),
+        ({"hidden": 32}, "hidden_size 32 and 64"),
+        ({"ffn": 128}, "ffn_hidden_size 128 and 256"),
+        ({"rows": 300}, "vocab_size 300 and 257"),
+        ({"places": 64}, "seq_length 64 and 128"),
+    ],
+)
+def test_a_loop_is_not_given_another_model(
+    tmp_path: Path, other: dict[str, int], words: str
+) -> None:
+    checkpoint(tmp_path, of_the_loop(**other), {"num_attention_heads": 4})
+    loading = launch(SMOKE, "--load", str(tmp_path))
+    if words:
+        assert words in refuses("checkpoint", "checkpoint-of-another-model", loading).what
+    else:
+        assert "step 7, every checksum right" in holds("checkpoint", loading)
+        heads = launch(SMOKE.with_(num_attention_heads=8), "--load", str(tmp_path))
+        found = refuses("checkpoint", "checkpoint-of-another-model", heads)
+        assert "num_attention_heads 4 and 8" in found.what
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_the_checkpoint_of_a_loop(tmp_path: Path) -> None:
     save = tmp_path / "save"
     says_nothing("checkpoint", launch(SMOKE))
-    refuses("checkpoint", "no-checkpoint", launch(SMOKE, "--load", str(save)))
-    folder = checkpoint(save) / "iter_0000007"
-    (folder / "common.pt").unlink()
-    dcp.save({"weight": torch.zeros(1000)}, checkpoint_id=folder, no_dist=True)
-
-    def loading() -> Context:
-        context = launch(SMOKE, "--load", str(save))
-        context.__dict__["process"] = {"checkpoint": preflight_worker._checkpoint(save)}
-        return context
-
-    holds("checkpoint", loading())
+    loading = launch(SMOKE, "--load", str(save))
+    refuses("checkpoint", "no-checkpoint", loading)
+    folder = checkpoint(save, of_the_loop())
+    holds("checkpoint", loading)
     (shard,) = folder.glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:100])
-    assert f"{shard} has 100 of" in refuses("checkpoint", "checkpoint-broken", loading()).what
-    (folder / "metadata.json").write_text("{}")
+    assert f"{shard}: it has 100 of" in refuses("checkpoint", "checkpoint-broken", loading).what
     (folder / ".metadata").unlink()
-    assert ".metadata" in refuses("checkpoint", "checkpoint-broken", loading()).what
+    assert ".metadata" in refuses("checkpoint", "checkpoint-broken", loading).what
     folder.rename(save / "iter_0000006")
-    assert "iter_0000006" in refuses("checkpoint", "checkpoint-broken", loading()).next
+    assert "iter_0000006" in refuses("checkpoint", "checkpoint-broken", loading).next
 
 
 def test_arguments_that_are_the_recipes_or_the_trainers() -> None:

@@ -32,10 +32,10 @@ def swap(original):
 
 def ask(lab: Lab) -> list[dict[str, str]]:
     """What the process finds on a made tree; only its catalogue is not ours."""
-    order = {"root": str(lab.root), "expected": str(lab.root), "argv": None, "load": None}
+    order = {"root": str(lab.root), "expected": str(lab.root), "argv": None, "world": None}
     done = subprocess.run(
         [sys.executable, "-c", WORKER, str(lab.pages)],
-        input=json.dumps({**order, "world": None}),
+        input=json.dumps(order),
         env=lab.environment(),
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ ORDER: tuple[str, ...] = (
     *("imported_process", "live_proofs"),
     # the launch line, by the installed version's own parser
     *("line_parses", "ineffective_arguments", "nan_checks", "precision", "mock_data"),
+    "line_data",
     *("trainer_limits", "dsa_backend", "cuda_graphs", "expert_overlap", "fp8_heads", "checkpoint"),
 )
 """Cheap ones first within a prerequisite: a mistyped path must not wait for torch."""

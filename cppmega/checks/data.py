@@ -1,47 +1,71 @@
-"""The data is there, whole, made for this model's vocabulary, and what its card says it is."""
+"""The data is there, made for this model's vocabulary, and read whole before it is trained on."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from cppmega import corpus, trainer_checks
+from cppmega import corpus, data_reading, report, trainer_checks
 from cppmega.check import Context, NotApplicable
+from cppmega.data_reading import Allowance
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
-_AT_ONCE = 2 * 2**30
-"""Bytes that are hashed without being asked to: a few seconds."""
+_SECONDS = 60.0
+"""For the first reading of all datasets of a launch; more than that is a command of its own."""
 
 
 def check(context: Context) -> str:
-    """Open it as the trainer does, and hash it.
+    """Open it as the trainer does, and read what was not read yet.
 
     Raises:
-        CppmegaError: what `trainer_checks.check_data` raises, `data-changed`.
+        CppmegaError: what `trainer_checks.check_data` raises.
         NotApplicable: the launch is not our trainer's.
     """
     recipe, given = context.recipe, context.options["data"]
+    allowance = allowed(context)
     if recipe is not None and context.is_loop and given:
-        return _of_a_loop(recipe, Path(given[-1]))
+        return _of_a_loop(recipe, Path(given[-1]), allowance)
     line = context.line
     if recipe is None:
-        raise NotApplicable("no recipe is named: Megatron's own checks look at the data")
-    found = trainer_checks.check_data(recipe, line.run, line.tokenizer, line.eod)
+        raise NotApplicable("no recipe is named: line_data looks at the data of the line")
+    found = trainer_checks.check_data(recipe, line.run, line.tokenizer, line.eod, allowance.read)
     if line.run.mock_data:
         return "mock data"
-    unhashed = [p for p in line.run.data if not _as_its_card_says(Path(p), context.deep)]
     tokens = sum(corpus.open_(Path(prefix)).tokens for prefix in line.run.data)
     taken = recipe.train_iters * recipe.global_batch_size * recipe.seq_length
     return (
-        f"{found.fingerprint}: {tokens} tokens; the run takes {taken / tokens:.2f} times as many"
-        + (f"; too large to hash without --deep: {', '.join(unhashed)}" if unhashed else "")
+        f"{how_read(allowance)}; {found.fingerprint}: {tokens} tokens; the run takes "
+        f"{taken / tokens:.2f} times as many"
     )
 
 
-def _of_a_loop(recipe: Recipe, folder: Path) -> str:
-    """A loop builds its corpus in a folder, or goes on with the one that it built there."""
+def allowed(context: Context) -> Allowance:
+    """How long the first reading may take: with `--deep` as long as it takes."""
+    return Allowance(None if context.deep else _SECONDS, report.say)
+
+
+def how_read(allowance: Allowance) -> str:
+    """What was read of the datasets of a launch; what was not is a warning on stderr as well."""
+    if allowance.left_out:
+        prefixes = " ".join(str(prefix) for prefix in allowance.left_out)
+        seconds = sum(too_long.seconds for too_long in allowance.left_out.values())
+        speed = min(too_long.speed for too_long in allowance.left_out.values())
+        said = (
+            f"NOT CHECKED WHOLE (about {seconds / 60:.0f} minutes at {speed / 1e9:.2f} GB/s): "
+            f"python -m cppmega.check_data {prefixes}"
+        )
+        report.say(f"warning: data {said}")
+        return said
+    if allowance.read_now:
+        took = sum(reading.seconds for reading in allowance.read_now)
+        return f"read whole in {took:.1f} s"
+    return "read whole by an earlier launch, and unchanged"
+
+
+def _of_a_loop(recipe: Recipe, folder: Path, allowance: Allowance) -> str:
+    """A loop builds its corpus in a folder, or resumes with the one that it built there."""
     if corpus.with_suffix(folder, ".idx").is_file():
         raise CppmegaError(
             "not-supported",
@@ -53,24 +77,11 @@ def _of_a_loop(recipe: Recipe, folder: Path) -> str:
         raise NotApplicable(f"{folder} holds no corpus yet: the run builds it")
     for part in ("train", "held_out"):
         try:
-            corpus.check_ids(corpus.open_(folder / part), recipe.vocab_size)
+            found = corpus.open_(folder / part)
+            reading = allowance.read(found)
+            if reading is not None:
+                data_reading.check(found, reading, recipe.vocab_size)
         except CppmegaError as error:
             again = "leave --data out: the run builds a corpus of its own; or name another folder"
             raise CppmegaError(error.name, error.what, error.why, again) from None
-    return f"the corpus in {folder}"
-
-
-def _as_its_card_says(prefix: Path, deep: bool) -> bool:
-    """Whether the files could be compared with their card."""
-    card = corpus.read_card(prefix)
-    size = corpus.with_suffix(prefix, ".bin").stat().st_size
-    if card is None or (size > _AT_ONCE and not deep):
-        return False
-    if corpus.digest(prefix) != (card.bin_sha256, card.idx_sha256):
-        raise CppmegaError(
-            "data-changed",
-            f"{prefix} is not what its card describes: its hash is another one.",
-            "The run would be filed under the fingerprint of other data.",
-            "prepare the data again, under another name",
-        )
-    return True
+    return f"the corpus in {folder}; {how_read(allowance)}"

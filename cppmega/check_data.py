@@ -1,0 +1,68 @@
+"""The command that reads whole datasets, however long that takes.
+
+`scripts/check_data.py` and `python -m cppmega.check_data` are the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from cppmega import corpus, data_reading, data_record, progress, tokens
+from cppmega.corpus import Corpus
+from cppmega.errors import CppmegaError
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("prefixes", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--tokenizer", help="byte, or a tokenizer.json [the one in the data's card].")
+@click.option("--eod", help="End token of that tokenizer, where its files do not say it.")
+@click.option(
+    "--vocab-size", type=click.IntRange(1), help="Ids that are allowed [the tokenizer's]."
+)
+@click.option(
+    "--zeros-are-data", is_flag=True, help="Blocks of zeros are meant, and no unfinished copy."
+)
+def main(
+    prefixes: tuple[Path, ...],
+    tokenizer: str | None,
+    eod: str | None,
+    vocab_size: int | None,
+    zeros_are_data: bool,
+) -> None:
+    """Read the datasets PREFIXES whole: every number of the index, every id, and the card's hashes.
+
+    What was found is kept in PREFIX.checked.json (in the cache folder where that cannot be
+    written), and counts for launches until one of the files changes. Exit status 0 if all is well.
+    """
+    try:
+        given = tokens.load(tokenizer, eod).vocab_size if tokenizer is not None else None
+        for prefix in prefixes:
+            print(_read(prefix, vocab_size or given, zeros_are_data), flush=True)
+    except CppmegaError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(1)
+
+
+def _read(prefix: Path, vocab_size: int | None, zeros_are_data: bool) -> str:
+    found = corpus.open_(prefix)
+    with progress.of_bytes(f"reading {prefix.name}", found.size) as advance:
+        reading = data_reading.read(found, advance=advance, zeros_are_data=zeros_are_data)
+    allowed = vocab_size or _of_the_card(found)
+    if allowed is not None:
+        corpus.check_width(found, allowed)
+    data_reading.check(found, reading, allowed or max(reading.highest + 1, 1))
+    return (
+        f"{prefix} {data_record.name(found)} {found.documents} documents {found.tokens} tokens, "
+        f"ids {reading.lowest} to {reading.highest}, read at {reading.speed / 1e9:.2f} GB/s"
+    )
+
+
+def _of_the_card(found: Corpus) -> int | None:
+    return int(found.card.tokenizer["vocab_size"]) if found.card is not None else None
+
+
+if __name__ == "__main__":
+    main()

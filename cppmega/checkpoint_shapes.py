@@ -1,0 +1,40 @@
+"""What the shapes of a checkpoint's tensors say of its model, under a recipe's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(?:(\d+)\.)?(.*)")
+_DEPTH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
+
+
+def facts(shapes: Shapes) -> dict[str, int]:
+    """Widths and counts, the optimizer's tensors left out; empty where there is no embedding."""
+    model = {name: shape for name, shape in shapes.items() if not name.startswith("optimizer")}
+    found: dict[str, int] = {}
+    for name, shape in model.items():
+        if name.endswith("embedding.word_embeddings.weight") and len(shape) == 2:
+            found["vocab_size"], found["hidden_size"] = shape
+        elif name.endswith("embedding.position_embeddings.weight"):
+            found["seq_length"] = shape[0]
+        elif name.endswith("mlp.linear_fc1.weight") and _LAYER.search(name) and len(shape) > 1:
+            found["ffn_hidden_size"] = shape[-2]
+    if "hidden_size" not in found:
+        return {}
+    found["num_layers"] = _layers(model)
+    depths = [int(depth[1]) for name in model if (depth := _DEPTH.search(name))]
+    found["mtp_num_layers"] = max(depths, default=-1) + 1
+    return found
+
+
+def _layers(model: Shapes) -> int:
+    """Layers stand one by one, or stacked: then the first size of each tensor is their number."""
+    count = 0
+    for name, shape in model.items():
+        layer = _LAYER.search(name)
+        if layer is not None and shape:
+            count = max(count, shape[0] if layer[1] is None else int(layer[1]) + 1)
+    return count

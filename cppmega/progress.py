@@ -1,0 +1,52 @@
+"""How far work on many bytes is: a bar on stderr, or lines where other output is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_EVERY = 10.0
+"""Seconds between two lines."""
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def of_bytes(what: str, total: int) -> Iterator[Advance]:
+    """Show a bar while the block runs; what it answers is told how many bytes more are done."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(what, total=total)
+        yield lambda count: shown.advance(task, count)
+
+
+def lines(what: str, total: int, say: Callable[[str], None]) -> Advance:
+    """What is told how many bytes more are done, and says every ten seconds how far that is."""
+    begun = last = time.monotonic()
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        if (now := time.monotonic()) - last > _EVERY:
+            last, speed = now, done / (now - begun) / 1e9
+            say(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
+
+    return advance
