@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cppmega import __version__, receipt
+from cppmega import __version__, code_text, receipt, revision
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
 from cppmega.plan import Plan, engine_revision
@@ -25,7 +25,8 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
         identity=plan.tree.identity,
         megatron=plan.tree.version,
         gates=plan.gates,
-        excluded=plan.excluded,
+        excluded=list(plan.excluded),
+        only=plan.only,
         catalogues=[str(folder) for folder in catalogues],
         stack=_stack(),
         proofs=plan.loaded.receipt.proofs,
@@ -35,9 +36,16 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None
-        data, prints = rewritten(plan, path)
+        data, prints, inserted = rewritten(plan, path)
         after |= prints
-        new.files[path] = PatchedFile(sha256(file.pristine), sha256(data), file.origin, work.steps)
+        new.files[path] = PatchedFile(
+            sha256(file.pristine),
+            sha256(data),
+            file.origin,
+            work.steps,
+            inserted,
+            revision.reached_from(data),
+        )
         if data != file.current:
             changes[path] = Change(data, file.pristine)
     for name, edits in plan.edits.items():
@@ -55,21 +63,25 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
                 }
                 for edit in edits
             },
+            text=plan.pages[name].text,
+            reached=dict(plan.pages[name].reached),
         )
     new.digest = overlay_digest(new)
     new.survey = dict(sorted(plan.survey.used.items()))
+    new.code = code_text.known()
     return changes, new.dump(), new.digest
 
 
-def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str]]:
-    """New bytes of a file and the fingerprints of its targets."""
+def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str], str]:
+    """New bytes of a file, the fingerprints of its targets, and the hash of what they need."""
     from cppmega.rewrite import Step, rewrite
 
     file, work = plan.views[path], plan.work[path]
     assert file.pristine is not None
     steps = [Step.of(page, edit) for page, edit in work.edits]
     done = rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
-    return done.data, {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
+    after = {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
+    return done.data, after, done.inserted
 
 
 def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
@@ -96,10 +108,18 @@ def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
 
 
 def overlay_digest(new: Receipt) -> str:
-    """One hash of what is applied: no path of the machine, no time."""
-    lines = [f"file {path} {entry.after}" for path, entry in new.files.items()]
+    """One hash of the code that trains: no path of the machine, no time, no comment of ours.
+
+    Of a file: upstream's text, what was inserted, and with its pages the text of the targets. Of
+    this package: every module that the new texts and the pages reach.
+    """
+    lines = []
+    for path, entry in new.files.items():
+        lines.append(f"file {path} {entry.before} {entry.inserted}")
+        lines += [f"runs {path} {module} {code}" for module, code in entry.runs.items()]
     for name, page in new.pages.items():
         lines.append(f"page {name} {page.state}")
+        lines += [f"reaches {name} {module} {code}" for module, code in page.reached.items()]
         lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
         if any(prints["after"] == "runtime" for prints in page.targets.values()):
             lines.append(f"runtime {name} {page.revision}")

@@ -70,12 +70,11 @@ def verify(session: Session, names: Sequence[str] = ()) -> list[Proved]:
         CppmegaError: a page asked for by name is not needed here, or the tree is in a bad state.
     """
     loaded = receipt.load(session.tree)
-    excluded = loaded.receipt.excluded if not names else []
     gates = dict(loaded.receipt.gates)
     for name in names:
         gate = session.pages[name].patch.gate if name in session.pages else None
         gates |= {gate: "1"} if gate else {}
-    plan = session.plan(excluded, {**os.environ, **gates})
+    plan = session.plan({} if names else None, {**os.environ, **gates})
     pages = _chosen(plan, names)
     missing = {page.name: missing_needs(page.patch.needs) for page in pages}
     runnable = [page for page in pages if not missing[page.name]]
