@@ -71,8 +71,9 @@ def remember(answers: Mapping[str, Any]) -> None:
         return
     for key, row in answers.items():
         if isinstance(row, list) and list(map(type, row)) == [str, list, list, list, bool]:
-            bare, *names, reads_text = row
-            _known.setdefault(key, Code(bare, *map(tuple, names), reads_text))
+            bare, imports, loads, beside, reads_text = row
+            code = Code(bare, tuple(imports), tuple(loads), tuple(beside), reads_text)
+            _known.setdefault(key, code)
 
 
 def known() -> dict[str, Any]:

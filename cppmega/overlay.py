@@ -14,10 +14,11 @@ from cppmega import plan as planning
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
-from cppmega.plan import Plan, engine_revision
+from cppmega.plan import Plan
 from cppmega.receipt import Receipt
 from cppmega.recovery import recovered
 from cppmega.result import changes_of, overlay_digest, restored, rewritten
+from cppmega.revision import engine_revision
 from cppmega.state import DONE, FAILURES, NEEDED, Verdict
 from cppmega.survey import Survey
 from cppmega.tree import Tree, find_root

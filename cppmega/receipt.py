@@ -6,7 +6,6 @@ file), the lock and, while a transaction runs, `journal.json` and `unfinished`.
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -172,7 +171,7 @@ def _parse(data: bytes) -> tuple[Receipt, str]:
     return receipt, problem
 
 
-_types = functools.cache(get_type_hints)
+_TYPES = {kind: get_type_hints(kind) for kind in (PatchedFile, PatchedPage, Receipt)}
 
 
 def _made(kind: type[Any], raw: dict[str, Any], whole: bool) -> Any:
@@ -181,7 +180,7 @@ def _made(kind: type[Any], raw: dict[str, Any], whole: bool) -> Any:
     Args:
         whole: a field that we do not know is an error.
     """
-    types = _types(kind)
+    types = _TYPES[kind]
     made = kind(**{key: value for key, value in raw.items() if whole or key in types})
     for field_ in fields(kind):
         wanted = get_origin(types[field_.name]) or types[field_.name]

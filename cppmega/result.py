@@ -8,7 +8,7 @@ from pathlib import Path
 from cppmega import __version__, code_text, receipt, revision
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
-from cppmega.plan import Plan, engine_revision
+from cppmega.plan import Plan
 from cppmega.receipt import PatchedFile, PatchedPage, Receipt
 from cppmega.state import NEEDED
 from cppmega.transaction import Change, interrupted
@@ -21,7 +21,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     """Compute every file in memory, and the receipt that goes with them."""
     new = Receipt(
         tool=__version__,
-        engine=engine_revision(),
+        engine=revision.engine_revision(),
         identity=plan.tree.identity,
         megatron=plan.tree.version,
         gates=plan.gates,

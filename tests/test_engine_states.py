@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, fingerprint, plan
+from cppmega import fingerprint, plan
 from cppmega.errors import CppmegaError
 from tests.engine import (
     FILES,
@@ -22,7 +21,6 @@ from tests.engine import (
     leftovers,
     pin,
     snapshot,
-    write,
 )
 
 

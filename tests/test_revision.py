@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import cppmega
-from cppmega import code_text, overlay_record, receipt, revision
+from cppmega import code_text, receipt, revision
 from tests.engine import B, Lab, write
 
 KERNEL = """\
