@@ -8,7 +8,7 @@ from pathlib import Path
 from cppmega import __version__, code_text, receipt, revision
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
-from cppmega.plan import Plan
+from cppmega.plan import Plan, comes_after
 from cppmega.receipt import PatchedFile, PatchedPage, Receipt
 from cppmega.state import NEEDED
 from cppmega.transaction import Change, interrupted
@@ -28,7 +28,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
         excluded=list(plan.excluded),
         only=plan.only,
         catalogues=[str(folder) for folder in catalogues],
-        stack=_stack(),
+        stack=stack(),
         proofs=plan.loaded.receipt.proofs,
     )
     changes = dict(restored(plan, keep=set(plan.work)))
@@ -84,6 +84,23 @@ def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str], str]:
     return done.data, after, done.inserted
 
 
+def reached_by(plan: Plan, name: str) -> dict[str, str]:
+    """Modules of this package that one page's new texts run, and all that these reach."""
+    from cppmega.rewrite import Step, rewrite
+
+    found: dict[str, str] = {}
+    for path, work in plan.work.items():
+        file = plan.views[path]
+        names = {page.name for page, _ in work.edits}
+        # Its edits may be written for what the pages that it follows leave.
+        wanted = {name, *(other for other in names if comes_after(plan.pages, name, other))}
+        if name in names and file.pristine is not None:
+            steps = [Step.of(page, edit) for page, edit in work.edits if page.name in wanted]
+            parsed = plan.survey.parse(file.pristine, path)
+            found |= revision.reached_from(rewrite(file.pristine, path, steps, parsed).data)
+    return found
+
+
 def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
     """Files that earlier applies wrote and that no active page edits any more."""
     files = plan.loaded.receipt.files
@@ -127,7 +144,7 @@ def overlay_digest(new: Receipt) -> str:
     return sha256("\n".join(sorted(lines)).encode())[:16]
 
 
-def _stack() -> dict[str, str]:
+def stack() -> dict[str, str]:
     """Versions of the packages that train, read from their metadata, not by importing them."""
     from importlib import metadata
 
