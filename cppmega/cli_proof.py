@@ -63,18 +63,25 @@ _patches_option = click.option(
 @click.argument("old")
 @click.argument("new")
 @_patches_option
+@click.option(
+    "--prove",
+    is_flag=True,
+    help="Run the proofs of patches that NEW has by its text, on NEW's code: imports it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def drift(old: str, new: str, patches: Sequence[Path], as_json: bool) -> None:
+def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
     """What an upgrade from OLD to NEW would do to every patch; run it before you upgrade.
 
     OLD and NEW are each a version (0.19.2; its wheel is downloaded with pip, once), a .whl file,
-    or a folder that holds megatron/. Nothing is installed, changed or imported.
+    or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing is
+    imported.
 
     \b
     same          the text that the patch edits did not change
     changed       it did: which statements, and whether our edit replaces them (!) or is beside (~)
     moved, gone   where it stands now, or what is most like it
-    upstreamed    NEW has the fix, the patch retires itself
+    upstreamed    NEW has the fix, the patch retires itself; --prove says whether it works
+    not-fixed     NEW has the fix by its text, and does not pass the proof
     newly-needed  NEW needs it, OLD did not
     lost-again    OLD has the fix, NEW has the bug again
 
@@ -92,6 +99,10 @@ def drift(old: str, new: str, patches: Sequence[Path], as_json: bool) -> None:
             for name, place in ((old, "old"), (new, "new"))
         ]
         found = drifting.compare(sides[0], sides[1], pages)
+        if prove:
+            from cppmega import verify
+
+            found = drifting.proved(found, verify.upstreamed(found.new.plan, report.say))
         if as_json:
             report.print_json(drift_report.as_json(found))
         else:
