@@ -8,7 +8,15 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, cli, session_of, tree_options
+from cppmega.cli_base import (
+    FINE,
+    NOT_AS_IT_MUST_BE,
+    carrying,
+    cli,
+    patches_option,
+    session_of,
+    tree_options,
+)
 
 
 @cli.command()
@@ -51,18 +59,10 @@ def verify(
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
 
 
-_patches_option = click.option(
-    "--patches",
-    type=click.Path(path_type=Path, file_okay=False),
-    multiple=True,
-    help="A catalogue of your own beside ours; may be given more than once.",
-)
-
-
 @cli.command()
 @click.argument("old")
 @click.argument("new")
-@_patches_option
+@patches_option
 @click.option(
     "--prove",
     is_flag=True,
@@ -104,10 +104,13 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
 
             found = drifting.proved(found, verify.upstreamed(found.new.plan, report.say))
         if as_json:
-            report.print_json(drift_report.as_json(found))
+            answer = drift_report.as_json(found)
+            for row in answer["patches"]:
+                row["next"] = carrying(row["next"], patches)
+            report.print_json(answer)
         else:
             for line in drift_report.lines(found):
-                click.echo(line)
+                click.echo(carrying(line, patches))
             if any(target.changes for page in found.pages for target in page.targets):
                 report.say(drift_report.LEGEND)
             report.say(drift_report.closing(found))
@@ -133,7 +136,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
 @click.option(
     "--unverified", is_flag=True, help="Pin although the proof cannot run on this machine."
 )
-@_patches_option
+@patches_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pin(
     name: str,

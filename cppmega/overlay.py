@@ -128,7 +128,9 @@ def status(session: Session) -> Outcome:
         notes.append("the receipt was changed by hand, or torn: cppmega apply writes it again")
     if transaction.interrupted(tree):
         notes.append("an apply or revert was interrupted; run it again to finish or undo it")
-    notes += [f"{file.path}: {_ORPHAN}" for file in plan.views.values() if file.orphaned]
+    notes += [
+        f"{file.path}: {file.story or _ORPHAN}" for file in plan.views.values() if file.orphaned
+    ]
     return Outcome(plan, loaded.receipt.digest if plan.finished else "", notes=notes)
 
 
@@ -213,7 +215,7 @@ def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
         if file.orphaned and path not in restored:
             raise CppmegaError(
                 "receipt-missing",
-                f"{path}: {_ORPHAN}.",
+                f"{path}: {file.story or _ORPHAN}.",
                 "Without them nobody can say which part of the file is upstream's.",
                 restoring(plan.tree, file),
             )

@@ -108,6 +108,13 @@ def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
         file = plan.views[path]
         if file.ours and file.pristine is not None:
             yield path, Change(file.pristine, file.pristine)
+        elif file.orphaned and file.story:
+            raise CppmegaError(
+                "patched-text-committed",
+                f"{path}: {file.story}.",
+                "Upstream's text is in an earlier commit, and which one is for you to say.",
+                restoring(plan.tree, file),
+            )
         elif path in files and files[path].after == sha256(file.current or b""):
             raise CppmegaError(
                 "original-missing",

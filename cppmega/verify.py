@@ -29,6 +29,8 @@ from cppmega.state import DONE, NEEDED, Proof, Verdict
 
 Side = Literal["patched", "stock", "mutant"]
 _ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not reach it"
+_NOT_MADE_FOR_IT = ("AttributeError", "NameError", "TypeError")
+"""How a proof ends on code that has other names and signatures than those it was written for."""
 SIDES: tuple[Side, ...] = ("patched", "stock", "mutant")
 
 
@@ -307,7 +309,7 @@ def of_retired(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> P
     if missing:
         return Proved(page.name, "unverified", f"{by_text}: needs {', '.join(missing)}", {})
     run = runs["stock"]
-    if run.result == "not-run":
+    if run.result == "not-run" or run.detail.partition(":")[0] in _NOT_MADE_FOR_IT:
         return Proved(page.name, "unverified", f"{by_text}: {run.detail}", runs)
     if run.result == "passed":
         return Proved(page.name, "passed", "upstreamed: the unpatched code passes", runs)
