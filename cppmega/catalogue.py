@@ -6,16 +6,15 @@ The name of a page is the name of its file (or of its folder, where it must carr
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cppmega import loading
+from cppmega import loading, revision
+from cppmega.code_text import code_of
 from cppmega.errors import CppmegaError
 from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
 
@@ -23,7 +22,6 @@ LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
 NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
 BUILTIN = "builtin"
 _HEAVY = {"torch", "megatron", "libcst", "triton", "tilelang", "transformer_engine"}
-_COVERED = {"cppmega.edits", "cppmega.page", "cppmega.errors"}
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _HERE = Path(__file__).resolve().parent
 
@@ -115,16 +113,19 @@ def load_page(name: str, path: Path, label: str) -> Page:
             "correct the page; `cppmega new NAME` writes a complete one",
         )
     doc = module.__doc__ or ""
+    made_of = revision.of_page(path, patch.edits)
     return Page(
         name=name,
         patch=patch,
         doc=doc,
-        revision=_revision(path, patch),
+        revision=made_of.code,
         path=str(path),
         catalogue=label,
         fixed_upstream=getattr(module, "fixed_upstream", None),
         verify=getattr(module, "verify", None),
         labels=labels(doc),
+        text=made_of.text,
+        reached=made_of.reached,
     )
 
 
@@ -175,7 +176,7 @@ def header_problems(name: str, path: Path, module: Any) -> list[str]:
         problems.append(f"Numerics: does not begin with {' | '.join(NUMERICS)}")
     if not _NAME.match(name):
         problems.append("the file name is not snake_case")
-    for heavy in sorted({name.partition(".")[0] for name in _imports(path)} & _HEAVY):
+    for heavy in sorted({*code_of(path.read_bytes()).loads} & _HEAVY):
         problems.append(f"it imports {heavy} at top level")
     for function in ("fixed_upstream", "verify"):
         if not callable(getattr(module, function, None)):
@@ -216,49 +217,3 @@ def _patch_problems(patch: Patch) -> list[str]:
         if done and patch.reached != "never" and not any(map(patch.marks, done)):
             problems.append(f"a run on {version} must reach it, and no edit carries a mark")
     return problems
-
-
-def _imports(path: Path) -> set[str]:
-    """Modules that a Python file imports when it is loaded."""
-    found: set[str] = set()
-    for node in _body(path.read_bytes()):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            module = node.module or ""
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-@lru_cache(maxsize=256)
-def _body(data: bytes) -> list[ast.stmt]:
-    return ast.parse(data).body
-
-
-def _revision(path: Path, patch: Patch) -> str:
-    """Hash of what the page is made of.
-
-    Its files, the files that its helpers come from, and those of our modules that it imports to
-    make its edits; what the engine's own revision covers is left out.
-    """
-    files = {path}
-    if path.stem == "__init__":
-        inside = (file for file in path.parent.rglob("*") if file.is_file())
-        files |= {file for file in inside if "__pycache__" not in file.parts}
-    for edit in patch.edits:
-        for helper in edit.helpers:
-            code = getattr(helper, "__code__", None)
-            if code is not None:
-                files.add(Path(code.co_filename))
-    pending = [file for file in files if file.suffix == ".py"]
-    while pending:
-        ours = {name for name in _imports(pending.pop()) if name.startswith("cppmega.")}
-        for name in ours - _COVERED:
-            file = _HERE.parent / f"{name.replace('.', '/')}.py"
-            if file.is_file() and file not in files:
-                files.add(file)
-                pending.append(file)
-    digest = hashlib.sha256()
-    for file in sorted(files, key=lambda file: (file.name, file.read_bytes())):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import click
 
 from cppmega import __version__
+from cppmega.errors import CppmegaError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,12 +44,38 @@ def cli() -> None:
     """
 
 
-patches_option = click.option(
-    "--patches",
-    type=click.Path(path_type=Path, file_okay=False),
-    multiple=True,
-    help="A catalogue of your own beside ours; may be given more than once.",
+_NEXT = re.compile(
+    r"(python -m cppmega\.apply_patches|cppmega "
+    r"(?:apply|list|explain|status|diff|verify|revert|drift|pin|preflight))\b"
 )
+
+
+def carrying(text: str, catalogues: Iterable[Path]) -> str:
+    """The commands in a text with the user's catalogues: without them they name other patches."""
+    options = "".join(f" --patches {shlex.quote(str(folder))}" for folder in catalogues)
+    if not options or " --patches" in text:
+        return text
+    return _NEXT.sub(lambda command: command[0] + options, text)
+
+
+def patches_option(command: F) -> F:
+    """`--patches`, which the next command of an error then has too."""
+
+    @functools.wraps(command)
+    def passing_on(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except CppmegaError as error:
+            error.next = carrying(error.next, kwargs["patches"])
+            raise
+
+    option = click.option(
+        "--patches",
+        type=click.Path(path_type=Path, file_okay=False),
+        multiple=True,
+        help="A catalogue of your own beside ours; may be given more than once.",
+    )
+    return cast(F, option(passing_on))
 
 
 def tree_options(command: F) -> F:
@@ -70,9 +101,14 @@ def session_of(root: Path | None, patches: Sequence[Path]) -> Any:
     return Session(root, patches or None, report.say)
 
 
-def answer(outcome: Any, as_json: bool, ok: bool, closing: str) -> NoReturn:
+def answer(session: Any, outcome: Any, as_json: bool, ok: bool, closing: str) -> NoReturn:
     from cppmega import report
 
+    for name, verdict in outcome.plan.verdicts.items():
+        said = (carrying(text, session.catalogues) for text in (verdict.detail, verdict.next))
+        outcome.plan.verdicts[name] = replace(
+            verdict, **dict(zip(("detail", "next"), said, strict=True))
+        )
     with report.answering():
         if as_json:
             report.print_json(report.as_json(outcome, ok))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, cli, tree_options
+from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_options
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})
@@ -59,6 +60,8 @@ def preflight(
     )
     with report.Progress("preflight") as progress:
         found = checks.examine(context, progress)
+    said = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
+    found = replace(found, findings=tuple(said))
     with report.answering():
         if as_json:
             report.print_json({**report.NOTHING, **found.as_json()})

@@ -8,23 +8,45 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, cli, session_of, tree_options
+from cppmega.cli_base import (
+    FINE,
+    NOT_AS_IT_MUST_BE,
+    carrying,
+    cli,
+    patches_option,
+    session_of,
+    tree_options,
+)
 
 
 @cli.command()
 @click.argument("names", nargs=-1)
 @tree_options
-def verify(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
-    """Run every page's proof: it must pass on patched code, fail on stock and on a mutant."""
+@click.option(
+    "--record",
+    is_flag=True,
+    help="Keep the proofs that need more than a CPU in a file with the pages, for machines that "
+    "cannot make them.",
+)
+def verify(
+    names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool, record: bool
+) -> None:
+    """Run every page's proof: it must pass on patched code, fail on stock and on a mutant.
+
+    Where upstream has the fix, it must pass on stock. Without NAMES, exit status 1 also where a
+    page is in a failure state, which `cppmega status` shows.
+    """
     from cppmega import report
     from cppmega import verify as proofs
 
     session = session_of(root, patches)
-    proved = proofs.verify(session, names)
+    recorded: list[Path] = []
+    proved = proofs.verify(session, names, recorded if record else None)
     ok = all(one.proof not in ("failed", "stale") for one in proved)
     if as_json:
         rows = [one.as_json() for one in proved]
-        report.print_json({"schema": 1, "ok": ok, "pages": rows})
+        files = [str(path) for path in recorded]
+        report.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
     else:
         width = max((len(one.name) for one in proved), default=0)
         for one in proved:
@@ -32,33 +54,34 @@ def verify(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_
             click.echo(
                 f"{report.coloured(f'{one.proof:<11}', code)} {one.name:<{width}}  {one.detail}"
             )
+        for path in recorded:
+            report.say(f"recorded in {path}: commit it with the pages")
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
-
-
-_patches_option = click.option(
-    "--patches",
-    type=click.Path(path_type=Path, file_okay=False),
-    multiple=True,
-    help="A catalogue of your own beside ours; may be given more than once.",
-)
 
 
 @cli.command()
 @click.argument("old")
 @click.argument("new")
-@_patches_option
+@patches_option
+@click.option(
+    "--prove",
+    is_flag=True,
+    help="Run the proofs of patches that NEW has by its text, on NEW's code: imports it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def drift(old: str, new: str, patches: Sequence[Path], as_json: bool) -> None:
+def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
     """What an upgrade from OLD to NEW would do to every patch; run it before you upgrade.
 
     OLD and NEW are each a version (0.19.2; its wheel is downloaded with pip, once), a .whl file,
-    or a folder that holds megatron/. Nothing is installed, changed or imported.
+    or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing is
+    imported.
 
     \b
     same          the text that the patch edits did not change
     changed       it did: which statements, and whether our edit replaces them (!) or is beside (~)
     moved, gone   where it stands now, or what is most like it
-    upstreamed    NEW has the fix, the patch retires itself
+    upstreamed    NEW has the fix, the patch retires itself; --prove says whether it works
+    not-fixed     NEW has the fix by its text, and does not pass the proof
     newly-needed  NEW needs it, OLD did not
     lost-again    OLD has the fix, NEW has the bug again
 
@@ -76,11 +99,18 @@ def drift(old: str, new: str, patches: Sequence[Path], as_json: bool) -> None:
             for name, place in ((old, "old"), (new, "new"))
         ]
         found = drifting.compare(sides[0], sides[1], pages)
+        if prove:
+            from cppmega import verify
+
+            found = drifting.proved(found, verify.upstreamed(found.new.plan, report.say))
         if as_json:
-            report.print_json(drift_report.as_json(found))
+            answer = drift_report.as_json(found)
+            for row in answer["patches"]:
+                row["next"] = carrying(row["next"], patches)
+            report.print_json(answer)
         else:
             for line in drift_report.lines(found):
-                click.echo(line)
+                click.echo(carrying(line, patches))
             if any(target.changes for page in found.pages for target in page.targets):
                 report.say(drift_report.LEGEND)
             report.say(drift_report.closing(found))
@@ -106,7 +136,7 @@ def drift(old: str, new: str, patches: Sequence[Path], as_json: bool) -> None:
 @click.option(
     "--unverified", is_flag=True, help="Pin although the proof cannot run on this machine."
 )
-@_patches_option
+@patches_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pin(
     name: str,

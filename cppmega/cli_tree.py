@@ -35,7 +35,7 @@ def apply(
         closing = f"{report.summary(outcome.verdicts)}; nothing was changed"
     elif outcome.digest:
         closing += f"; overlay {outcome.digest}"
-    answer(outcome, as_json, ok, closing)
+    answer(session, outcome, as_json, ok, closing)
 
 
 @cli.command(name="list")
@@ -89,7 +89,7 @@ def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     closing = report.summary(outcome.verdicts)
     if outcome.digest:
         closing += f"; overlay {outcome.digest}"
-    answer(outcome, as_json, outcome.ok, closing)
+    answer(session, outcome, as_json, outcome.ok, closing)
 
 
 @cli.command()
@@ -117,7 +117,8 @@ def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_
     """Restore the exact bytes of upstream: of every patch, or take single patches out."""
     from cppmega import overlay, report
 
-    outcome = overlay.revert(session_of(root, patches), names)
+    session = session_of(root, patches)
+    outcome = overlay.revert(session, names)
     ok = not outcome.plan.failures and (outcome.ok or not names)
     closing = f"{report.summary(outcome.verdicts)}; changed {len(outcome.changed)} files"
-    answer(outcome, as_json, ok, closing)
+    answer(session, outcome, as_json, ok, closing)

@@ -14,6 +14,7 @@ from cppmega.tree import Origin, Tree, reinstall, sha256
 
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
 """What every text of ours carries, whoever lost the receipt."""
+COMMITTED = "the commit holds our patched text: it was committed after an apply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class FileView:
     @property
     def orphaned(self) -> bool:
         """The file carries our text, and nothing says how it came there."""
-        return not (self.ours or self.story) and carries_ours(self.current)
+        told = self.ours or self.story not in ("", COMMITTED)
+        return not told and carries_ours(self.current)
 
 
 def carries_ours(data: bytes | None) -> bool:
@@ -74,7 +76,8 @@ def view(
         # Nobody vouches for the file: what we found before our first edit counts as pristine.
         wanted = written[-1].before if written else now
     if now == wanted:
-        return FileView(path, current, current, origin, False)
+        committed = origin == "git" and carries_ours(current)
+        return FileView(path, current, current, origin, False, COMMITTED if committed else "")
     kept = original(tree, wanted) or tree.git_blob(path)
     ours = kept is not None and any(w.after == now and w.before == wanted for w in written)
     story = ""
@@ -248,6 +251,9 @@ def restoring(tree: Tree, file: FileView) -> str:
     """The command that brings upstream's file back."""
     if file.origin == "record":
         return reinstall(tree.root, tree.version)
+    if file.story == COMMITTED:
+        log = f"git -C {tree.root} log --oneline -S_cppmega_reached -- {file.path}"
+        return f"{log}; git revert the commit that it names, then apply again"
     if file.origin == "git":
         return f"git -C {tree.root} checkout HEAD -- {file.path}"
     return f"unpack upstream's {file.path} again, and remove {tree.root / FOLDER}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cppmega import nearest, receipt, statements
 from cppmega import plan as planning
@@ -17,13 +17,17 @@ from cppmega.nearest import Match
 from cppmega.page import Edit, Page
 from cppmega.plan import Plan
 from cppmega.receipt import Loaded
-from cppmega.state import FAILURES, NEEDED, State, Verdict
+from cppmega.state import FAILURES, NEEDED, Proof, State, Verdict
 from cppmega.statements import Change, Touched
 from cppmega.survey import MISSING
 from cppmega.tree import Tree
 
+if TYPE_CHECKING:
+    from cppmega.verify import Proved
+
 Word = Literal[
     "lost-again",
+    "not-fixed",
     "changed",
     "moved",
     "gone",
@@ -40,6 +44,7 @@ Word = Literal[
 ]
 MEANING: dict[Word, str] = {
     "lost-again": "OLD has the fix, NEW has the bug again",
+    "not-fixed": "NEW has the fix by its text, and does not pass the proof",
     "changed": "the text that the patch edits is another",
     "moved": "the target stands in another file",
     "gone": "nothing of that name is left",
@@ -119,11 +124,15 @@ class PageDrift:
     old: Verdict
     new: Verdict
     targets: tuple[TargetDrift, ...]
+    proof: Proof | None = None
+    """Of a page that NEW's text makes upstreamed: what its proof says there; None: not run."""
+    proved: str = ""
+    """The detail of that proof."""
 
     @property
     def safe(self) -> bool:
         """Whether `apply` would go on with it in NEW, and rightly so."""
-        if self.word in ("not-compared", "gone"):
+        if self.word in ("not-compared", "gone", "not-fixed"):
             return self.word == "not-compared"
         return self.new.state not in FAILURES
 
@@ -192,6 +201,20 @@ def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Pa
     words = list(MEANING)
     found.sort(key=lambda page: (page.safe and page.word != "lost-again", words.index(page.word)))
     return Drift(before, after, tuple(found))
+
+
+def proved(drift: Drift, proofs: Mapping[str, Proved]) -> Drift:
+    """The same answer with the proofs of the pages that call themselves upstreamed in NEW."""
+
+    def one(page: PageDrift) -> PageDrift:
+        if page.page.name not in proofs:
+            return page
+        made = proofs[page.page.name]
+        word: Word = "not-fixed" if made.proof == "failed" else page.word
+        return replace(page, word=word, proof=made.proof, proved=made.detail)
+
+    pages = sorted(map(one, drift.pages), key=lambda page: page.word != "not-fixed")
+    return Drift(drift.old, drift.new, tuple(pages))
 
 
 def _side(given: str, tree: Tree, pages: Mapping[str, Page], answers: Mapping[str, str]) -> Side:
@@ -317,6 +340,7 @@ def _changed(
     on_old, _ = _touched(old, target, earlier, on_old_text)
     on_new, misfit = _touched(new, target, earlier, on_new_text)
     tried = not known and any(choice.kind == "source" for choice in on_new_text)
+    tried = tried and _left_by(new, target, earlier) is not None
     return TargetDrift(
         target,
         "changed",
@@ -335,10 +359,10 @@ def _touched(
     Args:
         earlier: edits of pages that come before this one; ours may be made for what they leave.
     """
-    source = side.plan.survey.source(target)
+    source, before = side.plan.survey.source(target), _left_by(side, target, earlier)
     misfit = ""
     for edit in choices:
-        if edit.kind != "source" or not source:
+        if edit.kind != "source" or not source or before is None:
             continue
         try:
             after = _edited(source, target, [*earlier, edit])
@@ -347,8 +371,19 @@ def _touched(
         except Exception as error:  # an edit is a page's code and may raise anything
             misfit = misfit or f"the edit raises {type(error).__name__}: {error}"
         else:
-            return statements.touched(side.lines(target), after), ""
+            ours = statements.touched(before, after)
+            return statements.carried(ours, before, side.lines(target)), ""
     return None, misfit
+
+
+def _left_by(side: Side, target: str, earlier: Sequence[Edit]) -> list[str] | None:
+    """The statements that the edits before ours leave; None where they do not fit themselves."""
+    if not earlier:
+        return side.lines(target)
+    try:
+        return _edited(side.plan.survey.source(target), target, earlier)
+    except Exception:  # their own pages say what is wrong
+        return None
 
 
 def _edited(source: str, target: str, edits: Sequence[Edit]) -> list[str]:

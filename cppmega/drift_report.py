@@ -49,6 +49,8 @@ def _page_json(page: PageDrift, drift: Drift) -> dict[str, Any]:
         "old": page.old.state,
         "new": page.new.state,
         "detail": page.new.detail,
+        "proof": page.proof,
+        "proved": page.proved,
         "targets": [target.as_json() for target in page.targets],
         "todo": sentence,
         "next": command,
@@ -66,7 +68,14 @@ def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
     if page.word == "newly-needed":
         return "apply puts it in after the upgrade", APPLY
     if page.word == "upstreamed":
+        if page.proof is None:
+            return "apply would leave it out after the upgrade; --prove says whether rightly", ""
         return "nothing; apply leaves it out after the upgrade", ""
+    if page.word == "not-fixed":
+        return (
+            f"fixed_upstream() in {page.page.path} takes another text for the fix: correct it, "
+            "and add an Edit for the text that is there"
+        ), f"cppmega explain {name}"
     if page.word == "not-compared":
         return "nothing; compare two folders that hold that package to see it", ""
     if page.safe:
@@ -127,7 +136,9 @@ def lines(drift: Drift) -> Iterator[str]:
     quiet: dict[str, list[str]] = {}
     for page in drift.pages:
         if page.safe and page.word in ("same", "not-needed", "not-compared"):
-            quiet.setdefault(page.word, []).append(page.page.name)
+            retired = page.new.state == "upstreamed"
+            word = f"upstreamed{_proof(page)}" if retired else page.word
+            quiet.setdefault(word, []).append(page.page.name)
             continue
         yield f"{_word(page)} {page.page.name:<{width}}  {_summary(page, drift)}".rstrip()
         for target in page.targets:
@@ -138,7 +149,15 @@ def lines(drift: Drift) -> Iterator[str]:
         if command:
             yield f"    next:  {command}"
     for word, names in quiet.items():
-        yield f"{coloured(f'{word:<15}', _COLOURS.get(word, ''))} {', '.join(names)}"
+        head, _, rest = word.partition(" ")
+        said = " ".join(filter(None, [rest, ", ".join(names)]))
+        yield f"{coloured(f'{head:<15}', _COLOURS.get(head, ''))} {said}"
+
+
+def _proof(page: PageDrift) -> str:
+    """How it is known that NEW has the fix."""
+    known = {None: "by text, not proved", "passed": "proved"}
+    return f" ({known.get(page.proof, page.proved)})"
 
 
 def _word(page: PageDrift) -> str:
@@ -155,7 +174,11 @@ def _summary(page: PageDrift, drift: Drift) -> str:
     if page.word == "changed" and page.safe:
         was = "" if page.old.state in NEEDED else f"; it did not know that of {old}"
         return "the page knows the new text" + was
-    if page.word in ("upstreamed", "not-applicable") or not page.safe:
+    if page.word == "not-fixed":
+        return page.proved
+    if page.word == "upstreamed":
+        return f"upstreamed{_proof(page)}; {page.new.detail or MEANING[page.word]}"
+    if page.word == "not-applicable" or not page.safe:
         said = page.new.detail or MEANING[page.word]
         if page.old.state == "upstreamed" and not page.safe:
             said += f"; {old} has upstream's fix"
@@ -164,7 +187,9 @@ def _summary(page: PageDrift, drift: Drift) -> str:
 
 
 def _target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
-    if page.word == "upstreamed" or (page.word == "not-applicable" and not target.nearest):
+    if page.word in ("upstreamed", "not-fixed") or (
+        page.word == "not-applicable" and not target.nearest
+    ):
         return
     if target.word == "same" and page.safe:
         return

@@ -21,8 +21,8 @@ _FILES = 6
 """Files beside the definition's own that are looked into; parsing all would take seconds."""
 _RARE = 16
 """So many of the longest names of a definition tell the files that may hold it now."""
-_ALIKE = 0.4
-"""Less than that is another function."""
+_ALIKE = 0.7
+"""Less than that is another function: half of the words are those of any code around it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from cppmega import catalogue, gates, receipt, transaction
+from cppmega import catalogue, code_text, gates, receipt, transaction
 from cppmega import plan as planning
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
-from cppmega.plan import Plan, engine_revision
+from cppmega.plan import Plan
+from cppmega.receipt import Receipt
 from cppmega.recovery import recovered
 from cppmega.result import changes_of, overlay_digest, restored, rewritten
+from cppmega.revision import engine_revision
 from cppmega.state import DONE, FAILURES, NEEDED, Verdict
 from cppmega.survey import Survey
 from cppmega.tree import Tree, find_root
@@ -45,6 +47,7 @@ class Session:
         self.root = self.root if self.root is not None else find_root()
         tree = self.tree
         old = receipt.load(tree).receipt
+        code_text.remember(old.code)
         written = {path: {entry.after} for path, entry in old.files.items()}
         for path, entries in transaction.interrupted(tree).items():
             written.setdefault(path, set()).update(entry.after for entry in entries)
@@ -66,15 +69,19 @@ class Session:
         assert self.root is not None
         return Tree(self.root)
 
-    def plan(self, excluded: Iterable[str] | None, environment: Mapping[str, str]) -> Plan:
-        """Diagnose the tree as it stands."""
+    def plan(self, excluded: Mapping[str, str] | None, environment: Mapping[str, str]) -> Plan:
+        """Diagnose the tree as it stands.
+
+        Args:
+            excluded: pages that are left out -> why; None: those of the receipt.
+        """
         tree = self.tree
         loaded = recovered(tree, receipt.load(tree), self.pages)
         plan = planning.make(
             tree,
             loaded,
             self.pages,
-            excluded=loaded.receipt.excluded if excluded is None else excluded,
+            excluded=left_out(loaded.receipt) if excluded is None else excluded,
             environment=environment,
             interrupted=transaction.interrupted(tree),
             earlier=self._survey,
@@ -121,7 +128,9 @@ def status(session: Session) -> Outcome:
         notes.append("the receipt was changed by hand, or torn: cppmega apply writes it again")
     if transaction.interrupted(tree):
         notes.append("an apply or revert was interrupted; run it again to finish or undo it")
-    notes += [f"{file.path}: {_ORPHAN}" for file in plan.views.values() if file.orphaned]
+    notes += [
+        f"{file.path}: {file.story or _ORPHAN}" for file in plan.views.values() if file.orphaned
+    ]
     return Outcome(plan, loaded.receipt.digest if plan.finished else "", notes=notes)
 
 
@@ -152,8 +161,9 @@ def apply(
                 "What is asked for and not applied must stop the run.",
                 f"export {page.patch.gate}=1",
             )
-    excluded = set(session.pages) - set(only) if only else set()
-    return _make_it_so(session, excluded, environment, check)
+    others = set(session.pages) - set(only) if only else set()
+    chosen = Receipt(excluded=sorted(others), only=sorted(only))
+    return _make_it_so(session, lambda _: (chosen, environment), check)
 
 
 def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
@@ -168,9 +178,7 @@ def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
         if name not in loaded.receipt.pages:
             catalogue.get(session.pages, name)
     if names and (loaded.receipt.pages or begun):
-        excluded = {*loaded.receipt.excluded, *names}
-        environment = {**os.environ, **loaded.receipt.gates}
-        return _make_it_so(session, excluded, environment, check=False)
+        return _make_it_so(session, lambda old: _without(old, names), check=False)
     if not names:
         try:
             _ = session.pages
@@ -180,18 +188,23 @@ def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
         if receipt.folder(session.tree).is_dir():  # perhaps only what a killed run left there
             return _revert_all(session)
     session.say("nothing is applied")
-    plan = session.plan(set(session.pages), {})
+    plan = _bare_plan(session)
     _refuse_orphans(plan, ())
     return Outcome(plan, "", notes=[loaded.problem] if loaded.problem else [])
 
 
 def _revert_all(session: Session) -> Outcome:
     with transaction.locked(session.tree, session.say):
-        plan = session.plan(set(session.pages), {})
+        plan = _bare_plan(session)
         changes = dict(restored(plan, keep=set()))
         _refuse_orphans(plan, changes)
         transaction.commit(plan.tree, changes, None)
-    return Outcome(session.plan(set(session.pages), {}), "", sorted(changes))
+    return Outcome(_bare_plan(session), "", sorted(changes))
+
+
+def _bare_plan(session: Session) -> Plan:
+    """The tree without any page."""
+    return session.plan(dict.fromkeys(session.pages, "reverted"), {})
 
 
 _ORPHAN = "it carries our patch, and no receipt says what of it is upstream's"
@@ -202,7 +215,7 @@ def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
         if file.orphaned and path not in restored:
             raise CppmegaError(
                 "receipt-missing",
-                f"{path}: {_ORPHAN}.",
+                f"{path}: {file.story or _ORPHAN}.",
                 "Without them nobody can say which part of the file is upstream's.",
                 restoring(plan.tree, file),
             )
@@ -210,10 +223,10 @@ def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
 
 def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> str:
     """Unified diff from the pristine text to the text with every active page, or with one page."""
-    excluded: set[str] | None = None
+    excluded: dict[str, str] | None = None
     if name is not None:
         catalogue.get(session.pages, name)
-        excluded = set(session.pages) - {name}
+        excluded = dict.fromkeys(set(session.pages) - {name}, "not shown")
     plan = session.plan(excluded, environment)
     _refuse(plan, [v for v in plan.failures if name in (None, v.name)])
     if name is not None and plan.verdicts[name].state not in NEEDED:
@@ -222,7 +235,7 @@ def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> 
     for path, work in plan.work.items():
         pristine = plan.views[path].pristine
         assert pristine is not None
-        data, _ = rewritten(plan, path)
+        data = rewritten(plan, path)[0]
         if work.edits:
             pieces.extend(
                 difflib.unified_diff(
@@ -245,10 +258,31 @@ def _refuse(plan: Plan, failures: Sequence[Verdict]) -> None:
         )
 
 
-def _make_it_so(
-    session: Session, excluded: set[str], environment: Mapping[str, str], check: bool
-) -> Outcome:
-    plan = session.plan(excluded, environment)
+def left_out(chosen: Receipt) -> dict[str, str]:
+    """Pages that a receipt leaves out -> why."""
+    asked = f"left out: --only asked for {', '.join(chosen.only)}"
+    alone = set(chosen.only) or set(chosen.excluded)
+    return {name: "taken out by name" if name in alone else asked for name in chosen.excluded}
+
+
+_Choice = tuple[Receipt, Mapping[str, str]]
+"""What a verb wants to be left out, and the environment that opens the gates."""
+
+
+def _without(old: Receipt, names: Sequence[str]) -> _Choice:
+    chosen = Receipt(excluded=sorted({*old.excluded, *names}), only=old.only)
+    return chosen, {**os.environ, **old.gates}
+
+
+def _make_it_so(session: Session, choose: Callable[[Receipt], _Choice], check: bool) -> Outcome:
+    """Bring the tree to what the choice asks for.
+
+    Args:
+        choose: from the receipt as it is when the tree is planned.
+    """
+    plan = _planned(session, choose)
+    if plan.failures:
+        plan = _settled(session, choose)
     if plan.failures:
         return Outcome(plan, "")
     _refuse_orphans(plan, ())
@@ -258,7 +292,7 @@ def _make_it_so(
         changes, _, digest = changes_of(plan, session.catalogues or ())
         return Outcome(plan, digest, sorted(changes), receipt_changed=True)
     with transaction.locked(session.tree, session.say):
-        plan = session.plan(excluded, environment)  # the tree may have changed while we waited
+        plan = _planned(session, choose)  # the tree may have changed while we waited
         if plan.failures:
             return Outcome(plan, "")
         if not _needs_writing(session, plan):
@@ -267,8 +301,27 @@ def _make_it_so(
         if plan.loaded.problem:
             session.say(f"{plan.loaded.problem}; writing a new one")
         transaction.commit(plan.tree, changes, new)
-    after = session.plan(excluded, environment)
-    return Outcome(after, digest, sorted(changes), True)
+    return Outcome(_planned(session, choose), digest, sorted(changes), True)
+
+
+def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
+    chosen, environment = choose(receipt.load(session.tree).receipt)
+    plan = session.plan(left_out(chosen), environment)
+    plan.only = chosen.only
+    return plan
+
+
+def _settled(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
+    """The plan again, when no other process is writing: half of its work looks foreign."""
+    if not receipt.folder(session.tree).is_dir():
+        return _planned(session, choose)
+    try:
+        with transaction.locked(session.tree, session.say):
+            return _planned(session, choose)
+    except CppmegaError as error:
+        if error.name != "read-only-tree":
+            raise
+        return _planned(session, choose)
 
 
 def _needs_writing(session: Session, plan: Plan) -> bool:
@@ -282,9 +335,11 @@ def _needs_writing(session: Session, plan: Plan) -> bool:
         or not plan.finished
         or (receipt.folder(plan.tree) / transaction.UNFINISHED).exists()
         or old.gates != plan.gates
-        or old.excluded != plan.excluded
+        or old.excluded != list(plan.excluded)
+        or old.only != plan.only
         or old.engine != engine_revision()
         or old.catalogues != [str(folder) for folder in session.catalogues or []]
         or set(old.pages) != done
+        or any(old.pages[name].text != plan.pages[name].text for name in done)
         or any(path not in plan.work for path in old.files)
     )

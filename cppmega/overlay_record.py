@@ -18,9 +18,16 @@ NONE = "none"
 
 Record = dict[str, Any]
 
+_OTHER_KIND = (
+    "one of the two digests was made by an earlier cppmega and does not cover the kernels, so only "
+    "the patched texts were compared"
+)
+
 
 def of(receipt: Receipt) -> Record:
-    """Digest, megatron version, gates, and each page's revision and text hash."""
+    """Digest, megatron version, gates, each page's revision and text hash, the code reached."""
+    reached = [page.reached for page in receipt.pages.values()]
+    reached += [file.runs for file in receipt.files.values()]
     return {
         "digest": receipt.digest or NONE,
         "megatron": receipt.megatron,
@@ -29,6 +36,7 @@ def of(receipt: Receipt) -> Record:
             name: {"revision": page.revision, "text": _hash(page.targets)}
             for name, page in sorted(receipt.pages.items())
         },
+        "code": {name: code for group in reached for name, code in sorted(group.items())},
     }
 
 
@@ -50,7 +58,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One sentence for everything that is not the same; empty: the same code."""
     if then["digest"] == now["digest"]:
         return []
-    found = []
+    comparable = _covers_code(then) == _covers_code(now)
+    found = [] if comparable else [_OTHER_KIND]
     if then.get("megatron") != now.get("megatron"):
         found.append(f"megatron-core {then.get('megatron') or '?'} -> {now.get('megatron') or '?'}")
     old, new = then.get("pages", {}), now.get("pages", {})
@@ -58,17 +67,25 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found += [f"patch removed: {name}" for name in sorted(old.keys() - new.keys())]
     for name in sorted(old.keys() & new.keys()):
         before, after = old[name], new[name]
-        if before["revision"] != after["revision"]:
+        if comparable and before["revision"] != after["revision"]:
             found.append(
                 f"patch changed: {name} (revision {before['revision']} -> {after['revision']})"
             )
         elif before["text"] != after["text"]:
             found.append(f"patch changed: {name} (same page on another text of Megatron)")
+    code, newer = then.get("code", {}), now.get("code", {})
+    both = sorted(code.keys() & newer.keys())
+    found += [f"code changed: {name}" for name in both if code[name] != newer[name]]
     gates, other = then.get("gates", {}), now.get("gates", {})
     for name in sorted({*gates, *other}):
         if gates.get(name, "0") != other.get(name, "0"):
             found.append(f"gate {name}: {gates.get(name, '0')} -> {other.get(name, '0')}")
     return found or ["the patches are the same, the files around them are not"]
+
+
+def _covers_code(record: Mapping[str, Any]) -> bool:
+    """Whether a digest names kernels and modules too; nothing applied is comparable with both."""
+    return "code" in record or record["digest"] == NONE
 
 
 def said_of_checkpoint(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:

@@ -134,10 +134,14 @@ class Page:
     patch: Patch
     doc: str
     revision: str
-    """First 12 hex digits of the SHA-256 over the page's files."""
+    """Hash of the page's code and of all that it reaches, comments and docstrings left out."""
     path: str
     catalogue: str
     """`builtin`, or the folder given by `--patches`."""
     fixed_upstream: Callable[[Source], bool] | None = None
     verify: Callable[[], None] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
+    """Hash of the page's own files as they are: comments in its functions are written too."""
+    reached: Mapping[str, str] = field(default_factory=dict)
+    """Modules of this package that it imports, outside of the engine -> hash of their code."""

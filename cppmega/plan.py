@@ -5,31 +5,17 @@ Result = f(pristine text, active pages). Patched text is never patched again.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 
 from cppmega import gates
 from cppmega.diagnose import Diagnosis, FileView, Written, diagnose, view
 from cppmega.page import Edit, Page
-from cppmega.receipt import Loaded
+from cppmega.receipt import Loaded, PatchedPage
+from cppmega.revision import changed, engine_revision
 from cppmega.state import DONE, FAILURES, NEEDED, Proof, Verdict
 from cppmega.survey import Survey
 from cppmega.tree import Tree, sha256
-
-_ENGINE = ("edits", "fingerprint", "marks", "node_edits", "rewrite", "source", "survey")
-
-
-@cache
-def engine_revision() -> str:
-    """Hash of the modules that decide what a patched file looks like."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256()
-    for name in _ENGINE:
-        digest.update((here / f"{name}.py").read_bytes())
-    return digest.hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +46,10 @@ class Plan:
     before: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """Page -> target -> fingerprint of the pristine text."""
     gates: dict[str, str] = field(default_factory=dict)
-    excluded: list[str] = field(default_factory=list)
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Page that is left out -> why."""
+    only: list[str] = field(default_factory=list)
+    """What was asked for alone; empty: everything."""
 
     @property
     def failures(self) -> list[Verdict]:
@@ -82,6 +71,7 @@ class Plan:
             and self.loaded.receipt.engine == engine_revision()
             and entry.steps == self.work[path].steps
             and entry.after == sha256(file.current or b"")
+            and not changed(entry.runs)
         )
 
 
@@ -90,7 +80,7 @@ def make(
     loaded: Loaded,
     pages: Mapping[str, Page],
     *,
-    excluded: Iterable[str] = (),
+    excluded: Mapping[str, str] | None = None,
     environment: Mapping[str, str],
     interrupted: Mapping[str, Sequence[Written]] | None = None,
     earlier: Survey | None = None,
@@ -98,6 +88,7 @@ def make(
     """Diagnose every page and collect the work; writes nothing and rewrites nothing.
 
     Args:
+        excluded: pages that are left out -> why.
         interrupted: what transactions that did not finish wrote or were about to write.
         earlier: what this process learned when it looked before, by hashes of contents.
     """
@@ -106,7 +97,7 @@ def make(
     if earlier is not None:
         survey.cache |= earlier.cache | earlier.used
         survey.parsed = earlier.parsed
-    plan = Plan(tree, loaded, pages, survey, excluded=sorted(set(excluded)))
+    plan = Plan(tree, loaded, pages, survey, excluded=dict(sorted((excluded or {}).items())))
     plan.gates = gates.values(pages.values(), environment)
     paths = {edit.path for page in pages.values() for edit in page.patch.edits}
     for path in sorted(paths | set(loaded.receipt.files) | set(interrupted or {})):
@@ -144,10 +135,10 @@ def make(
     return plan
 
 
-def _off(page: Page, excluded: Sequence[str], environment: Mapping[str, str]) -> Verdict | None:
+def _off(page: Page, excluded: Mapping[str, str], environment: Mapping[str, str]) -> Verdict | None:
     target = page.patch.edits[0].target
     if page.name in excluded:
-        detail = "taken out by name; `python -m cppmega.apply_patches` brings it back"
+        detail = f"{excluded[page.name]}; `python -m cppmega.apply_patches` brings it back"
         return Verdict(page.name, page.patch.kind, "off", target, detail)
     if not gates.is_on(page, environment):
         detail = f"set {page.patch.gate}=1 to turn it on"
@@ -240,13 +231,28 @@ def _done_or_pending(plan: Plan, name: str) -> Verdict:
             name, page.patch.kind, "applied" if sources else "armed", targets[0], targets=targets
         )
     detail = "" if plan.loaded.receipt.files or not plan.loaded.problem else plan.loaded.problem
-    if listed is not None and not same:
-        detail = "the page changed since it was applied"
-    elif listed is not None and any(not plan.views[e.path].ours for e in sources):
-        detail = "the receipt says applied, but the file is pristine again (reinstalled?)"
-    elif listed is not None and plan.loaded.receipt.engine != engine_revision():
-        detail = "it was applied by another version of cppmega"
+    if listed is not None:
+        detail = _what_changed(plan, page, listed, sources)
     return Verdict(name, page.patch.kind, "pending", targets[0], detail, targets=targets)
+
+
+def _what_changed(plan: Plan, page: Page, listed: PatchedPage, sources: Sequence[Edit]) -> str:
+    """Why a page that the receipt lists is not applied as it is now."""
+    files = plan.loaded.receipt.files
+    if plan.loaded.problem:
+        return ""  # it is said once, of the receipt
+    runs = [files[edit.path].runs for edit in sources if edit.path in files]
+    other = {name for reached in runs for name in changed(reached)}
+    other |= {name for name, code in listed.reached.items() if page.reached.get(name) != code}
+    if other:
+        return f"code that it reaches changed since it was applied: {', '.join(sorted(other))}"
+    if listed.revision != page.revision:
+        return "the page changed since it was applied"
+    if any(not plan.views[edit.path].ours for edit in sources):
+        return "the receipt says applied, but the file is pristine again (reinstalled?)"
+    if plan.loaded.receipt.engine != engine_revision():
+        return "it was applied by another version of cppmega"
+    return ""
 
 
 def _with_proof(plan: Plan, verdict: Verdict) -> Verdict:

@@ -81,10 +81,10 @@ def _as_applied(context: Context, path: str, pristine: bytes) -> bytes | None:
             tree,
             receipt.Loaded(receipt.Receipt()),
             context.session.pages,
-            excluded=set(context.session.pages) - set(applied.pages),
+            excluded=dict.fromkeys(set(context.session.pages) - set(applied.pages), "not applied"),
             environment=applied.gates,
         )
-        data, _ = rewritten(plan, path)
+        data = rewritten(plan, path)[0]
     except (CppmegaError, KeyError):
         return None
     return data if sha256(data) == applied.files[path].after else None

@@ -9,12 +9,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
+from cppmega.errors import CppmegaError
 from cppmega.tree import Tree, sha256
 
 FOLDER = ".cppmega"
-SCHEMA = 1
+SCHEMA = 2
+"""1 had a digest that left out the kernels and modules that patched text runs."""
+
+
+_LASTING = {"identity", "megatron", "gates", "excluded", "only", "catalogues", "pages", "files"}
+"""What a receipt of any later schema is read for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,10 @@ class PatchedFile:
     origin: str
     steps: list[str]
     """`page@revision` in the order in which the edits were made."""
+    inserted: str = ""
+    """Hash of the imports and helpers that were put in front of the targets."""
+    runs: dict[str, str] = field(default_factory=dict)
+    """Modules of this package that the new text imports, and all that these reach -> hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,10 @@ class PatchedPage:
     kind: str
     targets: dict[str, dict[str, str]]
     """Target -> {"before": fingerprint, "after": fingerprint}."""
+    text: str = ""
+    """Hash of the page's files, comments included."""
+    reached: dict[str, str] = field(default_factory=dict)
+    """Modules of this package that the page imports -> hash."""
 
 
 @dataclass
@@ -53,11 +67,15 @@ class Receipt:
     gates: dict[str, str] = field(default_factory=dict)
     excluded: list[str] = field(default_factory=list)
     """Pages taken out by `revert NAME` or left out by `--only`."""
+    only: list[str] = field(default_factory=list)
+    """What `--only` asked for; empty: every page was asked for."""
     catalogues: list[str] = field(default_factory=list)
     stack: dict[str, str] = field(default_factory=dict)
     proofs: dict[str, dict[str, str]] = field(default_factory=dict)
     """Page -> {"proof", "revision", "digest", "detail"}, written by `cppmega verify`."""
     survey: dict[str, str] = field(default_factory=dict)
+    code: dict[str, Any] = field(default_factory=dict)
+    """What is known of the code of pages and modules, by the hashes of their files."""
 
     def dump(self) -> bytes:
         """The bytes of the JSON file."""
@@ -80,12 +98,17 @@ class Loaded:
 
 
 def load(tree: Tree) -> Loaded:
-    """Read the receipt of a tree. A torn one, or another tree's, is as good as none."""
+    """Read the receipt of a tree. A torn one, or another tree's, is as good as none.
+
+    Raises:
+        CppmegaError: `receipt-is-a-folder`.
+    """
     data = tree.read(f"{FOLDER}/receipt.json")
     if data is None:
+        _refuse_folder(folder(tree) / "receipt.json")
         return Loaded(Receipt())
     try:
-        receipt = parse(data)
+        receipt, problem = _parse(data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Loaded(Receipt(), f"the receipt cannot be read ({error})", True)
     if receipt.identity != tree.identity:
@@ -95,31 +118,75 @@ def load(tree: Tree) -> Loaded:
             files=receipt.files,
             catalogues=receipt.catalogues,
             survey=receipt.survey,
+            code=receipt.code,
         )
         said = (
             f"the receipt was written for another installation (megatron-core {receipt.megatron})"
         )
         return Loaded(kept, said, True)
-    return Loaded(receipt, "", True)
+    return Loaded(receipt, problem, True)
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise CppmegaError(
+            "receipt-is-a-folder",
+            f"{path} is a folder, and the receipt must be there.",
+            "What was applied to this tree cannot be read, nor written.",
+            f"mv {path} {path}.moved; then `python -m cppmega.apply_patches`",
+        )
 
 
 def parse(data: bytes) -> Receipt:
     """JSON bytes to a receipt; raises ValueError, TypeError or KeyError on anything odd."""
+    return _parse(data)[0]
+
+
+def _parse(data: bytes) -> tuple[Receipt, str]:
+    """A receipt, and what must be said of it where it is of another schema."""
     raw: dict[str, Any] = json.loads(data)
-    if raw.pop("schema") != SCHEMA:
-        raise ValueError("it has another schema")
-    raw["pages"] = {name: PatchedPage(**page) for name, page in raw["pages"].items()}
-    raw["files"] = {path: PatchedFile(**entry) for path, entry in raw["files"].items()}
-    receipt = Receipt(**raw)
-    empty = Receipt()
-    for field_ in fields(Receipt):
-        value, wanted = getattr(receipt, field_.name), type(getattr(empty, field_.name))
-        if not isinstance(value, wanted):
-            raise TypeError(f"{field_.name} is no {wanted.__name__}")
+    schema = raw.pop("schema")
+    if type(schema) is not int or schema < 1:
+        raise ValueError(f"its schema is {schema!r}")
+    problem = ""
+    if schema > SCHEMA:
+        # Of what we do not know nothing is used. The originals lie where they always did.
+        problem = (
+            f"the receipt was written by a newer cppmega ({raw.get('tool')}, schema {schema}): "
+            "only what it says of pages and files is used"
+        )
+        raw = {key: value for key, value in raw.items() if key in _LASTING}
+    elif schema < SCHEMA:
+        problem = (
+            "the receipt was written by an earlier cppmega, and its digest does not cover the "
+            "kernels and modules that the patches run: `cppmega apply` writes a new one"
+        )
+    whole = schema <= SCHEMA
+    raw["pages"] = {name: _made(PatchedPage, page, whole) for name, page in raw["pages"].items()}
+    raw["files"] = {path: _made(PatchedFile, file, whole) for path, file in raw["files"].items()}
+    receipt: Receipt = _made(Receipt, raw, whole)
     for name, proof in receipt.proofs.items():
         if not isinstance(proof, dict) or not {"proof", "revision", "digest"} <= set(proof):
             raise TypeError(f"the proof of {name} is torn")
-    return receipt
+    return receipt, problem
+
+
+_TYPES = {kind: get_type_hints(kind) for kind in (PatchedFile, PatchedPage, Receipt)}
+
+
+def _made(kind: type[Any], raw: dict[str, Any], whole: bool) -> Any:
+    """An entry from its JSON, every field of its type.
+
+    Args:
+        whole: a field that we do not know is an error.
+    """
+    types = _TYPES[kind]
+    made = kind(**{key: value for key, value in raw.items() if whole or key in types})
+    for field_ in fields(kind):
+        wanted = get_origin(types[field_.name]) or types[field_.name]
+        if not isinstance(getattr(made, field_.name), wanted):
+            raise TypeError(f"{field_.name} is no {wanted.__name__}")
+    return made
 
 
 def original(tree: Tree, digest: str | None) -> bytes | None:

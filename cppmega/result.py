@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cppmega import __version__, receipt
+from cppmega import __version__, code_text, receipt, revision
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
-from cppmega.plan import Plan, engine_revision
+from cppmega.plan import Plan, comes_after
 from cppmega.receipt import PatchedFile, PatchedPage, Receipt
 from cppmega.state import NEEDED
 from cppmega.transaction import Change, interrupted
@@ -21,13 +21,14 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     """Compute every file in memory, and the receipt that goes with them."""
     new = Receipt(
         tool=__version__,
-        engine=engine_revision(),
+        engine=revision.engine_revision(),
         identity=plan.tree.identity,
         megatron=plan.tree.version,
         gates=plan.gates,
-        excluded=plan.excluded,
+        excluded=list(plan.excluded),
+        only=plan.only,
         catalogues=[str(folder) for folder in catalogues],
-        stack=_stack(),
+        stack=stack(),
         proofs=plan.loaded.receipt.proofs,
     )
     changes = dict(restored(plan, keep=set(plan.work)))
@@ -35,9 +36,16 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None
-        data, prints = rewritten(plan, path)
+        data, prints, inserted = rewritten(plan, path)
         after |= prints
-        new.files[path] = PatchedFile(sha256(file.pristine), sha256(data), file.origin, work.steps)
+        new.files[path] = PatchedFile(
+            sha256(file.pristine),
+            sha256(data),
+            file.origin,
+            work.steps,
+            inserted,
+            revision.reached_from(data),
+        )
         if data != file.current:
             changes[path] = Change(data, file.pristine)
     for name, edits in plan.edits.items():
@@ -55,21 +63,42 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
                 }
                 for edit in edits
             },
+            text=plan.pages[name].text,
+            reached=dict(plan.pages[name].reached),
         )
     new.digest = overlay_digest(new)
     new.survey = dict(sorted(plan.survey.used.items()))
+    new.code = code_text.known()
     return changes, new.dump(), new.digest
 
 
-def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str]]:
-    """New bytes of a file and the fingerprints of its targets."""
+def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str], str]:
+    """New bytes of a file, the fingerprints of its targets, and the hash of what they need."""
     from cppmega.rewrite import Step, rewrite
 
     file, work = plan.views[path], plan.work[path]
     assert file.pristine is not None
     steps = [Step.of(page, edit) for page, edit in work.edits]
     done = rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
-    return done.data, {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
+    after = {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
+    return done.data, after, done.inserted
+
+
+def reached_by(plan: Plan, name: str) -> dict[str, str]:
+    """Modules of this package that one page's new texts run, and all that these reach."""
+    from cppmega.rewrite import Step, rewrite
+
+    found: dict[str, str] = {}
+    for path, work in plan.work.items():
+        file = plan.views[path]
+        names = {page.name for page, _ in work.edits}
+        # Its edits may be written for what the pages that it follows leave.
+        wanted = {name, *(other for other in names if comes_after(plan.pages, name, other))}
+        if name in names and file.pristine is not None:
+            steps = [Step.of(page, edit) for page, edit in work.edits if page.name in wanted]
+            parsed = plan.survey.parse(file.pristine, path)
+            found |= revision.reached_from(rewrite(file.pristine, path, steps, parsed).data)
+    return found
 
 
 def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
@@ -79,6 +108,13 @@ def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
         file = plan.views[path]
         if file.ours and file.pristine is not None:
             yield path, Change(file.pristine, file.pristine)
+        elif file.orphaned and file.story:
+            raise CppmegaError(
+                "patched-text-committed",
+                f"{path}: {file.story}.",
+                "Upstream's text is in an earlier commit, and which one is for you to say.",
+                restoring(plan.tree, file),
+            )
         elif path in files and files[path].after == sha256(file.current or b""):
             raise CppmegaError(
                 "original-missing",
@@ -96,10 +132,18 @@ def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
 
 
 def overlay_digest(new: Receipt) -> str:
-    """One hash of what is applied: no path of the machine, no time."""
-    lines = [f"file {path} {entry.after}" for path, entry in new.files.items()]
+    """One hash of the code that trains: no path of the machine, no time, no comment of ours.
+
+    Of a file: upstream's text, what was inserted, and with its pages the text of the targets. Of
+    this package: every module that the new texts and the pages reach.
+    """
+    lines = []
+    for path, entry in new.files.items():
+        lines.append(f"file {path} {entry.before} {entry.inserted}")
+        lines += [f"runs {path} {module} {code}" for module, code in entry.runs.items()]
     for name, page in new.pages.items():
         lines.append(f"page {name} {page.state}")
+        lines += [f"reaches {name} {module} {code}" for module, code in page.reached.items()]
         lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
         if any(prints["after"] == "runtime" for prints in page.targets.values()):
             lines.append(f"runtime {name} {page.revision}")
@@ -107,7 +151,7 @@ def overlay_digest(new: Receipt) -> str:
     return sha256("\n".join(sorted(lines)).encode())[:16]
 
 
-def _stack() -> dict[str, str]:
+def stack() -> dict[str, str]:
     """Versions of the packages that train, read from their metadata, not by importing them."""
     from importlib import metadata
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from cppmega import fingerprint, marks, names, node_edits
+from cppmega import code_text, fingerprint, marks, names, node_edits
 from cppmega.edits import function_text
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page
@@ -53,6 +53,8 @@ class Rewritten:
 
     data: bytes
     after: dict[str, str]
+    inserted: str
+    """Hash of the imports and helpers that stand outside of the targets, without comments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def rewrite(
     body = _spliced(text, tree, cuts, inserted.imports(steps))
     result = text.encode(body, path)
     _check(text, decode(result, path), path, cuts, groups, inserted)
-    return Rewritten(result, after)
+    return Rewritten(result, after, inserted.fingerprint())
 
 
 def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
@@ -224,6 +226,11 @@ class _Inserted:
                 if new and line not in self.import_lines:
                     self.import_lines.append(line)
         return self.import_lines
+
+    def fingerprint(self) -> str:
+        """Hash of everything that was inserted."""
+        blocks = [code_text.bare(block) for block in self.helpers.values()]
+        return fingerprint.of_text("\n".join([*self.import_lines, *blocks]))
 
     def in_front_of(self, group: Sequence[Step]) -> list[str]:
         """Helper definitions to write before the top-level statement that holds the target."""

@@ -29,7 +29,7 @@ MEANING: dict[State, str] = {
     "pending": "known text; `python -m cppmega.apply_patches` applies it",
     "upstreamed": "upstream has the fix",
     "not-applicable": "the feature does not exist in this tree",
-    "off": "its gate is not set, or it was taken out by name",
+    "off": "its gate is not set, or it was left out or taken out by name",
     "drifted": "the text of the target is not known",
     "moved": "the target stands in another file",
     "absent": "the target is gone",

@@ -116,6 +116,23 @@ def touched(before: Sequence[str], after: Sequence[str]) -> Touched:
     return Touched(frozenset(lines), frozenset(gaps), frozenset(inserted))
 
 
+def carried(edit: Touched, before: Sequence[str], pristine: Sequence[str]) -> Touched:
+    """What an edit touches of upstream's statements, where other edits came before it.
+
+    Args:
+        edit: what it does to the statements that the others left.
+        before: those statements.
+
+    What it changes of the others' own statements is theirs to report.
+    """
+    matcher = SequenceMatcher(None, before, pristine, autojunk=False)
+    place = {i + n: j + n for i, j, size in matcher.get_matching_blocks() for n in range(size)}
+    place[len(before)] = len(pristine)
+    lines = frozenset(place[at] for at in edit.lines if at in place)
+    gaps = frozenset(place[at] for at in edit.gaps if at in place)
+    return Touched(lines, gaps, edit.inserted)
+
+
 def changes(
     old: Sequence[str],
     new: Sequence[str],

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import mutant, receipt, transaction
+from cppmega import mutant, proof_file, receipt, transaction
 from cppmega.errors import CppmegaError
 from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
@@ -25,12 +25,13 @@ from cppmega.page import Page
 from cppmega.plan import Plan
 from cppmega.process import alone
 from cppmega.rewrite import Step, rewrite
-from cppmega.state import DONE, NEEDED, Proof
+from cppmega.state import DONE, NEEDED, Proof, Verdict
 
 Side = Literal["patched", "stock", "mutant"]
+_ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not reach it"
+_NOT_MADE_FOR_IT = ("AttributeError", "NameError", "TypeError")
+"""How a proof ends on code that has other names and signatures than those it was written for."""
 SIDES: tuple[Side, ...] = ("patched", "stock", "mutant")
-PROOFS = "gpu_proofs.json"
-"""Beside the pages of a catalogue: proofs made where this machine has no hardware for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,40 +61,68 @@ class Proved:
         return {"name": self.name, "proof": self.proof, "detail": self.detail, "runs": runs}
 
 
-def verify(session: Session, names: Sequence[str] = ()) -> list[Proved]:
+def verify(
+    session: Session, names: Sequence[str] = (), record: list[Path] | None = None
+) -> list[Proved]:
     """Prove the pages that the tree needs, and write the proofs into the receipt of a patched tree.
 
     Pages that are applied are proved on the tree itself; pages that are only pending, on a scratch
-    copy of it, and then nothing is recorded.
+    copy of it, and then the receipt keeps nothing. Pages that call themselves upstreamed must pass
+    on stock. Without names, pages in a failure state fail here too.
+
+    Args:
+        record: keep proofs that need more than a CPU with their pages; receives the files written.
 
     Raises:
-        CppmegaError: a page asked for by name is not needed here, or the tree is in a bad state.
+        CppmegaError: a page asked for by name is not needed here, or the tree is in a bad state;
+            `not-recorded`, `nothing-to-record`.
     """
     loaded = receipt.load(session.tree)
-    excluded = loaded.receipt.excluded if not names else []
     gates = dict(loaded.receipt.gates)
     for name in names:
         gate = session.pages[name].patch.gate if name in session.pages else None
         gates |= {gate: "1"} if gate else {}
-    plan = session.plan(excluded, {**os.environ, **gates})
-    pages = _chosen(plan, names)
-    missing = {page.name: missing_needs(page.patch.needs) for page in pages}
+    plan = session.plan({} if names else None, {**os.environ, **gates})
+    pages, retired = _chosen(plan, names), _retired(plan, names)
+    missing = {page.name: missing_needs(page.patch.needs) for page in [*pages, *retired]}
     runnable = [page for page in pages if not missing[page.name]]
-    runs: dict[str, dict[str, Run]] = {page.name: {} for page in pages}
+    on_stock = [page for page in retired if not missing[page.name]]
+    runs: dict[str, dict[str, Run]] = {page.name: {} for page in [*pages, *retired]}
     applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
     with tempfile.TemporaryDirectory(prefix="cppmega-verify-") as scratch:
-        for side in SIDES if runnable else ():
-            session.say(f"verify: {len(runnable)} pages on the {side} code")
+        for side in SIDES:
+            chosen = [*runnable, *on_stock] if side == "stock" else runnable
+            if not chosen:
+                continue
+            session.say(f"verify: {len(chosen)} pages on the {side} code")
             root = plan.tree.root
             if side != "patched" or not applied:
                 root = Path(scratch) / side
                 build(plan, root, side)
-            for name, run in _run(root, side, plan, runnable, session.say):
+            for name, run in _run(root, side, plan, chosen, session.say):
                 runs[name][side] = run
-    proved = [_judge(page, missing[page.name], runs[page.name]) for page in pages]
+    proved = [_judge(plan, page, missing[page.name], runs[page.name]) for page in pages]
     if applied and loaded.exists and not loaded.problem:
         _record(session, plan, proved)
-    return proved
+    proved += [of_retired(page, missing[page.name], runs[page.name]) for page in retired]
+    proved += [] if names else [_of_failure(verdict) for verdict in plan.failures]
+    if record is not None:
+        record.extend(_kept(plan, pages, proved))
+    return sorted(proved, key=lambda one: one.name)
+
+
+def upstreamed(plan: Plan, say: Callable[[str], None]) -> dict[str, Proved]:
+    """Do the pages that call themselves upstreamed pass on this tree, unpatched?"""
+    pages = _retired(plan, ())
+    missing = {page.name: missing_needs(page.patch.needs) for page in pages}
+    runnable = [page for page in pages if not missing[page.name]]
+    with tempfile.TemporaryDirectory(prefix="cppmega-verify-") as scratch:
+        root = Path(scratch) / "stock"
+        if runnable:
+            build(plan, root, "stock")
+        runs = dict(_run(root, "stock", plan, runnable, say))
+    sides = {page.name: {"stock": runs[page.name]} for page in runnable}
+    return {p.name: of_retired(p, missing[p.name], sides.get(p.name, {})) for p in pages}
 
 
 def live(session: Session, plan: Plan) -> dict[str, Run]:
@@ -108,16 +137,25 @@ def live(session: Session, plan: Plan) -> dict[str, Run]:
 def _chosen(plan: Plan, names: Sequence[str]) -> list[Page]:
     for name in names:
         verdict = plan.verdicts.get(name)
-        if verdict is None or verdict.state not in NEEDED:
+        if verdict is None or verdict.state not in NEEDED | {"upstreamed"}:
             state = verdict.state if verdict is not None else "unknown"
+            detail = f": {verdict.detail}" if verdict is not None and verdict.detail else ""
             raise CppmegaError(
                 "nothing-to-verify",
-                f"{name} is {state} on megatron-core {plan.tree.version}.",
+                f"{name} is {state} on megatron-core {plan.tree.version}{detail}.",
                 "There is no patched code to prove.",
                 "cppmega status",
             )
     needed = [name for name, v in plan.verdicts.items() if v.state in NEEDED and name in plan.pages]
     return [plan.pages[name] for name in needed if not names or name in names]
+
+
+def _retired(plan: Plan, names: Sequence[str]) -> list[Page]:
+    """Pages that say that upstream has their fix; none of their edits fits."""
+    found = [name for name, v in plan.verdicts.items() if v.state == "upstreamed"]
+    chosen = [plan.pages[name] for name in found if not names or name in names]
+    plan.edits |= {page.name: () for page in chosen}
+    return chosen
 
 
 def missing_needs(needs: Sequence[str]) -> list[str]:
@@ -147,7 +185,8 @@ def _gpu(need: str) -> bool:
 
 def build(plan: Plan, root: Path, side: Side) -> None:
     """A tree of links to the real one, with the edited files as this side has them."""
-    changed: dict[str, bytes] = {}
+    # Also where a page wrote that no longer does.
+    changed = {p: v.pristine for p, v in plan.views.items() if v.ours and v.pristine is not None}
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None
@@ -264,11 +303,30 @@ def _worker(
             yield page.name, Run("not-run", ended)
 
 
-def _judge(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
+def of_retired(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
+    """The verdict on a page that says that upstream has its fix: is it so?"""
+    by_text = "upstreamed by its text, not proved"
     if missing:
-        proof, detail = committed_proof(page)
+        return Proved(page.name, "unverified", f"{by_text}: needs {', '.join(missing)}", {})
+    run = runs["stock"]
+    if run.result == "not-run" or run.detail.partition(":")[0] in _NOT_MADE_FOR_IT:
+        return Proved(page.name, "unverified", f"{by_text}: {run.detail}", runs)
+    if run.result == "passed":
+        return Proved(page.name, "passed", "upstreamed: the unpatched code passes", runs)
+    detail = f"it says upstreamed, and the unpatched code does not pass: {run.detail}"
+    return Proved(page.name, "failed", detail, runs)
+
+
+def _of_failure(verdict: Verdict) -> Proved:
+    """A page that nothing can be proved of, because its target is not as it must be."""
+    return Proved(verdict.name, "failed", f"{verdict.state}: {verdict.detail}", {})
+
+
+def _judge(plan: Plan, page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
+    if missing:
+        proof, detail = proof_file.judged(plan, page)
         if proof == "unverified":
-            detail = f"needs {', '.join(missing)}"
+            detail = "; ".join(filter(None, [f"needs {', '.join(missing)}", detail]))
         return Proved(page.name, proof, detail, {})
     for side in SIDES:
         if runs[side].result == "not-run":
@@ -276,27 +334,26 @@ def _judge(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Prove
     if runs["patched"].result != "passed":
         return Proved(page.name, "failed", f"on patched code: {runs['patched'].detail}", runs)
     if runs["stock"].result != "failed":
-        return Proved(page.name, "failed", "it passes on stock: the patch is not needed", runs)
+        return Proved(page.name, "failed", _ON_STOCK, runs)
     if runs["mutant"].result != "failed":
         detail = "it passes on a mutant whose edit does nothing: it proves no behaviour"
         return Proved(page.name, "failed", detail, runs)
     return Proved(page.name, "passed", f"stock: {runs['stock'].detail}", runs)
 
 
-def committed_proof(page: Page) -> tuple[Proof, str]:
-    """The proof that was made elsewhere and committed beside the page."""
-    folder = Path(page.path).parent if Path(page.path).stem != "__init__" else None
-    path = (folder or Path(page.path).parent.parent) / PROOFS
-    try:
-        known = json.loads(path.read_bytes()).get(page.name)
-    except FileNotFoundError:
-        known = None
-    if known is None:
-        return "unverified", ""
-    said = f"on {known['gpu']}, {known['date']}"
-    if known["revision"] != page.revision:
-        return "stale", f"the page changed since it was proved {said}"
-    return ("passed" if known["proof"] == "passed" else "failed"), f"proved {said}"
+def _kept(plan: Plan, pages: Sequence[Page], proved: Sequence[Proved]) -> list[Path]:
+    """Keep what was proved here and needs more than a CPU, with the pages."""
+    wrong = {one.name for one in proved if one.proof in ("failed", "stale")}
+    wrong |= {verdict.name for verdict in plan.failures}
+    if wrong:
+        raise CppmegaError(
+            "not-recorded",
+            f"{', '.join(sorted(wrong))}: not proved, or not as it must be in this tree.",
+            "A record is believed on machines that cannot make the proof again.",
+            "cppmega verify, and mend what it names",
+        )
+    made_here = {one.name for one in proved if one.runs and one.proof == "passed"}
+    return proof_file.record(plan, [page for page in pages if page.name in made_here])
 
 
 def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:

@@ -11,10 +11,21 @@ import zipfile
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
-from cppmega import catalogue, drift, drift_report, fingerprint, given, overlay
+from cppmega import (
+    catalogue,
+    cli,
+    drift,
+    drift_report,
+    fingerprint,
+    given,
+    nearest,
+    overlay,
+    statements,
+)
 from cppmega.drift import Drift, PageDrift, TargetDrift
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
@@ -222,6 +233,96 @@ def test_a_fix_that_may_be_lost_is_unsafe(compare, tmp_path: Path) -> None:
 
 
 FEATURE = f'reached="forward", feature=("{FILE}:work",)'
+
+
+HALF = """\
+def labour(x, scale=1):
+    size = len(x)
+    total = sum(x)
+    for each in range(size):
+        print(each, total)
+        yield each
+"""
+
+
+def test_a_target_that_is_half_like_it_is_not_offered(
+    compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the words are those of any code around it."""
+    ours = page(tmp_path / "pages")
+    found = compare(OLD, HALF, ours)
+    assert only(found)[1].nearest == ()
+    monkeypatch.setattr(nearest, "_ALIKE", 0.4)
+    (match,) = nearest.nearest(found.new.tree, f"{FILE}:work", statements.of_source(OLD))
+    assert 0.4 < match.likeness < 0.7
+
+
+_FIRST = 'replacing("size = len(x)", "size = len(x) + 0")'
+
+
+@pytest.mark.parametrize(
+    ("new", "meets"),
+    [
+        (OLD.replace("size = len(x)", "size = len(x) + 7"), "elsewhere"),
+        (OLD.replace("total * scale", "total * scale + 7"), "replaced"),
+    ],
+    ids=["line of the other page", "its own line"],
+)
+def test_a_page_answers_for_its_own_lines_alone(
+    compare, tmp_path: Path, new: str, meets: str
+) -> None:
+    """A page that another one follows edits the same symbol, in lines of its own."""
+    first = page(tmp_path / "pages", name="first_works", edit=_FIRST)
+    second = page(tmp_path / "pages", patch='reached="forward", after=("first_works",)')
+    by_name = {one.page.name: one for one in compare(OLD, new, first, second).pages}
+    (target,) = by_name["work_works"].targets
+    assert [change.meets for change in target.changes] == [meets]
+    if meets == "elsewhere":  # the page before it no longer fits: that is for it to say
+        assert target.fits is None and by_name["first_works"].targets[0].fits is False
+
+
+PROOF = "from megatron.core.work import work\nassert work([1, 2, 3, 4], 3)[0] == {}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "proof", "word", "safe"),
+    [("60", "passed", "upstreamed", True), ("61", "failed", "not-fixed", False)],
+)
+def test_the_proof_says_whether_upstream_has_the_fix(
+    tmp_path: Path,
+    capsys,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    proof: str,
+    word: str,
+    safe: bool,
+) -> None:
+    pages = tmp_path / "pages"
+    monkeypatch.setattr(catalogue, "builtin_folder", lambda: pages)
+    path = Path(page(pages, fixed=IS_FIXED).path)
+    text = path.read_text()
+    start = text.index("def verify")
+    path.write_text(text[:start] + "def verify():\n" + indent(PROOF.format(wanted), "    ") + "\n")
+    trees = [made.tree(tmp_path / name, {FILE: text}) for name, text in (("a", OLD), ("b", FIXED))]
+    for prove in ([], ["--prove"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["drift", *map(str, trees), "--json", *prove])
+        answer = json.loads(capsys.readouterr().out)
+        row = next(row for row in answer["patches"] if row["name"] == "work_works")
+        if prove:
+            assert (row["proof"], row["change"], row["safe"]) == (proof, word, safe)
+            assert (ended.value.code == 0) == safe == answer["ok"]
+        else:
+            assert (row["proof"], row["change"], ended.value.code) == (None, "upstreamed", 0)
+
+
+def test_plain_drift_says_that_nothing_is_proved(compare, tmp_path: Path) -> None:
+    found = compare(OLD, FIXED, page(tmp_path / "pages", fixed=IS_FIXED))
+    assert any("upstreamed (by text, not proved)" in line for line in drift_report.lines(found))
+    sides = (found.new.label, found.new.tree)
+    both = drift.compare(sides, sides, {"work_works": found.pages[0].page})
+    (line,) = drift_report.lines(both)
+    assert line.startswith("upstreamed") and "(by text, not proved) work_works" in line
 
 
 def test_a_feature_that_comes_and_one_that_goes(compare, tmp_path: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, fingerprint, plan
+from cppmega import fingerprint, plan
 from cppmega.errors import CppmegaError
 from tests.engine import (
     FILES,
@@ -22,7 +21,6 @@ from tests.engine import (
     leftovers,
     pin,
     snapshot,
-    write,
 )
 
 
@@ -605,31 +603,6 @@ def test_changed_page_starts_from_upstream_again(lab: Lab) -> None:
     assert verdict.state == "pending" and "changed" in verdict.detail
     assert lab.apply().ok
     assert "return x * 2" in lab.text() and "2 * x" not in lab.text()
-
-
-def test_changed_module_of_a_page_is_a_changed_page(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several pages share a module of ours that makes their edits: it belongs to their text."""
-    place = tmp_path / "package" / "cppmega"
-    write(
-        place,
-        {
-            "shared.py": b"from cppmega import deeper\n",
-            "deeper.py": b"X = 1\n",
-            "other.py": b"X = 1\n",
-        },
-    )
-    monkeypatch.setattr(catalogue, "_HERE", place)
-    monkeypatch.setitem(sys.modules, "cppmega.shared", fingerprint)
-    lab.wheel()
-    lab.page(code="import cppmega.shared")
-    lab.apply()
-    lab.applied("page")
-    (place / "other.py").write_text("X = 2\n")
-    lab.applied("page")
-    (place / "deeper.py").write_text("X = 2\n")
-    assert lab.verdict().state == "pending" and "changed" in lab.verdict().detail
 
 
 def test_removed_page_is_taken_out(lab: Lab) -> None:

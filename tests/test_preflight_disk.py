@@ -176,7 +176,8 @@ def test_patched_files_pass_for_no_hand_edits_where_the_receipt_is_torn(broken: 
 
 
 @pytest.mark.parametrize(
-    "field", [{"proofs": "x"}, {"proofs": {"page": 3}}, {"gates": [1]}, {"schema": 2}]
+    "field",
+    [{"proofs": "x"}, {"proofs": {"page": 3}}, {"gates": [1]}, {"schema": "2"}, {"schema": 0}],
 )
 def test_a_receipt_of_other_types_is_torn(lab: Lab, field: dict[str, object]) -> None:
     rewritten(lab.root, **field)

@@ -68,6 +68,25 @@ def test_what_differs_between_two_overlays() -> None:
     assert overlay_record.differences(older, then) == ["megatron-core 0.18.2 -> 0.19.2"]
 
 
+def test_a_changed_kernel_is_named() -> None:
+    then, now = record("aaaa"), record("bbbb")
+    then["code"], now["code"] = {"cppmega.ops.k": "1"}, {"cppmega.ops.k": "2", "cppmega.new": "1"}
+    assert overlay_record.differences(then, now) == ["code changed: cppmega.ops.k"]
+
+
+def test_a_record_of_an_earlier_kind_is_compared_as_far_as_it_goes() -> None:
+    """Runs and checkpoints made when the digest left the kernels out: one sentence says it."""
+    then = record("aaaa", one=("1", "t"), two=("1", "t"))
+    del then["code"]
+    same, other = record("bbbb", one=("2", "t"), two=("2", "t")), record("bbbb", one=("2", "u"))
+    (said,) = overlay_record.differences(then, same)
+    assert "earlier cppmega" in said and "kernels" in said
+    assert overlay_record.differences(then, other)[1:] == [
+        "patch removed: two",
+        "patch changed: one (same page on another text of Megatron)",
+    ]
+
+
 def test_what_a_checkpoint_says_of_its_overlay() -> None:
     then, now = record("aaaa", one=("1", "t")), record("bbbb")
     kept = overlay_record.parse(overlay_record.dump(then))

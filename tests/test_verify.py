@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, overlay, receipt, verify
+from cppmega import (
+    catalogue,
+    fingerprint,
+    overlay,
+    proof_file,
+    receipt,
+    revision,
+    verify,
+)
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from tests import made
+
+_THING = "megatron/core/thing.py"
+_DOUBLE = "def double(x):\n    # upstream forgot to double\n    return x\n"
 
 
 @pytest.fixture
@@ -75,7 +87,7 @@ def test_an_edit_without_effect_is_caught(prove) -> None:
         edit='replacing("return x", "return x + 0")',
         verify="from megatron.core.thing import double\nassert double(2) == 2",
     )
-    assert proved.proof == "failed" and "stock" in proved.detail
+    assert proved.proof == "failed" and "not needed, or the proof does not" in proved.detail
 
 
 def test_an_edit_that_changes_nothing_is_refused_before_it_is_written(prove) -> None:
@@ -154,19 +166,175 @@ def test_what_a_gpu_page_needs_is_said(prove) -> None:
     assert (proved.proof, proved.detail) == ("unverified", "needs no_such_accelerator")
 
 
-@pytest.mark.parametrize(
-    ("changed", "proof"), [(False, "passed"), (True, "stale")], ids=["fresh", "page changed"]
-)
-def test_a_committed_gpu_proof_counts_until_its_page_changes(
-    prove, tmp_path: Path, changed: bool, proof: str
+_NEEDS = 'reached="forward", needs=("made_accelerator",)'
+
+
+@pytest.fixture
+def accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What the page needs: there until the test takes it away."""
+    place = tmp_path / "packages"
+    place.mkdir()
+    (place / "made_accelerator.py").write_text("")
+    monkeypatch.syspath_prepend(place)
+
+    def take_away() -> None:
+        (place / "made_accelerator.py").unlink()
+        importlib.invalidate_caches()
+
+    return take_away
+
+
+def _record(tmp_path: Path) -> list[Path]:
+    written: list[Path] = []
+    verify.verify(Session(tmp_path / "root"), record=written)
+    return written
+
+
+def test_a_recorded_proof_counts_elsewhere_until_its_page_changes(
+    prove, tmp_path: Path, accelerator
 ) -> None:
-    given = {"patch": 'reached="forward", needs=("no_such_accelerator",)'}
-    path = made.page(tmp_path / "pages", **given)
-    revision = catalogue.load_page(path.stem, path, "builtin").revision
-    known = {"revision": "old" if changed else revision, "proof": "passed", "gpu": "H200"}
-    answer = {path.stem: {**known, "date": "2026-11-21"}}
-    (tmp_path / "pages" / verify.PROOFS).write_text(json.dumps(answer))
-    assert prove(**given).proof == proof
+    assert prove(patch=_NEEDS).proof == "passed"
+    (path,) = _record(tmp_path)
+    assert path == tmp_path / "pages" / proof_file.NAME
+    (row,) = json.loads(path.read_text())["proofs"]["double_doubles"]
+    assert row["megatron"] == "0.19.2" and row["date"] and row["gpu"] == "no GPU"
+    accelerator()
+    session = Session(tmp_path / "root")
+    (proved,) = verify.verify(session)
+    assert proved.proof == "passed" and "proved on no GPU" in proved.detail
+    assert overlay.status(session).verdicts[0].proof == "passed"
+    made.page(tmp_path / "pages", patch=_NEEDS, more="# a comment")
+    (proved,) = verify.verify(Session(tmp_path / "root"))
+    assert proved.proof == "passed"
+    made.page(tmp_path / "pages", patch=_NEEDS, more="X = 1")
+    (proved,) = verify.verify(Session(tmp_path / "root"))
+    assert proved.proof == "stale" and "the page changed" in proved.detail
+
+
+_KERNEL = "import cppmega.ops.hadamard  # noqa"
+
+
+def test_a_recorded_proof_is_stale_when_a_kernel_changes(
+    prove, tmp_path: Path, accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is named by the patched text alone."""
+    prove(patch=_NEEDS, edit=f'replacing("return x", """{_KERNEL}\nreturn 2 * x""")')
+    _record(tmp_path)
+    accelerator()
+    whole = revision.reached
+    monkeypatch.setattr(revision, "reached", lambda names: {**whole(names), "cppmega.k": "1"})
+    (proved,) = verify.verify(Session(tmp_path / "root"))
+    assert proved.proof == "stale" and "code that it runs" in proved.detail
+
+
+def test_a_recorded_proof_is_of_one_text_of_megatron(prove, tmp_path: Path, accelerator) -> None:
+    source = "def double(x):\n    y = x\n    return x\n"
+    page = made.page(tmp_path / "pages", patch=_NEEDS)
+    pins = {"0.19.2": fingerprint.of_source(source), "0.18.2": fingerprint.of_source(_DOUBLE)}
+    known = f'{{"0.19.2": {pins["0.18.2"]!r}}}'
+    assert known in page.read_text()
+    page.write_text(page.read_text().replace(known, str(pins)))
+    for name, text in (("one", made.THING), ("root", made.THING.replace(_DOUBLE, source))):
+        assert overlay.apply(Session(made.tree(tmp_path / name, {_THING: text}))).ok
+    verify.verify(Session(tmp_path / "one"), record=[])
+    accelerator()
+    (proved,) = verify.verify(Session(tmp_path / "one"))
+    assert proved.proof == "passed"
+    (proved,) = verify.verify(Session(tmp_path / "root"))
+    assert proved.proof == "unverified" and "another text" in proved.detail
+
+
+def test_what_is_not_proved_is_not_recorded(prove, tmp_path: Path, accelerator) -> None:
+    """A failing proof, a tree that drifted, and proofs that any machine makes again."""
+    prove(patch=_NEEDS, verify="assert False")
+    for name in ("not-recorded", "nothing-to-record", "not-recorded"):
+        with pytest.raises(CppmegaError) as caught:
+            _record(tmp_path)
+        assert caught.value.name == name
+        made.page(tmp_path / "pages")
+        if name == "nothing-to-record":
+            made.page(tmp_path / "pages", patch=_NEEDS)
+            overlay.apply(Session(tmp_path / "root"))
+            thing = tmp_path / "root" / _THING
+            thing.write_text(thing.read_text() + "\n\ndef more():\n    pass\n")
+            made.page(tmp_path / "pages", "drifted", source="def f(x):\n    return 3\n")
+    assert not (tmp_path / "pages" / proof_file.NAME).exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 9}', '{"schema": 1, "proofs": {"a": 1}}'])
+def test_a_torn_record_is_named(prove, tmp_path: Path, text: str) -> None:
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / proof_file.NAME).write_text(text)
+    with pytest.raises(CppmegaError, match="proofs-unreadable"):
+        prove(patch='reached="forward", needs=("no_such_accelerator",)')
+
+
+def test_a_record_in_an_installed_package_is_read_and_written(
+    prove, tmp_path: Path, accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a wheel the catalogue lies below the package; the file is found there as in a checkout."""
+    inside = tmp_path / "site" / "cppmega" / "upstream_patches"
+    made.page(inside, patch=_NEEDS)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setattr(catalogue, "_HERE", inside.parent)
+    root = made.tree(tmp_path / "root")
+    assert overlay.apply(Session(root)).ok
+    assert _record(tmp_path) == [inside / proof_file.NAME]
+    accelerator()
+    (proved,) = verify.verify(Session(root))
+    assert proved.proof == "passed"
+
+
+# -- pages in other states -------------------------------------------------------------------------
+
+
+_FIXED = made.THING.replace("    return x\n", "    return x + x\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "check", "proof", "said"),
+    [
+        (_FIXED, "", "passed", "the unpatched code passes"),
+        (made.THING + "\nFIXED = 1\n", "", "failed", "says upstreamed"),
+        (_FIXED, "import no_such_package\n", "unverified", "no_such_package"),
+    ],
+    ids=["right", "wrong", "cannot run"],
+)
+def test_what_says_upstreamed_must_pass_on_stock(
+    prove, text: str, check: str, proof: str, said: str
+) -> None:
+    proved = prove(
+        files={_THING: text},
+        source="def double(x):\n    return 5\n",
+        fixed="return bool(source.file('megatron/core/thing.py'))",
+        verify=check + "from megatron.core.thing import double\nassert double(2) == 4",
+    )
+    assert proved.proof == proof and said in proved.detail
+    assert list(proved.runs) == ["stock"]
+
+
+def test_a_retired_page_that_needs_more_says_so(prove) -> None:
+    proved = prove(
+        source="def double(x):\n    return 5\n",
+        fixed="return bool(source.file('megatron/core/thing.py'))",
+        patch='reached="forward", needs=("no_such_accelerator",)',
+    )
+    assert proved.proof == "unverified" and "needs no_such_accelerator" in proved.detail
+
+
+def test_a_drifted_page_fails_here_too(prove, tmp_path: Path) -> None:
+    """Exit status 0 of `verify` means that the whole tree is proved; of one name, that page."""
+    made.page(tmp_path / "pages", "other", source="def double(x):\n    return 7\n")
+    session = Session(made.tree(tmp_path / "root"))
+    made.page(tmp_path / "pages")
+    proved = {one.name: one for one in verify.verify(session)}
+    assert proved["other"].proof == "failed" and "drifted" in proved["other"].detail
+    assert proved["double_doubles"].proof == "passed"
+    (one,) = verify.verify(session, ["double_doubles"])
+    assert one.proof == "passed"
+    with pytest.raises(CppmegaError, match="drifted"):
+        verify.verify(session, ["other"])
 
 
 def test_a_changed_page_makes_a_recorded_proof_stale(prove, tmp_path: Path) -> None:

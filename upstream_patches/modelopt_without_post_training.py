@@ -76,6 +76,8 @@ def verify() -> None:
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     with (
         mock.patch.object(training, "has_nvidia_modelopt", True),
+        # Imported with the flag, where upstream has the fix.
+        mock.patch.object(training, "maybe_enable_modelopt", mock.Mock(), create=True),
         mock.patch.object(training, "get_args", return_value=args),
     ):
         try:

@@ -6,13 +6,14 @@ Why: stock reads the lengths on the host: two waits for the GPU per call, one ca
     queries and the keys of every attention layer, and with a table for the whole pack one more per
     sequence (tested: `.tolist()`, `cu_seqlens[-1]`, `cu_seqlens[i].item()`). None of it can be
     captured in a CUDA graph, 0.19 also launches a dozen kernels per sequence, and DSA does not
-    allow the fused RoPE.
+    allow the fused RoPE. main still reads the last boundary where no `max_seqlen` is given, as
+    DSA's indexer does not.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; in no release)
-Remove: when the function has no `.tolist()`.
+Remove: when the function has neither `.tolist()` nor `.item()`.
 Numerics: none (bitwise)
 """
 
-from cppmega.edits import body_of
+from cppmega.edits import body_of, in_order, replacing
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
@@ -99,6 +100,28 @@ PATCH = Patch(
             edit=body_of(since_019),
             helpers=(freqs_of_packed_tokens,),
         ),
+        Edit(
+            target=TARGET,
+            pins={"main-d98e8a64": "faa139aa674ea3d5"},
+            edit=in_order(
+                replacing(
+                    "freqs.dim() >= 1 and freqs.size(0) == int(cu_seqlens[-1].item())",
+                    "cu_seqlens_i64[-1] == freqs.size(0)",
+                ),
+                replacing(
+                    """
+                    if exact_packed_freqs:
+                        freq_pos = freq_pos + global_seq_start
+                    """,
+                    """
+                    if isinstance(exact_packed_freqs, bool):
+                        freq_pos = freq_pos + (global_seq_start if exact_packed_freqs else 0)
+                    else:
+                        freq_pos = freq_pos + torch.where(exact_packed_freqs, global_seq_start, 0)
+                    """,
+                ),
+            ),
+        ),
     ),
     reached="forward",
     feature=(TARGET,),
@@ -108,7 +131,7 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     text = source.text(TARGET)
-    return bool(text) and ".tolist()" not in text
+    return bool(text) and ".tolist()" not in text and ".item()" not in text
 
 
 def verify() -> None:
@@ -125,8 +148,13 @@ def verify() -> None:
         """Turn unit vectors; the angle they are turned by is the row of the table they got."""
         table = (torch.arange(rows, device=device) * 0.01).view(rows, 1, 1, 1).expand(-1, 1, 1, 2)
         unit = torch.tensor([1.0, 0.0]).to(device).expand(tokens, 1, 2)
+        longest = rows if rows < boundaries[-1] else rows - 1
         boundaries = torch.tensor(boundaries, dtype=torch.int32).to(device)
-        turned = rope_utils._apply_rotary_pos_emb_thd(unit, boundaries, table, cp_group=group)
+        turn = rope_utils._apply_rotary_pos_emb_thd
+        try:
+            turned = turn(unit, boundaries, table, cp_group=group)
+        except AssertionError:  # dev has every caller say how long a sequence can be
+            turned = turn(unit, boundaries, table, cp_group=group, max_seqlen=longest)
         return (torch.atan2(turned[:, 0, 1], turned[:, 0, 0]) * 100).round().long()
 
     cases = (  # group, boundaries, rows of the table, positions of the tokens

@@ -1,0 +1,237 @@
+"""The code of a Python file without its comments and docstrings, and what that code reaches.
+
+The bare text is cut out of the source and not printed from a syntax tree, so it is the same on
+every Python. Answers belong to the bytes of a file: they are kept for the life of the process, and
+across processes by whoever passes `known` on to `remember`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import io
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+LENGTH = 16
+"""Hex digits kept of a hash."""
+PACKAGE = "cppmega"
+
+_MODULE = re.compile(rf"{PACKAGE}(\.[A-Za-z_]\w*)+\Z")
+_FILE_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*\Z")
+_READERS = {
+    *("__doc__", "getdoc", "getsource", "getsourcelines", "getsourcefile"),
+    *("findsource", "getcomments", "linecache"),
+}
+"""Names by which code reads docstrings or source: then these are part of what it does."""
+_OPENING = {"FSTRING_START", "TSTRING_START"}
+_CLOSING = {"FSTRING_END", "TSTRING_END"}
+
+_Cut = tuple[int, int, int | None, str]
+"""Row, first column, the column after the last one (None: the row's end), what comes instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One Python file, as far as its code goes."""
+
+    bare: str
+    """Hash of the text without comments and docstrings; of all bytes where it cannot be parsed."""
+    imports: tuple[str, ...] = ()
+    """Modules of this package that the code names, lazily too; relative ones keep their dots."""
+    loads: tuple[str, ...] = ()
+    """Packages that it imports at top level."""
+    beside: tuple[str, ...] = ()
+    """Literals that may name a file, where the code looks at `__file__`."""
+    reads_text: bool = False
+    """Whether it reads docstrings or source."""
+
+
+_known: dict[str, Code] = {}
+_used: set[str] = set()
+
+
+def code_of(data: bytes) -> Code:
+    """What a file's bytes say; computed once."""
+    key = hashlib.sha256(data).hexdigest()
+    _used.add(key)
+    if key not in _known:
+        _known[key] = _read(data)
+    return _known[key]
+
+
+def remember(answers: Mapping[str, Any]) -> None:
+    """Take over what `known` gave another process, if it went by the same rules."""
+    if answers.get("rules") != rules():
+        return
+    for key, row in answers.items():
+        if isinstance(row, list) and list(map(type, row)) == [str, list, list, list, bool]:
+            bare, imports, loads, beside, reads_text = row
+            code = Code(bare, tuple(imports), tuple(loads), tuple(beside), reads_text)
+            _known.setdefault(key, code)
+
+
+def known() -> dict[str, Any]:
+    """Every answer that this process needed, for a JSON file."""
+    answers = {key: [*astuple(_known[key])] for key in sorted(_used & _known.keys())}
+    return {"rules": rules(), **answers}
+
+
+@functools.cache
+def rules() -> str:
+    """Hash of this module: other rules give other answers."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:LENGTH]
+
+
+def _read(data: bytes) -> Code:
+    try:
+        text = _decoded(data)
+        tree = ast.parse(text)
+        bare = _cut(text, tree)
+    except (SyntaxError, ValueError, tokenize.TokenError):
+        return Code(hashlib.sha256(data).hexdigest()[:LENGTH], reads_text=True)
+    nodes = list(_walk(tree))
+    names = {name for node in nodes for name in _names(node)}
+    return Code(
+        hashlib.sha256(bare.encode()).hexdigest()[:LENGTH],
+        tuple(sorted({name for node in nodes for name in _imported(node)})),
+        tuple(sorted({name for node in tree.body for name in _loaded(node)})),
+        tuple(sorted(set(_file_names(nodes)))) if "__file__" in names else (),
+        bool(names & _READERS),
+    )
+
+
+def bare(text: str) -> str:
+    """Python text without its comments, docstrings and blank lines."""
+    return _cut(text, ast.parse(text))
+
+
+def _decoded(data: bytes) -> str:
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return io.TextIOWrapper(io.BytesIO(data), encoding).read()
+
+
+def _cut(text: str, tree: ast.Module) -> str:
+    lines = text.split("\n")
+    inside, cuts = _strings_and_comments(text)
+    for statement, alone in _docstrings(tree):
+        first, last = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
+        inside -= set(range(first, last))
+        for row in range(first, last + 1):
+            start = _column(lines[row], statement.col_offset) if row == first else 0
+            stop = _column(lines[row], statement.end_col_offset or 0) if row == last else None
+            cuts.append((row, start, stop, "pass" if alone and row == first else ""))
+    for row, start, stop, instead in sorted(cuts, key=lambda cut: cut[:2], reverse=True):
+        lines[row] = lines[row][:start] + instead + ("" if stop is None else lines[row][stop:])
+    kept = (line if at in inside else line.rstrip() for at, line in enumerate(lines))
+    return "".join(f"{line}\n" for at, line in enumerate(kept) if line or at in inside)
+
+
+def _strings_and_comments(text: str) -> tuple[set[int], list[_Cut]]:
+    """Rows whose end lies inside a string, and what the comments take of their rows."""
+    inside: set[int] = set()
+    cuts: list[_Cut] = []
+    opened: list[int] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind, (row, column), (end, _) = tokenize.tok_name[token.type], token.start, token.end
+        if kind == "COMMENT":
+            cuts.append((row - 1, column, None, ""))
+        elif kind == "STRING":
+            inside.update(range(row - 1, end - 1))
+        elif kind in _OPENING:
+            opened.append(row)
+        elif kind in _CLOSING:
+            inside.update(range(opened.pop() - 1, end - 1))
+    return inside, cuts
+
+
+def _column(line: str, offset: int) -> int:
+    """The syntax tree counts bytes."""
+    return len(line.encode()[:offset].decode())
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.stmt, bool]]:
+    """Every docstring's statement, and whether its block holds nothing else."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            strings = [statement for statement in node.body if _is_string(statement)]
+            whole = len(strings) == len(node.body) and not isinstance(node, ast.Module)
+            # After the docstring, a string by itself documents the attribute before it.
+            for statement in strings:
+                yield statement, whole and statement is strings[0]
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, block, ())
+            pending += inner if isinstance(inner, list) else ()
+
+
+def _is_string(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _walk(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those that only a type checker sees."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        if isinstance(node, ast.If) and _type_checking(node.test):
+            pending += node.orelse
+            continue
+        for value in vars(node).values():  # in half the time of ast.iter_child_nodes
+            if isinstance(value, ast.AST):
+                pending.append(value)
+            elif isinstance(value, list):
+                pending += [child for child in value if isinstance(child, ast.AST)]
+
+
+def _type_checking(test: ast.expr) -> bool:
+    return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Modules of this package, and relative ones, that one node names."""
+    if isinstance(node, ast.Import):
+        names: Iterable[str] = (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        dot = "." if node.module else ""
+        names = [module, *(f"{module}{dot}{alias.name}" for alias in node.names)]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        names = [node.value] if _MODULE.match(node.value) else []  # import_module, python -m
+    else:
+        return
+    yield from (name for name in names if name.startswith((".", f"{PACKAGE}.")))
+
+
+def _loaded(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        yield (node.module or "").partition(".")[0]
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.alias):
+        yield node.name
+
+
+def _file_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and _FILE_NAME.match(value):
+            yield value
