@@ -132,17 +132,16 @@ def _load_module(name: str, path: Path) -> ModuleType:
     folder = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
     qualified = f"_cppmega_pages_{folder}.{name}"
     below = [str(path.parent)] if path.stem == "__init__" else None
-    try:
-        return loading.load(qualified, path, below)
-    except CppmegaError:
-        raise
-    except (Exception, SystemExit) as error:  # a page that ends the command would end it well
-        raise CppmegaError(
+
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
             "page-failed",
-            f"{path} cannot be loaded: {type(error).__name__}: {error}.",
+            f"{path} cannot be loaded: it {what}.",
             "Its patch would not be applied.",
             "correct the page",
-        ) from error
+        )
+
+    return loading.load(qualified, path, failed, below)
 
 
 def labels(doc: str) -> dict[str, str]:

@@ -19,6 +19,11 @@ from cppmega.source import parse_silently
 _EMPTY = cst.Module([], default_indent="    ")
 
 
+def code(node: cst.CSTNode) -> str:
+    """The text of a node, comments included."""
+    return _EMPTY.code_for_node(node)
+
+
 def function(node: cst.CSTNode) -> cst.FunctionDef:
     if not isinstance(node, cst.FunctionDef):
         raise mismatch(f"the target is a {type(node).__name__}, not a function")

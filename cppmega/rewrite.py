@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import libcst as cst
 
 from cppmega import fingerprint, marks, names, node_edits
+from cppmega.containment import contained
 from cppmega.edits import function_text
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page
@@ -180,19 +183,30 @@ def _render(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
 
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
-    try:
-        new = step.edit.edit(node)
-    except CppmegaError as error:
-        raise CppmegaError(
-            error.name, f"{step.page}: {error.what}", error.why, error.next
-        ) from None
-    except Exception as error:
-        raise _bad_edit(step, f"raises {type(error).__name__}: {error}") from error
+    before = node_edits.code(node)
+    new, again = _called_twice(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "gives back something else than its target")
+    if node_edits.code(node) != before:
+        raise _bad_edit(step, "changes the node that it is given, which others are given too")
+    if type(again) is not type(new) or node_edits.code(again) != node_edits.code(new):
+        raise _bad_edit(step, "gives another text when it is called again")
     if fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
+
+
+def _called_twice(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
+    """What the page makes of its target, and what it makes of it the next time."""
+    try:
+        with contained(partial(_bad_edit, step)):
+            return step.edit.edit(node), step.edit.edit(node)
+    except CppmegaError as error:
+        if error.name == "bad-edit":
+            raise
+        raise CppmegaError(
+            error.name, f"{step.page}: {error.what}", error.why, error.next
+        ) from None
 
 
 def _bad_edit(step: Step, what: str) -> CppmegaError:
