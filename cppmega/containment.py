@@ -152,8 +152,8 @@ _OF_THE_LIBRARY = {"exit", "quick_exit", "abort", "kill", "raise", "syscall", "e
 
 
 def _harmless(path: object) -> bool:
-    """Python's own bytecode, and the place where nothing is kept."""
-    return path == os.devnull or "__pycache__" in str(path)
+    """Python's own bytecode, a file that is open already, the place where nothing is kept."""
+    return isinstance(path, int) or path == os.devnull or "__pycache__" in str(path)
 
 
 @contextmanager

@@ -273,6 +273,17 @@ def test_libraries_that_a_page_imports_may_register(monkeypatch: pytest.MonkeyPa
     assert seen == [json.dumps]
 
 
+def test_bytecode_of_what_a_page_imports_is_written(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_by_a_page.py").write_text("x = 1\n")
+    lab.page(code="import imported_by_a_page")
+    assert lab.apply().ok
+    assert list((tmp_path / "__pycache__").glob("imported_by_a_page.*.pyc"))
+
+
 def test_what_a_page_prints_is_not_the_answer(lab: Lab) -> None:
     lab.page(code="print('noise')")
     done = lab.run("apply", "--json")

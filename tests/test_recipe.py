@@ -266,7 +266,7 @@ def test_listing_imports_neither_torch_nor_megatron() -> None:
 
 def test_widths_that_the_preflight_knows_are_those_of_the_page() -> None:
     path = REPOSITORY / "upstream_patches" / f"{dsa_widths.PATCH}.py"
-    page = loading.load(dsa_widths.PATCH, path)
+    page = loading.load(dsa_widths.PATCH, path, lambda what: AssertionError(what))
     assert set(page.WIDTHS) == set(dsa_widths.taken("tilelang", patched=True))
     fused = recipes_index.load("nam56r_h200_slice_fused")
     assert dsa_widths.PATCH in fused.needed_patches
