@@ -6,24 +6,21 @@ each page a fork of its own, so that what one proof leaves behind cannot help th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import mutant, receipt, transaction
+from cppmega import mutant, proof_process, receipt, transaction
 from cppmega.errors import CppmegaError
 from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
 from cppmega.page import Page
 from cppmega.plan import Plan
-from cppmega.process import alone
+from cppmega.proof_process import Run
 from cppmega.rewrite import Step, rewrite
 from cppmega.state import DONE, NEEDED, Proof
 
@@ -31,15 +28,6 @@ Side = Literal["patched", "stock", "mutant"]
 SIDES: tuple[Side, ...] = ("patched", "stock", "mutant")
 PROOFS = "gpu_proofs.json"
 """Beside the pages of a catalogue: proofs made where this machine has no hardware for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one proof did on one tree."""
-
-    result: Literal["passed", "failed", "not-run"]
-    detail: str
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,57 +199,32 @@ def _worker(
     environment: Mapping[str, str],
     forks: bool = True,
 ) -> Iterator[tuple[str, Run]]:
-    """Start a worker and read one JSON line per page."""
+    """Have one process prove some pages."""
     if not pages:
         return
     order = {
         "root": str(root),
         "side": side,
         "forks": forks,
-        "pages": [
-            {
-                "name": page.name,
-                "path": page.path,
-                "catalogue": page.catalogue,
-                "edits": [
-                    index
-                    for index, edit in enumerate(page.patch.edits)
-                    if any(edit is fitting for fitting in plan.edits[page.name])
-                ],
-            }
-            for page in pages
-        ],
+        "pages": [_ordered(plan, page) for page in pages],
     }
-    seen = set()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:  # libraries warn as they like
-        with subprocess.Popen(
-            [sys.executable, "-m", "cppmega.verify_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            env={
-                **alone(os.environ),
-                **environment,
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "OMP_NUM_THREADS": "1",
-            },
-        ) as process:
-            assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it ended; said below
-                process.stdin.write(json.dumps(order))
-            for line in process.stdout:
-                answer = json.loads(line)
-                name = answer.pop("name")
-                seen.add(name)
-                say(f"verify: {side:<7} {answer['result']:<7} {name}")
-                yield name, Run(**answer)
-        said.seek(0)
-        last = (said.read().strip().splitlines() or ["it said nothing"])[-1]
-    for page in pages:
-        if page.name not in seen:
-            ended = f"the {side} process ended with status {process.returncode}: {last[:400]}"
-            yield page.name, Run("not-run", ended)
+    for name, run in proof_process.answers(order, [page.name for page in pages], environment):
+        say(f"verify: {side:<7} {run.result:<7} {name}")
+        yield name, run
+
+
+def _ordered(plan: Plan, page: Page) -> dict[str, Any]:
+    """A page as the worker finds it again, with the edits that fit the tree."""
+    fitting = plan.edits[page.name]
+    indices = [
+        index for index, edit in enumerate(page.patch.edits) if any(edit is one for one in fitting)
+    ]
+    return {
+        "name": page.name,
+        "path": page.path,
+        "catalogue": page.catalogue,
+        "edits": indices,
+    }
 
 
 def _judge(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
