@@ -19,7 +19,7 @@ from cppmega.state import DONE, FAILURES, NEEDED, Proof, Verdict
 from cppmega.survey import Survey
 from cppmega.tree import Tree, sha256
 
-_ENGINE = ("edits", "fingerprint", "marks", "node_edits", "rewrite", "source", "survey")
+_ENGINE = ("edits", "fingerprint", "inserted", "marks", "node_edits", "rewrite", "source", "survey")
 
 
 @cache
