@@ -276,6 +276,69 @@ def test_a_changed_page_makes_a_recorded_proof_stale(prove, tmp_path: Path) -> N
     assert overlay.apply(session).verdicts[0].proof == "stale"
 
 
+_LAYER = """\
+import dataclasses
+
+
+class Layer:
+    width = 1
+    depth = 1
+
+    def forward(self, x, by=1):
+        return x * self.width * by
+
+
+@dataclasses.dataclass
+class Sizes:
+    a: int = 1
+"""
+
+
+def _class(symbol: str) -> str:
+    (text,) = (t for t in _LAYER.split("\n\n\n") if f"class {symbol}:" in t)
+    return text.rstrip() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("symbol", "edit", "verify"),
+    [
+        ("Layer", 'replacing("width = 1", "width = 2")', "assert layer.Layer().forward(1) == 2"),
+        (
+            "Layer",
+            'inserting("height = 3", after="depth = 1")',
+            'assert getattr(layer.Layer, "height", 0) == 3',
+        ),
+        ("Layer", 'replacing("depth = 1", "")', 'assert not hasattr(layer.Layer, "depth")'),
+        ("Sizes", 'replacing("a: int = 1", "a: int = 2\\nb: int = 3")', "layer.Sizes(2, b=3)"),
+        (
+            "Sizes",
+            "lambda node: node.with_changes(decorators=())",
+            "assert not hasattr(layer.Sizes, '__dataclass_fields__')",
+        ),
+        (
+            "Layer.forward",
+            "lambda node: definition_of(forward)(node)",
+            "assert layer.Layer().forward(1) == 2",
+        ),
+    ],
+    ids=["changed", "added", "removed", "field", "decorator", "default"],
+)
+def test_what_a_class_holds_can_be_proved(prove, symbol: str, edit: str, verify: str) -> None:
+    """The mutant must lose it: it had the patched constant, and every proof of one failed."""
+    method = "def forward(self, x, by=1):\n    return x * self.width * by\n"
+    proved = prove(
+        files={"megatron/core/layer.py": _LAYER},
+        target=f"megatron/core/layer.py:{symbol}",
+        source=method if symbol == "Layer.forward" else _class(symbol),
+        edit=edit,
+        patch='reached="never"',
+        more="from cppmega.edits import definition_of\n\n"
+        "def forward(self, x, by=2):\n    return x * self.width * by\n",
+        verify=f"from megatron.core import layer\n{verify}",
+    )
+    assert proved.proof == "passed", proved.detail
+
+
 def test_class_targets_have_mutants_too(prove) -> None:
     source = "class Layer:\n    def forward(self, x):\n        return x\n"
     proved = prove(
