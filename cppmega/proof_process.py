@@ -34,7 +34,10 @@ class Run:
 
 
 def answers(
-    order: Mapping[str, Any], names: Sequence[str], environment: Mapping[str, str]
+    order: Mapping[str, Any],
+    names: Sequence[str],
+    environment: Mapping[str, str],
+    texts: list[Mapping[str, str]],
 ) -> Iterator[tuple[str, Run]]:
     """Have a worker execute an order, and tell what became of each page.
 
@@ -42,6 +45,7 @@ def answers(
         order: what `cppmega.verify_worker` reads on stdin.
         names: the pages, in the order of their answers.
         environment: further variables of the worker.
+        texts: gets what the worker makes of the files that the order has, if it has any.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as said:  # libraries warn as they like
         reader, writer = os.pipe()
@@ -51,7 +55,7 @@ def answers(
             os.close(writer)
         answered = 0
         try:
-            for name, run in _read(worker, frames.Reader(reader), names):
+            for name, run in _read(worker, frames.Reader(reader), names, texts):
                 answered += 1
                 yield name, run
         finally:
@@ -88,15 +92,21 @@ def _started(
 
 
 def _read(
-    worker: subprocess.Popen[str], reader: frames.Reader, names: Sequence[str]
+    worker: subprocess.Popen[str],
+    reader: frames.Reader,
+    names: Sequence[str],
+    texts: list[Mapping[str, str]],
 ) -> Iterator[tuple[str, Run]]:
     """Answers as they come, while each is the one that is due."""
 
     def ended() -> bool:
         return worker.poll() is not None
 
-    if reader.receive(START, ended) != {"ready": True}:
+    ready = reader.receive(START, ended)
+    if ready is None or ready.keys() != {"texts"}:
         return
+    if ready["texts"] is not None:
+        texts.append(ready["texts"])
     for name in names:
         answer = reader.receive(LIMIT + MARGIN, ended)
         if answer is None or answer.pop("name", None) != name:

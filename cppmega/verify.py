@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import mutant, proof_process, receipt, transaction
+from cppmega import hash_seeds, mutant, proof_process, receipt, transaction
 from cppmega.errors import CppmegaError
 from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
@@ -68,6 +68,7 @@ def verify(session: Session, names: Sequence[str] = ()) -> list[Proved]:
     missing = {page.name: missing_needs(page.patch.needs) for page in pages}
     runnable = [page for page in pages if not missing[page.name]]
     runs: dict[str, dict[str, Run]] = {page.name: {} for page in pages}
+    texts: list[hash_seeds.Texts] = []
     applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
     with tempfile.TemporaryDirectory(prefix="cppmega-verify-") as scratch:
         for side in SIDES if runnable else ():
@@ -76,9 +77,14 @@ def verify(session: Session, names: Sequence[str] = ()) -> list[Proved]:
             if side != "patched" or not applied:
                 root = Path(scratch) / side
                 build(plan, root, side)
-            for name, run in _run(root, side, plan, runnable, session.say):
+            for name, run in _run(root, side, plan, runnable, session.say, texts):
                 runs[name][side] = run
-    proved = [_judge(page, missing[page.name], runs[page.name]) for page in pages]
+    if not runnable:  # no proof runs, and the texts are made all the same
+        list(_worker(plan.tree.root, "stock", plan, [], session.say, {}, texts=texts))
+    unsteady = set(hash_seeds.differing(plan, texts))
+    proved = [
+        _judge(page, missing[page.name], runs[page.name], page.name in unsteady) for page in pages
+    ]
     if applied and loaded.exists and not loaded.problem:
         _record(session, plan, proved)
     return proved
@@ -175,13 +181,18 @@ def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> 
 
 
 def _run(
-    root: Path, side: Side, plan: Plan, pages: Sequence[Page], say: Callable[[str], None]
+    root: Path,
+    side: Side,
+    plan: Plan,
+    pages: Sequence[Page],
+    say: Callable[[str], None],
+    texts: list[hash_seeds.Texts] | None = None,
 ) -> Iterator[tuple[str, Run]]:
     """Prove on one side: the pages of CPUs in one worker, each page of GPUs in one of its own."""
     on_gpu = [page for page in pages if _uses_gpu(page)]
     on_cpu = [page for page in pages if page not in on_gpu]
     # Where there is a GPU, Megatron's paths for CPUs are taken only if nobody can see it.
-    yield from _worker(root, side, plan, on_cpu, say, {"CUDA_VISIBLE_DEVICES": ""})
+    yield from _worker(root, side, plan, on_cpu, say, {"CUDA_VISIBLE_DEVICES": ""}, texts=texts)
     for page in on_gpu:
         yield from _worker(root, side, plan, [page], say, {}, forks=False)
 
@@ -198,17 +209,24 @@ def _worker(
     say: Callable[[str], None],
     environment: Mapping[str, str],
     forks: bool = True,
+    texts: list[hash_seeds.Texts] | None = None,
 ) -> Iterator[tuple[str, Run]]:
     """Have one process prove some pages."""
-    if not pages:
+    if not pages and texts is None:
         return
     order = {
         "root": str(root),
         "side": side,
         "forks": forks,
+        "texts": hash_seeds.order(plan) if texts is not None else None,
         "pages": [_ordered(plan, page) for page in pages],
     }
-    for name, run in proof_process.answers(order, [page.name for page in pages], environment):
+    # Every side sees its sets in another order; it is told by no proof, and by the texts.
+    environment = {**environment, "PYTHONHASHSEED": str(1 + SIDES.index(side))}
+    names = [page.name for page in pages]
+    for name, run in proof_process.answers(
+        order, names, environment, [] if texts is None else texts
+    ):
         say(f"verify: {side:<7} {run.result:<7} {name}")
         yield name, run
 
@@ -227,7 +245,10 @@ def _ordered(plan: Plan, page: Page) -> dict[str, Any]:
     }
 
 
-def _judge(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
+def _judge(page: Page, missing: Sequence[str], runs: Mapping[str, Run], unsteady: bool) -> Proved:
+    if unsteady:
+        detail = "its file becomes another text under another PYTHONHASHSEED"
+        return Proved(page.name, "failed", detail, runs)
     if missing:
         proof, detail = committed_proof(page)
         if proof == "unverified":

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cppmega import frames, mutant, process, runtime
+from cppmega import frames, hash_seeds, mutant, process, runtime
 from cppmega.catalogue import load_page
 from cppmega.imported import only_from
 from cppmega.page import Edit, Page
@@ -42,7 +42,8 @@ def main() -> None:
             chosen = runtime.runtime_edits(page, edits)
             runtime.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
     _import_targets(edits for _, edits in pages)
-    frames.send(answers, {"ready": True})
+    texts = hash_seeds.execute(order["texts"]) if order["texts"] else None
+    frames.send(answers, {"texts": texts})
     for page, _ in pages:
         answer = _forked(page, answers, order["limit"]) if order["forks"] else _here(page)
         frames.send(answers, {"name": page.name, **answer})

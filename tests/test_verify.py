@@ -276,6 +276,25 @@ def test_a_changed_page_makes_a_recorded_proof_stale(prove, tmp_path: Path) -> N
     assert overlay.apply(session).verdicts[0].proof == "stale"
 
 
+_SETS = """\
+def act(node):
+    words = "".join({"one", "two", "three", "four", "five", "six"})
+    return replacing("return x", f"return 2 * x + 0 * len({words!r})")(node)
+"""
+
+
+def test_an_edit_that_depends_on_the_order_of_a_set(prove) -> None:
+    """Twice the same in one process, and another text in the next one."""
+    proved = prove(edit="act", more=_SETS)
+    assert proved.proof == "failed" and "PYTHONHASHSEED" in proved.detail
+
+
+def test_its_text_is_compared_where_its_proof_cannot_run(prove) -> None:
+    patch = 'reached="forward", needs=("no_such_accelerator",)'
+    proved = prove(edit="act", more=_SETS, patch=patch)
+    assert proved.proof == "failed" and "PYTHONHASHSEED" in proved.detail
+
+
 _LAYER = """\
 import dataclasses
 
