@@ -97,13 +97,15 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
     _hook()
     footprint = Footprint.now()
     watch = _watch = _Watch(failed, LIMIT if seconds is None else seconds)
-    raised: BaseException | None = None
+    raised: CppmegaError | None = None
     try:
         to_stderr = contextlib.redirect_stdout(sys.stderr)
         with _stand_ins(watch), _time_limit(watch), to_stderr, _as(failed):
             yield
-    except (CppmegaError, _Forbidden) as error:
+    except CppmegaError as error:
         raised = error
+    except _Forbidden as error:  # perhaps of a function that it kept from an earlier call
+        watch.done = watch.done or str(error)
     finally:
         _watch = None
         left = footprint.put_back()
@@ -111,6 +113,16 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
         raise failed(watch.done or left) from raised
     if raised is not None:
         raise raised
+
+
+def _await_threads(watch: _Watch) -> None:
+    """Let threads that the code started end while it is watched; none may outlive it."""
+    mine = threading.get_ident()
+    for thread in threading.enumerate():
+        if thread.ident not in watch.others and thread.ident != mine:
+            thread.join(GRACE)
+            if thread.is_alive():
+                _end(watch, watch.failed(f"leaves the thread {thread.name} running"))
 
 
 @contextmanager
@@ -148,7 +160,10 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         watch.refuse(f"ends the process ({arguments[1]})")
 
 
-_OF_THE_LIBRARY = {"exit", "quick_exit", "abort", "kill", "raise", "syscall", "execv", "execve"}
+_OF_THE_LIBRARY = {
+    *("exit", "quick_exit", "abort", "kill", "raise", "syscall", "execv", "execve"),
+    *("py_exit", "py_finalize", "py_finalizeex", "py_endinterpreter", "py_fatalerror"),
+}
 
 
 def _harmless(path: object) -> bool:
@@ -166,6 +181,7 @@ def _stand_ins(watch: _Watch) -> Iterator[None]:
     try:
         yield
     finally:
+        _await_threads(watch)
         atexit.register = _register
         for module, name, original in originals:
             setattr(module, name, original)

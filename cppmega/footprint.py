@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
+from operator import attrgetter, ne
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -33,13 +32,16 @@ class Footprint:
     functions: list[FunctionType]
     code: list[CodeType]
     """What the functions of the engine execute."""
-    threads: frozenset[threading.Thread]
+    classes: list[type]
+    attributes: list[dict[str, Any]]
+    """What the classes of the engine have."""
+    traced: tuple[Any, Any]
 
     @classmethod
     def now(cls) -> Footprint:
         """What is there before the code runs."""
         guarded = _guarded()
-        functions = _functions(tuple(guarded.items()))
+        functions, classes = _definitions(tuple(guarded.items()))
         return cls(
             dict(os.environ),
             list(sys.path),
@@ -49,7 +51,9 @@ class Footprint:
             {name: vars(module).copy() for name, module in guarded.items()},
             functions,
             [*map(_code, functions)],
-            frozenset(threading.enumerate()),
+            classes,
+            [vars(one).copy() for one in classes],
+            (sys.getprofile(), sys.gettrace()),
         )
 
     def put_back(self) -> str:
@@ -85,9 +89,12 @@ class Footprint:
             yield from self._restored_names()
         if [*map(_code, self.functions)] != self.code:
             yield from self._restored_code()
-        left = [t.name for t in threading.enumerate() if t not in self.threads]
-        if left:
-            yield f"leaves the thread {left[0]} running"
+        if any(map(ne, map(vars, self.classes), self.attributes)):
+            yield from self._restored_attributes()
+        if (sys.getprofile(), sys.gettrace()) != self.traced:
+            sys.setprofile(self.traced[0])
+            sys.settrace(self.traced[1])
+            yield "watches what the process calls (sys.setprofile, sys.settrace)"
 
     def _restored_names(self) -> Iterator[str]:
         for module, before in self.names.items():
@@ -106,6 +113,17 @@ class Footprint:
                 function.__code__ = code
                 yield f"changes the code of {function.__module__}.{function.__qualname__}"
 
+    def _restored_attributes(self) -> Iterator[str]:
+        for one, before in zip(self.classes, self.attributes, strict=True):
+            for name in _differing(before, vars(one)):
+                if name in before:
+                    setattr(one, name, before[name])
+                elif name == "__annotations__":  # made when somebody first asks for it
+                    continue
+                else:
+                    delattr(one, name)
+                yield f"changes {one.__module__}.{one.__qualname__}.{name}"
+
 
 _code = attrgetter("__code__")
 
@@ -119,15 +137,19 @@ def _guarded() -> dict[str, ModuleType]:
 
 
 @lru_cache(maxsize=2)
-def _functions(modules: tuple[tuple[str, ModuleType], ...]) -> list[FunctionType]:
-    """Functions and methods that the modules of the engine define."""
-    found: list[FunctionType] = []
+def _definitions(
+    modules: tuple[tuple[str, ModuleType], ...],
+) -> tuple[list[FunctionType], list[type]]:
+    """Functions, methods and classes that the modules of the engine define."""
+    functions: list[FunctionType] = []
+    classes: list[type] = []
     for name, module in modules:
         for value in vars(module).values() if name.startswith("cppmega") else ():
             if getattr(value, "__module__", None) == name:
                 inside = vars(value).values() if isinstance(value, type) else (value,)
-                found += [inner for inner in inside if isinstance(inner, FunctionType)]
-    return found
+                functions += [inner for inner in inside if isinstance(inner, FunctionType)]
+                classes += [value] if isinstance(value, type) else []
+    return functions, classes
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

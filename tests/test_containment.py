@@ -57,7 +57,7 @@ ACTS = {
     "write": ("open('left.txt', 'w').write('x')", "writes the file left.txt"),
     "remove": ("import os; os.remove('left.txt')", "changes the file left.txt (os.remove)"),
     "network": (
-        "import socket; socket.create_connection(('127.0.0.1', 9))",
+        "import socket\nwith socket.socket() as one: one.connect(('127.0.0.1', 9))",
         "uses the network",
     ),
     "chdir": ("import os; os.chdir('/')", "changes the process (os.chdir)"),
@@ -87,8 +87,23 @@ ACTS = {
         "leaves a function for the end of the process",
     ),
     "thread": (
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(0.3,)).start()",
-        "leaves the thread",
+        "import os, threading\n"
+        "def end():\n    try: os._exit(0)\n    except BaseException: pass\n"
+        "threading.Timer(0.1, end).start()",
+        "ends the process (os._exit)",
+    ),
+    "Python's library": (
+        "import ctypes; ctypes.pythonapi.Py_Exit(0)",
+        "ends the process (Py_Exit)",
+    ),
+    "profile": ("import sys; sys.setprofile(lambda *given: None)", "sys.setprofile"),
+    "method": (
+        "from cppmega.errors import CppmegaError\nCppmegaError.render = lambda self: ''",
+        "changes cppmega.errors.CppmegaError.render",
+    ),
+    "new method": (
+        "from cppmega.page import Page\nPage.__getattr__ = lambda self, name: None",
+        "changes cppmega.page.Page.__getattr__",
     ),
 }
 
@@ -211,6 +226,23 @@ def test_code_that_does_not_end_is_interrupted(lab: Lab, how: str, where: str) -
     assert error["name"] == ("page-failed" if where == "load" else "bad-edit")
     assert "has not come to an end after 0.3 seconds" in error["what"]
     assert snapshot(lab.root) == before
+
+
+def test_a_thread_that_outlives_the_page_ends_with_the_process(lab: Lab) -> None:
+    """When its time comes, nobody watches it any more."""
+    code = "import os, threading\nthreading.Timer(2, lambda: os._exit(0)).start()"
+    lab.page(code=code)
+    before = snapshot(lab.root)
+    done = lab.run("apply", "--json", prelude=_SLOW)
+    assert done.returncode == 1
+    assert "leaves the thread" in json.loads(done.stdout)["error"]["what"]
+    assert snapshot(lab.root) == before
+
+
+def test_an_exit_that_was_kept_is_refused_later(lab: Lab) -> None:
+    lab.page(edit="act", code="import os\nend = os._exit\ndef act(node):\n    end(0)\n")
+    error = refused(lab)
+    assert error.name == "bad-edit" and "ends the process" in error.what
 
 
 @pytest.mark.parametrize("how", DEAF)
