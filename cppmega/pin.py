@@ -267,7 +267,8 @@ def _proved(
 
     proofs = []
     for candidate in candidates:
-        say(f"law verify: running with the edits of {candidate.choice.like[-1]}")
+        law_ = "verify" if run else "the same text under every hash seed"
+        say(f"law {law_}: running with the edits of {candidate.choice.like[-1]}")
         session = session_of(tree.root, candidate.page)
         session.say = say
         proofs.extend(verify.verify(session, [candidate.page.name]))
