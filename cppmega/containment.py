@@ -68,6 +68,8 @@ class _Watch:
     others: frozenset[int | None] = field(default_factory=_other_threads)
     """Threads that were there before, and do what they do."""
     stdout: Any = field(default_factory=lambda: sys.stdout)
+    threads: bool = False
+    """Whether it has started one."""
     done: str = ""
     """The first thing that it did and must not; kept, because it may catch our exception."""
 
@@ -118,7 +120,7 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
 def _await_threads(watch: _Watch) -> None:
     """Let threads that the code started end while it is watched; none may outlive it."""
     mine = threading.get_ident()
-    for thread in threading.enumerate():
+    for thread in threading.enumerate() if watch.threads else ():
         if thread.ident not in watch.others and thread.ident != mine:
             thread.join(GRACE)
             if thread.is_alive():
@@ -148,6 +150,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     watch = _watch
     if watch is None or threading.get_ident() in watch.others:
         return
+    if event == "_thread.start_new_thread":
+        watch.threads = True
     if event in _STARTS:
         watch.refuse(f"{_STARTS[event]} ({event})")
     if event == "open":
@@ -168,7 +172,9 @@ _OF_THE_LIBRARY = {
 
 def _harmless(path: object) -> bool:
     """Python's own bytecode, a file that is open already, the place where nothing is kept."""
-    return isinstance(path, int) or path == os.devnull or "__pycache__" in str(path)
+    if isinstance(path, int) or path == os.devnull or "__pycache__" in str(path):
+        return True
+    return sys.pycache_prefix is not None and str(path).startswith(sys.pycache_prefix)
 
 
 @contextmanager

@@ -305,15 +305,20 @@ def test_libraries_that_a_page_imports_may_register(monkeypatch: pytest.MonkeyPa
     assert seen == [json.dumps]
 
 
+@pytest.mark.parametrize("prefix", [False, True], ids=["beside", "PYTHONPYCACHEPREFIX"])
 def test_bytecode_of_what_a_page_imports_is_written(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: bool
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "cache") if prefix else None)
+    monkeypatch.delitem(sys.modules, "imported_by_a_page", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imported_by_a_page.py").write_text("x = 1\n")
     lab.page(code="import imported_by_a_page")
     assert lab.apply().ok
-    assert list((tmp_path / "__pycache__").glob("imported_by_a_page.*.pyc"))
+    assert list(
+        tmp_path.glob(f"{'cache' if prefix else '__pycache__'}/**/imported_by_a_page.*.pyc")
+    )
 
 
 def test_what_a_page_prints_is_not_the_answer(lab: Lab) -> None:
