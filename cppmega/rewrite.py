@@ -146,8 +146,15 @@ def _edit_slice(
 ) -> tuple[str, dict[str, str]]:
     """The lines of a definition -> its new lines, and the fingerprint of every target in it."""
     module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
-    for step in group:
-        node = _within(node, symbol, step, _edited)
+    try:
+        for step in group:
+            node = _within(node, symbol, step, _edited)
+    finally:
+        changed = source.strip() not in module.code
+        if changed:  # the node is kept, and would be given to others as it is now
+            fingerprint.forget()
+    if changed:
+        raise _bad_edit(group[0], "changes the node that it is given, or a later page's does")
     for step in group:
         node = _within(node, symbol, step, _marked)
     after = {}
@@ -189,14 +196,10 @@ def _render(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
 
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
-    before = node_edits.code(node)
     new, again = _called_twice(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "gives back something else than its target")
-    if node_edits.code(node) != before:
-        fingerprint.forget()
-        raise _bad_edit(step, "changes the node that it is given, which others are given too")
-    if type(again) is not type(new) or node_edits.code(again) != node_edits.code(new):
+    if not node_edits.same(again, new):
         raise _bad_edit(step, "gives another text when it is called again")
     if fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")

@@ -264,3 +264,5 @@ def test_an_edit_that_changes_the_node_it_is_given(
     with pytest.raises(CppmegaError) as caught:
         lab.apply()
     assert caught.value.name == "bad-edit" and "node that it is given" in caught.value.what
+    lab.page()
+    assert lab.apply().ok and "return 2 * x" in lab.text()
