@@ -144,6 +144,8 @@ def _hook() -> None:
     if not _hooked:
         _hooked = True
         sys.addaudithook(_audit)
+        if signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL:
+            faulthandler.register(signal.SIGVTALRM, file=2, chain=True)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -222,8 +224,8 @@ _exit = os._exit
 def _time_limit(watch: _Watch) -> Iterator[None]:
     """Interrupt code that does not end; end the process where it catches the interruption.
 
-    The second watch is a thread outside of Python: it also ends code in C that never looks for
-    signals, with the place in the page instead of a message.
+    The second timer counts processor time and needs no Python to be heard: it also ends code in C
+    that never looks for signals, with the place in the page instead of a message.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -238,11 +240,11 @@ def _time_limit(watch: _Watch) -> Iterator[None]:
 
     before = _signal(signal.SIGALRM, interrupted)
     rest, interval = _setitimer(signal.ITIMER_REAL, watch.seconds, 0.5)
-    faulthandler.dump_traceback_later(watch.seconds + 2 * GRACE, exit=True, file=2)
+    busy = _setitimer(signal.ITIMER_VIRTUAL, watch.seconds + 2 * GRACE)
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        _setitimer(signal.ITIMER_VIRTUAL, *busy)
         left = max(rest - (time.monotonic() - began), 0.01) if rest else 0
         _setitimer(signal.ITIMER_REAL, left, interval)
         _signal(signal.SIGALRM, before)

@@ -251,7 +251,7 @@ def test_code_that_hears_nothing_ends_with_its_process(lab: Lab, how: str) -> No
     page_of(lab, code, "edit")
     before = snapshot(lab.root)
     done = lab.run("apply", prelude=_SLOW)
-    assert done.returncode == 1 and said in done.stderr and "page.py" in done.stderr
+    assert done.returncode not in (0, None) and said in done.stderr and "page.py" in done.stderr
     assert snapshot(lab.root) == before
 
 
