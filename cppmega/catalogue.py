@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from cppmega import loading, revision
 from cppmega.code_text import code_of
 from cppmega.errors import CppmegaError
 from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
+from cppmega.tree import PACKAGES
 
 LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
 NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
@@ -37,7 +38,7 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
 
     Raises:
         CppmegaError: `bad-page` (the header law), `page-failed`, `duplicate-page`,
-            `no-catalogue`, `unknown-page` (in an `after`).
+            `no-catalogue`, `unknown-page` (in an `after`), `after-cycle`.
     """
     pages: dict[str, Page] = {}
     for folder, label in [(builtin_folder(), BUILTIN), *((f, str(f)) for f in extra)]:
@@ -62,7 +63,22 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
         for other in page.patch.after:
             if other not in pages:
                 raise _unknown(other, pages, f"{page.name} says after={other!r}")
+    _refuse_cycle(pages)
     return pages
+
+
+def _refuse_cycle(pages: Mapping[str, Page]) -> None:
+    from graphlib import CycleError, TopologicalSorter
+
+    try:
+        TopologicalSorter({name: page.patch.after for name, page in pages.items()}).prepare()
+    except CycleError as error:
+        raise CppmegaError(
+            "after-cycle",
+            f"Each of these pages is to come after the next: {' -> '.join(error.args[1][::-1])}.",
+            "No order satisfies them, and another order is other code.",
+            "take one of them out of the other's `after`",
+        ) from None
 
 
 def page_files(folder: Path) -> list[tuple[str, Path]]:
@@ -133,17 +149,16 @@ def _load_module(name: str, path: Path) -> ModuleType:
     folder = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
     qualified = f"_cppmega_pages_{folder}.{name}"
     below = [str(path.parent)] if path.stem == "__init__" else None
-    try:
-        return loading.load(qualified, path, below)
-    except CppmegaError:
-        raise
-    except (Exception, SystemExit) as error:  # a page that ends the command would end it well
-        raise CppmegaError(
+
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
             "page-failed",
-            f"{path} cannot be loaded: {type(error).__name__}: {error}.",
+            f"{path} cannot be loaded: it {what}.",
             "Its patch would not be applied.",
             "correct the page",
-        ) from error
+        )
+
+    return loading.load(qualified, path, failed, below)
 
 
 def labels(doc: str) -> dict[str, str]:
@@ -200,6 +215,12 @@ def _patch_problems(patch: Patch) -> list[str]:
     for edit in patch.edits:
         if not re.match(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z", edit.target):
             problems.append(f"target {edit.target!r} is not path.py:Symbol")
+        package = PACKAGES.get(edit.distribution)
+        if package is None:
+            known = ", ".join(PACKAGES)
+            problems.append(f"distribution {edit.distribution!r} is none of {known}")
+        elif not edit.target.startswith(f"{package}/"):
+            problems.append(f"target {edit.target!r} is not below {package}/, {edit.distribution}")
         if edit.kind not in KINDS:
             problems.append(f"kind {edit.kind!r} is none of {', '.join(KINDS)}")
         if not edit.pins:

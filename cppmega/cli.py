@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
-from cppmega import cli_preflight, cli_proof, cli_recipes, cli_runs, cli_tree, process
+from cppmega import cli_preflight, cli_proof, cli_recipes, cli_runs, cli_tree, containment, process
 from cppmega.cli_base import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; every error is four lines on stderr, or one JSON object with `--json`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     process.hold_standard_streams()
+    containment.last_words = partial(_print, given)
     try:
         code = cli.main(given, prog_name="cppmega", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else FINE)
@@ -66,10 +68,14 @@ def _folder_gone() -> bool:
 
 
 def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:
+    _print(given, error)
+    sys.exit(code)
+
+
+def _print(given: Sequence[str], error: CppmegaError) -> None:
     from cppmega import report
 
     if "--json" in given:
         report.print_json(report.error_json(error))
     else:
         report.say(error.render())
-    sys.exit(code)

@@ -11,7 +11,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
 _LINTER_COMMENT = re.compile(r"[ \t]+# (?:noqa|type: ignore|fmt: )[^\n]*")
@@ -115,6 +115,7 @@ def adding_parameter(parameter: str) -> NodeEdit:
     return edit
 
 
+@lru_cache(maxsize=256)
 def function_text(function: Callable[..., Any]) -> str:
     """The source of a page's function, as it is written into the target's file.
 

@@ -99,6 +99,12 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
         ) from None
 
 
+def forget() -> None:
+    """Drop the kept nodes, one of which somebody has changed."""
+    parse_definition.cache_clear()
+    bare.cache_clear()
+
+
 def _only(statements: Sequence[cst.CSTNode]) -> cst.CSTNode:
     if len(statements) != 1:
         raise CppmegaError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
+from cppmega.containment import contained
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
 
@@ -97,6 +99,28 @@ def is_on(page: Page, environment: Mapping[str, str]) -> bool:
         "A guess would turn a patch on or off behind your back.",
         f"export {page.patch.gate}=1 (or 0)",
     )
+
+
+def wanted(page: str, when: Callable[[Any], bool], args: Any) -> bool:
+    """Whether a run with these arguments must reach a page, by the page's own `when`.
+
+    Raises:
+        CppmegaError: `bad-when`, where it answers with neither True nor False.
+    """
+
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
+            "bad-when",
+            f"`when` of {page} {what}.",
+            "Without its answer nobody knows whether this run must reach the patch.",
+            "correct the page; `when` gets the run's arguments and answers True or False",
+        )
+
+    with contained(failed):
+        answer = when(args)
+    if not isinstance(answer, bool):
+        raise failed(f"answers with a {type(answer).__name__}, neither True nor False")
+    return answer
 
 
 def values(pages: Iterable[Page], environment: Mapping[str, str]) -> dict[str, str]:

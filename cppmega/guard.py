@@ -268,7 +268,7 @@ def _required(args: Any, phases: Iterable[str]) -> set[str]:
             _GUARD.idle.setdefault(name, f"reached at {patch.reached}")
         elif patch.when is not None and args is None:
             _GUARD.idle[name] = "the loop gave no arguments to decide by"
-        elif patch.when is not None and not patch.when(args):
+        elif patch.when is not None and not gates.wanted(name, patch.when, args):
             _GUARD.idle[name] = "this run's arguments do not use it"
         else:
             required.add(name)

@@ -101,10 +101,11 @@ def prepare(asked: Launch) -> Ready:
         asked = replace(asked, resume=old.name if old.path.parent == runs else str(old.path))
     options = _options(asked, recipe, folder, old)
     _check_left(recipe, options["load"])
+    _check_loop(recipe, options, nproc * asked.nodes)
     environment = environment_of(recipe, os.environ)
     session, checks = _preflight(asked, recipe, options, environment, folder)
     recipe = recipe.plus(*asked.arguments)
-    rendered, data = _rendered(recipe, options, session, nproc * asked.nodes)
+    rendered, data = _rendered(recipe, options, session)
     ready = Ready(
         asked=asked,
         recipe=recipe,
@@ -191,6 +192,22 @@ def _check_left(recipe: Recipe, load: Path | None) -> None:
         )
 
 
+def _check_loop(recipe: Recipe, options: Mapping[str, Any], world: int) -> None:
+    """Can a loop of our own do what it is asked for? The checks take a minute; this does not.
+
+    Raises:
+        CppmegaError: `wrong-world-size`, `not-supported`.
+    """
+    if recipe.kind != "loop":
+        return
+    from cppmega import smoke_loop, trainer
+
+    smoke_loop.of_a_rank(recipe, world)
+    of_the_run, others = trainer_options.divided(options)
+    run = trainer.run_of(**of_the_run)
+    smoke_loop.refuse_options(recipe, run, tokenizer=others["tokenizer"], eod=others["eod"])
+
+
 def environment_of(recipe: Recipe, given: Mapping[str, str]) -> dict[str, str]:
     """What the ranks will see."""
     from cppmega import allocator
@@ -249,7 +266,7 @@ def _preflight(
 
 
 def _rendered(
-    recipe: Recipe, options: Mapping[str, Any], session: Session, world: int
+    recipe: Recipe, options: Mapping[str, Any], session: Session
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The arguments as they will reach the parser, and the name of the data's contents."""
     from cppmega import trainer
@@ -261,8 +278,6 @@ def _rendered(
     if recipe.kind == "loop":
         from cppmega import smoke_loop, smoke_text
 
-        smoke_loop.refuse_options(recipe, run, tokenizer=tokenizer, eod=eod)
-        smoke_loop.of_a_rank(recipe, world)
         fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(run.data, recipe))
         return (), {"paths": paths, "fingerprint": fingerprint, "mock": False}
     ready = trainer.plan(recipe, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)

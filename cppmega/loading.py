@@ -1,4 +1,4 @@
-"""Python files loaded by their path: pages and recipes."""
+"""Python files loaded by their path: pages and recipes, executed under watch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+
+from cppmega.containment import Failed, contained
 
 
 class _AsItStands(SourceFileLoader):
@@ -22,14 +24,15 @@ class _AsItStands(SourceFileLoader):
         return code
 
 
-def load(name: str, path: Path, below: Sequence[str] | None = None) -> ModuleType:
+def load(name: str, path: Path, failed: Failed, below: Sequence[str] | None = None) -> ModuleType:
     """Execute a file as a module of that name, which stays in `sys.modules`.
 
     Args:
+        failed: makes the error of what the file raised or did.
         below: where its submodules are, if it is the `__init__` of a package.
 
     Raises:
-        Exception: whatever the file raises.
+        CppmegaError: one that the file raises, or that of `failed`.
     """
     spec = importlib.util.spec_from_file_location(
         name,
@@ -40,5 +43,6 @@ def load(name: str, path: Path, below: Sequence[str] | None = None) -> ModuleTyp
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with contained(failed):
+        spec.loader.exec_module(module)
     return module

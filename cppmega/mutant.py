@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 from functools import reduce
 from typing import Any, cast
 
 import libcst as cst
 
 from cppmega.fingerprint import is_docstring
+from cppmega.node_edits import shape
 from cppmega.page import Edit
 
 
@@ -41,18 +43,56 @@ def of_runtime(edit: Edit) -> Edit:
 
 
 def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:
-    """Stock's behaviour inside the patched text, for a function or for every method of a class."""
+    """Stock's behaviour inside the patched text, for a function or for a class."""
     if isinstance(stock, cst.FunctionDef):
         return _merged_function(stock, cast(cst.FunctionDef, patched))
     holder, new = cast(cst.ClassDef, stock), cast(cst.ClassDef, patched)
-    before = {s.name.value: s for s in holder.body.body if isinstance(s, cst.FunctionDef)}
-    body = [
-        _merged_function(before[s.name.value], s)
-        if isinstance(s, cst.FunctionDef) and s.name.value in before
-        else s
-        for s in new.body.body
-    ]
-    return new.with_changes(body=new.body.with_changes(body=body))
+    # Bases and decorators are behaviour too: those of stock stay.
+    return holder.with_changes(body=cst.IndentedBlock(_merged_body(holder, new)))
+
+
+def _merged_body(stock: cst.ClassDef, patched: cst.ClassDef) -> list[cst.BaseStatement]:
+    """What both have, what only stock has, and what only the patch has, as code that never runs."""
+    old, new = _statements(stock.body), _statements(patched.body)
+    names = {s.name.value for s in old if isinstance(s, cst.FunctionDef)}
+    found: list[cst.BaseStatement] = []
+    matcher = SequenceMatcher(None, [*map(_key, old)], [*map(_key, new)], autojunk=False)
+    for how, i, j, k, m in matcher.get_opcodes():
+        if how == "equal":
+            found += map(_merged_statement, old[i:j], new[k:m])
+            continue
+        found += old[i:j]
+        for statement in new[k:m]:
+            if not isinstance(statement, cst.FunctionDef):
+                found.append(_dead(statement))
+            elif statement.name.value not in names:
+                found.append(statement)  # a new method is a name, which proves nothing
+    # Where the patch only takes away, this is all that tells the mutant from stock.
+    return [*found, _dead(cst.SimpleStatementLine([cst.Pass()]))]
+
+
+def _merged_statement(old: cst.BaseStatement, new: cst.BaseStatement) -> cst.BaseStatement:
+    if isinstance(old, cst.FunctionDef):
+        return _merged_function(old, cast(cst.FunctionDef, new))
+    return old
+
+
+def _key(statement: cst.BaseStatement) -> str:
+    """Equal for statements that are one: a method by its name, others by their code."""
+    if isinstance(statement, cst.FunctionDef):
+        return f"def {statement.name.value}"
+    return shape(statement)
+
+
+def _dead(statement: cst.BaseStatement) -> cst.If:
+    """Code that is there and never runs."""
+    return cst.If(cst.parse_expression("not __name__"), cst.IndentedBlock([statement]))
+
+
+def _statements(body: cst.BaseSuite) -> list[cst.BaseStatement]:
+    if isinstance(body, cst.IndentedBlock):
+        return list(body.body)
+    return [cst.SimpleStatementLine(list(cast(cst.SimpleStatementSuite, body).body))]
 
 
 def _merged_function(stock: cst.FunctionDef, patched: cst.FunctionDef) -> cst.FunctionDef:
@@ -60,7 +100,6 @@ def _merged_function(stock: cst.FunctionDef, patched: cst.FunctionDef) -> cst.Fu
         return patched
     names = {p.name.value for p in _parameters(patched)}
     keeps = names >= {p.name.value for p in _parameters(stock)}
-    dead = cst.parse_statement("if not __name__:\n    pass\n")
     # Another name: the target's own would become a local one and break stock's recursion.
     inner = patched.with_changes(
         name=cst.Name(f"patched_{patched.name.value}"),
@@ -68,17 +107,28 @@ def _merged_function(stock: cst.FunctionDef, patched: cst.FunctionDef) -> cst.Fu
         leading_lines=(),
         lines_after_decorators=(),
     )
-    dead = cast(cst.If, dead).with_changes(body=cst.IndentedBlock([inner]))
-    body = stock.body
-    if not isinstance(body, cst.IndentedBlock):
-        line = cst.SimpleStatementLine(list(cast(cst.SimpleStatementSuite, body).body))
-        body = cst.IndentedBlock([line])
-    statements = list(body.body)
+    statements = _statements(stock.body)
     at = 1 if statements and is_docstring(statements[0]) else 0
+    body = stock.body if isinstance(stock.body, cst.IndentedBlock) else cst.IndentedBlock(())
     return stock.with_changes(
-        params=patched.params if keeps else stock.params,
-        body=body.with_changes(body=[*statements[:at], dead, *statements[at:]]),
+        params=_with_defaults(patched.params, stock) if keeps else stock.params,
+        body=body.with_changes(body=[*statements[:at], _dead(inner), *statements[at:]]),
     )
+
+
+def _with_defaults(params: cst.Parameters, stock: cst.FunctionDef) -> cst.Parameters:
+    """The patched parameters; one that stock has keeps the default that it has there."""
+    known = {p.name.value: p for p in _parameters(stock) if p.default is not None}
+
+    def restored(param: cst.Param) -> cst.Param:
+        old = known.get(param.name.value)
+        if old is None:
+            return param
+        equal = param.equal if param.default is not None else old.equal
+        return param.with_changes(default=old.default, equal=equal)
+
+    places = ("posonly_params", "params", "kwonly_params")
+    return params.with_changes(**{p: [*map(restored, getattr(params, p))] for p in places})
 
 
 def _parameters(function: cst.FunctionDef) -> list[cst.Param]:

@@ -13,7 +13,7 @@ from cppmega import statements
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
 from cppmega.source import Definition, decode, definitions, parse
-from cppmega.survey import Survey
+from cppmega.survey import Survey, ask
 from cppmega.tree import Tree
 
 _WORD = re.compile(r"[A-Za-z_]\w+")
@@ -60,11 +60,11 @@ class Renamed:
 
 def is_fixed_there(page: Page, survey: Survey, target: str, match: Match) -> bool:
     """Whether the page would call upstream fixed, were the match the target under its old name."""
+    if page.fixed_upstream is None:
+        return False
     try:
-        return page.fixed_upstream is not None and bool(
-            page.fixed_upstream(Renamed(survey, target, match.target))
-        )
-    except Exception:  # it was not written for this question
+        return ask(page, Renamed(survey, target, match.target))
+    except CppmegaError:  # it was not written for this question
         return False
 
 

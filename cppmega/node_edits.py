@@ -19,6 +19,24 @@ from cppmega.source import parse_silently
 _EMPTY = cst.Module([], default_indent="    ")
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two nodes give the same text; quick where they have most of their parts in common."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, cst.CSTNode):
+        return all(same(getattr(one, name), getattr(other, name)) for name in _names(type(one)))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@cache
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
 def function(node: cst.CSTNode) -> cst.FunctionDef:
     if not isinstance(node, cst.FunctionDef):
         raise mismatch(f"the target is a {type(node).__name__}, not a function")

@@ -265,18 +265,19 @@ def _proved(
     """The one candidate whose proof holds on that version's code."""
     from cppmega import verify
 
-    passed = list(candidates)
+    proofs = []
+    for candidate in candidates:
+        law_ = "verify" if run else "the same text under every hash seed"
+        say(f"law {law_}: running with the edits of {candidate.choice.like[-1]}")
+        session = session_of(tree.root, candidate.page)
+        session.say = say
+        proofs.extend(verify.verify(session, [candidate.page.name]))
+    wrong = {"failed"} if not run else {"failed", "stale", "unverified"}
+    passed = [c for c, p in zip(candidates, proofs, strict=True) if p.proof not in wrong]
+    if not passed:
+        name = candidates[0].page.name
+        raise broken("verify", f"{proofs[-1].detail}.", f"cppmega verify {name}")
     if run:
-        proofs = []
-        for candidate in candidates:
-            say(f"law verify: running with the edits of {candidate.choice.like[-1]}")
-            session = session_of(tree.root, candidate.page)
-            session.say = say
-            proofs.extend(verify.verify(session, [candidate.page.name]))
-        passed = [c for c, p in zip(candidates, proofs, strict=True) if p.proof == "passed"]
-        if not passed:
-            name = candidates[0].page.name
-            raise broken("verify", f"{proofs[-1].detail}.", f"cppmega verify {name}")
         say("laws that hold: verify")
     if len(passed) > 1:
         likes = [candidate.choice.like[-1] for candidate in passed]

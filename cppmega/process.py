@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _OF_A_RANK = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -17,15 +18,33 @@ _OF_A_RANK = {
 }
 
 
-def end_with_parent() -> None:
-    """Get SIGTERM when the parent ends: no rank may hold a GPU for a launcher that is gone."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Get a signal when the parent ends: no rank may hold a GPU for a launcher that is gone."""
+    parent = os.getppid()
+    _control(_SET_PARENT_DEATH_SIGNAL, number)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what the processes below leave behind, so that it can be ended."""
+    _control(_SET_CHILD_SUBREAPER, 1)
+
+
+def _control(option: int, value: int) -> None:
     import ctypes  # most commands start without it
 
-    parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # another system than Linux
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+def end_children() -> None:
+    """End every process below this one, also what others left behind."""
+    while below := children(os.getpid()):
+        for child in below:
+            send(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
 
 
 def of_a_rank(environ: Mapping[str, str]) -> list[str]:

@@ -66,21 +66,27 @@ def load(name: str) -> Recipe:
 
 
 def _module(path: Path) -> Any:
+    def failed(what: str) -> CppmegaError:
+        return _broken(path, what, f"python {path}")
+
     try:
-        return loading.load(f"cppmega_recipe_{path.stem}", path)
-    except CppmegaError:
+        return loading.load(f"cppmega_recipe_{path.stem}", path, failed)
+    except CppmegaError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and (path.parent / f"{cause.name}.py").is_file():
+            beside = path.parent / f"{cause.name}.py"
+            what = f"raises {type(cause).__name__}: {cause}"
+            raise _broken(path, what, f"write what {beside} holds into {path}") from cause
         raise
-    except (Exception, SystemExit) as error:
-        beside = isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py")
-        raise CppmegaError(
-            "recipe-broken",
-            f"{path} cannot be loaded: {type(error).__name__}: {error}",
-            "A recipe is one Python file that defines RECIPE: the run folder keeps a copy of it "
-            "alone.",
-            f"write what {beside} holds into {path}"
-            if beside and beside.is_file()
-            else f"python {path}",
-        ) from error
+
+
+def _broken(path: Path, what: str, command: str) -> CppmegaError:
+    return CppmegaError(
+        "recipe-broken",
+        f"{path} cannot be loaded: it {what}.",
+        "A recipe is one Python file that defines RECIPE: the run folder keeps a copy of it alone.",
+        command,
+    )
 
 
 def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:

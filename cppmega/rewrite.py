@@ -7,14 +7,17 @@ symbols and in the imports, helpers and marks that belong to them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import libcst as cst
 
-from cppmega import code_text, fingerprint, marks, names, node_edits
-from cppmega.edits import function_text
+from cppmega import fingerprint, marks, names, node_edits
+from cppmega.containment import contained
 from cppmega.errors import CppmegaError
+from cppmega.inserted import Inserted, reaches
 from cppmega.page import Edit, Page
 from cppmega.source import (
     Definition,
@@ -85,18 +88,24 @@ def rewrite(
     tree = parsed[1] if parsed else parse(text, path)
     groups = _by_outermost(steps)
     places = {symbol: locate(tree, text, f"{path}:{symbol}") for symbol in groups}
-    inserted = _Inserted(tree, path)
+    inserted = Inserted(tree, path)
     cuts: list[_Cut] = []
     after: dict[str, str] = {}
     for symbol, where in sorted(places.items(), key=lambda item: item[1].start):
         source = "".join(text.lines[where.start : where.end])
         new, prints = _edit_slice(source, symbol, groups[symbol], path)
         after |= prints
-        cuts.append(_Cut(where, new, inserted.in_front_of(groups[symbol])))
-    body = _spliced(text, tree, cuts, inserted.imports(steps))
+        cuts.append(_Cut(where, new, _in_front(inserted, groups[symbol])))
+    imports = inserted.imports((step.page, step.edit) for step in steps)
+    body = _spliced(text, tree, cuts, imports)
     result = text.encode(body, path)
-    _check(text, decode(result, path), path, cuts, groups, inserted)
+    _check(text, tree, decode(result, path), path, cuts, groups, inserted)
     return Rewritten(result, after, inserted.fingerprint())
+
+
+def _in_front(inserted: Inserted, group: Sequence[Step]) -> list[str]:
+    pairs = [(step.page, step.edit) for step in group]
+    return inserted.in_front_of(pairs, any(step.marked for step in group))
 
 
 def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
@@ -139,8 +148,15 @@ def _edit_slice(
 ) -> tuple[str, dict[str, str]]:
     """The lines of a definition -> its new lines, and the fingerprint of every target in it."""
     module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
-    for step in group:
-        node = _within(node, symbol, step, _edited)
+    try:
+        for step in group:
+            node = _within(node, symbol, step, _edited)
+    finally:
+        changed = source.strip() not in module.code
+        if changed:  # the node is kept, and would be given to others as it is now
+            fingerprint.forget()
+    if changed:
+        raise _bad_edit(group[0], "changes the node that it is given, or a later page's does")
     for step in group:
         node = _within(node, symbol, step, _marked)
     after = {}
@@ -182,19 +198,27 @@ def _render(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
 
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
-    try:
-        new = step.edit.edit(node)
-    except CppmegaError as error:
-        raise CppmegaError(
-            error.name, f"{step.page}: {error.what}", error.why, error.next
-        ) from None
-    except Exception as error:
-        raise _bad_edit(step, f"raises {type(error).__name__}: {error}") from error
+    new, again = _called_twice(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "gives back something else than its target")
+    if not node_edits.same(again, new):
+        raise _bad_edit(step, "gives another text when it is called again")
     if fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
+
+
+def _called_twice(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
+    """What the page makes of its target, and what it makes of it the next time."""
+    try:
+        with contained(partial(_bad_edit, step)):
+            return step.edit.edit(node), step.edit.edit(node)
+    except CppmegaError as error:
+        if error.name == "bad-edit":
+            raise
+        raise CppmegaError(
+            error.name, f"{step.page}: {error.what}", error.why, error.next
+        ) from None
 
 
 def _bad_edit(step: Step, what: str) -> CppmegaError:
@@ -204,55 +228,6 @@ def _bad_edit(step: Step, what: str) -> CppmegaError:
         "A patch that is not what it says must not be applied.",
         f"correct the page; `cppmega diff {step.page}` shows the result",
     )
-
-
-class _Inserted:
-    """What belongs to the targets but stands outside them."""
-
-    def __init__(self, tree: ast.Module, path: str) -> None:
-        self.path = path
-        self.defined = names.top_level(tree)
-        imports = [s for s in tree.body if isinstance(s, ast.Import | ast.ImportFrom)]
-        self.present = {ast.dump(statement) for statement in imports}
-        # Not below `if TYPE_CHECKING`, where the name would be missing when the file is imported.
-        self.has_torch = any("torch" in names.imported(statement) for statement in imports)
-        self.helpers: dict[str, str] = {}
-        self.import_lines: list[str] = []
-
-    def imports(self, steps: Iterable[Step]) -> list[str]:
-        for step in steps:
-            for line in step.edit.imports:
-                new = ast.dump(ast.parse(line).body[0]) not in self.present
-                if new and line not in self.import_lines:
-                    self.import_lines.append(line)
-        return self.import_lines
-
-    def fingerprint(self) -> str:
-        """Hash of everything that was inserted."""
-        blocks = [code_text.bare(block) for block in self.helpers.values()]
-        return fingerprint.of_text("\n".join([*self.import_lines, *blocks]))
-
-    def in_front_of(self, group: Sequence[Step]) -> list[str]:
-        """Helper definitions to write before the top-level statement that holds the target."""
-        blocks: list[str] = []
-        wanted: list[tuple[str, str]] = []
-        if any(step.marked for step in group):
-            wanted.append((marks.FUNCTION, marks.helper(self.has_torch)))
-        for step in group:
-            wanted += [(helper.__name__, function_text(helper)) for helper in step.edit.helpers]
-        for name, block in wanted:
-            if self.helpers.get(name) == block:
-                continue
-            if name in self.defined or name in self.helpers:
-                raise CppmegaError(
-                    "helper-name-taken",
-                    f"{self.path} already defines {name}.",
-                    "The patch would silently replace upstream's definition.",
-                    "rename the helper in the page",
-                )
-            self.helpers[name] = block
-            blocks.append(block)
-        return blocks
 
 
 def _spliced(text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequence[str]) -> str:
@@ -289,11 +264,12 @@ def _import_line(tree: ast.Module, limit: int) -> int:
 
 def _check(
     old: Text,
+    old_tree: ast.Module,
     new: Text,
     path: str,
     cuts: Sequence[_Cut],
     groups: Mapping[str, Sequence[Step]],
-    extra: _Inserted,
+    extra: Inserted,
 ) -> None:
     """Only the targets and what belongs to them changed, and every name is defined."""
     pages = ", ".join(dict.fromkeys(step.page for group in groups.values() for step in group))
@@ -311,6 +287,16 @@ def _check(
             "Only what a page declares may differ from upstream.",
             "report this: an edit cannot normally do it",
         )
+    for symbol in groups:
+        before, after = (reaches(find(tree, symbol)[0]) for tree in (old_tree, new_tree))
+        if after - before:
+            raise CppmegaError(
+                "edit-reaches-beyond-its-target",
+                f"{path}:{symbol}, patched by {pages}, would reach beyond itself: "
+                f"{', '.join(sorted(after - before))}.",
+                "Only what a page declares may differ from upstream.",
+                "let the edit change its target only; other symbols need edits of their own",
+            )
     edited = {plain(symbol) for symbol in groups}
     undefined = names.undefined(new_tree, edited | set(extra.helpers), path)
     if undefined:

@@ -118,7 +118,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     for step in guard.steps(range(outcome.first + 1, loop.steps + 1), args):
         begun = time.monotonic()
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr * min(1.0, step / plan.lr_warmup_iters)
+            group["lr"] = learning_rate(plan, step)
         row = _together(_step(plan, model, ddp, optimizer, next(packs), watch), world)
         if step == 1:
             _check_first_loss(row["loss"], plan)
@@ -139,6 +139,11 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
         smoke_state.save(loop.save, model, optimizer, step, _record())
         guard.after_first_save(args)
     return outcome
+
+
+def learning_rate(plan: Recipe, step: int) -> float:
+    """Rises over the warm-up, if there is one, and stays."""
+    return plan.lr * min(1.0, step / max(plan.lr_warmup_iters, 1))
 
 
 def of_a_rank(recipe: Recipe, world: int) -> Recipe:

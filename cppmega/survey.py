@@ -11,8 +11,9 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cppmega.containment import contained
 from cppmega.errors import CppmegaError
-from cppmega.page import Edit, Page
+from cppmega.page import Edit, Page, Source
 from cppmega.source import Definition, Text, decode, find, parse, plain, shares_its_lines, span
 from cppmega.tree import Tree, sha256
 
@@ -61,10 +62,7 @@ class Survey:
             self.used[key] = f"{answer} {read}"
             return answer == "yes"
         self._reads = set()
-        try:
-            verdict = self._ask(page)
-        except UnreadableError:
-            return False
+        verdict = ask(page, self)
         self.used[key] = (
             f"{'yes' if verdict else 'no'} {self._stamp(','.join(sorted(self._reads)))}"
         )
@@ -153,20 +151,6 @@ class Survey:
             self.used[key] = known if known is not None else ask()
         return self.used[key]
 
-    def _ask(self, page: Page) -> bool:
-        assert page.fixed_upstream is not None
-        try:
-            return bool(page.fixed_upstream(self))
-        except (CppmegaError, UnreadableError):
-            raise
-        except Exception as error:
-            raise CppmegaError(
-                "page-failed",
-                f"fixed_upstream of {page.name} raised {type(error).__name__}: {error}.",
-                "Without its answer a missing target cannot be told from a fixed one.",
-                "correct the page",
-            ) from error
-
     def parse(self, data: bytes, path: str) -> tuple[Text, ast.Module]:
         """Text and syntax tree of a file's bytes; whoever changes the tree takes a copy."""
         key = sha256(data)
@@ -202,6 +186,32 @@ class Survey:
         if edit.kind == "class-swap":
             return fingerprint.of_class(node, edit.overrides)
         return fingerprint.of_node(node)
+
+
+def ask(page: Page, source: Source) -> bool:
+    """What the page's `fixed_upstream` answers of some code.
+
+    Raises:
+        CppmegaError: `page-failed`, where it answers with neither True nor False.
+    """
+
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
+            "page-failed",
+            f"fixed_upstream of {page.name} {what}.",
+            "Without its answer a missing target cannot be told from a fixed one.",
+            "correct the page",
+        )
+
+    assert page.fixed_upstream is not None
+    with contained(failed):
+        try:
+            answer = page.fixed_upstream(source)
+        except UnreadableError:
+            return False
+    if not isinstance(answer, bool):
+        raise failed(f"answers with a {type(answer).__name__}, neither True nor False")
+    return answer
 
 
 def _without_docstrings(node: Definition) -> ast.AST:

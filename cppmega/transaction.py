@@ -189,6 +189,16 @@ def _refuse_link(tree: Tree, path: str) -> None:
             "Patching through the link would change whoever else uses that folder.",
             "install a copy (uv: --link-mode=copy)",
         )
+    file = tree.root / path
+    if file.is_symlink() and tree.pristine(path)[0] != "record":
+        # An installer may link single files into its cache; there RECORD says what they hold.
+        raise CppmegaError(
+            "linked-tree",
+            f"{file} is a link to {file.resolve()}, and no RECORD says what it holds.",
+            "The patch would take the place of the link, and the file behind it would stay as it "
+            "is for everybody who looks there.",
+            f"put a copy in its place: cp --remove-destination {file.resolve()} {file}",
+        )
 
 
 def _clean_up(tree: Tree, before: Iterable[str]) -> None:

@@ -55,8 +55,13 @@ class Tree:
         self._bytes: dict[str, bytes | None] = {}
 
     def read(self, path: str) -> bytes | None:
-        """Bytes of a file, None where there is none."""
+        """Bytes of a file, None where there is none.
+
+        Raises:
+            CppmegaError: `outside-root`, `unreadable-file`.
+        """
         if path not in self._bytes:
+            _refuse_outside(self.root, path)
             try:
                 self._bytes[path] = (self.root / path).read_bytes()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -81,7 +86,7 @@ class Tree:
         for folder in sorted(self.root.glob("*.dist-info")):
             name, _, version = folder.name.removesuffix(".dist-info").partition("-")
             name = re.sub(r"[-_.]+", "-", name).lower()
-            if name not in _KNOWN_DISTRIBUTIONS:
+            if name not in PACKAGES:
                 continue
             if name in found:
                 raise CppmegaError(
@@ -125,7 +130,7 @@ class Tree:
 
     def has(self, distribution: str) -> bool:
         """Whether the distribution's files lie below ROOT."""
-        folder = _KNOWN_DISTRIBUTIONS[distribution]
+        folder = PACKAGES[distribution]
         return distribution in self.distributions or (self.root / folder).is_dir()
 
     def pristine(self, path: str) -> tuple[Origin, str | None]:
@@ -187,7 +192,7 @@ class Tree:
     @property
     def packages(self) -> list[Path]:
         """The folders that pages may target."""
-        return [self.root / folder for folder in _KNOWN_DISTRIBUTIONS.values()]
+        return [self.root / folder for folder in PACKAGES.values()]
 
     @cached_property
     def python_files(self) -> list[str]:
@@ -245,7 +250,7 @@ class Tree:
             )
 
 
-_KNOWN_DISTRIBUTIONS = {
+PACKAGES = {
     "megatron-core": "megatron",
     "mamba-ssm": "mamba_ssm",
     "liger-kernel": "liger_kernel",
@@ -256,6 +261,16 @@ _KNOWN_DISTRIBUTIONS = {
 
 _HAND_EDITED = 5
 """One file of so many may be edited by hand; more are another version's."""
+
+
+def _refuse_outside(root: Path, path: str) -> None:
+    if path.startswith("/") or ".." in Path(path).parts:
+        raise CppmegaError(
+            "outside-root",
+            f"{path} does not lie below {root}.",
+            "A page speaks of the packages in ROOT; what is elsewhere is nobody's to patch.",
+            "write the path below ROOT, with forward slashes: megatron/core/x.py",
+        )
 
 
 def find_root() -> Path:

@@ -6,24 +6,20 @@ each page a fork of its own, so that what one proof leaves behind cannot help th
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import mutant, proof_file, receipt, transaction
+from cppmega import hash_seeds, mutant, proof_file, proof_process, receipt, transaction
 from cppmega.errors import CppmegaError
 from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
 from cppmega.page import Page
 from cppmega.plan import Plan
-from cppmega.process import alone
+from cppmega.proof_process import Run
 from cppmega.rewrite import Step, rewrite
 from cppmega.state import DONE, NEEDED, Proof, Verdict
 
@@ -32,15 +28,6 @@ _ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not 
 _NOT_MADE_FOR_IT = ("AttributeError", "NameError", "TypeError")
 """How a proof ends on code that has other names and signatures than those it was written for."""
 SIDES: tuple[Side, ...] = ("patched", "stock", "mutant")
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one proof did on one tree."""
-
-    result: Literal["passed", "failed", "not-run"]
-    detail: str
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +75,7 @@ def verify(
     runnable = [page for page in pages if not missing[page.name]]
     on_stock = [page for page in retired if not missing[page.name]]
     runs: dict[str, dict[str, Run]] = {page.name: {} for page in [*pages, *retired]}
+    texts: list[hash_seeds.Texts] = []
     applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
     with tempfile.TemporaryDirectory(prefix="cppmega-verify-") as scratch:
         for side in SIDES:
@@ -99,9 +87,15 @@ def verify(
             if side != "patched" or not applied:
                 root = Path(scratch) / side
                 build(plan, root, side)
-            for name, run in _run(root, side, plan, chosen, session.say):
+            for name, run in _run(root, side, plan, chosen, session.say, texts):
                 runs[name][side] = run
-    proved = [_judge(plan, page, missing[page.name], runs[page.name]) for page in pages]
+    if not runnable:  # no proof runs, and the texts are made all the same
+        list(_worker(plan.tree.root, "stock", plan, [], session.say, {}, texts=texts))
+    unsteady = set(hash_seeds.differing(plan, texts))
+    proved = [
+        _judge(plan, page, missing[page.name], runs[page.name], page.name in unsteady)
+        for page in pages
+    ]
     if applied and loaded.exists and not loaded.problem:
         _record(session, plan, proved)
     proved += [of_retired(page, missing[page.name], runs[page.name]) for page in retired]
@@ -226,13 +220,18 @@ def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> 
 
 
 def _run(
-    root: Path, side: Side, plan: Plan, pages: Sequence[Page], say: Callable[[str], None]
+    root: Path,
+    side: Side,
+    plan: Plan,
+    pages: Sequence[Page],
+    say: Callable[[str], None],
+    texts: list[hash_seeds.Texts] | None = None,
 ) -> Iterator[tuple[str, Run]]:
     """Prove on one side: the pages of CPUs in one worker, each page of GPUs in one of its own."""
     on_gpu = [page for page in pages if _uses_gpu(page)]
     on_cpu = [page for page in pages if page not in on_gpu]
     # Where there is a GPU, Megatron's paths for CPUs are taken only if nobody can see it.
-    yield from _worker(root, side, plan, on_cpu, say, {"CUDA_VISIBLE_DEVICES": ""})
+    yield from _worker(root, side, plan, on_cpu, say, {"CUDA_VISIBLE_DEVICES": ""}, texts=texts)
     for page in on_gpu:
         yield from _worker(root, side, plan, [page], say, {}, forks=False)
 
@@ -249,58 +248,40 @@ def _worker(
     say: Callable[[str], None],
     environment: Mapping[str, str],
     forks: bool = True,
+    texts: list[hash_seeds.Texts] | None = None,
 ) -> Iterator[tuple[str, Run]]:
-    """Start a worker and read one JSON line per page."""
-    if not pages:
+    """Have one process prove some pages."""
+    if not pages and texts is None:
         return
     order = {
         "root": str(root),
         "side": side,
         "forks": forks,
-        "pages": [
-            {
-                "name": page.name,
-                "path": page.path,
-                "catalogue": page.catalogue,
-                "edits": [
-                    index
-                    for index, edit in enumerate(page.patch.edits)
-                    if any(edit is fitting for fitting in plan.edits[page.name])
-                ],
-            }
-            for page in pages
-        ],
+        "texts": hash_seeds.order(plan) if texts is not None else None,
+        "pages": [_ordered(plan, page) for page in pages],
     }
-    seen = set()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:  # libraries warn as they like
-        with subprocess.Popen(
-            [sys.executable, "-m", "cppmega.verify_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            env={
-                **alone(os.environ),
-                **environment,
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "OMP_NUM_THREADS": "1",
-            },
-        ) as process:
-            assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it ended; said below
-                process.stdin.write(json.dumps(order))
-            for line in process.stdout:
-                answer = json.loads(line)
-                name = answer.pop("name")
-                seen.add(name)
-                say(f"verify: {side:<7} {answer['result']:<7} {name}")
-                yield name, Run(**answer)
-        said.seek(0)
-        last = (said.read().strip().splitlines() or ["it said nothing"])[-1]
-    for page in pages:
-        if page.name not in seen:
-            ended = f"the {side} process ended with status {process.returncode}: {last[:400]}"
-            yield page.name, Run("not-run", ended)
+    # Every side sees its sets in another order; it is told by no proof, and by the texts.
+    environment = {**environment, "PYTHONHASHSEED": str(1 + SIDES.index(side))}
+    names = [page.name for page in pages]
+    for name, run in proof_process.answers(
+        order, names, environment, [] if texts is None else texts
+    ):
+        say(f"verify: {side:<7} {run.result:<7} {name}")
+        yield name, run
+
+
+def _ordered(plan: Plan, page: Page) -> dict[str, Any]:
+    """A page as the worker finds it again, with the edits that fit the tree."""
+    fitting = plan.edits[page.name]
+    indices = [
+        index for index, edit in enumerate(page.patch.edits) if any(edit is one for one in fitting)
+    ]
+    return {
+        "name": page.name,
+        "path": page.path,
+        "catalogue": page.catalogue,
+        "edits": indices,
+    }
 
 
 def of_retired(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
@@ -322,7 +303,12 @@ def _of_failure(verdict: Verdict) -> Proved:
     return Proved(verdict.name, "failed", f"{verdict.state}: {verdict.detail}", {})
 
 
-def _judge(plan: Plan, page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
+def _judge(
+    plan: Plan, page: Page, missing: Sequence[str], runs: Mapping[str, Run], unsteady: bool
+) -> Proved:
+    if unsteady:
+        detail = "its file becomes another text under another PYTHONHASHSEED"
+        return Proved(page.name, "failed", detail, runs)
     if missing:
         proof, detail = proof_file.judged(plan, page)
         if proof == "unverified":

@@ -13,36 +13,40 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cppmega import mutant, runtime
+from cppmega import frames, hash_seeds, mutant, process, runtime
 from cppmega.catalogue import load_page
 from cppmega.imported import only_from
 from cppmega.page import Edit, Page
 
-LIMIT = 120
-"""Seconds after which a proof is ended; it should take less than one."""
-
 
 def main() -> None:
     """Answer one order."""
+    process.end_with_parent(signal.SIGKILL)
+    process.adopt_orphans()
     order = json.load(sys.stdin)
+    answers: int = order["answers"]
+    os.set_inheritable(answers, False)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles when it is imported
     warnings.simplefilter("ignore")
     pages = [_load(entry) for entry in order["pages"]]
     only_from(Path(order["root"]))
-    with contextlib.redirect_stdout(sys.stderr):
-        if order["side"] != "stock":
-            for page, edits in pages:
-                mutants = order["side"] == "mutant"
-                chosen = runtime.runtime_edits(page, edits)
-                runtime.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
-        _import_targets(edits for _, edits in pages)
+    if order["side"] != "stock":
+        for page, edits in pages:
+            mutants = order["side"] == "mutant"
+            chosen = runtime.runtime_edits(page, edits)
+            runtime.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
+    _import_targets(edits for _, edits in pages)
+    texts = hash_seeds.execute(order["texts"]) if order["texts"] else None
+    frames.send(answers, {"texts": texts})
     for page, _ in pages:
-        answer = _forked(page) if order["forks"] else _here(page)
-        print(json.dumps({"name": page.name, **answer}), flush=True)
+        answer = _forked(page, answers, order["limit"]) if order["forks"] else _here(page)
+        frames.send(answers, {"name": page.name, **answer})
 
 
 def _load(entry: dict[str, Any]) -> tuple[Page, list[Edit]]:
@@ -58,35 +62,55 @@ def _import_targets(edits: Any) -> None:
                 importlib.import_module(runtime.module_name(edit.path))
 
 
-def _forked(page: Page) -> dict[str, Any]:
-    """Run one proof in a child and read its answer through a pipe."""
+def _forked(page: Page, answers: int, limit: float) -> dict[str, Any]:
+    """Run one proof in a child, read its answer, and end all that it leaves behind."""
     reader, writer = os.pipe()
     started = time.monotonic()
     child = os.fork()
     if child == 0:
+        process.end_with_parent(signal.SIGKILL)
         os.close(reader)
-        signal.alarm(LIMIT)
-        os.dup2(2, 1)  # what a proof prints is not our answer
-        os.write(writer, json.dumps(_prove(page)).encode()[:60000])
+        os.close(answers)
+        frames.send(writer, _prove(page))
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(child, 0)
+    status: list[int] = []
+
+    def ended() -> bool:
+        if not status and (found := os.waitpid(child, os.WNOHANG))[0]:
+            status.append(found[1])
+        return bool(status)
+
+    answer = frames.Reader(reader).receive(limit, ended)
     seconds = time.monotonic() - started
-    if not data:
-        code = os.waitstatus_to_exitcode(status)
-        how = f"signal {-code}" if code < 0 else f"status {code}"
-        return {"result": "failed", "detail": f"the process ended with {how}", "seconds": seconds}
-    return {**json.loads(data), "seconds": seconds}
+    if answer is None:
+        how = _how(status[0]) if _comes_true(ended) else f"did not end within {limit:g} seconds"
+        answer = {"result": "not-run", "detail": f"its process {how}"}
+    process.end_children()
+    os.close(reader)
+    return {**answer, "seconds": seconds}
+
+
+def _comes_true(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
+    """A process that has closed its pipe may have a moment left until its end."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"ended with signal {-code}" if code < 0 else f"ended with status {code}"
 
 
 def _here(page: Page) -> dict[str, Any]:
-    """Run a proof in this process: CUDA, once initialised, does not survive a fork."""
+    """Run a proof in this process: CUDA, once initialised, does not survive a fork.
+
+    Whoever started the process ends it where the proof does not.
+    """
     started = time.monotonic()
-    signal.alarm(LIMIT)
-    with contextlib.redirect_stdout(sys.stderr):
-        answer = _prove(page)
+    answer = _prove(page)
     return {**answer, "seconds": time.monotonic() - started}
 
 
@@ -94,12 +118,18 @@ def _prove(page: Page) -> dict[str, str]:
     assert page.verify is not None
     try:
         page.verify()
-    except ImportError as error:  # a missing package is no proof of a bug
+    except (ImportError, SystemExit) as error:  # neither shows that the code is wrong
         return {"result": "not-run", "detail": f"{type(error).__name__}: {error}"[:500]}
     except BaseException as error:
-        said = str(error).strip().partition("\n")[0]
+        said = str(error).strip().partition("\n")[0] or _line(error)
         return {"result": "failed", "detail": f"{type(error).__name__}: {said}"[:500]}
     return {"result": "passed", "detail": ""}
+
+
+def _line(error: BaseException) -> str:
+    """The line that raised an error without a text."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"`{frame.line}` ({Path(frame.filename).name}:{frame.lineno})"
 
 
 if __name__ == "__main__":

@@ -404,7 +404,28 @@ def test_two_pages_on_one_symbol_need_an_order(lab: Lab) -> None:
 
 def test_an_order_both_ways_is_no_order(lab: Lab) -> None:
     _pair(lab, ("two",), ("one",))
-    assert lab.refused("one").state == "conflict"
+    with pytest.raises(CppmegaError) as caught:
+        lab.apply()
+    assert caught.value.name == "after-cycle"
+    assert caught.value.what.count("one") + caught.value.what.count("two") == 3
+    lab.pristine()
+
+
+def test_an_order_in_a_circle_is_named(lab: Lab) -> None:
+    """Over three pages it was an endless recursion."""
+    lab.wheel()
+    for name, earlier in (("a", "b"), ("b", "c"), ("c", "a")):
+        lab.page(name, after=(earlier,))
+    with pytest.raises(CppmegaError) as caught:
+        lab.apply()
+    assert caught.value.name == "after-cycle"
+    assert any(
+        f"{x} -> {y} -> {z} -> {x}" in caught.value.what for x, y, z in ("abc", "bca", "cab")
+    )
+    lab.pristine()
+    lab.page("a", after=("a",))
+    with pytest.raises(CppmegaError, match="a -> a"):
+        lab.apply()
 
 
 def test_pages_compose_in_their_declared_order(lab: Lab) -> None:

@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cppmega import tree
+from cppmega import overlay, tree
+from cppmega.edits import replacing
 from cppmega.errors import CppmegaError
+from cppmega.page import Edit, Page, Patch
 from cppmega.tree import Tree
 from tests.engine import FILES, REPOSITORY, A, B, Lab, dist_info, pin, snapshot, write
 
@@ -85,6 +87,57 @@ def test_linked_file_is_replaced_and_not_written_through(lab: Lab, tmp_path: Pat
     lab.applied("page")
     lab.revert()
     assert (lab.root / A).read_bytes() == cached.read_bytes() == FILES[A]
+
+
+@pytest.mark.parametrize("make", [Lab.export, _checkout], ids=["export", "checkout"])
+def test_linked_file_that_no_record_vouches_for_is_refused(
+    lab: Lab, tmp_path: Path, make: Callable[[Lab], object]
+) -> None:
+    make(lab)
+    lab.page()
+    elsewhere = tmp_path / "elsewhere.py"
+    (lab.root / A).rename(elsewhere)
+    (lab.root / A).symlink_to(elsewhere)
+    assert str(elsewhere) in _fails(lab, "linked-tree").what
+    assert (lab.root / A).is_symlink() and elsewhere.read_bytes() == FILES[A]
+
+
+@pytest.mark.parametrize(
+    "path", ["/{root}/outside.py", "../outside.py", "megatron/../../outside.py"]
+)
+def test_target_outside_of_root_is_refused(lab: Lab, tmp_path: Path, path: str) -> None:
+    """An absolute path was patched: ROOT / path is the path."""
+    outside = tmp_path / "outside.py"
+    outside.write_bytes(FILES[A])
+    lab.wheel()
+    target = path.format(root=str(tmp_path)[1:]) + ":double"
+    lab.page(target=target, pins={"1.0": pin(FILES[A], "double")})
+    assert "target" in _fails(lab, "bad-page").what
+    session = lab.session()
+    edit = Edit(target, {"1.0": pin(FILES[A], "double")}, replacing("x + x", "2 * x"))
+    session.pages = {"page": Page("page", Patch((edit,), "forward"), "", "0", "", "")}
+    with pytest.raises(CppmegaError) as caught:
+        overlay.apply(session)
+    assert caught.value.name == "outside-root"
+    assert outside.read_bytes() == FILES[A]
+
+
+def test_target_outside_of_its_package_is_refused(lab: Lab) -> None:
+    """A page for one distribution edits no file of another one, nor of a package beside both."""
+    lab.files["other/a.py"] = FILES[A]
+    lab.files["mamba_ssm/a.py"] = FILES[A]
+    lab.wheel()
+    for path in ("other/a.py", "mamba_ssm/a.py"):
+        lab.page(target=f"{path}:double")
+        assert "not below megatron/" in _fails(lab, "bad-page").what
+    lab.page(more={"distribution": "'numpy'"})
+    assert "'numpy' is none of" in _fails(lab, "bad-page").what
+
+
+def test_question_about_a_file_outside_of_root_is_refused(lab: Lab, tmp_path: Path) -> None:
+    lab.wheel()
+    lab.page(pins={"1.0": "0" * 16}, fixed="bool(source.file('/etc/hostname'))")
+    _fails(lab, "outside-root")
 
 
 @pytest.mark.parametrize("path", ["megatron", "megatron/core"])

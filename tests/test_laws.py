@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, overlay
+from cppmega import catalogue, hash_seeds, overlay, proof_process
 from cppmega import source as sources
 from cppmega.page import Page, left_alone
 from cppmega.state import FAILURES
@@ -246,6 +246,19 @@ def _assert_patched(root: Path, version: str) -> None:
     """On disk stands what was computed in memory."""
     wanted = laws.result(version)
     assert {path: (root / path).read_bytes() for path in wanted} == wanted
+
+
+@supported
+def test_text_is_the_same_under_another_hash_seed(version: str) -> None:
+    """An edit that walks through a set writes another overlay on the next machine."""
+    made = laws.planned(version)
+    order = {"root": str(made.tree.root), "side": "stock", "forks": True, "pages": []}
+    texts: list[hash_seeds.Texts] = []
+    environment = {"PYTHONHASHSEED": str(VERSIONS.index(version))}
+    order["texts"] = hash_seeds.order(made)
+    assert not list(proof_process.answers(order, [], environment, texts))
+    assert len(texts) == 1 and set(texts[0]) == set(made.work)
+    assert not set(hash_seeds.differing(made, texts))
 
 
 @every_version

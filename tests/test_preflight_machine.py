@@ -284,9 +284,24 @@ def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses("limits", "too-few-files", launch(SMOKE))
 
 
+@pytest.mark.parametrize(
+    ("most", "command"), [(8192, "ulimit -n 8192"), (2**31, "ulimit -n 65536"), (1024, "--ulimit")]
+)
+def test_the_soft_limit_counts_and_the_hard_one_says_what_helps(most: int, command: str) -> None:
+    host = Host(files=1024, shared=16 * GIB, memory=100 * GIB, most_files=most)
+    (error,) = limits.judge(host, ranks=1)
+    assert command in error.next and str(most) in error.what
+
+
 def test_what_the_kernel_says_of_this_host() -> None:
-    host = limits.look()
-    assert host.files == resource.getrlimit(resource.RLIMIT_NOFILE)[1] or host.files == 2**31
+    """A rank has the soft limit: nothing raises it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        host = limits.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert host.files == min(soft, 512) and host.most_files in (hard, 2**31)
     assert 0 < host.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -13,6 +13,7 @@ from cppmega import dsa_widths, loading, pattern, recipes_index
 from cppmega.errors import CppmegaError
 from cppmega.memory import estimate
 from cppmega.recipe import Recipe
+from cppmega.smoke_loop import learning_rate
 from tests.support import REPOSITORY
 
 SLICE = recipes_index.load("nam56r_h200_slice")
@@ -255,6 +256,13 @@ def test_the_list_says_what_is_missing_and_what_was_measured(tmp_path: Path) -> 
     assert all(name in table for name in rows)
 
 
+def test_a_loop_without_a_warm_up_begins_at_its_rate() -> None:
+    """lr_warmup_iters=0 ended in a division by zero, in the first step of every rank."""
+    warm = recipes_index.load("smoke_cpu").with_(lr=0.5, lr_warmup_iters=4)
+    assert [learning_rate(warm, step) for step in (1, 2, 4, 9)] == [0.125, 0.25, 0.5, 0.5]
+    assert learning_rate(warm.with_(lr_warmup_iters=0), 1) == 0.5
+
+
 def test_listing_imports_neither_torch_nor_megatron() -> None:
     code = (
         "import sys; from cppmega.recipes_index import list_recipes; list_recipes();"
@@ -266,7 +274,7 @@ def test_listing_imports_neither_torch_nor_megatron() -> None:
 
 def test_widths_that_the_preflight_knows_are_those_of_the_page() -> None:
     path = REPOSITORY / "upstream_patches" / f"{dsa_widths.PATCH}.py"
-    page = loading.load(dsa_widths.PATCH, path)
+    page = loading.load(dsa_widths.PATCH, path, lambda what: AssertionError(what))
     assert set(page.WIDTHS) == set(dsa_widths.taken("tilelang", patched=True))
     fused = recipes_index.load("nam56r_h200_slice_fused")
     assert dsa_widths.PATCH in fused.needed_patches

@@ -465,9 +465,10 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
 def test_what_the_loop_cannot_do_is_refused_before_it_starts(
     how: dict[str, Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(pristine("0.19.2")), {}))
-    with pytest.raises(CppmegaError, match=error):
+    with pytest.raises(CppmegaError, match=error), monkeypatch.context() as patched:
+        patched.setattr(launch, "_preflight", lambda *given: pytest.fail("it took a minute"))
         launch.prepare(asked(tmp_path / "runs", **how))
+    monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(pristine("0.19.2")), {}))
     assert launch.prepare(asked(tmp_path / "runs")).options["load"] is None
     assert not (tmp_path / "runs").exists()
     # A folder of one's own that has checkpoints is gone on from, and the manifest says so.

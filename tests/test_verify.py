@@ -13,7 +13,9 @@ from cppmega import (
     catalogue,
     fingerprint,
     overlay,
+    process,
     proof_file,
+    proof_process,
     receipt,
     revision,
     verify,
@@ -112,16 +114,114 @@ def test_a_proof_that_kills_its_process_fails(prove) -> None:
     assert proved.proof == "failed" and "status 3" in proved.detail
 
 
-_ENDS = """\
+_ENDS = """
 import os, sys
-if "verify_worker" in sys.argv[0]:
-    print("no luck", file=sys.stderr, flush=True)
-    os._exit(3)
+print("no luck", file=sys.stderr, flush=True)
+os._exit(3)
 """
 
 
 def test_a_worker_that_ends_is_quoted(prove) -> None:
-    assert "ended with status 3: no luck" in prove(more=_ENDS).detail
+    """The patched module ends its process when it is imported."""
+    proved = prove(files={"megatron/core/thing.py": made.THING + _ENDS})
+    assert "ended with status 3: no luck" in proved.detail
+
+
+_UNPATCHED = "from megatron.core.thing import double\nif double(2) != 4:\n    "
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("raise SystemExit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "status 0"),
+        ("import os; os._exit(1)", "status 1"),
+        ("import os; os.kill(os.getpid(), 9)", "signal 9"),
+        ("import no_such_package", "no_such_package"),
+    ],
+)
+def test_an_end_of_the_process_is_no_failed_proof(prove, act: str, said: str) -> None:
+    """Stock must fail the proof; a process that is gone has shown nothing of its values."""
+    proved = prove(verify=_UNPATCHED + act)
+    assert proved.proof == "failed"
+    assert proved.detail.startswith("stock: ") and said in proved.detail
+
+
+_DEAF = """\
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({left!r}, "a").write(str(os.getpid()) + "\\n")
+        time.sleep(600)
+    os._exit(0)
+{then}
+"""
+
+
+def living(file: Path) -> list[int]:
+    """Those of the processes in a file that still run."""
+    return [pid for pid in map(int, file.read_text().split()) if process.started(pid)]
+
+
+def test_a_proof_that_hears_nothing_is_ended(
+    prove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No alarm in the proof's own process can be relied on, and its children end with it."""
+    monkeypatch.setattr(proof_process, "LIMIT", 1.0)
+    left = tmp_path / "left"
+    proved = prove(verify=_DEAF.format(left=str(left), then="while True: pass"))
+    assert proved.proof == "failed" and "did not end within 1 seconds" in proved.detail
+    assert left.read_text().count("\n") == 3 and not living(left)
+
+
+def test_a_grandchild_that_holds_the_pipe_is_not_waited_for(prove, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    then = "from megatron.core.thing import double\nassert double(2) == 4"
+    assert prove(verify=_DEAF.format(left=str(left), then=then)).proof == "passed"
+    assert not living(left)
+
+
+def test_a_proof_in_the_worker_itself_is_ended_with_it(
+    prove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proof on a GPU is no fork: whoever started the worker ends it."""
+    monkeypatch.setattr(verify, "_gpu", lambda need: True)
+    monkeypatch.setattr(proof_process, "LIMIT", 0.5)
+    monkeypatch.setattr(proof_process, "MARGIN", 0.5)
+    left = tmp_path / "left"
+    proved = prove(
+        patch='reached="forward", needs=("cuda",)',
+        verify=_DEAF.format(left=str(left), then="while True: pass"),
+    )
+    assert proved.proof == "failed" and "no answer in time" in proved.detail
+
+
+_FORGED = """
+import json, os, struct
+from pathlib import Path
+answer = {"name": "double_doubles", "result": "passed", "detail": "", "seconds": 0.0}
+data = json.dumps(answer).encode()
+for fd in map(int, os.listdir("/proc/self/fd")):
+    if fd > 2:
+        try:
+            os.write(fd, struct.pack("!I", len(data)) + data)
+        except OSError:
+            pass
+"""
+
+
+def test_an_answer_that_was_not_asked_for_is_none(prove) -> None:
+    proved = prove(files={"megatron/core/thing.py": made.THING + _FORGED})
+    assert proved.proof == "failed" and "not asked for" in proved.detail
+
+
+def test_an_assertion_without_a_text_shows_its_line(prove) -> None:
+    proved = prove(verify="from megatron.core.thing import double\nassert double(2) == 5")
+    assert "`assert double(2) == 5` (double_doubles.py:" in proved.detail
 
 
 _NOISY = """\
@@ -344,6 +444,88 @@ def test_a_changed_page_makes_a_recorded_proof_stale(prove, tmp_path: Path) -> N
     (verdict,) = overlay.status(session).verdicts
     assert (verdict.state, verdict.proof) == ("pending", "stale")
     assert overlay.apply(session).verdicts[0].proof == "stale"
+
+
+_SETS = """\
+def act(node):
+    words = "".join({"one", "two", "three", "four", "five", "six"})
+    return replacing("return x", f"return 2 * x + 0 * len({words!r})")(node)
+"""
+
+
+def test_an_edit_that_depends_on_the_order_of_a_set(prove) -> None:
+    """Twice the same in one process, and another text in the next one."""
+    proved = prove(edit="act", more=_SETS)
+    assert proved.proof == "failed" and "PYTHONHASHSEED" in proved.detail
+
+
+def test_its_text_is_compared_where_its_proof_cannot_run(prove) -> None:
+    patch = 'reached="forward", needs=("no_such_accelerator",)'
+    proved = prove(edit="act", more=_SETS, patch=patch)
+    assert proved.proof == "failed" and "PYTHONHASHSEED" in proved.detail
+
+
+_LAYER = """\
+import dataclasses
+
+
+class Layer:
+    width = 1
+    depth = 1
+
+    def forward(self, x, by=1):
+        return x * self.width * by
+
+
+@dataclasses.dataclass
+class Sizes:
+    a: int = 1
+"""
+
+
+def _class(symbol: str) -> str:
+    (text,) = (t for t in _LAYER.split("\n\n\n") if f"class {symbol}:" in t)
+    return text.rstrip() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("symbol", "edit", "verify"),
+    [
+        ("Layer", 'replacing("width = 1", "width = 2")', "assert layer.Layer().forward(1) == 2"),
+        (
+            "Layer",
+            'inserting("height = 3", after="depth = 1")',
+            'assert getattr(layer.Layer, "height", 0) == 3',
+        ),
+        ("Layer", 'replacing("depth = 1", "")', 'assert not hasattr(layer.Layer, "depth")'),
+        ("Sizes", 'replacing("a: int = 1", "a: int = 2\\nb: int = 3")', "layer.Sizes(2, b=3)"),
+        (
+            "Sizes",
+            "lambda node: node.with_changes(decorators=())",
+            "assert not hasattr(layer.Sizes, '__dataclass_fields__')",
+        ),
+        (
+            "Layer.forward",
+            "lambda node: definition_of(forward)(node)",
+            "assert layer.Layer().forward(1) == 2",
+        ),
+    ],
+    ids=["changed", "added", "removed", "field", "decorator", "default"],
+)
+def test_what_a_class_holds_can_be_proved(prove, symbol: str, edit: str, verify: str) -> None:
+    """The mutant must lose it: it had the patched constant, and every proof of one failed."""
+    method = "def forward(self, x, by=1):\n    return x * self.width * by\n"
+    proved = prove(
+        files={"megatron/core/layer.py": _LAYER},
+        target=f"megatron/core/layer.py:{symbol}",
+        source=method if symbol == "Layer.forward" else _class(symbol),
+        edit=edit,
+        patch='reached="never"',
+        more="from cppmega.edits import definition_of\n\n"
+        "def forward(self, x, by=2):\n    return x * self.width * by\n",
+        verify=f"from megatron.core import layer\n{verify}",
+    )
+    assert proved.proof == "passed", proved.detail
 
 
 def test_class_targets_have_mutants_too(prove) -> None:

@@ -27,8 +27,11 @@ class Host:
     """What is allowed and what is free here."""
 
     files: int
+    """What a process may open: the soft limit, which nothing in a rank raises."""
     shared: int
     memory: int
+    most_files: int = 2**31
+    """How far `ulimit -n` may raise it: the hard limit."""
 
 
 def check(context: Context) -> str:
@@ -39,7 +42,7 @@ def check(context: Context) -> str:
         NotApplicable: the launch runs on CPU, in two small processes.
     """
     if context.recipe is None or not context.needs_gpu:
-        refuse(_files(look().files, _FILES_OF_A_LOOP))
+        refuse(_files(look(), _FILES_OF_A_LOOP))
         raise NotApplicable("no recipe for GPUs is named")
     if not context.training_machine:
         raise NotApplicable("this machine does not train")
@@ -50,18 +53,22 @@ def check(context: Context) -> str:
 
 def look() -> Host:
     """This host, and the container around us."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # torchrun's ranks may raise the soft one
+    files, most = (
+        2**31 if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     there = os.statvfs("/dev/shm")
     return Host(
-        files if files != resource.RLIM_INFINITY else 2**31,
+        files,
         there.f_bavail * there.f_frsize,
         min(_available(), _of_the_container()),
+        most,
     )
 
 
 def judge(host: Host, ranks: int) -> Iterator[CppmegaError]:
     """What is not enough for that many ranks."""
-    yield from _files(host.files, _FILES)
+    yield from _files(host, _FILES)
     if ranks > 1 and host.shared < _SHARED:
         yield CppmegaError(
             "shared-memory-too-small",
@@ -79,15 +86,23 @@ def judge(host: Host, ranks: int) -> Iterator[CppmegaError]:
         )
 
 
-def _files(allowed: int, needed: int) -> Iterator[CppmegaError]:
-    if allowed < needed:
-        yield CppmegaError(
-            "too-few-files",
-            f"A process may open {allowed} files.",
-            "Data loaders, process groups and checkpoints of many shards need more: thousands on "
-            "GPUs.",
-            f"ulimit -n {_FILES * 16}",
+def _files(host: Host, needed: int) -> Iterator[CppmegaError]:
+    if host.files >= needed:
+        return
+    wanted = f"ulimit -n {min(_FILES * 16, host.most_files)}"
+    if host.most_files < needed:
+        wanted = (
+            f"raise the hard limit first: docker run --ulimit nofile={_FILES * 16}, or nofile in "
+            "/etc/security/limits.conf"
         )
+    yield CppmegaError(
+        "too-few-files",
+        f"A process may open {host.files} files (`ulimit -n`; the hard limit is "
+        f"{host.most_files}), and the ranks need {needed}.",
+        "Data loaders, process groups and checkpoints of many shards open thousands; the run would "
+        "end with 'Too many open files'.",
+        wanted,
+    )
 
 
 def _available() -> int:

@@ -1,0 +1,164 @@
+"""What code of a page leaves behind in this process: looked at before and after, and put back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter, ne
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+OF_FILES = ("_cppmega_pages_", "cppmega_recipe_")
+"""Modules made of files that are loaded by their path; one may be loaded again."""
+_RELIED_ON = ("builtins", "os", "posixpath", "ast", "hashlib", "json", "pathlib", "re", "tokenize")
+"""Modules beside our own whose functions decide what is written."""
+_OF_SYS = ("excepthook", "unraisablehook", "stderr", "stdout", "exit", "modules", "meta_path")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The state of the process that page code must leave as it is."""
+
+    environment: dict[str, str]
+    path: list[str]
+    arguments: list[str]
+    of_sys: list[Any]
+    modules: dict[str, ModuleType]
+    names: dict[str, dict[str, Any]]
+    """Module -> its names: those of the engine, and of what it is built on."""
+    functions: list[FunctionType]
+    code: list[CodeType]
+    """What the functions of the engine execute."""
+    classes: list[type]
+    attributes: list[dict[str, Any]]
+    """What the classes of the engine have."""
+    traced: tuple[Any, Any]
+
+    @classmethod
+    def now(cls) -> Footprint:
+        """What is there before the code runs."""
+        guarded = _guarded()
+        functions, classes = _definitions(tuple(guarded.items()))
+        return cls(
+            dict(os.environ),
+            list(sys.path),
+            list(sys.argv),
+            [getattr(sys, name) for name in _OF_SYS],
+            dict(sys.modules),
+            {name: vars(module).copy() for name, module in guarded.items()},
+            functions,
+            [*map(_code, functions)],
+            classes,
+            [vars(one).copy() for one in classes],
+            (sys.getprofile(), sys.gettrace()),
+        )
+
+    def put_back(self) -> str:
+        """Undo what the code changed.
+
+        Returns:
+            a sentence about the first change; empty where there was none.
+        """
+        return next((what for what in [*self._restored()] if what), "")
+
+    def _restored(self) -> Iterator[str]:
+        changed = sorted(_differing(self.environment, dict(os.environ)))
+        if changed:
+            os.environ.clear()
+            os.environ.update(self.environment)
+            yield f"changes the environment ({', '.join(changed)})"
+        for mine, theirs, said in (
+            (self.path, sys.path, "sys.path"),
+            (self.arguments, sys.argv, "sys.argv"),
+        ):
+            if mine != theirs:
+                theirs[:] = mine
+                yield f"changes {said}"
+        for name, value in zip(_OF_SYS, self.of_sys, strict=True):
+            if getattr(sys, name) is not value:
+                setattr(sys, name, value)
+                yield f"replaces sys.{name}"
+        for name, module in self.modules.items():
+            if sys.modules.get(name) is not module and not name.startswith(OF_FILES):
+                sys.modules[name] = module
+                yield f"replaces the module {name}"
+        if any(vars(self.modules[name]) != before for name, before in self.names.items()):
+            yield from self._restored_names()
+        if [*map(_code, self.functions)] != self.code:
+            yield from self._restored_code()
+        if any(map(ne, map(vars, self.classes), self.attributes)):
+            yield from self._restored_attributes()
+        if (sys.getprofile(), sys.gettrace()) != self.traced:
+            sys.setprofile(self.traced[0])
+            sys.settrace(self.traced[1])
+            yield "watches what the process calls (sys.setprofile, sys.settrace)"
+
+    def _restored_names(self) -> Iterator[str]:
+        for module, before in self.names.items():
+            now = vars(self.modules[module])
+            for name in _differing(before, now):
+                if name in before:
+                    now[name] = before[name]
+                    yield f"changes {module}.{name}"
+                elif module == "builtins":  # elsewhere: a submodule that was imported
+                    del now[name]
+                    yield f"adds {name} to Python's builtins"
+
+    def _restored_code(self) -> Iterator[str]:
+        for function, code in zip(self.functions, self.code, strict=True):
+            if function.__code__ is not code:
+                function.__code__ = code
+                yield f"changes the code of {function.__module__}.{function.__qualname__}"
+
+    def _restored_attributes(self) -> Iterator[str]:
+        for one, before in zip(self.classes, self.attributes, strict=True):
+            for name in _differing(before, vars(one)):
+                if name in before:
+                    setattr(one, name, before[name])
+                elif name == "__annotations__":  # made when somebody first asks for it
+                    continue
+                else:
+                    delattr(one, name)
+                yield f"changes {one.__module__}.{one.__qualname__}.{name}"
+
+
+_code = attrgetter("__code__")
+
+
+def _guarded() -> dict[str, ModuleType]:
+    return {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "cppmega" or name in _RELIED_ON
+    }
+
+
+@lru_cache(maxsize=2)
+def _definitions(
+    modules: tuple[tuple[str, ModuleType], ...],
+) -> tuple[list[FunctionType], list[type]]:
+    """Functions, methods and classes that the modules of the engine define."""
+    functions: list[FunctionType] = []
+    classes: list[type] = []
+    for name, module in modules:
+        for value in vars(module).values() if name.startswith("cppmega") else ():
+            if getattr(value, "__module__", None) == name:
+                inside = vars(value).values() if isinstance(value, type) else (value,)
+                functions += [inner for inner in inside if isinstance(inner, FunctionType)]
+                classes += [value] if isinstance(value, type) else []
+    return functions, classes
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names whose values are not the same objects, or not equal texts."""
+    missing = object()
+    names = {**before, **now}
+    pairs = [(name, before.get(name, missing), now.get(name, missing)) for name in names]
+    return [name for name, old, new in pairs if old is not new and not _same_text(old, new)]
+
+
+def _same_text(old: Any, new: Any) -> bool:
+    return isinstance(old, str) and old == new
