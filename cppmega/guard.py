@@ -10,6 +10,7 @@ script's help; a loop of one's own says where its steps are:
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -18,7 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cppmega import gates, imported, marks, overlay, receipt, runtime
+from cppmega import (
+    child_processes,
+    gates,
+    imported,
+    interpreter,
+    marks,
+    overlay,
+    receipt,
+    roll_call,
+    run_ledger,
+    runtime,
+)
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.page import Edit
@@ -48,6 +60,12 @@ class Guard:
     """Later phases that were checked: log, save."""
     idle: dict[str, str] = field(default_factory=dict)
     """Pages that this run need not reach -> the reason."""
+    arguments: Any = None
+    """What a loop of the script's own gave as the run's arguments."""
+    excuse: str = ""
+    """Why a script takes no step, where it says so itself."""
+    refused: CppmegaError | None = None
+    """The first refusal: a script that catches it has not passed."""
 
 
 _GUARD: Guard | None = None
@@ -58,17 +76,22 @@ def active() -> Guard | None:
     return _GUARD
 
 
-def start(root: Path | None = None) -> Guard:
+def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     """Check the tree, arm the runtime patches, watch for Megatron's first step.
 
     Args:
         root: the tree that `megatron` must come from; None: the one Python would import.
+        inherited: whether this process was started by a guarded one, which has answered already
+            whether the gates agree with the receipt.
 
     Raises:
-        CppmegaError: `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late` and whatever
-            is wrong with the tree.
+        CppmegaError: `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late`,
+            `optimized-python`, `isolated-python` and whatever is wrong with the tree.
     """
     global _GUARD
+    if not inherited:
+        interpreter.check()
+        forget_leftovers()
     if root is not None:
         imported.only_from(root)
     session = Session(root)
@@ -81,7 +104,7 @@ def start(root: Path | None = None) -> Guard:
             "Nothing proves that the patches are in the code that trains.",
             "python -m cppmega.apply_patches",
         )
-    if not os.environ.get(OVERLAY):  # a child process inherits its parent's answer
+    if not inherited:
         gates.check_applied(session.pages.values(), loaded.receipt.gates, os.environ, where())
     plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
     wrong = [v for v in plan.verdicts.values() if v.state in overlay.NOT_WHOLE]
@@ -95,32 +118,57 @@ def start(root: Path | None = None) -> Guard:
             if wrong
             else "python -m cppmega.apply_patches",
         )
+    if _GUARD is None:
+        os.register_at_fork(after_in_child=_begin_anew)
     _GUARD = Guard(session, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
         runtime.arm(session.pages[name], plan.edits[name])
     _watch_megatron()
+    roll_call.watch()
     _pass_on(_GUARD)
+    child_processes.watch(where(), first=not inherited)
     return _GUARD
 
 
-def join_or_die() -> None:
-    """In a child process: hold the same overlay as the parent, or end with the reason."""
-    if not os.environ.get(OVERLAY):
+def forget_leftovers() -> None:
+    """Take the variables of another run out of this process's environment, and say so."""
+    if run_ledger.join(os.environ):
         return
-    try:
-        guard = start(Path(os.environ[ROOT]))
-        if guard.receipt.digest != os.environ[OVERLAY]:
-            raise CppmegaError(
-                "overlay-differs",
-                f"{where()}: this child process finds overlay {guard.receipt.digest}, "
-                f"its parent holds {os.environ[OVERLAY]}.",
-                "Workers and trainer would run different code.",
-                "let nobody patch the tree while a run is under way",
-            )
-        guard.began = guard.stepped = True  # a worker has no steps of its own
-    except CppmegaError as error:
-        print(error.render(), file=sys.stderr, flush=True)
-        os._exit(1)  # site would print any exception and go on
+    left = [name for name in (OVERLAY, ROOT, run_ledger.VARIABLE) if os.environ.pop(name, None)]
+    if left:
+        print(
+            f"cppmega: {', '.join(left)} is left over from another run, which has not started this "
+            "process: ignored",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _begin_anew() -> None:
+    """A fork has taken no step of its own: should it train, it is checked like every other."""
+    if _GUARD is not None:
+        _GUARD.began = _GUARD.stepped = False
+
+
+def _kept(check: Callable[..., None]) -> Callable[..., None]:
+    """A check whose first refusal counts to the end of the run, also where a script catches it."""
+
+    @functools.wraps(check)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        try:
+            check(*args, **kwargs)
+        except CppmegaError as error:
+            refuse(error)
+            raise
+
+    return checked
+
+
+def refuse(error: CppmegaError) -> None:
+    """Remember that this process must not end as if all were well."""
+    if _GUARD is not None and _GUARD.refused is None:
+        _GUARD.refused = error
+        run_ledger.write("refused", where=where(), error=error.as_json())
 
 
 def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
@@ -134,12 +182,14 @@ def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
         print("cppmega: not guarded; start with `python -m cppmega.run`", file=sys.stderr)
         yield from batches
         return
+    _GUARD.arguments = args
     before_first_step()
     for batch in batches:
         yield batch
         after_first_step(args)
 
 
+@_kept
 def before_first_step() -> None:
     """Compare this process with the receipt, and all ranks with each other. Costs nothing later.
 
@@ -150,6 +200,8 @@ def before_first_step() -> None:
         return
     problem = ""
     try:
+        interpreter.check()
+        child_processes.check(where())
         imported.check(_GUARD.session.tree.root, _GUARD.receipt, _GUARD.edits)
         runtime.check()
     except CppmegaError as error:
@@ -176,6 +228,7 @@ def before_first_step() -> None:
     _GUARD.began = True
 
 
+@_kept
 def after_first_step(args: Any = None) -> None:
     """Stop the run when a page that had to be reached was reached on no rank.
 
@@ -187,7 +240,9 @@ def after_first_step(args: Any = None) -> None:
     required = _required(args, _FIRST_STEP)
     reached = set().union(*gather(marks.reached()))
     _refuse_missing(required - reached, "the first step")
+    child_processes.check(where())
     _GUARD.stepped = True
+    run_ledger.write("stepped")
     if _rank() == 0:
         print(summary(reached), file=sys.stderr, flush=True)
 
@@ -202,29 +257,51 @@ def after_first_save(args: Any = None) -> None:
     _after_first("save", "the first checkpoint", args)
 
 
+@_kept
 def _after_first(phase: str, said: str, args: Any) -> None:
     if _GUARD is None or phase in _GUARD.ended:
         return
     reached = set().union(*gather(marks.reached()))
     _refuse_missing(_required(args, (phase,)) - reached, said)
+    child_processes.check(where())
     _GUARD.ended.add(phase)
 
 
-def finish() -> None:
+def no_step_because(reason: str) -> None:
+    """Say that this process takes no step; the reason is printed when it ends."""
+    if _GUARD is not None:
+        _GUARD.excuse = reason
+
+
+def finish(excuse: str = "") -> None:
     """When the script has ended: a run whose steps nobody saw was not checked.
 
+    Args:
+        excuse: why there was no step to see; empty: there had to be one.
+
     Raises:
-        CppmegaError: `no-step-seen`.
+        CppmegaError: `no-step-seen`, the first refusal that the script has caught, and what has
+            changed since the last check.
     """
-    if _GUARD is None or _GUARD.stepped or "megatron.core" not in sys.modules:
+    if _GUARD is None:
         return
-    raise CppmegaError(
-        "no-step-seen",
-        f"{where()}: the script ended, and no step of it was seen.",
-        "Neither the imports nor the ranks nor the reached patches were checked.",
-        "write `for batch in cppmega.guard.steps(loader, args):`, or pass --no-steps for a script "
-        "that does not train",
-    )
+    if _GUARD.refused is not None:
+        raise _GUARD.refused
+    if not (_GUARD.stepped or excuse):
+        seen = "no step of it was seen"
+        if _GUARD.began:
+            seen = "its first step was not seen to end: it exited in it, or left the loop there"
+        raise CppmegaError(
+            "no-step-seen",
+            f"{where()}: the script ended, and {seen}.",
+            "Neither the imports nor the ranks nor the reached patches were checked.",
+            "write `for batch in cppmega.guard.steps(loader, args):`, call "
+            "cppmega.guard.after_first_step(args) where the loop is left in its first step, or "
+            "pass --no-steps for a script that does not train",
+        )
+    child_processes.check(where())
+    imported.check(_GUARD.session.tree.root, _GUARD.receipt, _GUARD.edits)
+    runtime.check()
 
 
 def summary(reached: set[str]) -> str:
@@ -242,18 +319,23 @@ def where() -> str:
 
 
 def gather(mine: T) -> list[T]:
-    """The same object of every rank; a list of one where nothing is distributed."""
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    """The same object of every rank; a list of one where nothing is distributed.
+
+    Raises:
+        CppmegaError: `rank-without-guard`.
+    """
+    distributed = roll_call.distributed()
+    if distributed is None:
         return [mine]
+    roll_call.require_everyone()
     everyone: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, mine)
     return everyone
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    distributed = roll_call.distributed()  # ranks that a script spawns need no variable
+    return distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
 
 
 def _required(args: Any, phases: Iterable[str]) -> set[str]:
@@ -313,7 +395,6 @@ def _nothing() -> None:
 def _around(
     function: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]
 ) -> Callable[..., Any]:
-    import functools
     import importlib
 
     @functools.wraps(function)
@@ -328,9 +409,9 @@ def _around(
 
 def _pass_on(guard: Guard) -> None:
     """Let processes that this one starts join the same overlay."""
-    folder = str(Path(__file__).parent / "bootstrap")
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folder not in known:
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, known)])
+    others = [folder for folder in known if folder and folder != child_processes.BOOTSTRAP]
+    os.environ["PYTHONPATH"] = os.pathsep.join([child_processes.BOOTSTRAP, *others])
     os.environ[OVERLAY] = guard.receipt.digest
     os.environ[ROOT] = str(guard.session.root)
+    os.environ[run_ledger.VARIABLE] = run_ledger.address() or run_ledger.open_new()

@@ -11,14 +11,17 @@ from types import CodeType, ModuleType
 
 
 class _AsItStands(SourceFileLoader):
-    """Compiles what the file holds now.
+    """Compiles what the file holds now, all of it.
 
     Python takes bytecode for its source's if second and size agree, and an edit can keep both: the
-    page would have a new revision and do what the old one did.
+    page would have a new revision and do what the old one did. Under `python -OO` it would leave
+    out the docstring, which is a page's header, and the assertions, which are its proof.
     """
 
     def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        code: CodeType = compile(
+            self.get_data(self.path), self.path, "exec", dont_inherit=True, optimize=0
+        )
         return code
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from cppmega.children import given_order
 from cppmega.errors import CppmegaError
 
 _KEPT = (
@@ -34,7 +35,7 @@ _KEPT = (
 
 def main() -> None:
     """Answer one order."""
-    order = json.load(sys.stdin)
+    order = given_order()
     warnings.simplefilter("ignore")
     answer: dict[str, Any] = {"process": [], "line": None, "checkpoint": None}
     with contextlib.redirect_stdout(sys.stderr):

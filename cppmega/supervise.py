@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cppmega import process
+from cppmega import end_record, process
 from cppmega.agent import FAILURE, of_torchrun
 from cppmega.failures import said_of
 from cppmega.run_folder import Node
@@ -154,9 +154,10 @@ class Supervisor:
 
     def _finish(self, code: int) -> int:
         self._show()
-        failure = read_json(self.node.path / FAILURE)
+        failure = read_json(self.node.path / FAILURE) if code else end_record.missing(self.node)
         if code and not failure:
             failure = of_torchrun(code)
+        code = code or int(bool(failure))
         self.status |= {"ended": time.time(), "exit": code, "workers": {}}
         if code:
             self.status["failure"] = failure

@@ -87,6 +87,7 @@ def train(
     ready = plan(changed, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)
     if dry_run:
         click.echo(shlex.join(ready.rendered.argv))
+        guard.no_step_because("--dry-run was asked for")
     ready = on_this_machine(ready)
     if not dry_run:
         launch(ready)

@@ -243,6 +243,7 @@ def _worker(
             env={
                 **alone(os.environ),
                 **environment,
+                "PYTHONOPTIMIZE": "",  # proofs are assertions, those of what they call too
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "OMP_NUM_THREADS": "1",
             },

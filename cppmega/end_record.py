@@ -1,0 +1,81 @@
+"""What a launched rank leaves when it has come to its end: a status of 0 without it proves nothing.
+
+`os._exit(0)` passes by every check that a process could make at its end; so the process in charge
+of a run looks for the records of its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from cppmega import process
+from cppmega.run_folder import Node, Run, write_json
+from cppmega.run_manifest import read_json
+
+RUN = "CPPMEGA_RUN"
+_FOLDER = "ends"
+
+
+def node_of_this_rank() -> Node | None:
+    """The host's part of the launch that started this process; None: no launch did.
+
+    A variable that is left over in a shell names a run whose torchrun is not our parent.
+    """
+    named = os.environ.get(RUN)
+    for node in Run(Path(named)).nodes() if named else ():
+        status = node.status()
+        if status.get("agent") == os.getppid() and status.get("boot") == process.boot():
+            return node
+    return None
+
+
+def discard(node: Node) -> None:
+    """A rank begins: what an earlier attempt left is not its own."""
+    with contextlib.suppress(OSError):
+        _file(node, _local_rank()).unlink(missing_ok=True)
+
+
+def write(node: Node, status: int, reason: str) -> None:
+    """A rank has ended and was looked at.
+
+    Args:
+        status: its exit status.
+        reason: why no step of it was seen; empty where steps were.
+    """
+    record = {"status": status, "reason": reason, "pid": os.getpid(), "time": time.time()}
+    with contextlib.suppress(OSError):  # a full disk: the process in charge will say it
+        _file(node, _local_rank()).parent.mkdir(exist_ok=True)
+        write_json(_file(node, _local_rank()), record)
+
+
+def missing(node: Node) -> dict[str, Any]:
+    """The failure of the first rank that ended with 0 and was not looked at; empty: none."""
+    manifest, status = node.run.manifest, node.status()
+    if "cppmega.run" not in manifest.get("torchrun", ()):
+        return {}  # ranks without the guard leave no records
+    for local_rank in range(manifest.get("nproc", 0)):
+        record = read_json(_file(node, local_rank))
+        if record.get("status") == 0:
+            continue
+        said = "was refused by the guard" if record else "ended without an end record"
+        return {
+            "rank": status.get("first_rank", 0) + local_rank,
+            "local_rank": local_rank,
+            "exit": 0,
+            "signal": "",
+            "message": f"the rank {said}, and its exit status was 0: its script called os._exit, "
+            "or another program took its place",
+        }
+    return {}
+
+
+def _file(node: Node, local_rank: int) -> Path:
+    return node.path / _FOLDER / f"{local_rank}.json"
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
