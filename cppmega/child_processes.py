@@ -25,8 +25,6 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
 _DEAF = frozenset("SIE")
 """Options under which Python reads no PYTHONPATH, or no sitecustomize."""
 _WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
-_SERVE_NO_CODE = ("multiprocessing.managers", "torch._inductor")
-"""Targets of multiprocessing that keep shared objects, or compile."""
 _SECONDS = 60.0
 """In which a process that was started rightly has joined, on a slow file system too."""
 _MOST = 50
@@ -86,18 +84,18 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _is_worker(pid: int, words: Sequence[str]) -> bool:
-    if not any(mark in word for word in words for mark in _WORKERS):
-        return False
-    return not str(_target_module(pid)).startswith(_SERVE_NO_CODE)
+    marked = any(mark in word for word in words for mark in _WORKERS)
+    return marked and not _is_manager(pid)
 
 
-def _target_module(pid: int) -> str:
-    """Where the function is from that a worker of this process runs."""
+def _is_manager(pid: int) -> bool:
+    """Whether it only keeps objects that processes share; `SyncManager` and its like are so named.
+
+    What a process runs is not known once it has started: multiprocessing forgets it.
+    """
     multiprocessing = sys.modules.get("multiprocessing")
-    for worker in multiprocessing.active_children() if multiprocessing is not None else ():
-        if worker.pid == pid:
-            return getattr(getattr(worker, "_target", None), "__module__", None) or ""
-    return ""
+    workers = multiprocessing.active_children() if multiprocessing is not None else []
+    return any(w.pid == pid and w.name.partition("-")[0].endswith("Manager") for w in workers)
 
 
 def _on_event(event: str, args: tuple[Any, ...]) -> None:
