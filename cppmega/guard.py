@@ -91,7 +91,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     global _GUARD
     if not inherited:
         interpreter.check()
-        forget_leftovers()
+        run_ledger.join_or_forget(os.environ, OVERLAY, ROOT)
     if root is not None:
         imported.only_from(root)
     session = Session(root)
@@ -128,20 +128,6 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     _pass_on(_GUARD)
     child_processes.watch(where(), first=not inherited)
     return _GUARD
-
-
-def forget_leftovers() -> None:
-    """Take the variables of another run out of this process's environment, and say so."""
-    if run_ledger.join(os.environ):
-        return
-    left = [name for name in (OVERLAY, ROOT, run_ledger.VARIABLE) if os.environ.pop(name, None)]
-    if left:
-        print(
-            f"cppmega: {', '.join(left)} is left over from another run, which has not started this "
-            "process: ignored",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _begin_anew() -> None:
@@ -411,6 +397,9 @@ def _pass_on(guard: Guard) -> None:
     """Let processes that this one starts join the same overlay."""
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [folder for folder in known if folder and folder != child_processes.BOOTSTRAP]
+    if child_processes.BOOTSTRAP not in sys.path:
+        # torch.compile makes the PYTHONPATH of its workers of it; the script's folder stays first.
+        sys.path.insert(1, child_processes.BOOTSTRAP)
     os.environ["PYTHONPATH"] = os.pathsep.join([child_processes.BOOTSTRAP, *others])
     os.environ[OVERLAY] = guard.receipt.digest
     os.environ[ROOT] = str(guard.session.root)

@@ -15,7 +15,7 @@ def join_or_die() -> None:
 
     Steps that this process takes are checked like those of any rank.
     """
-    guard.forget_leftovers()
+    run_ledger.join_or_forget(os.environ, guard.OVERLAY, guard.ROOT)
     if not os.environ.get(guard.OVERLAY):
         return
     try:

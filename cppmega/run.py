@@ -128,7 +128,9 @@ def main() -> NoReturn:
         run_end.failed()
         error.show()
         sys.exit(2)
-    except (Exception, KeyboardInterrupt) as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
         run_end.failed()
         failure.record(error)
         raise

@@ -50,7 +50,7 @@ def watch(words: Sequence[str], *, no_steps: bool) -> None:
     if _END.node is not None:
         end_record.discard(_END.node)
     elif os.environ.get(end_record.RUN):
-        left = f"{end_record.RUN} names a run whose launch has not started this process: ignored"
+        left = f"ignoring {end_record.RUN}: the launch of that run has not started this process"
         print(f"cppmega: {left}", file=sys.stderr, flush=True)
     watch_ranks()
     atexit.register(_last_look)
@@ -78,9 +78,13 @@ def returned(stop: SystemExit | None) -> int:
 
 
 def failed() -> None:
-    """The process ends with an error, which is shown already."""
-    if _END is not None:
-        _END.status, _END.judged = 1, True
+    """The process ends with an error, which is shown already: no way out says otherwise."""
+    if _END is None or os.getpid() != _END.pid:
+        return
+    _END.status, _END.judged = 1, True
+    # What the script registered with atexit still runs; forks of it end as they like.
+    leave, me = os._exit, os.getpid()
+    os._exit = lambda status: leave(status or int(os.getpid() == me))
 
 
 def _status(stop: SystemExit | None) -> int:
@@ -135,7 +139,7 @@ def _reason(held: guard.Guard, lines: Sequence[dict[str, Any]], help_shown: bool
     """Why a process had no step to take; empty: it should have taken one."""
     stepped = {line["pid"] for line in lines if line["what"] == "stepped"}
     if stepped:
-        return f"it was taken in {len(stepped)} processes that this one started"
+        return f"processes that this one started took their own ({len(stepped)} of them)"
     if held.excuse:
         return held.excuse
     if help_shown:
@@ -169,7 +173,7 @@ def _last_look() -> None:
     if end is None or os.getpid() != end.pid:
         return
     refused = False
-    if not end.judged and end.status == 0 and not _crashed():
+    if not end.judged and end.status == 0:
         try:
             _judge(end)
         except CppmegaError as error:
@@ -177,14 +181,9 @@ def _last_look() -> None:
             _tell(error)
     close_gloo()
     if end.node is not None:
-        end_record.write(end.node, 1 if _crashed() else end.status, end.reason)
+        end_record.write(end.node, end.status, end.reason)
     if refused:
         _exit(1)
-
-
-def _crashed() -> bool:
-    """Whether the process ends because of an exception that nobody caught."""
-    return getattr(sys, "last_value", None) is not None
 
 
 def _tell(error: CppmegaError) -> None:
@@ -230,7 +229,7 @@ def _end_of_rank() -> None:
     """A rank that the script started has ended: what it says of itself reaches the first one."""
     held, error = guard.active(), sys.exc_info()[1]
     fails = error is not None and not (isinstance(error, SystemExit) and _status(error) == 0)
-    if held is None or fails or _crashed():
+    if held is None or fails:
         return
     reason = "" if held.stepped else _reason_of_arguments(held.arguments or _megatrons_arguments())
     if reason:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -36,14 +37,25 @@ def open_new() -> str:
     return _address
 
 
-def join(environ: Mapping[str, str]) -> bool:
-    """Take over the ledger that an environment names, if that was inherited from its process."""
+def join_or_forget(environ: MutableMapping[str, str], *names: str) -> None:
+    """Take over the ledger that an environment names, if this process inherited it.
+
+    Args:
+        names: variables that mean nothing where it did not; they are taken out, with a remark.
+    """
     global _address
     address = environ.get(VARIABLE, "")
-    if _path(address) is None:
-        return False
-    _address = address
-    return True
+    if _path(address) is not None:
+        _address = address
+        return
+    left = [name for name in (*names, VARIABLE) if environ.pop(name, None)]
+    if left:
+        print(
+            f"cppmega: ignoring {', '.join(left)}: left over from another run, which has not "
+            "started this process",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def address() -> str:

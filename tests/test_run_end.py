@@ -62,6 +62,7 @@ UNSEEN = {
     "exit inside the first step": "for step in guard.steps(range(3)):\n    double(1)\n    exit()",
     "a status that wraps to 0": "sys.exit(256)",
     "a left loop": "for step in guard.steps(range(3)):\n    double(1)\n    break",
+    "an exit that hides a refusal": "atexit.register(lambda: os._exit(0))",
     "a nested script": (
         "import runpy, tempfile\n"
         "with tempfile.NamedTemporaryFile('w', suffix='.py') as file:\n"
@@ -212,8 +213,8 @@ def test_what_is_left_over_in_a_shell_switches_nothing_off(bench: Bench) -> None
         path = f"{REPOSITORY}/cppmega/bootstrap:{bench.environment['PYTHONPATH']}"
         code, _, err = run(bench, "train()", PYTHONPATH=path, **left)
         assert code == 0 and "reached: double_doubles" in err, err
-        assert "CPPMEGA_OVERLAY, CPPMEGA_ROOT, CPPMEGA_GUARDED_BY is left over" in err
-        assert "CPPMEGA_RUN names a run whose launch has not started this process" in err
+        assert "ignoring CPPMEGA_OVERLAY, CPPMEGA_ROOT, CPPMEGA_GUARDED_BY: left over" in err
+        assert "ignoring CPPMEGA_RUN: the launch of that run has not started" in err
     finally:
         (bench.pages / "gated.py").unlink()
         bench.cppmega("apply", bench.folder / "root")
