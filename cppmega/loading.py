@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 
-class _AsItStands(SourceFileLoader):
+class FromSource(SourceFileLoader):
     """Compiles what the file holds now.
 
     Python takes bytecode for its source's if second and size agree, and an edit can keep both: the
@@ -34,7 +34,7 @@ def load(name: str, path: Path, below: Sequence[str] | None = None) -> ModuleTyp
     spec = importlib.util.spec_from_file_location(
         name,
         path,
-        loader=_AsItStands(name, str(path)),
+        loader=FromSource(name, str(path)),
         submodule_search_locations=None if below is None else list(below),
     )
     assert spec is not None and spec.loader is not None
