@@ -46,7 +46,7 @@ def is_fixed(value: Any) -> bool:
     """Whether a value can be compared: code and constants can, state cannot."""
     if type(value) is tuple:
         return all(is_fixed(item) for item in value)
-    kinds = (*_PLAIN, *_DESCRIPTORS, *_PARTIALS, types.ModuleType)
+    kinds = (*_PLAIN, *_DESCRIPTORS, *_PARTIALS, types.ModuleType, types.CodeType)
     return type(value) in kinds or callable(value)
 
 
