@@ -14,6 +14,7 @@ OWN = {
     "CPPMEGA_OVERLAY": "set by cppmega.run for its child processes",
     "CPPMEGA_ROOT": "set by cppmega.run for its child processes",
     "CPPMEGA_GUARDED_BY": "set by cppmega.run for its child processes",
+    "CPPMEGA_ALLOW_WRAPPER": "wrappers of patched code that are meant: module:qualname,...",
     "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
     "CPPMEGA_RUNS": "folder of the run folders (default: ./runs)",
     "CPPMEGA_RUN": "set by cppmega launch for its ranks: the run folder",

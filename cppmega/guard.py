@@ -26,10 +26,12 @@ from cppmega import (
     interpreter,
     marks,
     overlay,
+    reached,
     receipt,
     roll_call,
     run_ledger,
     runtime,
+    training_watch,
 )
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
@@ -43,8 +45,6 @@ OVERLAY = "CPPMEGA_OVERLAY"
 """Set for child processes: the digest they must hold."""
 ROOT = "CPPMEGA_ROOT"
 """Set for child processes: the tree they must import megatron from."""
-
-_FIRST_STEP = ("startup", "forward", "backward")
 
 
 @dataclass
@@ -121,6 +121,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     if _GUARD is None:
         os.register_at_fork(after_in_child=_begin_anew)
     _GUARD = Guard(session, loaded.receipt, plan.edits)
+    imported.watch(session.tree.root, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
         runtime.arm(session.pages[name], plan.edits[name])
     _watch_megatron()
@@ -184,24 +185,8 @@ def before_first_step() -> None:
     """
     if _GUARD is None or _GUARD.began:
         return
-    problem = ""
-    try:
-        interpreter.check()
-        child_processes.check(where())
-        imported.check(_GUARD.session.tree.root, _GUARD.receipt, _GUARD.edits)
-        runtime.check()
-    except CppmegaError as error:
-        problem = f"{error.name}: {error.what} {error.why}"
-    mine = (where(), _GUARD.receipt.digest, problem)
-    everyone: list[tuple[str, str, str]] = gather(mine)
-    broken = [f"{place}: {said}" for place, _, said in everyone if said]
-    if broken:
-        raise CppmegaError(
-            "rank-not-whole",
-            "; ".join(broken[:8]),
-            "One rank with other code is enough to train a wrong model.",
-            "on that host: `cppmega status`, then `python -m cppmega.apply_patches`",
-        )
+    everyone = gather((where(), _GUARD.receipt.digest, _problem()))
+    _refuse_broken([(place, problem) for place, _, problem in everyone])
     digests = {digest for _, digest, _ in everyone}
     if len(digests) > 1:
         said = ", ".join(f"{place} has {digest}" for place, digest, _ in everyone)
@@ -215,22 +200,65 @@ def before_first_step() -> None:
 
 
 @_kept
+def recheck(when: str, *, together: bool = False) -> None:
+    """Compare this process with the receipt once more.
+
+    Args:
+        when: for the message, as in "at the end of the run".
+        together: every rank takes part, and all of them stop when one is not as it must be; only
+            where every rank is certain to call it.
+
+    Raises:
+        CppmegaError: `rank-not-whole`.
+    """
+    if _GUARD is None:
+        return
+    mine = (f"{where()}, {when}", _problem())
+    _refuse_broken(gather(mine) if together else [mine])
+
+
+def _problem() -> tuple[str, str] | None:
+    """What is not as it must be in this process, and what to do about it."""
+    assert _GUARD is not None
+    try:
+        interpreter.check()
+        child_processes.check(where())
+        imported.check(_GUARD.session.tree.root, _GUARD.receipt)
+        runtime.check()
+    except CppmegaError as error:
+        return f"{error.name}: {error.what} {error.why}", error.next
+    return None
+
+
+def _refuse_broken(everyone: list[tuple[str, tuple[str, str] | None]]) -> None:
+    broken = [(place, problem) for place, problem in everyone if problem is not None]
+    if broken:
+        raise CppmegaError(
+            "rank-not-whole",
+            "; ".join(f"{place}: {what}" for place, (what, _) in broken[:8]),
+            "One rank with other code is enough to train a wrong model.",
+            f"on that host: {broken[0][1][1]}",
+        )
+
+
+@_kept
 def after_first_step(args: Any = None) -> None:
     """Stop the run when a page that had to be reached was reached on no rank.
 
     Raises:
-        CppmegaError: `page-not-reached`, on every rank.
+        CppmegaError: `page-not-reached`, `arguments-not-given`, `rank-not-whole`; on every rank.
     """
     if _GUARD is None or _GUARD.stepped:
         return
-    required = _required(args, _FIRST_STEP)
-    reached = set().union(*gather(marks.reached()))
-    _refuse_missing(required - reached, "the first step")
-    child_processes.check(where())
+    everyone = gather((where(), _problem(), marks.reached()))
+    _refuse_broken([(f"{place}, after the first step", problem) for place, problem, _ in everyone])
+    hit = set().union(*(pages for _, _, pages in everyone))
+    required = reached.required(_GUARD, args, reached.FIRST_STEP, hit)
+    reached.refuse_missing(_GUARD, required - hit, where(), "the first step")
     _GUARD.stepped = True
     run_ledger.write("stepped")
     if _rank() == 0:
-        print(summary(reached), file=sys.stderr, flush=True)
+        print(reached.summary(_GUARD, hit), file=sys.stderr, flush=True)
 
 
 def after_first_log(args: Any = None) -> None:
@@ -239,7 +267,12 @@ def after_first_log(args: Any = None) -> None:
 
 
 def after_first_save(args: Any = None) -> None:
-    """The same for pages that are reached when a checkpoint is saved."""
+    """The same for pages that are reached when a checkpoint is saved.
+
+    A loop of one's own calls it on every rank after each checkpoint: the code is compared each
+    time.
+    """
+    recheck("after a checkpoint", together=True)
     _after_first("save", "the first checkpoint", args)
 
 
@@ -247,9 +280,9 @@ def after_first_save(args: Any = None) -> None:
 def _after_first(phase: str, said: str, args: Any) -> None:
     if _GUARD is None or phase in _GUARD.ended:
         return
-    reached = set().union(*gather(marks.reached()))
-    _refuse_missing(_required(args, (phase,)) - reached, said)
-    child_processes.check(where())
+    hit = set().union(*gather(marks.reached()))
+    required = reached.required(_GUARD, args, (phase,), hit)
+    reached.refuse_missing(_GUARD, required - hit, where(), said)
     _GUARD.ended.add(phase)
 
 
@@ -266,8 +299,8 @@ def finish(excuse: str = "") -> None:
         excuse: why there was no step to see; empty: there had to be one.
 
     Raises:
-        CppmegaError: `no-step-seen`, the first refusal that the script has caught, and what has
-            changed since the last check.
+        CppmegaError: `no-step-seen`, `rank-not-whole`, and the first refusal that the script has
+            caught.
     """
     if _GUARD is None:
         return
@@ -285,18 +318,7 @@ def finish(excuse: str = "") -> None:
             "cppmega.guard.after_first_step(args) where the loop is left in its first step, or "
             "pass --no-steps for a script that does not train",
         )
-    child_processes.check(where())
-    imported.check(_GUARD.session.tree.root, _GUARD.receipt, _GUARD.edits)
-    runtime.check()
-
-
-def summary(reached: set[str]) -> str:
-    """One line for the log: what this run trains with."""
-    assert _GUARD is not None
-    hit = sorted(reached & set(_GUARD.receipt.pages))
-    idle = [f"{name} ({why})" for name, why in sorted(_GUARD.idle.items()) if name not in reached]
-    text = f"cppmega: overlay {_GUARD.receipt.digest}; reached: {', '.join(hit) or 'none'}"
-    return text + (f"; idle: {', '.join(idle)}" if idle else "")
+    recheck("at the end of the run")
 
 
 def where() -> str:
@@ -324,73 +346,19 @@ def _rank() -> int:
     return distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
 
 
-def _required(args: Any, phases: Iterable[str]) -> set[str]:
-    """Pages that this run must have passed through by now; the others become idle."""
-    assert _GUARD is not None
-    required = set()
-    for name in _GUARD.receipt.pages:
-        patch = _GUARD.session.pages[name].patch
-        if patch.reached == "never":
-            _GUARD.idle[name] = "no run need reach it"
-        elif patch.reached not in phases:
-            _GUARD.idle.setdefault(name, f"reached at {patch.reached}")
-        elif patch.when is not None and args is None:
-            _GUARD.idle[name] = "the loop gave no arguments to decide by"
-        elif patch.when is not None and not patch.when(args):
-            _GUARD.idle[name] = "this run's arguments do not use it"
-        else:
-            required.add(name)
-            _GUARD.idle.pop(name, None)
-    return required
-
-
-def _refuse_missing(missing: set[str], when: str) -> None:
-    assert _GUARD is not None
-    if not missing:
-        return
-    said = ", ".join(
-        f"{name} ({', '.join(_GUARD.receipt.pages[name].targets)})" for name in sorted(missing)
-    )
-    raise CppmegaError(
-        "page-not-reached",
-        f"{where()}: no rank went through {said} by {when}.",
-        "The patch is on disk and does nothing: the run would train without it.",
-        "see `cppmega explain NAME`; a run that does not need it takes it out with "
-        "`cppmega revert NAME`",
-    )
-
-
 def _watch_megatron() -> None:
-    """Find Megatron's steps and checkpoints without the script's help."""
-    import wrapt
-
-    wrapt.register_post_import_hook(_watch_training, "megatron.training.training")
-
-
-def _watch_training(module: Any) -> None:
-    # train() looks these names up in its own module, so replacing them there is enough.
-    module.train_step = _around(module.train_step, before_first_step, after_first_step)
-    module.training_log = _around(module.training_log, _nothing, after_first_log)
-    module.save_checkpoint = _around(module.save_checkpoint, _nothing, after_first_save)
-
-
-def _nothing() -> None:
-    """Before a log or a checkpoint there is nothing to check."""
-
-
-def _around(
-    function: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]
-) -> Callable[..., Any]:
-    import importlib
-
-    @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        before()
-        result = function(*args, **kwargs)
-        after(importlib.import_module("megatron.training.global_vars").get_args())
-        return result
-
-    return watched
+    """Find Megatron's steps, logs and checkpoints without the script's help."""
+    training_watch.install(
+        {
+            "train_step": (before_first_step, after_first_step),
+            "training_log": (training_watch.nothing, after_first_log),
+            # Before it is written: a checkpoint of other code must not replace a good one.
+            "save_checkpoint": (
+                lambda: recheck("before a checkpoint", together=True),
+                lambda args: _after_first("save", "the first checkpoint", args),
+            ),
+        }
+    )
 
 
 def _pass_on(guard: Guard) -> None:

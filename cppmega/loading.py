@@ -10,18 +10,27 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 
-class _AsItStands(SourceFileLoader):
-    """Compiles what the file holds now, all of it.
+class FromSource(SourceFileLoader):
+    """Compiles what the file holds now.
 
     Python takes bytecode for its source's if second and size agree, and an edit can keep both: the
-    page would have a new revision and do what the old one did. Under `python -OO` it would leave
-    out the docstring, which is a page's header, and the assertions, which are its proof.
+    page would have a new revision and do what the old one did.
     """
 
     def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = compile(
-            self.get_data(self.path), self.path, "exec", dont_inherit=True, optimize=0
-        )
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+class _Whole(FromSource):
+    """Leaves out neither a docstring nor an assertion, as `python -OO` would.
+
+    They are a page's header and its proof.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        data = self.get_data(self.path)
+        code: CodeType = compile(data, self.path, "exec", dont_inherit=True, optimize=0)
         return code
 
 
@@ -37,7 +46,7 @@ def load(name: str, path: Path, below: Sequence[str] | None = None) -> ModuleTyp
     spec = importlib.util.spec_from_file_location(
         name,
         path,
-        loader=_AsItStands(name, str(path)),
+        loader=_Whole(name, str(path)),
         submodule_search_locations=None if below is None else list(below),
     )
     assert spec is not None and spec.loader is not None

@@ -81,7 +81,7 @@ def _process(order: dict[str, Any]) -> list[dict[str, str]]:
     found = []
     checks: tuple[Callable[[], None], ...] = (
         lambda: _refuse_other_files(root, held),
-        lambda: imported.check(root, held.receipt, held.edits),
+        lambda: imported.check(root, held.receipt),
         runtime.check,
         lambda: _refuse_waiting(runtime.waiting()),
     )

@@ -34,6 +34,7 @@ class Asked:
     is_module: bool
     root: Path | None
     no_steps: bool
+    wrappers: tuple[str, ...]
 
 
 @click.command(context_settings={**_SETTINGS, "help_option_names": ["-h", "--help"]})
@@ -45,9 +46,22 @@ class Asked:
     help="Import megatron from this folder and no other (default: the one Python would import).",
 )
 @click.option("--no-steps", is_flag=True, help="The script does not train: do not wait for a step.")
+@click.option(
+    "--allow-wrapper",
+    "wrappers",
+    multiple=True,
+    metavar="MODULE:QUALNAME",
+    help="Accept this wrapper around patched code; the run's log names it.",
+)
 @click.option("-m", "module", metavar="MODULE", help="Run this module, as `python -m` does.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
-def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str, ...]) -> Asked:
+def run(
+    root: Path | None,
+    no_steps: bool,
+    wrappers: tuple[str, ...],
+    module: str | None,
+    words: tuple[str, ...],
+) -> Asked:
     """Run a training SCRIPT, or a module, with the overlay armed and proved in every rank.
 
     Works under plain python and under torchrun. The script's own loop says where its steps are
@@ -61,12 +75,12 @@ def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str,
             "There is nothing to run.",
             "python -m cppmega.run SCRIPT ARGS, or python -m cppmega.run -m MODULE ARGS",
         )
-    return Asked(script, tuple(arguments), bool(module), root, no_steps)
+    return Asked(script, tuple(arguments), bool(module), root, no_steps, wrappers)
 
 
 def _execute(asked: Asked) -> int:
     """Run the script to its end, and look whether it was one; answers the exit status."""
-    from cppmega import allocator, guard, run_end
+    from cppmega import allocator, guard, run_end, vouched
 
     if not (asked.is_module or sys.flags.safe_path):
         # What `python SCRIPT` would have: the script's folder first, not the working directory.
@@ -74,6 +88,7 @@ def _execute(asked: Asked) -> int:
     sys.argv = [asked.script, *asked.arguments]
     allocator.set_in(os.environ)  # before anything imports torch
     run_end.watch(asked.arguments, no_steps=asked.no_steps)
+    vouched.allow(asked.wrappers)
     guard.start(asked.root)
     try:
         if asked.is_module:
@@ -99,7 +114,7 @@ def _ending_options(words: Sequence[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         if words[at] == "-m":
             return [*words[: at + 2], "--", *words[at + 2 :]]
-        at += 2 if words[at] == "--megatron" else 1
+        at += 2 if words[at] in ("--megatron", "--allow-wrapper") else 1
     return list(words)
 
 
