@@ -12,19 +12,17 @@ import functools
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from megatron.core import thing, user
 
 from cppmega import guard, vouched
-from cppmega.errors import CppmegaError
+from tests.live_scenes import Scene, play_all
 
-Scene = Callable[[], Iterator[None]]
 SCENES: dict[str, Scene] = {}
 
 
@@ -213,13 +211,12 @@ def loaded_by_path():
 
 @scene
 def file_changed_on_disk():
-    text = open(thing.__file__).read()
-    os.unlink(thing.__file__)  # the receipt's original may be a hard link
-    with open(thing.__file__, "w") as file:
-        file.write(text.replace("2 * x", "3 * x"))
+    file = Path(thing.__file__)
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text.replace("2 * x", "3 * x"))
     yield
-    with open(thing.__file__, "w") as file:
-        file.write(text)
+    file.write_text(text)
 
 
 # -- what is no attack -----------------------------------------------------------------------------
@@ -245,7 +242,7 @@ def fine_reloaded():
 
 @scene
 def fine_under_another_name():
-    sys.path.insert(0, os.path.dirname(thing.__file__))
+    sys.path.insert(0, str(Path(thing.__file__).parent))
     second = importlib.import_module("thing")
     assert second is not thing and (second.double(2), second.half(20)) == (4, 2)
     yield
@@ -281,27 +278,7 @@ def fine_subclass():
     yield
 
 
-def look() -> str:
-    try:
-        guard.recheck("in a scene")
-    except CppmegaError as error:
-        return f"{error.what} NEXT {error.next}"
-    return ""
-
-
-def main() -> None:
-    found = {"before": (look(), "")}
-    for name, play in SCENES.items():
-        running = play()
-        next(running)
-        during = look()
-        next(running, None)
-        found[name] = (during, look())
-    found["met"] = (json.dumps(vouched.met()), "")
-    print("FOUND", json.dumps(found))
-
-
 if __name__ == "__main__":
     for _ in guard.steps([1]):
         user.run(1)
-    main()
+    play_all(SCENES)
