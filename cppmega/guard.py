@@ -199,7 +199,6 @@ def before_first_step() -> None:
     _GUARD.began = True
 
 
-@_kept
 def recheck(when: str, *, together: bool = False) -> None:
     """Compare this process with the receipt once more.
 
@@ -266,6 +265,7 @@ def after_first_log(args: Any = None) -> None:
     _after_first("log", "the first log", args)
 
 
+@_kept
 def after_first_save(args: Any = None) -> None:
     """The same for pages that are reached when a checkpoint is saved.
 
@@ -354,7 +354,7 @@ def _watch_megatron() -> None:
             "training_log": (training_watch.nothing, after_first_log),
             # Before it is written: a checkpoint of other code must not replace a good one.
             "save_checkpoint": (
-                lambda: recheck("before a checkpoint", together=True),
+                _kept(lambda: recheck("before a checkpoint", together=True)),
                 lambda args: _after_first("save", "the first checkpoint", args),
             ),
         }
