@@ -1,30 +1,47 @@
 """`python -m cppmega.agent NODE TORCHRUN-ARGUMENTS`: torchrun, which keeps who failed first.
 
 The same as `python -m torch.distributed.run`; it is a process of its own so that whatever happens
-to it is seen by the one in charge (`cppmega.supervise`).
+to it is seen by the one in charge (`cppmega.supervise`). Where that one is killed, this process
+ends the ranks and writes down how the run ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from cppmega import process
+from cppmega import durable, liveness, process
+from cppmega.agent_watch import Watch
 from cppmega.process import end_with_parent
-from cppmega.run_folder import Node, write_json
+from cppmega.run_folder import Node
 
 FAILURE = "failure.json"
+ORPHANS = 60.0
+"""Seconds that ranks get to save and end after torchrun or the process in charge is gone."""
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run torchrun; when a rank fails, write down which one and why."""
     node, arguments = Node(Path(sys.argv[1])), sys.argv[2:]
-    signal.signal(signal.SIGTERM, lambda number, frame: _end(node))
+    parent = int(node.status().get("pid", os.getppid()))  # it may be gone already
+    watch = Watch(parent, ORPHANS, lambda: _end_now(node, watch))
     end_with_parent()
+    watch.start()
+    sys.stdout, sys.stderr = _Unfailing(sys.stdout), _Unfailing(sys.stderr)
+    code = _torchrun(node, arguments)
+    if watch.orphaned:
+        _inherit(node, watch)
+    sys.exit(code)
+
+
+def _torchrun(node: Node, arguments: list[str]) -> int:
     import torch.distributed.run
 
     torchrun: Any = torch.distributed.run  # it has no types
@@ -38,21 +55,57 @@ def main() -> None:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        write_json(node.path / FAILURE, first(error.failures))
-        sys.exit(1)
+        _keep(node, first(error.failures))
+        return 1
     except SignalException as error:
-        write_json(node.path / FAILURE, of_torchrun(-error.sigval))
-        sys.exit(1)
+        _keep(node, of_torchrun(-error.sigval))
+        return 1
+    return 0
 
 
-def _end(node: Node) -> None:
-    """SIGTERM: the ranks save and end, and torchrun after them; without ranks it ends now."""
-    ranks = process.children(os.getpid())
-    for rank in ranks:
-        process.send(rank, signal.SIGTERM)
-    if not ranks:
-        write_json(node.path / FAILURE, of_torchrun(-signal.SIGTERM))
-        os._exit(1)
+class _Unfailing:
+    """A stream that loses what a full disk does not take: torchrun would stop copying for good."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+
+def _end_now(node: Node, watch: Watch) -> NoReturn:
+    """There are no ranks, or none any more; torchrun waits for something else."""
+    _keep(node, of_torchrun(-signal.SIGTERM))
+    if watch.orphaned:
+        _inherit(node, watch)
+    os._exit(1)
+
+
+def _inherit(node: Node, watch: Watch) -> None:
+    """Write down the end of a run whose process in charge was killed."""
+    process.end_helpers(os.environ.get("CPPMEGA_RUN", ""), watch.ranks)
+    status = node.status()
+    if liveness.in_charge(status):
+        return
+    said = "the launcher was killed; its ranks were asked to save a checkpoint and end"
+    failure = {"rank": None, "exit": None, "signal": "", "message": said}
+    ended = {"ended": time.time(), "exit": None, "workers": {}, "failure": failure}
+    with contextlib.suppress(OSError):  # then its state says as much
+        node.write({**status, **ended})
+
+
+def _keep(node: Node, failure: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the process in charge sees the exit status
+        durable.write(node.path / FAILURE, failure)
 
 
 def of_torchrun(code: int) -> dict[str, Any]:
@@ -91,7 +144,7 @@ def _said(failure: Any) -> dict[str, Any]:
     """What the rank wrote; nothing where a signal ended it or it exited by itself."""
     try:
         found = json.loads(Path(failure.error_file).read_text())["message"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {"message": found}
 

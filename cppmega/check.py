@@ -47,6 +47,10 @@ def refuse(errors: Iterable[CppmegaError]) -> None:
         raise Refused(found)
 
 
+class Remark(str):
+    """Detail of a check that holds, and that is to be read even where all is well."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One answer of one check; a check that found several things wrong has several."""
@@ -59,6 +63,11 @@ class Finding:
     """What happened; or the detail of a check that holds, or why there was nothing to check."""
     why: str = ""
     next: str = ""
+
+    @property
+    def is_remark(self) -> bool:
+        """It holds, and is to be read all the same."""
+        return isinstance(self.what, Remark)
 
     @property
     def error(self) -> CppmegaError:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import click
 
-from cppmega import cli_preflight, cli_proof, cli_recipes, cli_runs, cli_tree
+from cppmega import cli_preflight, cli_proof, cli_recipes, cli_runs, cli_tree, process
 from cppmega.cli_base import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
 
@@ -27,6 +27,7 @@ __all__ = ["cli", "cli_preflight", "cli_proof", "cli_recipes", "cli_runs", "cli_
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; every error is four lines on stderr, or one JSON object with `--json`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    process.hold_standard_streams()
     try:
         code = cli.main(given, prog_name="cppmega", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else FINE)
@@ -70,5 +71,5 @@ def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:
     if "--json" in given:
         report.print_json(report.error_json(error))
     else:
-        print(error.render(), file=sys.stderr)
+        report.say(error.render())
     sys.exit(code)

@@ -73,10 +73,12 @@ def session_of(root: Path | None, patches: Sequence[Path]) -> Any:
 def answer(outcome: Any, as_json: bool, ok: bool, closing: str) -> NoReturn:
     from cppmega import report
 
-    if as_json:
-        report.print_json(report.as_json(outcome, ok))
-    else:
-        report.print_verdicts(outcome.verdicts)
+    with report.answering():
+        if as_json:
+            report.print_json(report.as_json(outcome, ok))
+        else:
+            report.print_verdicts(outcome.verdicts)
+    if not as_json:
         for note in outcome.notes:
             report.say(f"note: {note}")
         report.say(closing)

@@ -16,6 +16,7 @@ from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, cli, tree_options
 @click.argument("recipe", required=False)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
 @click.option("--deep", is_flag=True, help="Also run every kernel's parity on this GPU (minutes).")
+@click.option("-v", "--verbose", is_flag=True, help="A line for every check, with its reason.")
 @click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Hosts.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def preflight(
@@ -25,6 +26,7 @@ def preflight(
     recipe: str | None,
     changes: Sequence[str],
     deep: bool,
+    verbose: bool,
     nodes: int,
     arguments: Sequence[str],
 ) -> None:
@@ -55,9 +57,11 @@ def preflight(
         nodes=nodes,
         deep=deep,
     )
-    found = checks.examine(context, lambda name: report.say(f"preflight: {name}"))
-    if as_json:
-        report.print_json({**report.NOTHING, **found.as_json()})
-    else:
-        report.print_findings(found.findings)
+    with report.Progress("preflight") as progress:
+        found = checks.examine(context, progress)
+    with report.answering():
+        if as_json:
+            report.print_json({**report.NOTHING, **found.as_json()})
+        else:
+            report.print_findings(found.findings, verbose)
     sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)

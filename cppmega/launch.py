@@ -45,22 +45,33 @@ def launch(asked: Launch, *, dry_run: bool = False) -> int:
         print(shlex.join(["torchrun", *ready.torchrun]))
         report.say(f"nothing was started; the run folder would be {ready.folder}")
         return 0
+    return _here(ready) if asked.tmux is None else _in_session(ready, asked.tmux)
+
+
+def _here(ready: Ready) -> int:
+    """In this terminal."""
+    from cppmega.supervise import Supervisor
+
     node = launch_folder.make(ready)
     run = node.run
-    if asked.tmux is None:
-        report.say(f"run {run.name} in {run.path}; in this terminal: Ctrl-C saves and ends it")
-        os.environ.clear()
-        os.environ.update(ready.environment)
-        from cppmega.supervise import Supervisor
+    report.say(f"run {run.name} in {run.path}; in this terminal: Ctrl-C saves and ends it")
+    os.environ.clear()
+    os.environ.update(ready.environment)
+    return Supervisor(node, ready.torchrun).run()
 
-        return Supervisor(node).run()
-    command = [sys.executable, "-m", "cppmega.supervise", str(node.path)]
-    tmux.start(asked.tmux, command, Path.cwd(), ready.environment)
+
+def _in_session(ready: Ready, name: str) -> int:
+    """In a tmux session, which is there before the run folder is: see `tmux.reserve`."""
+    with tmux.reserve(name) as session:
+        node = launch_folder.make(ready)
+        command = [sys.executable, "-m", "cppmega.supervise", str(node.path), *ready.torchrun]
+        session.run(command, Path.cwd(), ready.environment)
     _await_start(node)
+    run = node.run
     print(run.path)
     for what in ("attach", "logs -f", "stop", "runs"):
-        name = "" if what == "runs" else f" {run.name}"
-        report.say(f"  cppmega {what}{name}{_runs_word(asked)}")
+        word = "" if what == "runs" else f" {run.name}"
+        report.say(f"  cppmega {what}{word}{_runs_word(ready.asked)}")
     return 0
 
 
@@ -215,7 +226,11 @@ def _preflight(
         nodes=asked.nodes,
         folder=folder,
     )
-    found = examine(context, lambda name: report.say(f"preflight: {name}"))
+    with report.Progress("preflight") as progress:
+        found = examine(context, progress)
+    for finding in found.findings:
+        if finding.is_remark:
+            report.say(f"  {finding.check}: {finding.what}")
     if not found.ok:
         failures = found.failures
         if len(failures) > 1:
@@ -264,7 +279,8 @@ def _torchrun(ready: Ready) -> tuple[str, ...]:
             *("--rdzv-endpoint", str(asked.rdzv), "--rdzv-id", ready.folder.name),
         ]
     else:
-        where = ["--standalone"]
+        # The host's own name may have no address: then ranks would wait for each other for ever.
+        where = ["--standalone", "--local-addr", "127.0.0.1"]
     # Every rank has its files; the first and the last, which Megatron's lines come from, are shown.
     shown = ",".join(f"{rank}:3" for rank in sorted({0, last}))
     root = ready.options["root"]

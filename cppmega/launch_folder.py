@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cppmega import launch_record, overlay_record, receipt, recipes_index, run_folder, run_manifest
+from cppmega import (
+    launch_record,
+    overlay_record,
+    receipt,
+    recipes_index,
+    redact,
+    run_folder,
+    run_manifest,
+)
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
@@ -66,12 +74,25 @@ def make(ready: Ready) -> Node:
         if error.name != "run-exists" or asked.nodes == 1:
             raise
         return _join(ready, Run(ready.folder), manifest, error)
+    try:
+        return _fill(ready, run, manifest)
+    except OSError as error:
+        shutil.rmtree(run.path, ignore_errors=True)  # it is new, and not a run yet
+        raise CppmegaError(
+            "run-folder-not-written",
+            f"{run.path} cannot be written: {error.strerror}.",
+            "Without its manifest the run could not be identified later. Nothing was started.",
+            f"df -h {runs}; or --runs FOLDER on a disk with room",
+        ) from error
+
+
+def _fill(ready: Ready, run: Run, manifest: Mapping[str, Any]) -> Node:
     (run.path / "recipe").mkdir()
-    source = recipes_index.file_of(asked.recipe)
+    source = recipes_index.file_of(ready.asked.recipe)
     shutil.copyfile(source, run.path / "recipe" / f"{ready.recipe.name}.py")
     applied = receipt.load(ready.session.tree).receipt
     (run.path / "receipt.json").write_bytes(applied.dump())
-    node = run_folder.claim_node(run, asked.nodes)
+    node = run_folder.claim_node(run, ready.asked.nodes)
     assert node is not None, "the folder is new"
     run_folder.write_json(run.manifest_file, manifest)  # last: from now on it is a run
     return node
@@ -100,11 +121,11 @@ def _manifest(ready: Ready) -> dict[str, Any]:
     asked = ready.asked
     source = launch_record.file_state(recipes_index.file_of(asked.recipe))
     options = {name: _plain(value) for name, value in ready.options.items()}
-    return {
+    manifest = {
         "schema": run_manifest.SCHEMA,
         "name": ready.folder.name,
         "created": time.time(),
-        "command": sys.argv,
+        "command": redact.words(sys.argv),
         "folder": str(Path.cwd()),
         "tmux": asked.tmux,
         "resumes": asked.resume,
@@ -112,10 +133,10 @@ def _manifest(ready: Ready) -> dict[str, Any]:
         "cppmega": launch_record.tool_state(),
         "overlay": overlay_record.of(receipt.load(ready.session.tree).receipt),
         "megatron": {"version": ready.session.tree.version, "root": str(ready.session.root)},
-        "arguments": list(ready.rendered),
+        "arguments": redact.words(ready.rendered),
         "options": options,
-        "torchrun": list(ready.torchrun),
-        "environment": launch_record.environment_that_matters(ready.environment),
+        "torchrun": redact.words(ready.torchrun),
+        "environment": redact.environment(ready.environment),
         "stack": launch_record.versions(),
         "gpus": launch_record.gpus(),
         "data": ready.data,
@@ -126,6 +147,7 @@ def _manifest(ready: Ready) -> dict[str, Any]:
         "metrics": options["metrics"],
         "preflight": ready.checks,
     }
+    return {name: redact.everywhere(value) for name, value in manifest.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -1,34 +1,18 @@
-"""What must be known of a launch to say later what ran: environment, stack, sources."""
+"""What must be known of a launch to say later what ran: stack, GPUs, sources."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cppmega import __version__, stack
 
-_MATTERS = (
-    *("CPPMEGA_", "CUDA", "NCCL_", "NVTE_", "NVSHMEM_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_"),
-    *("TL_", "TILELANG_", "OMP_", "MKL_", "KMP_", "GLOO_", "UCX_", "FI_", "UB_", "SLURM_"),
-    *("MEGATRON_", "PYTHON", "LD_LIBRARY_PATH", "LD_PRELOAD", "WANDB_", "HF_", "MASTER_", "GLIBC_"),
-    *("VIRTUAL_ENV", "CONDA_PREFIX", "MALLOC_"),
-)
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _MORE_PACKAGES = ("numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "cuda")
-
-
-def environment_that_matters(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that training code reads. Never one whose name says that it is a secret."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(_MATTERS) and not any(word in name for word in _SECRET)
-    }
 
 
 def versions() -> dict[str, str]:
@@ -86,7 +70,10 @@ def git_state(path: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *words],
+            # The repository may be another user's: run nothing that its configuration names, fetch
+            # nothing, write nothing.
+            ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words],
+            env={**os.environ, "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"},
             capture_output=True,
             text=True,
             check=False,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -25,6 +25,8 @@ def end_with_parent(parent: int | None = None) -> None:
     Args:
         parent: who started this process, where that is known: it may have ended already.
     """
+    import ctypes  # most commands start without it
+
     parent = os.getppid() if parent is None else parent
     with contextlib.suppress(OSError, AttributeError):  # another system than Linux
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -84,6 +86,14 @@ def boot() -> str:
         return ""
 
 
+def namespace() -> str:
+    """Names what our numbers of processes belong to: a container has its own."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def children(pid: int) -> list[int]:
     """The direct children of a process."""
     found: list[int] = []
@@ -133,6 +143,27 @@ def age(pid: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(since) / os.sysconf("SC_CLK_TCK")
 
 
+def leads_session(pid: int) -> bool:
+    """Whether a process was started in a session of its own."""
+    try:
+        return os.getsid(pid) == pid
+    except OSError:
+        return False
+
+
+def end_helpers(run: str, ranks: Iterable[int]) -> None:
+    """End what the ranks of a run had started: a writer of checkpoints does not hear of its end.
+
+    Args:
+        run: its folder, as `CPPMEGA_RUN` names it: numbers of processes are used again.
+        ranks: which torchrun has given a session of its own each.
+    """
+    for rank in ranks:
+        for pid in of_session(rank):
+            if environment(pid).get("CPPMEGA_RUN") == run:
+                send(pid, signal.SIGKILL)
+
+
 def environment(pid: int) -> dict[str, str]:
     """The variables that a process was started with; empty where it is gone or another user's."""
     try:
@@ -146,6 +177,20 @@ def send(pid: int, number: signal.Signals) -> bool:
     """Send a signal; whether there was somebody to get it."""
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # gone, or its number is another user's now
         return False
     return True
+
+
+def hold_standard_streams() -> None:
+    """Open /dev/null in place of a standard stream that is closed (`>&-`).
+
+    The next file to be opened would get its number, and take what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

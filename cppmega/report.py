@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Outcome
@@ -19,8 +20,50 @@ _COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
 
 
 def say(message: str) -> None:
-    """A line of progress."""
-    print(message, file=sys.stderr, flush=True)
+    """A line of progress. A reader that is gone ends nothing."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Names of what is being done, each before it starts, in one line.
+
+    On a terminal the line changes; elsewhere it grows.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.terminal = sys.stderr.isatty()
+        self.begun = False
+
+    def __call__(self, name: str) -> None:
+        """Say what starts now."""
+        if self.terminal:
+            self._put(f"\r\033[K{self.title}: {name}")
+        else:
+            self._put(f" {name}" if self.begun else f"{self.title}: {name}")
+        self.begun = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.begun:
+            self._put("\r\033[K" if self.terminal else "\n")
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Print an answer; a reader that has seen enough (`| head`) does not change the exit status."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def coloured(word: str, code: str, stream: Any = None) -> str:
@@ -46,18 +89,52 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> None:
                 print(f"{'':<15} {'':<{width}}  next: {v.next}")
 
 
-def print_findings(findings: Iterable[Finding]) -> None:
-    """State, check, detail; failures with their name, why they matter and the next command."""
+def print_findings(findings: Iterable[Finding], verbose: bool = False) -> None:
+    """What holds in one line, what is to be read, and what fails in full, last.
+
+    Args:
+        verbose: a line for every check instead, in their order.
+    """
     rows = list(findings)
+    if not verbose:
+        for line in _in_short(rows):
+            print(line)
+        rows = [row for row in rows if row.state == "failed" or row.is_remark]
+        rows.sort(key=lambda row: row.state == "failed")
     width = max((len(row.check) for row in rows), default=0)
-    colours = {"ok": "32", "failed": "31", "not-run": "33"}
     for row in rows:
-        state = coloured(f"{row.state:<15}", colours.get(row.state, ""))
-        print(f"{state} {row.check:<{width}}  {row.name or row.what}".rstrip())
+        print(f"{_state(row.state)} {row.check:<{width}}  {row.name or row.what}".rstrip())
         if row.state == "failed":
             for label, text in (("what", row.what), ("why", row.why), ("next", row.next)):
                 below = text.replace("\n", f"\n{'':<{width + 24}}")  # a diff has many lines
                 print(f"{'':<15} {'':<{width}}  {label + ':':<5} {below}")
+
+
+def _in_short(rows: list[Finding]) -> Iterator[str]:
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row.state, []).append(row.check)
+    if ok := names.get("ok"):
+        yield f"{_state('ok')} {_checks(ok)} {_verb(ok, 'hold')}: {', '.join(ok)}"
+    if other := names.get("not-applicable"):
+        said = f"{_checks(other)} {_verb(other, 'do' if len(other) > 1 else 'doe')} not concern"
+        yield f"{_state('not-applicable')} {said} this launch (-v lists them)"
+    if waiting := names.get("not-run"):
+        said = f"{_checks(waiting)} {_verb(waiting, 'wait')} for what fails"
+        yield f"{_state('not-run')} {said}: {', '.join(waiting)}"
+
+
+def _checks(names: list[str]) -> str:
+    return f"{len(names)} check{'s' if len(names) > 1 else ''}"
+
+
+def _verb(names: list[str], verb: str) -> str:
+    return verb if len(names) > 1 else f"{verb}s"
+
+
+def _state(state: str) -> str:
+    colours = {"ok": "32", "failed": "31", "not-run": "33"}
+    return coloured(f"{state:<15}", colours.get(state, ""))
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:

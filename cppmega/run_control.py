@@ -6,15 +6,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cppmega import failures, process, report, run_folder, tmux
+from cppmega import failures, liveness, process, report, tmux
 from cppmega.errors import CppmegaError
 from cppmega.run_folder import LIVE, MEANING, Node, Run
 
 _PERIOD = 0.2
+_CHUNK = 2**20
+"""Bytes of a log that are held at once: some ranks print for weeks, and without a line's end."""
 
 
 def attach(run: Run) -> NoReturn:
@@ -128,16 +130,18 @@ def _global_rank(node: Node, local: int) -> int:
 
 def _print_from(file: Path, at: int, named: bool) -> int:
     try:
-        with file.open("rb") as opened:
-            opened.seek(at)
-            new = opened.read()
+        opened = file.open("rb")
     except OSError:
         return at
-    if new and named and not at:
-        print(f"== {file}", flush=True)
-    sys.stdout.buffer.write(new)
+    with opened:
+        opened.seek(at)
+        while new := opened.read(_CHUNK):
+            if named and not at:
+                print(f"== {file}", flush=True)
+            sys.stdout.buffer.write(new)
+            at += len(new)
     sys.stdout.buffer.flush()
-    return at + len(new)
+    return at
 
 
 def stop(run: Run, *, now: bool, wait: float) -> None:
@@ -161,7 +165,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
             f"--resume {run.word}, to go on from its checkpoint",
         )
     node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
-    process.send(int(node.status()["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
+    _tell(node, now)
     report.say(
         f"{run.name}: ending at once"
         if now
@@ -193,12 +197,26 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
     )
 
 
+def _tell(node: Node, now: bool) -> None:
+    """Pass a stop on to the process in charge; where it was killed, to what it has left."""
+    status = node.status()
+    if liveness.in_charge(status):
+        process.send(int(status["pid"]), signal.SIGQUIT if now else signal.SIGTERM)
+        process.send(int(status["pid"]), signal.SIGCONT)  # after a Ctrl-Z in its terminal
+        return
+    left = liveness.left_behind(status)
+    if now:  # torchrun's process writes down the end once its ranks are gone
+        left = [pid for pid in left if pid != status.get("agent")] or left
+    for pid in left:
+        process.send(pid, signal.SIGKILL if now else signal.SIGTERM)
+
+
 def _here(run: Run, command: str) -> Node:
     """A part of the run that lives on this machine."""
     for node in run.nodes():
-        if node.here() and node.state() in LIVE:
+        if node.here() and liveness.reachable(node.status()) and node.state() in LIVE:
             return node
-    hosts = [str(node.status()["host"]) for node in run.nodes() if node.status()]
+    hosts = [_place(node.status()) for node in run.nodes() if node.status()]
     if not hosts:
         raise CppmegaError(
             "run-starting",
@@ -212,6 +230,10 @@ def _here(run: Run, command: str) -> Node:
         "Its processes can be reached there only.",
         f"on {hosts[0]}: {command}",
     )
+
+
+def _place(status: Mapping[str, Any]) -> str:
+    return f"{status['host']}{', in another container' if liveness.here(status) else ''}"
 
 
 def row_of(run: Run) -> dict[str, Any]:
@@ -232,9 +254,18 @@ def row_of(run: Run) -> dict[str, Any]:
         "checkpoint": run.checkpoint(),
         "tmux": manifest.get("tmux"),
         "hosts": [status.get("host") for status in statuses],
-        "error": run.problem or failures.in_one_line(run),
+        "error": run.problem or failures.in_one_line(run) or _silence(run),
         "folder": str(run.path),
     }
+
+
+def _silence(run: Run) -> str:
+    """Of a run that is somewhere else: what speaks against its being alive."""
+    for node in run.nodes():
+        status, silent = node.status(), liveness.silence(node.status_file)
+        if silent and status and node.state() in LIVE and not liveness.in_charge(status):
+            return f"no sign of life from {_place(status)} for {_duration(silent)}"
+    return ""
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -253,8 +284,6 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         )
         if row["error"]:
             yield f"{'':<9} {row['error']}"
-        elif row["state"] == "killed":
-            yield f"{'':<9} {run_folder.MEANING['killed']}"
 
 
 def _or_dash(value: object) -> str:

@@ -8,6 +8,7 @@ RUNS/NAME/
     checkpoints/          unless --save names another folder
     nodes/0/              one for each host of the launch
         status.json       the process in charge, its workers, the exit status
+        failure.json      the rank that failed first, until the status has it
         console.log       what torchrun and its ranks printed
         logs/             each rank's stdout and stderr, by torchrun
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import process, run_manifest
+from cppmega import durable, liveness, run_manifest
 from cppmega.errors import CppmegaError
 
 VARIABLE = "CPPMEGA_RUNS"
@@ -40,7 +40,7 @@ MEANING: dict[State, str] = {
     "finished": "it ended by itself with exit status 0",
     "stopped": "it ended because it was asked to",
     "crashed": "a rank failed",
-    "killed": "its process in charge is gone and left no exit status",
+    "killed": "its process in charge was killed and left no exit status",
 }
 
 _START = 30.0
@@ -77,27 +77,28 @@ class Node:
         return run_manifest.status(self.status_file)
 
     def write(self, status: Mapping[str, Any]) -> None:
-        """Replace the status; a reader sees the old one or the new one."""
-        write_json(self.status_file, status)
+        """Replace the status; a reader sees the old one or the new one, on a full disk too."""
+        durable.write(self.status_file, status)
 
     def here(self) -> bool:
         """Whether its processes are on this machine."""
-        return bool(self.status().get("host") == socket.gethostname())
+        return liveness.here(self.status())
 
     def state(self) -> State:
         """One word."""
         status = self.status()
+        if not status and liveness.held(self.console):
+            return "running"  # and its status is damaged, or another user's
         if not status:
-            young = time.time() - self.path.stat().st_mtime < _START
-            return "starting" if young else "killed"
+            return "starting" if _young(self.path) else "killed"
         if status.get("ended") is not None:
             return _ended(status)
-        if self.here() and (
-            status.get("boot") != process.boot()
-            or not process.alive(status["pid"], status["since"])
-        ):
-            return "killed"
-        return "stopping" if status.get("stop") else "running"
+        live: State = "stopping" if status.get("stop") else "running"
+        if not liveness.here(status) or liveness.in_charge(status):
+            return live
+        if liveness.left_behind(status):
+            return "stopping"  # ranks save a checkpoint: nothing may resume from it meanwhile
+        return live if liveness.in_another_container(status, self.console) else "killed"
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,9 @@ class Run:
 
     def state(self) -> State:
         """One word for all its hosts: live while one of them is, then the worst."""
-        states = {node.state() for node in self.nodes()} or {"starting"}
+        states = {node.state() for node in self.nodes()}
+        if not states:
+            return "starting" if _young(self.path) else "killed"
         order: tuple[State, ...] = (
             *("running", "stopping", "starting"),
             *("crashed", "killed", "stopped", "finished"),
@@ -194,6 +197,8 @@ class Run:
     def last_row(self) -> dict[str, Any]:
         """The last logged step, without reading the file of weeks; empty where there is none."""
         path = self._metrics
+        if not path.is_file():  # a pipe would be waited for
+            return {}
         try:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _LAST))
@@ -222,8 +227,18 @@ class Run:
         return newest_step(self.checkpoints)
 
 
+def _young(folder: Path) -> bool:
+    """A launch in the making; clocks are set back, too."""
+    try:
+        return abs(time.time() - folder.stat().st_mtime) < _START
+    except OSError:
+        return False
+
+
 def _ended(status: Mapping[str, Any]) -> State:
     """How it ended; a rank that fails while it saves its last checkpoint has crashed."""
+    if status.get("exit") is None:
+        return "killed"  # written by whoever outlived the process in charge
     if status.get("exit") == 0:
         return "stopped" if status.get("stop") else "finished"
     # Ranks that were not yet ready to save end on the signal itself.
@@ -239,8 +254,9 @@ def root(given: Path | None = None) -> Path:
 
 def newest_step(folder: Path) -> int | None:
     """Step of the newest whole checkpoint of a folder."""
+    tracker = folder / TRACKER
     try:
-        return int((folder / TRACKER).read_text())
+        return int(tracker.read_text()) if tracker.is_file() else None
     except (OSError, ValueError):
         return None
 
@@ -253,13 +269,13 @@ def create(runs: Path, name: str) -> Run:
     """
     check_name(name)
     folder = runs / name
-    if folder.exists():
+    if os.path.lexists(folder):
         raise exists(folder)
     try:
         runs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as error:
-        if folder.exists():  # another launch was faster
+        if os.path.lexists(folder):  # another launch was faster
             raise exists(folder) from None
         raise CppmegaError(
             "runs-not-writable",
@@ -300,7 +316,7 @@ def fresh_name(runs: Path, stem: str) -> str:
     """Recipe and time, and a number where two are launched in one second."""
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     number, found = 2, name
-    while (runs / found).exists():
+    while os.path.lexists(runs / found):
         found, number = f"{name}-{number}", number + 1
     return found
 
@@ -364,6 +380,4 @@ def find(runs: Path, name: str | None) -> Run:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a file as a whole."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    durable.replace(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -108,9 +108,11 @@ def test_the_chain(console: Console) -> None:
 
     row = console.runs()["first"]
     assert (row["state"], row["exit"], row["checkpoint"]) == ("crashed", 1, 4)
-    assert row["error"] == "rank 1: SIGKILL"
+    assert row["error"] == "rank 1: killed by signal 9 (SIGKILL)"
     shown = console("logs", "demo").stdout  # found by its session
-    assert shown.startswith(f"rank 1 on {row['hosts'][0]} failed first (signal SIGKILL)")
+    assert shown.startswith(
+        f"rank 1 on {row['hosts'][0]} failed first (killed by signal 9 (SIGKILL))"
+    )
     assert "step 4/40" in shown and "checkpoint of step 4" in shown
 
     code, said = console.launch_and_interrupt("second", "--resume", "first")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from cppmega import checks, cli, preflight
-from cppmega.check import Context, NotApplicable, Refused
+from cppmega import checks, cli, preflight, report
+from cppmega.check import Context, Finding, NotApplicable, Refused, Remark
 from cppmega.errors import CppmegaError
 from tests.preflights import launch
 from tests.support import REPOSITORY, patched
 
 WRONG = CppmegaError("some-error", "What.", "Why.", "next")
+PATH = {**launch().environ, "PYTHONPATH": str(REPOSITORY)}
 
 
 def test_every_check_is_in_the_order_once_and_behind_what_it_needs() -> None:
@@ -75,7 +80,7 @@ def test_a_check_whose_prerequisite_failed_is_not_run(made: dict[str, object]) -
 def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cppmega", "preflight", *words],
-        env={**launch().environ, "PYTHONPATH": str(REPOSITORY)},
+        env=PATH,
         capture_output=True,
         text=True,
         check=False,
@@ -87,13 +92,80 @@ def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 def test_the_command_says_state_name_reason_and_next_command(tmp_path: Path) -> None:
     done = command("smoke_cpu", "--megatron", str(tmp_path))
     assert done.returncode == 1
-    lines = done.stdout.splitlines()
-    assert lines[0].split() == ["failed", "one_root", "no-megatron"]
-    assert [line.split()[0] for line in lines[1:4]] == ["what:", "why:", "next:"]
-    assert "not-run" in done.stdout and "preflight: one_root" in done.stderr
+    held, others, waiting, *failed = done.stdout.splitlines()
+    assert held.split()[0] == "ok" and "nan_gates, debug_variables" in held
+    assert others.startswith("not-applicable ") and others.endswith(
+        "concern this launch (-v lists them)"
+    )
+    assert waiting.split()[0] == "not-run" and ", patches, " in waiting
+    assert failed[0].split() == ["failed", "one_root", "no-megatron"]
+    assert [line.split()[0] for line in failed[1:4]] == ["what:", "why:", "next:"]
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("preflight: one_root nan_gates ")
     answer = json.loads(command("smoke_cpu", "--megatron", str(tmp_path), "--json").stdout)
     assert answer["megatron"] is None and not answer["ok"]
     assert answer["checks"][0]["name"] == "no-megatron"
+
+
+def finding(check: str, state: Any, what: str) -> Finding:
+    return Finding(check, state, what=what)
+
+
+def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """Thirty checks that do not concern a launch are one line; a remark is not lost among them."""
+    rows = [finding(f"c{number}", "not-applicable", "no GPU") for number in range(30)]
+    rows += [Finding("bad", "failed", "some-error", "What.", "Why.", "next")]
+    rows += [finding("a", "ok", "fine"), finding("mock", "ok", Remark("MOCK DATA"))]
+    rows += [finding("late", "not-run", "bad does not hold")]
+    report.print_findings(rows)
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:5] == [
+        ["ok", "2 checks hold: a, mock"],
+        ["not-applicable", "30 checks do not concern this launch (-v lists them)"],
+        ["not-run", "1 check waits for what fails: late"],
+        ["ok", "mock  MOCK DATA"],
+        ["failed", "bad   some-error"],
+    ]
+    assert [line[0] for line in lines[5:]] == ["what:", "why:", "next:"]
+    report.print_findings(rows, verbose=True)
+    full = capsys.readouterr().out.splitlines()
+    assert len(full) == 34 + 3 and "c7    no GPU" in full[7]
+    assert [line.split()[0] for line in full[30:34]] == ["failed", "what:", "why:", "next:"]
+
+
+def test_progress_is_one_line_that_grows_or_changes() -> None:
+    script = (
+        "from cppmega import report\n"
+        "with report.Progress('preflight') as progress:\n"
+        "    for name in ('one', 'two'): progress(name)\n"
+    )
+    command = [sys.executable, "-c", script]
+    piped = subprocess.run(command, env=PATH, stderr=subprocess.PIPE, text=True, check=True)
+    assert piped.stderr == "preflight: one two\n"
+    outer, inner = pty.openpty()
+    subprocess.run(command, env=PATH, stderr=inner, check=True)
+    os.close(inner)
+    shown = os.read(outer, 10_000).decode()
+    os.close(outer)
+    start = "\r\033[K"
+    assert shown == f"{start}preflight: one{start}preflight: two{start}"
+
+
+def test_nobody_reads_the_progress_or_the_whole_answer(tmp_path: Path) -> None:
+    """Neither ends the command or hides its exit status; a closed stream is like /dev/null."""
+    words = shlex.join([sys.executable, "-m", "cppmega", "preflight", "--megatron", str(tmp_path)])
+    for line in (f"{words} smoke_cpu | true", f"{words} smoke_cpu 2>&1 >out | true"):
+        done = subprocess.run(
+            ["bash", "-c", f"{line}; echo ${{PIPESTATUS[0]}}"], **_piped(tmp_path)
+        )
+        assert done.stdout == "1\n" and "Exception" not in done.stderr, (line, done)
+    assert "no-megatron" in (tmp_path / "out").read_text()
+    done = subprocess.run(["bash", "-c", f"{words} smoke_cpu >&- 2>&- <&-"], **_piped(tmp_path))
+    assert done.returncode == 1
+
+
+def _piped(folder: Path) -> dict[str, Any]:
+    return {"env": PATH, "cwd": folder, "capture_output": True, "text": True, "timeout": 60}
 
 
 def test_wrong_usage() -> None:

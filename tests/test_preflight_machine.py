@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cppmega import devices as devices_module
-from cppmega import parity, process, stack
+from cppmega import parity, preflight, process, stack
 from cppmega.check import Context, gpu_here
 from cppmega.checks import kernel_parity, limits
 from cppmega.checks.limits import Host
@@ -251,6 +251,11 @@ def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     refuses("hosts", "host-name-unknown", launch(eight, nodes=2))
+    # One host: cppmega launch does not use the name, torchrun does.
+    (alone,) = preflight.answers("hosts", launch(eight))
+    assert alone.is_remark and "--local-addr 127.0.0.1" in alone.what
+    launched = holds("hosts", launch(eight, folder=Path("runs/one")))
+    assert launched.endswith("the ranks meet at 127.0.0.1")
 
 
 def test_interfaces() -> None:

@@ -166,9 +166,8 @@ def test_a_healthy_tree_passes_every_check_and_a_run_of_it_may_start(tmp_path: P
     assert states["imported_process"] == states["live_proofs"] == "ok"
     assert states["gpus"] == states["line_parses"] == "not-applicable"
     assert answer["digest"] and answer["megatron"]["version"] == "0.19.2"
-    assert [line for line in said.splitlines() if line.startswith("preflight: ")] == [
-        f"preflight: {name}" for name in states
-    ]
+    (line,) = [line for line in said.splitlines() if line.startswith("preflight: ")]
+    assert line.split()[1:] == list(states)
 
 
 def test_a_tree_without_patches_stops_before_anything_is_imported() -> None:
@@ -177,4 +176,4 @@ def test_a_tree_without_patches_stops_before_anything_is_imported() -> None:
     assert status == 1 and not answer["ok"]
     assert states["receipt_whole"] == "failed"
     assert states["imported_process"] == states["live_proofs"] == "not-run"
-    assert "preflight: imported_process" not in said
+    assert "one_root" in said and "imported_process" not in said

@@ -27,6 +27,7 @@ from cppmega import (
     overlay_record,
     process,
     recipes_index,
+    redact,
     run_control,
     run_folder,
     tmux,
@@ -384,6 +385,11 @@ def asked(runs: Path, **how: Any) -> Launch:
     [
         ({"recipe": "smoke_cpv"}, "recipe-unknown"),
         ({"tmux": "a.b"}, "bad-session-name"),
+        ({"tmux": "a#(touch hacked)"}, "bad-session-name"),
+        ({"tmux": "#{host}"}, "bad-session-name"),
+        ({"tmux": "-x"}, "bad-session-name"),
+        ({"tmux": "a;kill-server"}, "bad-session-name"),
+        ({"tmux": "läuft"}, "bad-session-name"),
         ({"name": "a b"}, "bad-run-name"),
         ({"nodes": 2}, "no-rendezvous"),
         ({"nodes": 2, "rdzv": "h:1"}, "no-rendezvous"),
@@ -463,6 +469,9 @@ def test_the_line_of_a_recipe_for_gpus(tmp_path: Path, monkeypatch: pytest.Monke
     """As far as this machine can say it: the preflight would miss the GPU."""
     root = pristine("0.19.2")
     monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(root), {}))
+    alone = launch.prepare(asked(tmp_path / "runs", recipe="dsv32_h200_slice", mock_data=True))
+    # Where the host's own name has no address, torchrun would wait for ever.
+    assert alone.torchrun[:3] == ("--standalone", "--local-addr", "127.0.0.1")
     how = {"recipe": "dsv32_h200_slice", "mock_data": True, "root": root}
     changes = ("gpus=4", "global_batch_size=4", "expert_model_parallel_size=4")
     made = launch.prepare(
@@ -497,10 +506,10 @@ def ready(lab: Lab, **how: Any) -> launch_folder.Ready:
         folder=lab.root.parent / "runs" / "made",
         session=lab.session(),
         options={"changes": (), "save": Path("/s"), "load": None, "metrics": None, "root": None},
-        environment={"NCCL_DEBUG": "1", "WANDB_API_KEY": "secret", "HOME": "/h"},
+        environment={"NCCL_DEBUG": "1", "WANDB_api_key": "secret", "SLURM_JWT": "secret"},
         nproc=1,
         torchrun=("--standalone",),
-        rendered=("--lr", "1"),
+        rendered=("--lr", "1", "--hf-token", "secret", "--data-path", "http://me:secret@host/d"),
         data={"paths": [], "fingerprint": "f", "mock": False},
     )
 
@@ -522,6 +531,7 @@ def test_the_folder_says_what_was_launched_and_is_made_once(lab: Lab) -> None:
     assert list(manifest["overlay"]["pages"]) == ["page"]
     assert json.loads((run.path / "receipt.json").read_text())["digest"] == lab.receipt().digest
     assert manifest["environment"] == {"NCCL_DEBUG": "1"}  # and no secret
+    assert manifest["arguments"][-1] == "http://(not recorded)@host/d"
     assert manifest["recipe"]["git"]["commit"] and manifest["cppmega"]["git"]["commit"]
     assert "secret" not in run.manifest_file.read_text()
     with pytest.raises(CppmegaError, match="run-exists"):
@@ -536,9 +546,126 @@ def test_the_folder_says_what_was_launched_and_is_made_once(lab: Lab) -> None:
         launch_folder.make(replace(pair, rendered=("--lr", "2")))
 
 
+def test_a_folder_that_cannot_be_filled_is_not_left_behind(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_json", full)
+    with pytest.raises(CppmegaError, match=r"run-folder-not-written: .*No space left"):
+        launch_folder.make(ready(lab))
+    assert list((lab.root.parent / "runs").iterdir()) == []
+    (lab.root.parent / "runs" / "made").symlink_to(lab.root / "nowhere")
+    with pytest.raises(CppmegaError, match="run-exists"):
+        launch_folder.make(ready(lab))
+
+
+def test_a_taken_session_leaves_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was free when the launch looked; tmux itself decides who has the name."""
+    monkeypatch.setattr(launch, "prepare", lambda asked: ready(lab, tmux="taken"))
+    refused = SimpleNamespace(returncode=1, stdout="", stderr="duplicate session: taken")
+    monkeypatch.setattr(tmux, "_tmux", lambda *words: refused)
+    with pytest.raises(CppmegaError, match="session-exists"):
+        launch.launch(asked(lab.root.parent / "runs", tmux="taken"))
+    assert not (lab.root.parent / "runs").exists()
+
+
+def test_tmux_that_does_not_answer_is_not_a_free_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tmux.shutil, "which", lambda name: "/usr/bin/tmux")
+    for said, found in (
+        ("can't find session: a", False),
+        ("no server running on /tmp/tmux-0/default", False),
+        ("error connecting to /tmp/tmux-0/default (No such file or directory)", False),
+        ("server version is too old for client", None),
+        ("error connecting to /tmp/tmux-0/default (Permission denied)", None),
+    ):
+        done = SimpleNamespace(returncode=1, stderr=said)
+        monkeypatch.setattr(tmux, "_tmux", lambda *words, done=done: done)
+        if found is False:
+            assert not tmux.exists("a")
+            continue
+        with pytest.raises(CppmegaError, match="tmux-broken"):
+            tmux.exists("a")
+
+
+def test_no_name_of_a_secret_is_known_beforehand() -> None:
+    """What is recorded of the environment is what is listed, less what looks like a secret."""
+    secrets = {
+        **dict.fromkeys(("SLURM_JWT", "HF_AUTH", "WANDB_api_key", "MASTER_PASSWORD"), "x"),
+        **dict.fromkeys(("NVIDIA_API_KEY", "PYTHON_INDEX_LOGIN", "HF_anything", "HOME"), "x"),
+        **{"CUDA_COOKIE": "x", "NCCL_X": "a" * 40, "TORCH_X": "Ab1" * 12, "UCX_Y": "AuthX"},
+    }
+    kept = {
+        **{"CUDA_VISIBLE_DEVICES": "GPU-8e2c1b3a-1111-2222-3333-444455556666,1"},
+        **{"NCCL_IB_HCA": "mlx5_0:1,mlx5_1:1", "PYTHONPATH": "/a:/b", "MASTER_ADDR": "h"},
+        **{"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "WANDB_PROJECT": "p", "HF_HOME": "/h"},
+    }
+    assert redact.environment({**secrets, **kept}) == {**kept, "UCX_Y": "AuthX"}
+    url = redact.environment(
+        {"WANDB_BASE_URL": "https://me:pw@host/x", "NCCL_Z": "hf_abcdefghijklm"}
+    )
+    assert url == {"WANDB_BASE_URL": f"https://{redact.HIDDEN}@host/x", "NCCL_Z": redact.HIDDEN}
+
+
+def test_secrets_in_words_and_none_where_tokens_are_meant() -> None:
+    hidden = redact.HIDDEN
+    line = ["--hf-token", "a", "--api-key=b", "--wandb-api-key", "c", "--password", "d", "e"]
+    safe = ["--hf-token", "?", "--api-key=?", "--wandb-api-key", "?", "--password", "?", "e"]
+    assert redact.words(line) == [word.replace("?", hidden) for word in safe]
+    token = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2ln"
+    for word, safe in (
+        ("http://me:pw@host:80/x", f"http://{hidden}@host:80/x"),
+        ("s3://b/k?X-Amz-Signature=f00&y=1", f"s3://b/k?X-Amz-Signature={hidden}&y=1"),
+        (f"prefix {token}", f"prefix {hidden}"),
+        ("Authorization: Bearer abcdefgh", f"Authorization: {hidden}"),
+    ):
+        assert redact.text(word) == safe
+        assert redact.everywhere({"a": [word, {"b": word}], "n": 1}) == {
+            "a": [safe, {"b": safe}],
+            "n": 1,
+        }
+    plain = [
+        "--eod-token",
+        "3",
+        "--tokenizer-type",
+        "GPT",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+    ]
+    plain += ["--calculate-per-token-loss", "--token", "--lr", "1e-4", "--save", "/a@b/c"]
+    plain += ["--special-tokens", "x", "https://host/a@b", "git@host:x", "--kv-channels", "64"]
+    assert redact.words(plain) == plain
+
+
 def test_git_state_of_files_that_git_does_not_know(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text("")
     assert launch_record.git_state(tmp_path / "recipe.py") is None
+
+
+def test_looking_at_a_repository_runs_nothing_that_it_names(tmp_path: Path) -> None:
+    recipe, mark, hook = (tmp_path / name for name in ("recipe.py", "hacked", "hook"))
+    recipe.write_text("")
+    hook.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    hook.chmod(0o755)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "recipe.py"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    subprocess.run([*git, "config", "core.fsmonitor", str(hook)], check=True)
+    state = launch_record.git_state(recipe)
+    assert state is not None and not state["changed"] and not mark.exists()
+
+
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
+    run = make(tmp_path, "odd", 1)
+    ended(run, 0)
+    run.checkpoints.mkdir()
+    (node,) = run.nodes()
+    node.status_file.unlink()
+    for file in (node.status_file, run.metrics, run.checkpoints / run_folder.TRACKER):
+        os.mkfifo(file)
+    row = run_control.row_of(run_folder.find(tmp_path, "odd"))
+    assert (row["state"], row["step"], row["checkpoint"]) == ("starting", None, None)
 
 
 def test_what_the_ranks_see() -> None:

@@ -6,6 +6,7 @@ SIGTERM as Megatron saves a checkpoint, and fails when told to.
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -40,6 +41,8 @@ run, rank = Path(os.environ["CPPMEGA_RUN"]), os.environ["RANK"]
 asked = []
 signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
 mode = sys.argv[1]
+if mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}, mark {os.environ.get('MARK')}", flush=True)
 (run / f"ready-{rank}").write_text(str(os.getpid()))
 if mode == "fails":
@@ -62,7 +65,7 @@ if mode == "helped" and rank == "0":
 if mode == "exits":
     print("the last words", file=sys.stderr, flush=True)
     sys.exit(3 if rank == "0" else 0)
-for step in range(20000 if mode in ("long", "helped") else 50):
+for step in range(20000 if mode in ("long", "helped", "stubborn") else 50):
     time.sleep(0.02)
     if rank == "0":
         with (run / "metrics.jsonl").open("a") as file:
@@ -138,7 +141,8 @@ class Bench:
     def start_in_tmux(self, run: Run) -> None:
         """As `cppmega launch --tmux` does."""
         command = [sys.executable, "-m", "cppmega.supervise", str(run.nodes()[0].path)]
-        tmux.start(run.manifest["tmux"], command, self.folder, self.environment)
+        with tmux.reserve(run.manifest["tmux"]) as session:
+            session.run(command, self.folder, self.environment)
 
 
 def ready(run: Run) -> bool:
@@ -207,7 +211,6 @@ def test_a_session_is_looked_at_left_and_stopped(
     bench.start_in_tmux(run)
     until(lambda: ready(run), 200, run)
     assert (run.state(), run.exit()) == ("running", None)
-    assert list(bench.folder.glob("cppmega-session-*")) == []
     with pytest.raises(CppmegaError, match="session-exists"):
         tmux.refuse_existing("here")
     with pytest.raises(CppmegaError, match="no-terminal"):
@@ -257,6 +260,61 @@ def attach_and_leave(bench: Bench, run: Run) -> str:
 
 
 @needs_tmux
+def test_tmux_runs_nothing_that_a_folder_or_an_argument_is_called(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It expands #(...) in names and folders; and what it gives to a shell is expanded there."""
+    mark = bench.folder / "hacked"
+    monkeypatch.setenv("MARKED", str(mark))  # for the server, and for what it would run
+    words = "#(touch $MARKED) $(touch $MARKED) `touch $MARKED`; touch $MARKED;"
+    folder = bench.folder / words
+    folder.mkdir()
+    script = (
+        "import json, os, sys, time; from pathlib import Path;"
+        "found = [sys.argv[1], os.getcwd(), os.environ['MARK'], sorted(os.environ)];"
+        "Path(sys.argv[2]).write_text(json.dumps(found)); time.sleep(2)"
+    )
+    seen = bench.folder / "seen"
+    with tmux.reserve("here") as session:
+        command = [sys.executable, "-c", script, words, str(seen)]
+        session.run(command, folder, {**bench.environment, "MARK": words})
+    deadline = time.monotonic() + 30
+    while not (seen.exists() and seen.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    word, place, variable, names = json.loads(seen.read_text())
+    assert (word, place, variable) == (words, str(folder), words)
+    assert {"TMUX", "TMUX_PANE"} <= set(names) and "TMUX_TMPDIR" not in names
+    subprocess.run(["tmux", "display-message", "-p", "-t", "here", "#{pane_current_path}"])
+    time.sleep(0.5)  # tmux runs such commands in its own time
+    assert not mark.exists()
+
+
+@needs_tmux
+def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> None:
+    """tmux decides who has it; a session without a command ends, and no environment is left."""
+    with tmux.reserve("mine"):
+        assert tmux.exists("mine")
+        with pytest.raises(CppmegaError, match="session-exists"), tmux.reserve("mine"):
+            pass
+        assert tmux.exists("mine"), "the other launch did not take it away"
+    until_gone = time.monotonic() + 10
+    while tmux.exists("mine"):
+        assert time.monotonic() < until_gone
+    reserve = (
+        "import os; from cppmega import tmux;"
+        "session = tmux.reserve('killed'); session.__enter__(); os.kill(os.getpid(), 9)"
+    )
+    environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder)}
+    subprocess.run([sys.executable, "-c", reserve], env=environment)
+    until_gone = time.monotonic() + 30
+    while tmux.exists("killed"):
+        assert time.monotonic() < until_gone
+        time.sleep(0.05)
+    assert not [path for path in bench.folder.iterdir() if "session" in path.name]
+
+
+@needs_tmux
 def test_a_killed_session_saves_a_checkpoint(bench: Bench) -> None:
     run = bench.run("hung-up", "long", session="gone")
     bench.start_in_tmux(run)
@@ -292,7 +350,8 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     assert second.checkpoint() is not None
     rows = [run_control.row_of(run) for run in (first, second)]
     text = "\n".join(run_control.table(rows))
-    assert run_folder.MEANING["killed"] in text and "SIGKILL" in text
+    assert "the launcher was killed; its ranks" in text and "SIGKILL" in text
+    assert first.nodes()[0].status()["ended"]  # torchrun's process has written it down
     with pytest.raises(CppmegaError, match="run-ended"):
         run_control.stop(first, now=False, wait=1)
 
@@ -324,6 +383,7 @@ def test_a_stop_before_there_are_ranks(bench: Bench) -> None:
         run_control.stop(run, now=False, wait=1)
     bench.start(run)
     until(lambda: "agent" in run.nodes()[0].status(), 30, run)
+    os.kill(run.nodes()[0].status()["pid"], signal.SIGSTOP)  # Ctrl-Z in its terminal
     with pytest.raises(CppmegaError, match="not-saved"):
         run_control.stop(run, now=False, wait=60)
     assert run.state() == "stopped" and failures.first_failure(run) == ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega import planted
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context, NotApplicable, Remark, refuse
 from cppmega.errors import CppmegaError
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole")
@@ -41,8 +41,10 @@ def check(context: Context) -> str:
     if not known and not wrong:
         raise NotApplicable("neither a RECORD nor a commit vouches for the files of this tree")
     refuse(_errors(context, wrong))
-    more = f"; {len(added)} are not upstream's ({', '.join(added[:3])})" if added else ""
-    return f"{known} files are upstream's{more}"
+    if added:
+        more = f"{len(added)} are not upstream's ({', '.join(added[:3])})"
+        return Remark(f"{known} files are upstream's; {more}")
+    return f"{known} files are upstream's"
 
 
 def _errors(context: Context, paths: list[str]) -> Iterator[CppmegaError]:

@@ -1,10 +1,10 @@
-"""Several hosts: the GPUs divide among them, and this host's name means something."""
+"""Hosts find each other: the GPUs divide among them, and this host's name has an address."""
 
 from __future__ import annotations
 
 import socket
 
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context, NotApplicable, Remark
 from cppmega.errors import CppmegaError
 
 AFTER: tuple[str, ...] = ()
@@ -15,11 +15,12 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `gpus-do-not-divide`, `host-name-unknown`.
-        NotApplicable: one host trains.
+        NotApplicable: one host trains, and its name has an address.
     """
+    name = socket.gethostname()
     if context.nodes == 1 or context.recipe is None:
-        raise NotApplicable("one host trains")
-    recipe, name = context.recipe, socket.gethostname()
+        return _alone(name, launched=context.folder is not None)
+    recipe = context.recipe
     if context.nodes < 1 or recipe.gpus % context.nodes:
         raise CppmegaError(
             "gpus-do-not-divide",
@@ -27,15 +28,14 @@ def check(context: Context) -> str:
             "torchrun starts as many ranks on each.",
             "--set gpus=... with a batch that fits, or another --nnodes",
         )
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
+    address = _address(name)
+    if address is None:
         raise CppmegaError(
             "host-name-unknown",
             f"This host calls itself {name}, and no address belongs to that name.",
             "The other hosts' ranks wait for it until they give up.",
             "put the name into /etc/hosts or the name server",
-        ) from None
+        )
     if address.startswith("127."):
         raise CppmegaError(
             "host-name-unknown",
@@ -45,3 +45,23 @@ def check(context: Context) -> str:
             "NCCL_SOCKET_IFNAME and the real name",
         )
     return f"{recipe.gpus // context.nodes} GPUs on each of {context.nodes} hosts, {name} {address}"
+
+
+def _alone(name: str, *, launched: bool) -> Remark:
+    """One host; torchrun sends its ranks to the host's own name, if nothing else is asked for."""
+    if _address(name) is not None:
+        raise NotApplicable("one host trains")
+    lacking = f"this host calls itself {name}, and no address belongs to that name"
+    if launched:
+        return Remark(f"{lacking}: the ranks meet at 127.0.0.1")
+    return Remark(
+        f"{lacking}. cppmega launch lets the ranks meet at 127.0.0.1; under torchrun they wait for "
+        f"each other for ever: torchrun --local-addr 127.0.0.1, or put {name} into /etc/hosts"
+    )
+
+
+def _address(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None

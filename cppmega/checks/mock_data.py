@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context
+from cppmega.check import Context, Remark
 from cppmega.errors import CppmegaError
 
 AFTER: tuple[str, ...] = ("line_parses",)
@@ -28,7 +28,7 @@ def check(context: Context) -> str:
             "pass --mock-data to the trainer alone",
         )
     if args["mock_data"]:
-        return "MOCK DATA, said on the line: it trains faster and means nothing"
+        return Remark("MOCK DATA, as --mock-data asks: it trains faster and means nothing")
     if not any(args.get(name) for name in _SOURCES):
         raise CppmegaError(
             "mock-data-unmarked",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cppmega.check import Context, refuse
+from cppmega.check import Context, Remark, refuse
 from cppmega.errors import CppmegaError
 from cppmega.state import DONE, Verdict
 
@@ -20,9 +20,10 @@ def check(context: Context) -> str:
     done = [v for v in context.plan.verdicts.values() if v.state in DONE]
     refuse(_found(context, done))
     passed = sum(v.proof == "passed" for v in done)
-    return f"{passed} of {len(done)} applied patches are proved" + (
-        "; cppmega verify proves the others" if passed < len(done) else ""
-    )
+    said = f"{passed} of {len(done)} applied patches are proved"
+    if passed < len(done):
+        return Remark(f"{said}; cppmega verify proves the others, as far as this machine can")
+    return said
 
 
 def _found(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:

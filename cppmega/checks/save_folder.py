@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from cppmega import redact
 from cppmega.check import Context, NotApplicable
 from cppmega.errors import CppmegaError
 from cppmega.trainer_checks import CHECKPOINT
@@ -44,7 +45,8 @@ def check(context: Context) -> str:
                     "save-folder-in-use",
                     f"Process {process} of another run saves into {save}.",
                     "Two runs would overwrite each other's checkpoints.",
-                    f"stop it (its command line: {' '.join(words)[:120]}), or another --save",
+                    f"stop it (its command line: {' '.join(redact.words(words))[:120]}), "
+                    "or another --save",
                 )
     return f"nobody else saves into {save}"
 

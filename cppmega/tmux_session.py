@@ -1,0 +1,45 @@
+"""What a new tmux session runs first: it waits for its launch to say what to become.
+
+A tmux server keeps the environment that it was started with, perhaps days ago in another virtual
+environment, and gives that to new sessions. So the session asks its launch for folder, environment
+and command over a socket that has no file, and becomes that command with exactly that environment.
+Where the launch ends before it has said anything, the session ends too.
+
+tmux starts this file by its path under `python -I`: it imports nothing but the standard library.
+"""
+
+import json
+import os
+import socket
+import struct
+import sys
+
+_FROM_TMUX = ("TMUX", "TMUX_PANE", "TERM", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "COLORTERM")
+
+
+def same_user(link: socket.socket) -> bool:
+    """Whether a process of this user is at the other end: any local user can find the socket."""
+    size = struct.calcsize("3i")
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def main() -> None:
+    """Ask, and become what the answer says."""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect("\0" + sys.argv[1])
+        if not same_user(link):
+            sys.exit("cppmega: another user's process answered in place of the launch")
+        with link.makefile("rb") as answer:
+            said = answer.read()
+    if not said:
+        sys.exit("cppmega: the launch ended before it started anything here")
+    order = json.loads(said)
+    environment = order["environment"]
+    environment |= {name: os.environ[name] for name in _FROM_TMUX if name in os.environ}
+    os.chdir(order["folder"])
+    os.execve(order["command"][0], order["command"], environment)
+
+
+if __name__ == "__main__":
+    main()
