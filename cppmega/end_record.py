@@ -7,17 +7,20 @@ of a run looks for the records of its ranks.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from cppmega import process
-from cppmega.run_folder import Node, Run, write_json
+from cppmega.run_folder import Node, Run
 from cppmega.run_manifest import read_json
 
 RUN = "CPPMEGA_RUN"
 _FOLDER = "ends"
+_ROOM = 2048
+"""Bytes of a record."""
 
 
 def node_of_this_rank() -> Node | None:
@@ -33,10 +36,11 @@ def node_of_this_rank() -> Node | None:
     return None
 
 
-def discard(node: Node) -> None:
-    """A rank begins: what an earlier attempt left is not its own."""
+def begin(node: Node) -> None:
+    """A rank begins: it takes the room for its record, which a disk may not have at the end."""
     with contextlib.suppress(OSError):
-        _file(node, _local_rank()).unlink(missing_ok=True)
+        _file(node, _local_rank()).parent.mkdir(exist_ok=True)
+        _file(node, _local_rank()).write_bytes(_padded({"pid": os.getpid()}))
 
 
 def write(node: Node, status: int, reason: str) -> None:
@@ -46,10 +50,13 @@ def write(node: Node, status: int, reason: str) -> None:
         status: its exit status.
         reason: why no step of it was seen; empty where steps were.
     """
-    record = {"status": status, "reason": reason, "pid": os.getpid(), "time": time.time()}
-    with contextlib.suppress(OSError):  # a full disk: the process in charge will say it
-        _file(node, _local_rank()).parent.mkdir(exist_ok=True)
-        write_json(_file(node, _local_rank()), record)
+    record = {"pid": os.getpid(), "status": status, "reason": reason[:200], "time": time.time()}
+    with contextlib.suppress(OSError), _file(node, _local_rank()).open("r+b") as file:
+        file.write(_padded(record))
+
+
+def _padded(record: dict[str, Any]) -> bytes:
+    return json.dumps(record).encode().ljust(_ROOM)
 
 
 def missing(node: Node) -> dict[str, Any]:
@@ -57,11 +64,13 @@ def missing(node: Node) -> dict[str, Any]:
     manifest, status = node.run.manifest, node.status()
     if "cppmega.run" not in manifest.get("torchrun", ()):
         return {}  # ranks without the guard leave no records
+    if not node.path.exists():
+        return {}  # somebody has removed the run folder, records and all
     for local_rank in range(manifest.get("nproc", 0)):
         record = read_json(_file(node, local_rank))
         if record.get("status") == 0:
             continue
-        said = "was refused by the guard" if record else "ended without an end record"
+        said = "was refused by the guard" if record.get("status") else "ended without an end record"
         return {
             "rank": status.get("first_rank", 0) + local_rank,
             "local_rank": local_rank,

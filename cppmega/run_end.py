@@ -48,7 +48,7 @@ def watch(words: Sequence[str], *, no_steps: bool) -> None:
     global _END
     _END = _End(os.getpid(), words, no_steps, end_record.node_of_this_rank())
     if _END.node is not None:
-        end_record.discard(_END.node)
+        end_record.begin(_END.node)
     elif os.environ.get(end_record.RUN):
         left = f"ignoring {end_record.RUN}: the launch of that run has not started this process"
         print(f"cppmega: {left}", file=sys.stderr, flush=True)
