@@ -5,20 +5,22 @@
 First correctness, at a shape with ragged sizes: relative error of loss, dX and dW in the 2-norm
 against fp64, beside that of the unfused path, and a profile of the kernels that ran: an
 implementation whose own kernel is not among them, or whose errors are not near the unfused
-path's, ends the run. Then, per shape, the median time of forward and backward, TFLOP/s counted as
-6*N*H*V (three GEMMs, whatever is really done), and peak memory twice: above the inputs, and above
-inputs plus the gradients dX and dW in the type of the inputs, which every implementation must
-return. Writes `linear_cross_entropy_h200.json` and `.md` (or `--name`) to DIR.
+path's, ends the run. Confident tokens, whose target has a probability of 1 - 1e-2 to 1 - 1e-7, have
+a table of errors. Then, per shape, the median time of forward and backward, TFLOP/s counted as
+6*N*H*V (three GEMMs over all tokens, whatever is really done), and peak memory twice: above the
+inputs, and above inputs plus the gradients dX and dW in the type of the inputs, which every
+implementation must return. Writes `linear_cross_entropy_h200.json` and `.md` (or `--name`) to DIR.
 
-Times are taken twice, because matrix work of more than some 50 ms runs into the card's power limit
-and then at lower clocks: back to back, and, with `--pauses`, single steps after 0.4 s of idling.
-The header says what a plain matrix product of cuBLAS reaches in a short burst and after 2 s.
+The implementations take turns, one step each in a shuffled order, because matrix work of more than
+some 50 ms runs into the card's power limit: all of them are timed at the same clocks. The header
+says what a plain matrix product of cuBLAS reaches in a short burst and after 2 s.
 
 Data is random: logits of standard deviation 2, a tenth of the tokens masked.
 
-Rivals, where installed: Megatron's `vocab_parallel_cross_entropy` on materialised logits (the same
-arithmetic in torch if megatron-core is missing, and the table says so), torch.compile of unfused
-torch, Liger mean and none, cut-cross-entropy with its filter off.
+Rivals, where installed: Megatron's three choices on materialised logits, unfused ("stock", the same
+arithmetic in torch if megatron-core is missing, and the table says so),
+`--cross-entropy-fusion-impl native` and `te`; torch.compile of unfused torch, Liger mean and none,
+cut-cross-entropy with its filter off.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ import datetime
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -61,6 +65,8 @@ class Case:
     w: Tensor
     targets: Tensor
     mask: Tensor
+    counted: int
+    """How many tokens the mask leaves, as a loader knows it on the host."""
 
     @staticmethod
     def random(tokens: int, hidden: int, vocabulary: int) -> Case:
@@ -71,7 +77,27 @@ class Case:
         w = torch.randn(vocabulary, hidden, dtype=torch.bfloat16, **options) * (2 / hidden**0.5)
         targets = torch.randint(vocabulary, (tokens,), **options)
         mask = (torch.rand(tokens, **options) > 0.1).float()
-        return Case(x.requires_grad_(), w.requires_grad_(), targets, mask)
+        return Case(x.requires_grad_(), w.requires_grad_(), targets, mask, int(mask.sum()))
+
+    @staticmethod
+    def confident(doubt: float, tokens: int = 512, vocabulary: int = 1024) -> Case:
+        """Every target has the probability `1 - doubt`, at logits around 20, exact in bf16."""
+        generator = torch.Generator("cuda").manual_seed(1)
+        options: dict[str, Any] = {"device": "cuda", "generator": generator}
+        x = torch.randn(tokens, vocabulary, dtype=torch.float64, **options)
+        targets = torch.randint(vocabulary, (tokens,), **options)
+        column = targets.unsqueeze(1)
+        rest = x.scatter(1, column, -torch.inf).logsumexp(1, keepdim=True)
+        x.scatter_(1, column, rest + math.log((1 - doubt) / doubt))
+        x += 20 - x.amax(1, keepdim=True)
+        w = torch.eye(vocabulary, device="cuda", dtype=torch.bfloat16)
+        mask = torch.ones(tokens, device="cuda")
+        return Case(x.bfloat16().requires_grad_(), w.requires_grad_(), targets, mask, tokens)
+
+    def of_one(self) -> Case:
+        """The same numbers as parameters of their own, without gradients."""
+        x, w = (t.detach().requires_grad_() for t in (self.x, self.w))
+        return Case(x, w, self.targets, self.mask, self.counted)
 
     def reduce(self, per_token: Tensor) -> Tensor:
         """What a training step does with the loss per token."""
@@ -108,20 +134,18 @@ class Row:
     tflops: float | None = None
     above_inputs_gib: float | None = None
     above_gradients_gib: float | None = None
-    paused_milliseconds: float | None = None
-    paused_tflops: float | None = None
     note: str = ""
     spread: list[float] = field(default_factory=list)
 
 
-def _ours(**options: Any) -> Callable[[Case], Tensor]:
+def _ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
     def loss(case: Case) -> Tensor:
+        given = dict(options)
         if options.get("upstream") == "weighted-scalar":
-            out = linear_cross_entropy(
-                case.x, case.w, case.targets, loss_weights=case.mask, **options
-            )
-        else:
-            out = linear_cross_entropy(case.x, case.w, case.targets, **options)
+            given["loss_weights"] = case.mask
+        if leave_out:
+            given["counted_tokens"] = case.counted
+        out = linear_cross_entropy(case.x, case.w, case.targets, **given)
         named = options["backend"]
         if out.backend != named:
             raise SystemExit(f"{named} was named, but {out.backend} ran")
@@ -163,32 +187,52 @@ def _liger_mean(case: Case) -> Tensor:
     return returned[0]
 
 
-def _stock() -> tuple[str, Callable[[Case], Tensor]]:
-    """Megatron's own arithmetic, and its label."""
+def _megatron() -> list[Rival]:
+    """Megatron's own choices on materialised logits."""
     try:
+        from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     except ImportError:
-        return "stock (its arithmetic in torch)", _torch_unfused
+        return [Rival("stock (its arithmetic in torch)", _torch_unfused, None)]
     store = tempfile.mkdtemp()
     torch.distributed.init_process_group(
         "nccl", init_method=f"file://{store}/store", rank=0, world_size=1
     )
     group = torch.distributed.group.WORLD
 
-    def loss(case: Case) -> Tensor:
+    def unfused(case: Case) -> Tensor:
         logits = torch.matmul(case.x, case.w.t())
         return case.reduce(vocab_parallel_cross_entropy(logits, case.targets, tp_group=group))
 
-    return f"stock (megatron-core {importlib.metadata.version('megatron-core')})", loss
+    def native(case: Case) -> Tensor:
+        logits = torch.matmul(case.x, case.w.t()).unsqueeze(1)
+        loss = fused_vocab_parallel_cross_entropy(logits, case.targets.unsqueeze(1), group)
+        return case.reduce(loss.squeeze(1))
+
+    version = importlib.metadata.version("megatron-core")
+    found = [
+        Rival(f"stock (megatron-core {version})", unfused, None),
+        Rival(f"native (megatron-core {version})", native, None),
+    ]
+    try:
+        from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
+
+        version = importlib.metadata.version("transformer-engine")
+    except ImportError:
+        print("transformer-engine is not installed: its row is missing", file=sys.stderr)
+        return found
+
+    def fused_by_te(case: Case) -> Tensor:
+        logits = torch.matmul(case.x, case.w.t()).unsqueeze(1)
+        loss = te_parallel_cross_entropy(logits, case.targets.unsqueeze(1), group)
+        return case.reduce(loss.squeeze(1))
+
+    return [*found, Rival(f"te (Transformer Engine {version})", fused_by_te, None)]
 
 
 def rivals() -> list[Rival]:
     """Everything that is installed; what is not is said on stderr."""
-    name, stock = _stock()
-    found = [
-        Rival(name, stock, None),
-        Rival("torch.compile of stock", _compiled(), None),
-    ]
+    found = [*_megatron(), Rival("torch.compile of stock", _compiled(), None)]
     for package, entries in {
         "liger-kernel": [
             Rival("Liger mean", _liger_mean, "liger_cross_entropy_kernel"),
@@ -209,6 +253,11 @@ def rivals() -> list[Rival]:
     return [
         *found,
         Rival("ours", promised, "_row_kernel"),
+        Rival(
+            "ours, masked tokens left out",
+            _ours(leave_out=True, backend="triton", upstream="weighted-scalar"),
+            "_row_kernel",
+        ),
         Rival("ours, into main_grad", _into_main_grad, "_row_kernel"),
         Rival("ours, any upstream gradient", _ours(backend="triton"), "_row_kernel"),
     ]
@@ -224,11 +273,15 @@ def step(rival: Rival, case: Case) -> Tensor:
 
 def exact(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, dX, dW in fp64."""
-    x, w = (t.detach().double().requires_grad_() for t in (case.x, case.w))
-    loss = cross_entropy(x @ w.t(), case.targets, reduction="none")
-    scalar = case.reduce(loss)
-    d_x, d_w = torch.autograd.grad(scalar, (x, w))
-    return scalar.detach(), d_x, d_w
+    x, w = (t.detach().double() for t in (case.x, case.w))
+    logits, column = x @ w.t(), case.targets.unsqueeze(1)
+    # By the target's lead over the others, so that no 1 is subtracted from a probability.
+    others = logits.scatter(1, column, -torch.inf)
+    lag = others.logsumexp(1, keepdim=True) - logits.gather(1, column)
+    weights = (case.mask.double() / case.mask.double().sum()).unsqueeze(1)
+    d_logits = others.softmax(1).scatter(1, column, -1.0) * lag.sigmoid() * weights
+    loss = (torch.nn.functional.softplus(lag, threshold=100) * weights).sum()
+    return loss, d_logits @ w, d_logits.t() @ x
 
 
 def check(everyone: list[Rival], hidden: int) -> list[dict[str, Any]]:
@@ -274,10 +327,31 @@ def _ran(part: str, kernels: set[str]) -> bool:
     return any(part in kernel for kernel in kernels)
 
 
-def measure(rival: Rival, case: Case, pauses: int = 0) -> Row:
-    """Peak memory of one step, the median time of the repeats, and of single steps after pauses."""
-    tokens, hidden = case.x.shape
-    row = Row(rival.name, tokens, case.w.shape[0], hidden)
+def confident(everyone: list[Rival]) -> list[dict[str, Any]]:
+    """Errors of loss, dX and dW against fp64 where the model is sure of its target."""
+    results: list[dict[str, Any]] = []
+    for doubt in (1e-2, 1e-4, 1e-6, 1e-7):
+        case = Case.confident(doubt)
+        truth = exact(case)
+        for rival in everyone:
+            own = case.of_one()
+            loss = step(rival, own)
+            weight: Any = own.w
+            d_weight = getattr(weight, "main_grad", own.w.grad)
+            got = (loss, own.x.grad, d_weight)
+            errors = {
+                name: float((ours.double() - true).norm() / true.norm())
+                for name, ours, true in zip(("loss", "dX", "dW"), got, truth, strict=True)
+            }
+            results.append({"1 - p": doubt, "name": rival.name, **errors})
+            print(results[-1], flush=True)
+            if rival.name.startswith("ours") and not all(e < 1e-2 for e in errors.values()):
+                raise SystemExit(f"{rival.name} is wrong at 1-p = {doubt}: {errors}")
+    return results
+
+
+def peak(rival: Rival, case: Case) -> float | None:
+    """Bytes above the inputs that one step takes at its peak; None: more than there are."""
     try:
         for _ in range(2):
             step(rival, case)
@@ -287,28 +361,47 @@ def measure(rival: Rival, case: Case, pauses: int = 0) -> Row:
         torch.cuda.reset_peak_memory_stats()
         step(rival, case)
         torch.cuda.synchronize()
-        above = torch.cuda.max_memory_allocated() - before
-        times = elapsed(step, rival, case, repeats=rival.repeats)
-        paused = []
-        for _ in range(pauses):
-            time.sleep(0.4)
-            paused += elapsed(step, rival, case, repeats=1)
+        return torch.cuda.max_memory_allocated() - before
     except torch.OutOfMemoryError:
-        row.note = "out of memory"
-        return row
+        return None
     finally:
         case.x.grad = case.w.grad = None
+
+
+def compare(everyone: list[Rival], case: Case, rounds: int) -> list[Row]:
+    """Peak memory of each, one after the other; then their times, taking turns."""
+    tokens, hidden = case.x.shape
+    rows, times = {}, {}
     gradients = (case.x.numel() + case.w.numel()) * case.x.element_size()
-    row.milliseconds = statistics.median(times)
-    row.spread = [min(times), max(times)]
-    work = 6 * case.x.numel() * case.w.shape[0] / 1e9
-    row.tflops = work / row.milliseconds
-    if paused:
-        row.paused_milliseconds = statistics.median(paused)
-        row.paused_tflops = work / row.paused_milliseconds
-    row.above_inputs_gib = above / GIB
-    row.above_gradients_gib = (above - gradients) / GIB
-    return row
+    for rival in everyone:
+        row = rows[rival.name] = Row(rival.name, tokens, case.w.shape[0], hidden)
+        above = peak(rival, case.of_one())
+        if above is None:
+            row.note = "out of memory"
+            continue
+        row.above_inputs_gib = above / GIB
+        row.above_gradients_gib = (above - gradients) / GIB
+        times[rival.name] = list[float]()
+        torch.cuda.empty_cache()
+    parts = {rival.name: case.of_one() for rival in everyone}
+    for turn in range(rounds + 1):
+        # In another order each time: after a slow rival the card is cool, and its clocks are high.
+        for rival in random.Random(turn).sample(everyone, len(everyone)):
+            if rival.name in times and turn <= rival.repeats:
+                part = parts[rival.name]
+                times[rival.name] += elapsed(step, rival, part, repeats=1)
+                part.x.grad = part.w.grad = None
+    for name, found in times.items():
+        row, counted = rows[name], found[1:]  # the first turn warms up
+        row.milliseconds = statistics.median(counted)
+        row.spread = [min(counted), max(counted)]
+        row.tflops = 6 * case.x.numel() * case.w.shape[0] / 1e9 / row.milliseconds
+    return list(rows.values())
+
+
+def measure(rival: Rival, case: Case) -> Row:
+    """One implementation by itself."""
+    return compare([rival], case, rival.repeats)[0]
 
 
 def elapsed(work: Callable[..., Any], *arguments: Any, repeats: int = 10) -> list[float]:
@@ -349,20 +442,17 @@ def ceilings() -> dict[str, float]:
 def table(rows: list[Row]) -> list[str]:
     """Markdown lines."""
     lines = [
-        "| N | V | implementation | ms | min..max | TFLOP/s | ms, TFLOP/s after a pause "
+        "| N | V | implementation | ms | min..max | TFLOP/s "
         "| GiB above inputs | GiB above inputs, dX, dW |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.milliseconds is None:
-            values = f"{row.note} | | | | |"
+            values = f"{row.note} | | | |"
         else:
-            paused = ""
-            if row.paused_milliseconds is not None:
-                paused = f"{row.paused_milliseconds:.2f}, {row.paused_tflops:.0f}"
             values = (
                 f"{row.milliseconds:.2f} | {row.spread[0]:.2f}..{row.spread[1]:.2f} "
-                f"| {row.tflops:.0f} | {paused} | {row.above_inputs_gib:.2f} "
+                f"| {row.tflops:.0f} | {row.above_inputs_gib:.2f} "
                 f"| {row.above_gradients_gib:.2f}"
             )
         lines.append(f"| {row.tokens} | {row.vocabulary} | {row.name} | {values} |")
@@ -394,6 +484,16 @@ def markdown(report: dict[str, Any], rows: list[Row]) -> str:
             "|" + "---|" * len(names),
             *(line + " |" for line in errors),
             "",
+            "Relative errors of confident tokens against fp64 (bf16 logits around 20, exact):",
+            "",
+            "| 1 - p | implementation | loss | dX | dW |",
+            "|---|---|---|---|---|",
+            *(
+                f"| {r['1 - p']:.0e} | {r['name']} | {r['loss']:.1e} | {r['dX']:.1e} "
+                f"| {r['dW']:.1e} |"
+                for r in report["confident"]
+            ),
+            "",
         ]
     )
 
@@ -406,7 +506,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES))
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--pauses", type=int, default=0, help="single steps after idling, per row")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
     parser.add_argument("--only", nargs="+", help="parts of the names of what to measure")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -427,17 +527,16 @@ def main() -> None:
     }
     report["environment"] |= {name: f"{value:.2f}" for name, value in ceilings().items()}
     report["correctness"] = check(everyone, hidden=1024)
+    report["confident"] = confident(everyone)
     rows: list[Row] = []
     for vocabulary in arguments.vocabularies:
         for tokens in arguments.tokens:
-            for rival in everyone:
-                # Inputs of its own for each, so that no rival keeps another's memory.
-                case = Case.random(tokens, arguments.hidden, vocabulary)
-                rows.append(measure(rival, case, arguments.pauses))
-                del case
-                gc.collect()
-                torch.cuda.empty_cache()
-                print(table(rows[-1:])[-1], flush=True)
+            case = Case.random(tokens, arguments.hidden, vocabulary)
+            rows += compare(everyone, case, arguments.rounds)
+            print("\n".join(table(rows[-len(everyone) :])[2:]), flush=True)
+            del case
+            gc.collect()
+            torch.cuda.empty_cache()
     report["rows"] = [asdict(row) for row in rows]
     report["environment"]["seconds for everything"] = f"{time.monotonic() - began:.0f}"
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ TOKENS, HIDDEN, VOCABULARY = 32768, 4096, 131072
 def part(case: Case) -> Case:
     """The case with this rank's rows of the weight."""
     mine = case.w.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
-    return Case(case.x, mine.requires_grad_(), case.targets, case.mask)
+    return replace(case, w=mine.requires_grad_())
 
 
 def ours(case: Case) -> Tensor:

@@ -16,6 +16,7 @@ OWN = {
     "CPPMEGA_GUARDED_BY": "set by cppmega.run for its child processes",
     "CPPMEGA_ALLOW_WRAPPER": "wrappers of patched code that are meant: module:qualname,...",
     "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
+    "CPPMEGA_LINEAR_CE_UPSTREAM": "arbitrary: the loss weighs tokens by more than its mask",
     "CPPMEGA_RUNS": "folder of the run folders (default: ./runs)",
     "CPPMEGA_RUN": "set by cppmega launch for its ranks: the run folder",
 }

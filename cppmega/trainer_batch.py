@@ -96,16 +96,22 @@ def next_batch(
 
     Nothing is read back from the device: sizes and boundaries come from the host's tensors.
     """
+    from cppmega.ops.linear_cross_entropy import counting_tokens
+
     sample = next(iterator)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
+    def moved_mask(mask: torch.Tensor) -> torch.Tensor:
+        # The losses without logits leave masked tokens out, where the host knows how many.
+        return counting_tokens(moved(mask), int(mask.count_nonzero()))
+
     if not recipe.packed_documents:
         return Batch(
             tokens=moved(sample["tokens"]),
             labels=moved(sample["labels"]),
-            loss_mask=moved(sample["loss_mask"]),
+            loss_mask=moved_mask(sample["loss_mask"]),
             position_ids=moved(sample["position_ids"]),
             packed_seq_params=None,
             squares=float(recipe.seq_length),
@@ -116,7 +122,7 @@ def next_batch(
     return Batch(
         tokens=moved(packed.tokens),
         labels=moved(packed.labels),
-        loss_mask=moved(packed.loss_mask),
+        loss_mask=moved_mask(packed.loss_mask),
         position_ids=moved(packed.position_ids),
         packed_seq_params=packed.params(device),
         squares=packed.squares,

@@ -14,7 +14,6 @@ Numerics: none (bitwise): the fp32 sums of the package's kernel in its order, an
 from typing import Any
 
 from cppmega.edits import in_order, replacing
-from cppmega.ops.hadamard import walsh_hadamard, walsh_hadamard_autograd
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:rotate_activation"
@@ -37,8 +36,10 @@ PATCH = Patch(
                     "assert hadamard_transform is not None, "
                     "'fast_hadamard_transform is not installed.'",
                     """
-                    # The package computes the same sums in the same order, in one kernel.
-                    transform = walsh_hadamard if hadamard_transform is None else hadamard_transform
+                    # The package computes the same sums in the same order.
+                    transform = hadamard_transform
+                    if transform is None:
+                        from cppmega.ops.hadamard import walsh_hadamard as transform
                     """,
                 ),
                 replacing(
@@ -46,8 +47,6 @@ PATCH = Patch(
                     "transform(x, scale=hidden_size**-0.5)",
                 ),
             ),
-            imports=("import functools", "from typing import Any"),
-            helpers=(walsh_hadamard_autograd, walsh_hadamard),
         ),
     ),
     reached="forward",

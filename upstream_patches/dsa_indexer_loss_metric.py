@@ -8,7 +8,8 @@ Why: The sum was divided by all layers (52 for NAM56R, of which 9 are DSA: the c
     the pipeline all-reduce. Each seen on CPU with two gloo ranks, 0.16.1 to 0.19.2.
 Upstream: Not sent: the dev branch fixed the hang and the slots for its own layers in other code.
 Remove: when `track_indexer_metrics` divides by the layers that own an indexer.
-Numerics: none (bitwise); only the logged metric changes
+Numerics: none (bitwise); only the logged metric changes. With pipeline parallelism the host waits
+    for the device once more per step
 """
 
 # ruff: noqa: F821

@@ -6,7 +6,8 @@ What: `num_floating_point_operations`, which the logged TFLOP/s comes from, coun
 Why: A hybrid model's `+` and `D` layers count as nothing: the 9 DSA and 4 MLA layers of the
     NAM56R shape are 7 % of its FLOPs at sequence 4096 (computed with 0.19.2). A GPT with DSA counts
     dense MLA and no indexer. What is counted equals what torch counts in a real layer on CPU.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6331 and #6753, both open, both for GPT only.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6331 (open) and #6753 (merged, in no
+    release), both for GPT only.
 Remove: when the hybrid branch counts `D` and `+`, and the GPT branch knows `dsa`.
 Numerics: none (bitwise); only the logged throughput changes
 """

@@ -4,7 +4,9 @@ What: `HybridModel.forward` hands `padding_mask` to the MTP block, as it does to
 Why: MTP takes the mask and rolls it along with the tokens, and `GPTModel` passes it; `HybridModel`
     does not. The MoE routers of the MTP depths then count padding as tokens: in their auxiliary
     losses, and in the loads that move the expert bias (tested: 8 tokens of 2 x 8 were padding, and
-    an MTP router counted all 16).
+    an MTP router counted all 16). `MambaModel` of 0.17 drops the mask as well, but its MTP block
+    cannot take one yet. With sequence parallelism the routers see slices of the sequence; that was
+    not tested.
 Upstream: Not sent: found by reading; dev passes the mask, main does not.
 Remove: when `HybridModel.forward` passes `padding_mask` to `self.mtp`.
 Numerics: changes results of runs that pass a padding mask and have MoE in their MTP depths

@@ -5,7 +5,8 @@ What: the output layer is a `LinearCrossEntropyModule`, a ColumnParallelLinear w
     calls without labels, logged logits, a model with a loss of its own, a bias, gathered logits and
     deferred weight gradients take Megatron's path, and the reason is said once.
 Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
-    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster (KERNELS.md section 1).
+    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster
+    (benchmarks/results/linear_cross_entropy_h200.md).
 Upstream: Not sent: dev has a GPT head with kernels for Blackwell alone.
 Remove: when the releases have linear cross-entropy that runs on Hopper.
 Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated

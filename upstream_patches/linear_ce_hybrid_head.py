@@ -5,7 +5,8 @@ What: the output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearC
     from the hidden states. Inference, calls without labels, a model with a loss of its own, a bias
     and gathered logits take Megatron's path, and the reason is said once.
 Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
-    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster (KERNELS.md section 1).
+    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster
+    (benchmarks/results/linear_cross_entropy_h200.md).
 Upstream: Not sent: dev has the GPT head alone, with kernels for Blackwell; its hybrid head lost the
     class in a merge, and stops at the first MTP depth.
 Remove: when the releases have linear cross-entropy for hybrid models that runs on Hopper.

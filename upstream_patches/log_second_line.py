@@ -6,7 +6,8 @@ Why: the first line never resets, so at `--log-interval 1` the second is a mean 
     an H200 it said 4.109 for a loss of 4.1297, and 1889 tokens/s in place of 6100, as half of the
     first step's compilation was in it (energy is halved, as its meter does reset). The curves of
     equal runs, one of them resumed, differed by 2e-2 there
-    (benchmarks/results/launch_resume_h200.md). Since 0.17.
+    (benchmarks/results/launch_resume_h200.md). Since 0.16, whose wheel has no
+    training loop to patch.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7092 (merged in autumn 2026; in no release)
 Remove: when `training_log` resets after a first iteration that is a multiple of the log interval.
 Numerics: none (bitwise); only what is logged changes

@@ -1,7 +1,8 @@
 """Keep Mamba's state inside a document when documents are packed, and ask the device for nothing.
 
-What: The mixer derives `seq_idx` from `cu_seqlens` for the length it works on, when none of that
-    length was given; `seq_idx` itself is computed by a search instead of `repeat_interleave`.
+What: The mixer derives `seq_idx` from the `cu_seqlens` of a `thd` pack for the length it works on,
+    when none of that length was given; `seq_idx` itself is computed by a search instead of
+    `repeat_interleave`.
 Why: since 0.17.0 `seq_idx` exists only if the caller of `PackedSeqParams` also set `total_tokens`.
     Nothing in megatron/training 0.19.2 and no helper in megatron/core does, and the mixer takes
     None as "one document": convolution and scan state run on into the next one, without an error
@@ -36,6 +37,8 @@ def seq_idx_of_length(packed_seq_params, length):  # type: ignore[no-untyped-def
     # Under context parallelism callers know only their share of the length, the mixer all of it.
     if given is not None and given.shape[-1] == length:
         return given
+    if packed_seq_params.qkv_format != "thd":
+        return given  # the boundaries of a batch of sequences are not positions along this one
     cu_seqlens = packed_seq_params.cu_seqlens_q_padded
     if cu_seqlens is None:
         cu_seqlens = packed_seq_params.cu_seqlens_q
@@ -145,7 +148,7 @@ def verify() -> None:
                 mamba_mixer, "_check_mamba_sequence_packing_support", lambda **_: (True, None)
             ),
         ):
-            params = PackedSeqParams(cu_seqlens_q=documents, **given)
+            params = PackedSeqParams(**{"qkv_format": "thd", "cu_seqlens_q": documents, **given})
             return mixer._ssm_training(torch.ones(10, 1, 2, device=device), params)[:, 0, 0]
 
     wanted = [1, 2, 3, 1, 2, 3, 4, 5, 1, 2]

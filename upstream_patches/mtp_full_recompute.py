@@ -9,7 +9,8 @@ Why: With `recompute_granularity=full` every MTP run on 0.18 raises TypeError (u
     sequences that `mtp_roll_packed_sequences` brings there.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6367 (0.18, open) and #4593 (in 0.18.0).
 Remove: when `_checkpointed_forward` has the parameter `padding_mask`; 0.19.0 has.
-Numerics: none (bitwise)
+Numerics: none (bitwise), but for FP8 on 0.15 to 0.17: stock loses gradients there, and this page
+    does not bring the outer FP8 context of the later releases
 """
 
 # ruff: noqa: F821

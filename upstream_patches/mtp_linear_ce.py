@@ -37,6 +37,7 @@ if (
         compute_language_model_loss,
         scale_logits_fn,
         'mtp_linear_ce',
+        rolled_mask=loss_mask,
     )
 """
 LOGITS = """
@@ -102,6 +103,7 @@ if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_im
         self.compute_language_model_loss,
         None,
         'mtp_linear_ce',
+        rolled_mask=loss_mask,
     )
 """
 INLINE_LOGITS = """

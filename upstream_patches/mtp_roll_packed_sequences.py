@@ -3,7 +3,9 @@
 What: `roll_tensor` finds each token's successor from the padded boundaries on the device, and under
     context parallelism exchanges all boundary tokens at once inside the group. What has no real
     successor (a document's last token, padding, the tail of the pack) becomes 0 and is not
-    counted. On 0.15 this adds packed sequences to MTP, which refuses them there.
+    counted. Under context parallelism a pack that was split as one sequence and not document by
+    document is refused on the device. On 0.15 this adds packed sequences to MTP, which refuses
+    them there.
 Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and padded=[0,4,8] becomes
     2 3 0 4 0 5 P P, so a padding slot is trained on 4, token 4 on nothing, token 5 on itself. 100
     documents cost 1302 operators and 400 host syncs per roll, now 32 and none (counted on 0.19.2).
@@ -93,6 +95,18 @@ PACKED = f"""\
 assert dims in (-1, tensor.dim() - 1), "Packed sequence roll only supports the last dimension."
 {ONE_TOKEN}cu_seqlens = packed_seq_params.cu_seqlens_q
 assert cu_seqlens is not None, "Packed sequence parameters must provide cu_seqlens_q."
+if cp_group is not None and cp_group.size() > 1:
+    # Each document must have been split into 2n equal pieces (or one token per rank); a pack that
+    # was split as one sequence would be shifted across its documents.
+    bounds = packed_seq_params.cu_seqlens_q_padded
+    lengths = (cu_seqlens if bounds is None else bounds).diff()
+    ranks = cp_group.size()
+    torch._assert_async(
+        ((lengths % (2 * ranks) == 0) | (lengths == ranks)).all(),
+        "mtp_roll_packed_sequences: MTP under context parallelism needs documents padded to "
+        "multiples of 2 * CP and split one by one; --dataloader-inter-document-masking splits "
+        "the whole sequence",
+    )
 rolled_tensor = _cppmega_roll_documents(
     tensor, cu_seqlens, packed_seq_params.cu_seqlens_q_padded, cp_group
 )

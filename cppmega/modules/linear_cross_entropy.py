@@ -52,6 +52,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
         labels: Tensor | None = None,
         loss_weights: Tensor | None = None,
         upstream: Upstream = "arbitrary",
+        counted_tokens: int | None = None,
         vocab_size: int | None = None,
         ignore_index: int = -100,
         logit_scale: float = 1.0,
@@ -69,6 +70,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
             loss_weights: `[b, s]`, such as the loss mask: what the gradient of the loss will be, up
                 to one scalar. Only with `upstream="weighted-scalar"`.
             upstream: promise about the gradient of the loss, see `linear_cross_entropy`.
+            counted_tokens: at most so many tokens count; the others are not computed.
             vocab_size: true vocabulary; None counts the padding columns, as Megatron does.
             ignore_index: label without a loss.
             logit_scale: factor on the logits (MuP).
@@ -114,6 +116,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
             labels.transpose(0, 1),
             loss_weights=None if loss_weights is None else loss_weights.transpose(0, 1),
             upstream=upstream,
+            counted_tokens=counted_tokens,
             vocab_size=vocab_size,
             ignore_index=ignore_index,
             logit_scale=logit_scale,

@@ -7,19 +7,30 @@ fused path is said once, with its reason; Megatron's own path is taken then.
 The promise of three GEMMs (see `cppmega.ops.linear_cross_entropy`) is made where the loss mask is
 known: Megatron's loss functions multiply the loss by the mask that they also hand to `forward`, and
 by one scalar; so does the MTP loss. A loss function that weighs tokens in another way breaks the
-promise, and the check of the op names the patch. It must not hand its mask to `forward`.
+promise, and the check of the op names the patch and the way out:
+`CPPMEGA_LINEAR_CE_UPSTREAM=arbitrary`, which promises nothing, at the price of a fourth GEMM.
+
+Masked tokens are not computed where the mask carries how many count, as `counting_tokens` leaves
+it. A mask that was made from another on the way to the head carries nothing, and every token is
+computed.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
+from cppmega.errors import CppmegaError
 from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
-from cppmega.ops.linear_cross_entropy import say_once
+from cppmega.ops.linear_cross_entropy import Upstream, counted_tokens, say_once
+
+UPSTREAM = "CPPMEGA_LINEAR_CE_UPSTREAM"
+"""Variable: what is promised of the gradient of the loss where the loss mask is known."""
 
 
 def head_loss(
@@ -40,7 +51,7 @@ def head_loss(
         runtime_gather_output: as `forward` of the model got it.
         labels: `[b, s]`.
         loss_mask: `[b, s]`, what the caller of `forward` multiplies the loss by; None promises
-            nothing about the gradient, at the price of a fourth GEMM.
+            nothing about the gradient, at the price of a fourth GEMM, which is logged.
         caller: the patch.
 
     Returns:
@@ -78,6 +89,8 @@ class Head(NamedTuple):
     weight: Tensor | None
     logit_scale: float
     caller: str
+    most_tokens: int | None
+    """Bound of the tokens that count where a mask does not carry its own."""
 
     def __call__(
         self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None, accepted: bool = False
@@ -90,12 +103,15 @@ class Head(NamedTuple):
             loss_mask: the promise about the gradient; None for none.
             accepted: count the predicted tokens too, which needs a mask.
         """
+        upstream = _promise(loss_mask, self.caller)
+        promised = upstream == "weighted-scalar"
         out = self.layer(
             hidden,
             weight=self.weight,
             labels=labels,
-            loss_weights=loss_mask,
-            upstream="arbitrary" if loss_mask is None else "weighted-scalar",
+            loss_weights=loss_mask if promised else None,
+            upstream=upstream,
+            counted_tokens=self._count(loss_mask) if promised else None,
             logit_scale=self.logit_scale,
             return_argmax=accepted,
             caller=self.caller,
@@ -107,6 +123,35 @@ class Head(NamedTuple):
         correct = ((out.argmax == labels) & counts).sum().float()
         return AcceptedTokens(out.loss, correct, counts.sum().float())
 
+    def _count(self, loss_mask: Tensor | None) -> int | None:
+        """At most so many tokens count; None in a CUDA graph, whose shapes are fixed."""
+        if loss_mask is None or (loss_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        own = counted_tokens(loss_mask)
+        return self.most_tokens if own is None else own
+
+
+def _promise(loss_mask: Tensor | None, caller: str) -> Upstream:
+    """What the gradient of the loss will be.
+
+    Raises:
+        CppmegaError: `linear-ce-upstream-unknown`, a misspelt `CPPMEGA_LINEAR_CE_UPSTREAM`.
+    """
+    asked = os.environ.get(UPSTREAM) or "weighted-scalar"
+    if asked not in get_args(Upstream):
+        raise CppmegaError(
+            "linear-ce-upstream-unknown",
+            f"{UPSTREAM}={asked} is not a promise that linear cross-entropy knows.",
+            "A misspelt value would leave the promise as it is, and the run would fail later.",
+            f"set {UPSTREAM} to {' or '.join(get_args(Upstream))}",
+        )
+    if asked == "weighted-scalar" and loss_mask is not None:
+        return "weighted-scalar"
+    why = f"{UPSTREAM}={asked}" if asked == "arbitrary" else "forward() got no loss_mask"
+    if torch.is_grad_enabled():
+        say_once(f"{caller}: the backward computes the logits again (a fourth GEMM): {why}")
+    return "arbitrary"
+
 
 def find_head(
     layer: Any,
@@ -115,6 +160,8 @@ def find_head(
     compute_language_model_loss: Callable[..., Tensor],
     scale_logits: Callable[[Tensor], Tensor] | None,
     caller: str,
+    *,
+    rolled_mask: Tensor | None = None,
 ) -> Head | None:
     """The head of these arguments, or None where Megatron's path must be taken.
 
@@ -125,6 +172,8 @@ def find_head(
         compute_language_model_loss: what would compute the loss from the logits.
         scale_logits: what would scale the logits, None for nothing.
         caller: the patch.
+        rolled_mask: the mask that the masks of the calls are rolled from; rolling only drops
+            tokens, so what it carries bounds them too.
     """
     obstacle = _obstacle(
         layer, weight, runtime_gather_output, compute_language_model_loss, scale_logits
@@ -134,7 +183,8 @@ def find_head(
         return None
     scales = scale_logits is not None and layer.config.use_mup
     scale = float(layer.config.mup_output_mult) if scales else 1.0
-    return Head(layer, weight, scale, caller)
+    most = None if rolled_mask is None else counted_tokens(rolled_mask)
+    return Head(layer, weight, scale, caller, most)
 
 
 def _obstacle(
@@ -146,6 +196,10 @@ def _obstacle(
 ) -> str | None:
     if not isinstance(layer, LinearCrossEntropyModule):
         return f"the output layer is a {type(layer).__name__}"
+    for hook in layer._forward_hooks.values():
+        # --logits-load-dir and --logits-save-dir: they would take the loss for the logits.
+        if getattr(hook, "__module__", "").startswith("megatron.training.distillation"):
+            return f"{getattr(hook, '__qualname__', hook)} of distillation reads them"
     if _method(compute_language_model_loss) is not LanguageModule.compute_language_model_loss:
         # Distillation puts its own in its place, and wants the logits.
         return "the model has a loss of its own"

@@ -1,12 +1,13 @@
-"""Walsh-Hadamard transform in plain torch.
+"""Walsh-Hadamard transform: one Triton kernel on CUDA, plain torch elsewhere, the same bits.
 
-This file imports torch when it is called, not when it is imported: patch pages hand these functions
-to patched files as text, and pages load where torch is missing.
+This file imports torch when it is called, not when it is imported: it is imported by a page, and
+pages load where torch is missing.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,21 +26,11 @@ def walsh_hadamard_autograd() -> Any:
             n = x.size(-1)
             if n < 1 or n & (n - 1):
                 raise ValueError(f"the last dimension must be a power of two, got {n}")
-            # A copy, because every other stage writes into this buffer.
-            sums = x.to(
-                torch.float64 if x.dtype == torch.float64 else torch.float32,
-                copy=True,
-                memory_format=torch.contiguous_format,
-            )
-            spare = torch.empty_like(sums)
-            for stride in (1 << stage for stage in range(n.bit_length() - 1)):
-                pairs = (x.numel() // (2 * stride), 2, stride)
-                low, high = sums.view(pairs).unbind(1)
-                out = spare.view(pairs)
-                torch.add(low, high, out=out[:, 0])
-                torch.sub(low, high, out=out[:, 1])
-                sums, spare = spare, sums
-            return sums.mul_(scale).to(x.dtype)
+            kernel = _kernel() if x.is_cuda else None
+            if kernel is not None and kernel.fits(x):
+                out: torch.Tensor = kernel.transform(x, scale)
+                return out
+            return _stage_by_stage(x, scale)
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -47,6 +38,37 @@ def walsh_hadamard_autograd() -> Any:
             return walsh_hadamard(grad, ctx.scale), None
 
     return WalshHadamard.apply
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The module with the kernel, None where there is no Triton to compile it."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from cppmega.ops import hadamard_triton
+
+    return hadamard_triton
+
+
+def _stage_by_stage(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """The transform of `[..., n]` in log2(n) passes over memory."""
+    import torch
+
+    # A copy, because every other stage writes into this buffer.
+    sums = x.to(
+        torch.float64 if x.dtype == torch.float64 else torch.float32,
+        copy=True,
+        memory_format=torch.contiguous_format,
+    )
+    spare = torch.empty_like(sums)
+    for stride in (1 << stage for stage in range(x.size(-1).bit_length() - 1)):
+        pairs = (x.numel() // (2 * stride), 2, stride)
+        low, high = sums.view(pairs).unbind(1)
+        out = spare.view(pairs)
+        torch.add(low, high, out=out[:, 0])
+        torch.sub(low, high, out=out[:, 1])
+        sums, spare = spare, sums
+    return sums.mul_(scale).to(x.dtype)
 
 
 def walsh_hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

@@ -13,15 +13,21 @@ hand, with the weights folded into each row; the backward multiplies by the scal
 checked on the device in every backward, without waiting for it. Any other upstream gradient is
 right too, at four GEMMs: `upstream="arbitrary"`, the default.
 
+Masked tokens cost nothing where the host knows how many count: `counted_tokens=` (with the promise)
+computes those rows alone. A number that is too small is an error on the device.
+
 Memory held between forward and backward with the promise: dX in the type of hidden and dW in fp32,
-`4 * H * V/tp` bytes per head (2 GiB at H=4096, V=131072); without it, one fp32 number per token.
+`4 * H * V/tp` bytes per head (2 GiB at H=4096, V=131072); without it, three fp32 numbers per token.
 Neither can go into `main_grad` in the forward: there the scalar is not known.
 
 Numerics. Logits are rounded to the type of the inputs before the softmax, as the unfused path does,
-the rest is fp32; dlogits are rounded once for the tensor cores; dX, kept in the type of hidden, is
-rounded once more by the scalar. Against fp64, errors are those of the unfused path (the benchmark
-prints both). fp16 gradients are computed with the weights normalised to their largest, times 1024,
-so that neither a loss scale nor a small 1/tokens leaves the range.
+the rest is fp32. A confident token keeps its precision: the sum without the target is kept apart
+from the maximum (see `linear_cross_entropy_chunks.Softmax`), so neither `1 - p` nor the loss is the
+difference of two large numbers. dlogits are rounded once for the tensor cores; dX, kept in the type
+of hidden, is rounded once more by the scalar. Against fp64, errors are those of the unfused path or
+smaller (the benchmark prints both). fp16 gradients are computed with the weights normalised to
+their largest, times 2**15, so that neither a loss scale nor a small 1/tokens leaves the range, and
+dX is kept in fp32 until the scalar is known.
 
 Source: the three-GEMM scheme is that of https://github.com/mgmalek/efficient_cross_entropy; weights
 per row and the deferred scalar are ours.
@@ -55,6 +61,7 @@ BACKENDS = ("triton", "liger", "cce", "reference")
 Upstream = Literal["weighted-scalar", "arbitrary"]
 HiddenGrad = Literal["reduced", "partial"]
 
+_COUNT = "cppmega_counted_tokens"
 _LOG = logging.getLogger(__name__)
 _said: set[str] = set()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -87,7 +94,7 @@ def select_backend(
         dtype: of the tensors.
 
     Returns:
-        A name from `BACKENDS` and one sentence. `auto` says it once per process, on rank 0.
+        A name from `BACKENDS` and one sentence. `auto` says it once, on the last rank.
 
     Raises:
         CppmegaError: an unknown name, or a backend asked for by name that cannot run here.
@@ -127,11 +134,34 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def say_once(message: str) -> None:
-    """Log a line once per process, on the first rank."""
-    first_rank = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    if message not in _said and first_rank:
+    """Log a line once per process, on the last rank.
+
+    The head is on the last pipeline stage, and so is the last rank, in every order of the ranks.
+    """
+    alone = not (dist.is_available() and dist.is_initialized())
+    if message not in _said and (alone or dist.get_rank() == dist.get_world_size() - 1):
         _LOG.warning(message)
     _said.add(message)
+
+
+def counting_tokens(loss_mask: Tensor, count: int) -> Tensor:
+    """Let a mask on the device carry how many of its tokens count, as the host knows it.
+
+    Args:
+        loss_mask: any shape, on any device.
+        count: an upper bound of its non-zero elements.
+
+    Returns:
+        The same tensor. Whatever is computed from it, views included, carries nothing.
+    """
+    setattr(loss_mask, _COUNT, count)
+    return loss_mask
+
+
+def counted_tokens(loss_mask: Tensor) -> int | None:
+    """What `counting_tokens` left, None where it left nothing."""
+    count: int | None = getattr(loss_mask, _COUNT, None)
+    return count
 
 
 def _graph_break(function: _Function) -> _Function:
@@ -147,6 +177,7 @@ def linear_cross_entropy(
     *,
     loss_weights: Tensor | None = None,
     upstream: Upstream = "arbitrary",
+    counted_tokens: int | None = None,
     vocab_size: int | None = None,
     ignore_index: int = -100,
     logit_scale: float = 1.0,
@@ -174,6 +205,10 @@ def linear_cross_entropy(
         upstream: "weighted-scalar" promises that the gradient which reaches `loss` is
             `scalar * loss_weights` (rows with an ignored target may have any): three GEMMs.
             "arbitrary" promises nothing: four.
+        counted_tokens: at most so many tokens count (a weight that is not 0, a target that is not
+            ignored), known on the host. Only they are computed; the loss of the others is 0, their
+            arg-max -1. Only with "weighted-scalar"; None computes every token. Not for a CUDA
+            graph, whose shapes are fixed.
         vocab_size: the true vocabulary; columns from there on are not in the softmax, get no
             gradient and win no argmax. None counts every column, as Megatron does.
         ignore_index: target of rows that have no loss.
@@ -197,7 +232,8 @@ def linear_cross_entropy(
         CppmegaError: shapes, types or arguments that do not fit, or a backend that cannot do what
             is asked.
         RuntimeError: on the CPU at once, on CUDA as a device-side assertion: a target outside
-            `[0, vocab_size)` on a row that counts, or a broken promise in the backward.
+            `[0, vocab_size)` on a row that counts, more rows that count than `counted_tokens`, or a
+            broken promise in the backward.
     """
     ranks = tp_group.size() if tp_group is not None else 1
     padded_vocabulary = weight.shape[0] * ranks
@@ -205,6 +241,8 @@ def linear_cross_entropy(
     _check(
         hidden, weight, targets, loss_weights, upstream, hidden_grad, vocabulary, padded_vocabulary
     )
+    if counted_tokens is not None and (upstream == "arbitrary" or counted_tokens < 0):
+        raise _wrong_arguments(f"counted_tokens={counted_tokens} with upstream={upstream!r}")
     name, _ = select_backend(backend, hidden.device, hidden.dtype)
     shape = targets.shape
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
@@ -238,15 +276,18 @@ def linear_cross_entropy(
         return LinearCrossEntropyOutput(loss.view(shape), argmax, name)
 
     first_column = tp_group.rank() * weight.shape[0] if tp_group is not None else 0
+    order = None if counted_tokens is None else _those_that_count(counts, counted_tokens, caller)
+    computed = rows.shape[0] if order is None else order.shape[0]
     problem = Problem(
         targets=flat_targets,
         columns=min(max(vocabulary - first_column, 0), weight.shape[0]),
         first_column=first_column,
         ignored=ignored,
+        order=order,
         logit_scale=logit_scale,
         tp_group=tp_group if ranks > 1 else None,
         chunk_tokens=chunk_tokens
-        or default_chunk_tokens(rows.shape[0], weight.shape[0], hidden.element_size()),
+        or default_chunk_tokens(computed, weight.shape[0], hidden.element_size()),
         want_argmax=return_argmax,
         kernels=_kernels(name),
     )
@@ -274,6 +315,20 @@ def _kernels(name: str) -> ChunkKernels:
     from cppmega.ops import linear_cross_entropy_triton as triton_kernels
 
     return triton_kernels
+
+
+_ROW_TILE = 128
+"""Computed rows are rounded up to whole tiles of the matrix units' kernels."""
+
+
+def _those_that_count(counts: Tensor, most: int, caller: str) -> Tensor:
+    """`[R]` int64: the rows that count, in order, filled up to whole tiles with others."""
+    torch._assert_async(
+        counts.sum() <= most,
+        f"{caller}: more tokens count than counted_tokens={most} says; they would have no loss",
+    )
+    computed = min(-(-most // _ROW_TILE) * _ROW_TILE, counts.shape[0])
+    return counts.to(torch.uint8).argsort(descending=True, stable=True)[:computed]
 
 
 def _counted_weights(
@@ -322,9 +377,13 @@ def _check(
     }
     wrong = [what for what, is_so in problems.items() if is_so]
     if wrong:
-        raise CppmegaError(
-            "linear-ce-arguments",
-            f"{'; '.join(wrong)} (shapes {shapes}).",
-            "The loss would be of something else than was meant.",
-            "see the docstring of cppmega.ops.linear_cross_entropy.linear_cross_entropy",
-        )
+        raise _wrong_arguments(f"{'; '.join(wrong)} (shapes {shapes})")
+
+
+def _wrong_arguments(what: str) -> CppmegaError:
+    return CppmegaError(
+        "linear-ce-arguments",
+        f"{what}.",
+        "The loss would be of something else than was meant.",
+        "see the docstring of cppmega.ops.linear_cross_entropy.linear_cross_entropy",
+    )

@@ -1,9 +1,9 @@
 """The two backward schemes of linear cross-entropy, over `linear_cross_entropy_chunks.walk`.
 
 `DeferredScalar` computes the gradients in the forward and multiplies by one number in the
-backward; `Recompute` saves one number per token and computes the logits again in the backward. Both
-sum dX over the tensor-parallel group in the backward if told to, and give dW to `MainGrad` if there
-is one.
+backward; `Recompute` saves three numbers per token and computes the logits again in the backward.
+Both sum dX over the tensor-parallel group in the backward if told to, and give dW to `MainGrad` if
+there is one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cppmega.errors import CppmegaError
-from cppmega.ops.linear_cross_entropy_chunks import ChunkKernels, Problem, walk
+from cppmega.ops.linear_cross_entropy_chunks import ChunkKernels, Problem, Softmax, walk
 
 PROMISE_TOLERANCE = 1e-5
 """Relative error per row up to which an upstream gradient is `scalar * weight`.
@@ -26,8 +26,8 @@ A loss function multiplies in fp32 a handful of times, each with 6e-8; what brea
 second mask, another weighting) is off by far more.
 """
 
-_FP16_GAIN = 1024.0
-"""fp16 gradients of logits are at most 1024: probabilities down to 6e-11 are still seen."""
+_FP16_GAIN = 2.0**15
+"""fp16 gradients of logits are at most 2**15: a probability of 2e-9 is still a normal number."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def deferred_scalar(upstream: Tensor, weights: Tensor, caller: str) -> Tensor:
     torch._assert_async(
         kept | ~gradient.isfinite().all(),
         f"{caller}: the gradient that reached the per-token loss is not one scalar times "
-        'loss_weights, as upstream="weighted-scalar" promised. Pass the weights that the loss is '
-        'multiplied by, or upstream="arbitrary".',
+        'loss_weights, as upstream="weighted-scalar" promised. Pass the true weights, or set '
+        "CPPMEGA_LINEAR_CE_UPSTREAM=arbitrary.",
     )
     return scalar
 
@@ -229,7 +229,7 @@ class Recompute(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Loss `[N]` and argmax `[N]` or None; see `linear_cross_entropy` for the arguments."""
         done = walk(problem, hidden, weight)
-        ctx.save_for_backward(hidden, weight, done.lse)
+        ctx.save_for_backward(hidden, weight, *done.softmax)
         ctx.problem, ctx.main_grad = problem, main_grad
         ctx.reduce_hidden_grad = reduce_hidden_grad
         ctx.set_materialize_grads(False)
@@ -243,7 +243,7 @@ class Recompute(torch.autograd.Function):
         """Gradients for the upstream gradient as it is."""
         if upstream is None:
             return (None,) * 5
-        hidden, weight, lse = ctx.saved_tensors
+        hidden, weight, *softmax = ctx.saved_tensors
         problem: Problem = ctx.problem
         wide = problem.kernels.accumulation_dtype(hidden.dtype)
         counted = upstream.to(wide).masked_fill(problem.ignored, 0)
@@ -257,7 +257,7 @@ class Recompute(torch.autograd.Function):
             weight,
             row_weights=row_weights,
             gradient_scale=gradient_scale,
-            lse=lse,
+            softmax=Softmax(*softmax),
             want_hidden_grad=ctx.needs_input_grad[0],
             want_weight_grad=ctx.needs_input_grad[1],
             accumulate_into=main_grad.buffer if straight and main_grad is not None else None,

@@ -33,12 +33,50 @@ of 4096, 164 in chunks of 8192, which hold 0.75 GiB more.
 
 
 class RowStatistics(NamedTuple):
-    """What one pass over the rows of a chunk of logits yields; each is `[n]`."""
+    """What one pass over the rows of a chunk of logits yields; each is `[n]`.
 
-    log_sum_exp: Tensor
-    target_logit: Tensor
+    Attributes:
+        maximum: of the logits; -inf, or fp32's lowest, for a shard that is all padding.
+        others: sum of `exp(logit - maximum)` over all columns but the target.
+        target_logit: -inf where the target is not in this shard.
+        argmax: the lowest column with the maximum; None unless wanted.
+    """
+
     maximum: Tensor
+    others: Tensor
+    target_logit: Tensor
     argmax: Tensor | None
+
+
+class Softmax(NamedTuple):
+    """The softmax of each row over the whole vocabulary, as what its gradient needs; each is `[n]`.
+
+    `exp(logit - lse)` and `lse - target_logit` would lose a confident row: at a probability p of
+    the target, log-sum-exp rounds 1 - p away. Kept apart, `p - 1 = -others / total` and the loss
+    `log1p(others)` are as precise as `others`.
+
+    Attributes:
+        maximum: of the logits.
+        others: sum of `exp(logit - maximum)` over all columns but the target.
+        total: the same over all columns.
+    """
+
+    maximum: Tensor
+    others: Tensor
+    total: Tensor
+
+
+def softmax_of(found: RowStatistics) -> Softmax:
+    """The softmax of rows whose vocabulary is whole."""
+    total = found.others + (found.target_logit - found.maximum).exp()
+    return Softmax(found.maximum, found.others, total)
+
+
+def loss_of(softmax: Softmax, target_logit: Tensor) -> Tensor:
+    """`-log softmax[target]`, `[n]`: a sum of two numbers >= 0, so nothing cancels."""
+    confident = (target_logit == softmax.maximum) & target_logit.isfinite()
+    below = softmax.maximum - target_logit
+    return torch.where(confident, softmax.others.log1p(), below + softmax.total.log())
 
 
 class ChunkKernels(Protocol):
@@ -62,9 +100,9 @@ class ChunkKernels(Protocol):
         """Statistics of `logits[:, :columns]`."""
 
     def gradient_(
-        self, logits: Tensor, targets: Tensor, columns: int, lse: Tensor, row_weights: Tensor
+        self, logits: Tensor, targets: Tensor, columns: int, softmax: Softmax, row_weights: Tensor
     ) -> None:
-        """Overwrite logits by `row_weights * (exp(logits - lse) - onehot)`; 0 from `columns` on."""
+        """Overwrite logits by `row_weights * (softmax - onehot)`; 0 from `columns` on."""
 
     def statistics_and_gradient_(
         self,
@@ -97,6 +135,8 @@ class Problem:
         columns: how many of this rank's `V/tp` rows of the weight are real tokens, not padding.
         first_column: global token id of this rank's row 0.
         ignored: `[N]` bool, rows whose loss is 0 whatever the logits.
+        order: `[R]` int64, distinct rows that are computed; the others have no loss, no arg-max and
+            no gradient. None: all rows.
         logit_scale: factor on the logits.
         tp_group: process group over which the vocabulary is split, None if it is whole.
         chunk_tokens: rows per chunk.
@@ -108,6 +148,7 @@ class Problem:
     columns: int
     first_column: int
     ignored: Tensor
+    order: Tensor | None
     logit_scale: float
     tp_group: dist.ProcessGroup | None
     chunk_tokens: int
@@ -115,25 +156,35 @@ class Problem:
     kernels: ChunkKernels
 
     def local_targets(self) -> Tensor:
-        """`[N]` int64: the target's column in this shard; -1 if elsewhere or ignored."""
+        """`[R]` int64: the target's column in this shard; -1 if elsewhere or ignored."""
         local = self.targets - self.first_column
         here = (local >= 0) & (local < self.columns) & ~self.ignored
-        return torch.where(here, local, -1)
+        return self.picked(torch.where(here, local, -1))
+
+    def picked(self, per_row: Tensor, part: slice = slice(None)) -> Tensor:
+        """The computed rows of `[N, ...]`, or a part of them."""
+        return per_row[part] if self.order is None else per_row.index_select(0, self.order[part])
+
+    def spread(self, computed: Tensor, missing: float) -> Tensor:
+        """`[N]` from `[R]`, `missing` in the rows that were not computed."""
+        if self.order is None:
+            return computed
+        return computed.new_full(self.targets.shape, missing).index_copy_(0, self.order, computed)
 
 
 class Walk(NamedTuple):
     """Result of a walk.
 
     Attributes:
-        loss: `[N]`, unweighted, 0 where ignored; None if `lse` was given.
-        lse: `[N]`, over the whole vocabulary.
-        argmax: `[N]` int64 global token ids, -1 where ignored; None unless wanted.
+        loss: `[N]`, unweighted, 0 where ignored or not computed; None if `softmax` was given.
+        softmax: `[R]` each, over the whole vocabulary.
+        argmax: `[N]` int64 global token ids, -1 where ignored or not computed; None unless wanted.
         hidden_grad: `[N, H]`, of this rank's part of the vocabulary only.
         weight_grad: `[V/tp, H]`, or None where it went into the caller's accumulator.
     """
 
     loss: Tensor | None
-    lse: Tensor
+    softmax: Softmax
     argmax: Tensor | None
     hidden_grad: Tensor | None
     weight_grad: Tensor | None
@@ -157,17 +208,16 @@ def combine_over_ranks(local: RowStatistics, shard: int, group: dist.ProcessGrou
     token id, as in `torch.argmax`. Column numbers travel as floats: exact below 2**24.
     """
     columns = torch.zeros_like(local.maximum) if local.argmax is None else local.argmax
-    mine = torch.stack(
-        [local.log_sum_exp, local.target_logit, local.maximum, columns.to(local.maximum.dtype)]
-    )
+    mine = torch.stack([*local[:3], columns.to(local.maximum.dtype)])
     gathered = mine.new_empty(group.size() * mine.numel())
     dist.all_gather_into_tensor(gathered, mine.view(-1), group=group)
-    lse, target, maximum, column = gathered.view(group.size(), *mine.shape).unbind(1)
-    winner = maximum.argmax(dim=0, keepdim=True)
+    maximum, others, target, column = gathered.view(group.size(), *mine.shape).unbind(1)
+    highest, winner = maximum.amax(0), maximum.argmax(0, keepdim=True)
     argmax = None
     if local.argmax is not None:
         argmax = (column.gather(0, winner).long() + winner * shard).squeeze(0)
-    return RowStatistics(lse.logsumexp(0), target.sum(0), maximum.amax(0), argmax)
+    others = (others * (maximum - highest).exp()).sum(0)
+    return RowStatistics(highest, others, target.amax(0), argmax)
 
 
 def walk(
@@ -177,12 +227,12 @@ def walk(
     *,
     row_weights: Tensor | None = None,
     gradient_scale: float = 1.0,
-    lse: Tensor | None = None,
+    softmax: Softmax | None = None,
     want_hidden_grad: bool = False,
     want_weight_grad: bool = False,
     accumulate_into: Tensor | None = None,
 ) -> Walk:
-    """Go once over all chunks.
+    """Go once over all chunks of the R rows that are computed.
 
     Args:
         problem: the call.
@@ -190,7 +240,7 @@ def walk(
         weight: `[V/tp, H]`, this rank's rows of the output matrix.
         row_weights: `[N]` fp32, factor on each row's gradient; needed for any gradient.
         gradient_scale: factor on both gradients, applied inside the GEMM in fp32.
-        lse: `[N]` of an earlier walk: skips the statistics, the loss and their communication.
+        softmax: of an earlier walk: skips the statistics, the loss and their communication.
         want_hidden_grad: compute dX.
         want_weight_grad: compute dW.
         accumulate_into: `[V/tp, H]` fp32 to which dW is added instead of being returned.
@@ -199,61 +249,75 @@ def walk(
         See `Walk`. Deterministic: the order of every sum depends on the shapes alone.
     """
     kernels = problem.kernels
-    tokens, shard = hidden.shape[0], weight.shape[0]
+    targets = problem.local_targets()
+    weights = None if row_weights is None else problem.picked(row_weights)
+    tokens, shard = targets.shape[0], weight.shape[0]
     wide = kernels.accumulation_dtype(hidden.dtype)
-    loss = hidden.new_empty(tokens, dtype=wide) if lse is None else None
-    all_lse = hidden.new_empty(tokens, dtype=wide) if lse is None else lse
-    argmax = (
-        torch.empty(tokens, dtype=torch.int64, device=hidden.device)
-        if problem.want_argmax and lse is None
-        else None
-    )
-    hidden_grad = (
-        torch.empty_like(hidden, dtype=kernels.gradient_dtype(hidden.dtype))
-        if want_hidden_grad
-        else None
-    )
+    fresh = softmax is None
+    # Maximum, sum of the others and target logit of every row, chunk by chunk.
+    numbers = hidden.new_empty(3 if fresh else 0, tokens, dtype=wide)
+    argmax = torch.empty_like(targets) if problem.want_argmax and fresh else None
+    hidden_grad = _hidden_grad(problem, hidden) if want_hidden_grad else None
     weight_grad = accumulate_into
     if want_weight_grad and weight_grad is None:
         # The first chunk overwrites; only a call without tokens leaves the zeros to be seen.
         allocate = torch.empty_like if tokens else torch.zeros_like
         weight_grad = allocate(weight, dtype=wide)
     scale = gradient_scale * problem.logit_scale
-    targets = problem.local_targets()
     step = problem.chunk_tokens
     buffer = kernels.logits_buffer(min(step, tokens), shard, hidden)
 
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         logits = buffer[: rows.stop - start]
-        kernels.logits(hidden[rows], weight, problem.logit_scale, logits)
+        inputs = problem.picked(hidden, rows)
+        kernels.logits(inputs, weight, problem.logit_scale, logits)
         chunk = (logits, targets[rows], problem.columns)
-        if loss is not None:
-            if row_weights is not None and problem.tp_group is None:
-                found = kernels.statistics_and_gradient_(
-                    *chunk, row_weights[rows], problem.want_argmax
-                )
+        known = None if softmax is None else Softmax(*(each[rows] for each in softmax))
+        if fresh:
+            if weights is not None and problem.tp_group is None:
+                found = kernels.statistics_and_gradient_(*chunk, weights[rows], problem.want_argmax)
             else:
                 found = kernels.statistics(*chunk, problem.want_argmax)
             if problem.tp_group is not None:
                 found = combine_over_ranks(found, shard, problem.tp_group)
-            all_lse[rows] = found.log_sum_exp
-            loss[rows] = found.log_sum_exp - found.target_logit
+                known = softmax_of(found)
+            torch.stack(found[:3], out=numbers[:, rows])
             if argmax is not None and found.argmax is not None:
                 argmax[rows] = found.argmax
-        if row_weights is None:
+        if weights is None:
             continue
-        if loss is None or problem.tp_group is not None:
-            kernels.gradient_(*chunk, all_lse[rows], row_weights[rows])
+        if known is not None:
+            kernels.gradient_(*chunk, known, weights[rows])
         if hidden_grad is not None:
-            kernels.hidden_gradient(logits, weight, scale, hidden_grad[rows])
+            _add_hidden_grad(problem, logits, weight, scale, rows, hidden_grad)
         if want_weight_grad and weight_grad is not None:
             adding = start > 0 or accumulate_into is not None
-            kernels.weight_gradient(logits, hidden[rows], scale, adding, weight_grad)
+            kernels.weight_gradient(logits, inputs, scale, adding, weight_grad)
 
-    if loss is not None:
-        loss.masked_fill_(problem.ignored, 0)
+    loss = None
+    if softmax is None:
+        maximum, others, target_logit = numbers
+        softmax = softmax_of(RowStatistics(maximum, others, target_logit, None))
+        loss = problem.spread(loss_of(softmax, target_logit), 0).masked_fill_(problem.ignored, 0)
     if argmax is not None:
-        argmax.masked_fill_(problem.ignored, -1)
+        argmax = problem.spread(argmax, -1).masked_fill_(problem.ignored, -1)
     returned = weight_grad if accumulate_into is None else None
-    return Walk(loss, all_lse, argmax, hidden_grad, returned)
+    return Walk(loss, softmax, argmax, hidden_grad, returned)
+
+
+def _hidden_grad(problem: Problem, hidden: Tensor) -> Tensor:
+    allocate = torch.empty_like if problem.order is None else torch.zeros_like
+    return allocate(hidden, dtype=problem.kernels.gradient_dtype(hidden.dtype))
+
+
+def _add_hidden_grad(
+    problem: Problem, dlogits: Tensor, weight: Tensor, scale: float, rows: slice, out: Tensor
+) -> None:
+    """dX of one chunk, to where its rows are in `[N, H]`."""
+    if problem.order is None:
+        problem.kernels.hidden_gradient(dlogits, weight, scale, out[rows])
+        return
+    computed = out.new_empty(dlogits.shape[0], out.shape[1])
+    problem.kernels.hidden_gradient(dlogits, weight, scale, computed)
+    out.index_copy_(0, problem.order[rows], computed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cppmega.ops.linear_cross_entropy_chunks import RowStatistics
+from cppmega.ops.linear_cross_entropy_chunks import RowStatistics, Softmax, softmax_of
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,35 +34,35 @@ def logits(hidden: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
 
 
 def statistics(logits: Tensor, targets: Tensor, columns: int, want_argmax: bool) -> RowStatistics:
-    """Statistics of `logits[:, :columns]`; a shard that is all padding has lse -inf."""
+    """Statistics of `logits[:, :columns]`."""
     if columns == 0:
         empty = logits.new_full(targets.shape, -torch.inf)
-        return RowStatistics(
-            empty,
-            torch.zeros_like(empty),
-            empty,
-            torch.zeros_like(targets) if want_argmax else None,
-        )
+        argmax = torch.zeros_like(targets) if want_argmax else None
+        return RowStatistics(empty, torch.zeros_like(empty), empty, argmax)
     valid = logits[:, :columns]
     maximum, argmax = valid.max(dim=1)
-    at_target = valid.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    column = targets.clamp(min=0).unsqueeze(1)
+    elsewhere = (targets < 0).unsqueeze(1)
+    at_target = valid.gather(1, column).masked_fill(elsewhere, -torch.inf)
+    powers = (valid - maximum.unsqueeze(1)).exp_()
+    # Left out before the sum: 1 + others would round a confident row's gradient away.
+    powers.scatter_(1, column, powers.gather(1, column) * elsewhere)
     return RowStatistics(
-        valid.logsumexp(dim=1),
-        at_target.masked_fill(targets < 0, 0),
-        maximum,
-        argmax if want_argmax else None,
+        maximum, powers.sum(1), at_target.squeeze(1), argmax if want_argmax else None
     )
 
 
 def gradient_(
-    logits: Tensor, targets: Tensor, columns: int, lse: Tensor, row_weights: Tensor
+    logits: Tensor, targets: Tensor, columns: int, softmax: Softmax, row_weights: Tensor
 ) -> None:
-    """Overwrite logits by `row_weights * (exp(logits - lse) - onehot)`; 0 from `columns` on."""
-    logits.sub_(lse.unsqueeze(1)).exp_()
+    """Overwrite logits by `row_weights * (softmax - onehot)`; 0 from `columns` on."""
+    logits.sub_(softmax.maximum.unsqueeze(1)).exp_()
     logits[:, columns:] = 0
-    has_target = (targets >= 0).to(logits.dtype).unsqueeze(1)
-    logits.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -has_target)
-    logits.mul_(row_weights.unsqueeze(1))
+    column = targets.clamp(min=0).unsqueeze(1)
+    here = (targets >= 0).unsqueeze(1)
+    at_target = torch.where(here, -softmax.others.unsqueeze(1), logits.gather(1, column))
+    logits.scatter_(1, column, at_target)
+    logits.mul_((row_weights / softmax.total).unsqueeze(1))
 
 
 def statistics_and_gradient_(
@@ -70,7 +70,7 @@ def statistics_and_gradient_(
 ) -> RowStatistics:
     """Both, for a vocabulary that is whole on this rank."""
     found = statistics(logits, targets, columns, want_argmax)
-    gradient_(logits, targets, columns, found.log_sum_exp, row_weights)
+    gradient_(logits, targets, columns, softmax_of(found), row_weights)
     return found
 
 

@@ -1,9 +1,10 @@
 """Linear cross-entropy on CUDA: cuBLAS for the three GEMMs, one Triton kernel for the rows between.
 
 The row kernel gives one program a row of logits. It reads the row once for the online softmax
-(log-sum-exp, maximum, arg-max, target logit) and once more, mostly from the L2 cache, to overwrite
-it in place by the gradient. Logits and their gradients have the type of the inputs (bf16 or fp16,
-as in the unfused path), all arithmetic on them is fp32, and dW accumulates in fp32 inside the GEMM.
+(maximum, sum without the target, target logit, arg-max) and once more, mostly from the L2 cache, to
+overwrite it in place by the gradient. Logits and their gradients have the type of the inputs (bf16
+or fp16, as in the unfused path), all arithmetic on them is fp32, and dW accumulates in fp32 inside
+the GEMM.
 
 Nothing here waits for the device, allocates by a value on the device, or uses atomics: the result
 is the same bit for bit from run to run, and the whole can be captured in a CUDA graph. See
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.linear_cross_entropy_chunks import RowStatistics
+from cppmega.ops.linear_cross_entropy_chunks import RowStatistics, Softmax
 
 VECTOR: tl.constexpr = tl.constexpr(8)
 """Columns that one thread reads at a time: 16 bytes of bf16."""
@@ -45,9 +46,10 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     logits,
     targets,
     row_weights,
-    log_sum_exp,
-    target_logit,
     maximum,
+    others,
+    target_logit,
+    total,
     argmax,
     STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -66,7 +68,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     if STATISTICS:
         # Each thread keeps one running maximum and sum per vector: no exchange inside the loop.
         top = tl.full([GROUPS], _LOWEST, tl.float32)
-        total = tl.zeros([GROUPS], tl.float32)
+        rest = tl.zeros([GROUPS], tl.float32)
         best = tl.zeros([GROUPS], tl.int32)
         for start in range(0, COLUMNS, GROUPS * VECTOR):
             column = start + lane
@@ -74,36 +76,42 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             z = tl.where(column < COLUMNS, z, float("-inf"))
             local = tl.max(z, axis=1)
             higher = tl.maximum(top, local)
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), axis=1)
+            # The target raises the maximum but is left out of the sum: a confident row's loss and
+            # gradient are the sum of the others, which 1 + others would round away.
+            e = tl.where(column == target, 0.0, tl.exp(z - higher[:, None]))
+            rest = rest * tl.exp(top - higher) + tl.sum(e, axis=1)
             if ARGMAX:
                 first = tl.min(tl.where(z == local[:, None], column, 2147483647), axis=1)
                 best = tl.where(local > top, first, best)
             top = higher
         row_top = tl.max(top, axis=0)
-        lse = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
-        at_target = tl.load(base + tl.maximum(target, 0), mask=target >= 0, other=0.0)
-        tl.store(log_sum_exp + row, lse)
-        tl.store(target_logit + row, at_target.to(tl.float32))
+        row_rest = tl.sum(rest * tl.exp(top - row_top), axis=0)
+        at_target = tl.load(base + tl.maximum(target, 0), mask=target >= 0, other=float("-inf"))
+        at_target = at_target.to(tl.float32)
+        row_total = row_rest + tl.exp(at_target - row_top)
         tl.store(maximum + row, row_top)
+        tl.store(others + row, row_rest)
+        tl.store(target_logit + row, at_target)
         if ARGMAX:
             winner = tl.min(tl.where(top == row_top, best, 2147483647), axis=0)
             tl.store(argmax + row, winner.to(tl.int64))
     else:
-        lse = tl.load(log_sum_exp + row)
+        row_top = tl.load(maximum + row)
+        row_rest = tl.load(others + row)
+        row_total = tl.load(total + row)
 
     if GRADIENT:
         if STATISTICS:
             # Other threads overwrite the target logit that this one has just read.
             tl.debug_barrier()
-        weight = tl.load(row_weights + row)
+        scale = tl.load(row_weights + row) / row_total
         # Backwards: what was read last is the most likely to be in the cache still.
         last: tl.constexpr = (STRIDE - 1) // (GROUPS * VECTOR) * (GROUPS * VECTOR)
         for back in range(0, STRIDE, GROUPS * VECTOR):
             column = last - back + lane
             inside = column < STRIDE
             z = tl.load(base + column, mask=inside, other=0.0).to(tl.float32)
-            p = tl.exp(z - lse)
-            gradient = tl.where(column == target, p - 1.0, p) * weight
+            gradient = tl.where(column == target, -row_rest, tl.exp(z - row_top)) * scale
             gradient = tl.where(column < COLUMNS, gradient, 0.0)
             gradient = gradient.to(logits.dtype.element_ty)
             # Not read again here: leave the cache to the rows that are (8 % of the kernel).
@@ -125,8 +133,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """dX is kept as the unfused path keeps it: in the type of the inputs."""
-    return dtype
+    """dX is kept as the unfused path keeps it, in the type of the inputs, but for fp16.
+
+    Before the deferred scalar, which carries the loss scale, a confident token's dX lies below
+    fp16's normal range.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def logits_buffer(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -145,18 +157,16 @@ def _rows(
     targets: Tensor,
     columns: int,
     *,
-    lse: Tensor | None,
+    softmax: Softmax | None,
     row_weights: Tensor | None,
     want_argmax: bool,
 ) -> RowStatistics:
-    """Launch the row kernel: statistics unless `lse` is given, the gradient if weights are."""
+    """Launch the row kernel: statistics unless `softmax` is given, the gradient if weights are."""
     rows = logits.shape[0]
-    numbers = logits.new_empty(3, rows, dtype=torch.float32)
+    numbers = logits.new_empty(3 if softmax is None else 0, rows, dtype=torch.float32)
+    maximum, others, at_target = numbers if softmax is None else (*softmax[:2], softmax.total)
     found = RowStatistics(
-        numbers[0] if lse is None else lse,
-        numbers[1],
-        numbers[2],
-        torch.empty_like(targets) if want_argmax else None,
+        maximum, others, at_target, torch.empty_like(targets) if want_argmax else None
     )
     vectors: int = triton.cdiv(logits.stride(0), VECTOR.value)
     groups = min(ROW_GROUPS, triton.next_power_of_2(vectors))
@@ -164,14 +174,15 @@ def _rows(
     _row_kernel[(rows,)](
         logits,
         targets,
-        found.log_sum_exp if row_weights is None else row_weights,
-        found.log_sum_exp,
-        found.target_logit,
-        found.maximum,
+        maximum if row_weights is None else row_weights,
+        maximum,
+        others,
+        at_target,
+        maximum if softmax is None else softmax.total,
         targets if found.argmax is None else found.argmax,
         STRIDE=logits.stride(0),
         COLUMNS=columns,
-        STATISTICS=lse is None,
+        STATISTICS=softmax is None,
         GRADIENT=row_weights is not None,
         ARGMAX=want_argmax,
         GROUPS=groups,
@@ -181,15 +192,15 @@ def _rows(
 
 
 def statistics(logits: Tensor, targets: Tensor, columns: int, want_argmax: bool) -> RowStatistics:
-    """Statistics of `logits[:, :columns]`; a shard that is all padding has lse -inf."""
-    return _rows(logits, targets, columns, lse=None, row_weights=None, want_argmax=want_argmax)
+    """Statistics of `logits[:, :columns]`."""
+    return _rows(logits, targets, columns, softmax=None, row_weights=None, want_argmax=want_argmax)
 
 
 def gradient_(
-    logits: Tensor, targets: Tensor, columns: int, lse: Tensor, row_weights: Tensor
+    logits: Tensor, targets: Tensor, columns: int, softmax: Softmax, row_weights: Tensor
 ) -> None:
-    """Overwrite logits by `row_weights * (exp(logits - lse) - onehot)`; 0 from `columns` on."""
-    _rows(logits, targets, columns, lse=lse, row_weights=row_weights, want_argmax=False)
+    """Overwrite logits by `row_weights * (softmax - onehot)`; 0 from `columns` on."""
+    _rows(logits, targets, columns, softmax=softmax, row_weights=row_weights, want_argmax=False)
 
 
 def statistics_and_gradient_(
@@ -197,7 +208,7 @@ def statistics_and_gradient_(
 ) -> RowStatistics:
     """Both in one launch, for a vocabulary that is whole on this rank."""
     return _rows(
-        logits, targets, columns, lse=None, row_weights=row_weights, want_argmax=want_argmax
+        logits, targets, columns, softmax=None, row_weights=row_weights, want_argmax=want_argmax
     )
 
 

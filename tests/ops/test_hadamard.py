@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -100,8 +101,35 @@ def test_the_file_imports_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_kernel_gives_the_bits_of_torch() -> None:
+    pytest.importorskip("triton")
+    code = """
+import torch
+from cppmega.ops import hadamard, hadamard_triton
+
+for n in [1 << power for power in range(11)] + [1 << 15]:
+    for dtype in (torch.float32, torch.float16):
+        x = torch.randn(5 if n < 1024 else 1, n).to(dtype)
+        want = hadamard.walsh_hadamard(x, 0.3)
+        assert torch.equal(hadamard_triton.transform(x, 0.3), want), (n, dtype)
+strided = torch.randn(8, 3, 2).transpose(0, 2)
+assert torch.equal(hadamard_triton.transform(strided, 1.0), hadamard.walsh_hadamard(strided))
+assert hadamard_triton.transform(torch.zeros(0, 4, 8), 1.0).shape == (0, 4, 8)
+assert not hadamard_triton.fits(torch.randn(2, 4))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_gives_the_bits_of_the_cpu() -> None:
-    x = torch.randn(512, 128, dtype=torch.bfloat16)
-    assert torch.equal(walsh_hadamard(x.cuda(), 128**-0.5).cpu(), walsh_hadamard(x, 128**-0.5))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 2, 64, 128, 1024, 1 << 15, 1 << 16])
+def test_cuda_gives_the_bits_of_the_cpu(n: int, dtype: torch.dtype) -> None:
+    x = torch.randn(37, n).to(dtype)
+    weights = torch.randn(37, n).to(dtype)  # not uniform
+    there = x.cuda().requires_grad_()
+    y = walsh_hadamard(there, 128**-0.5)
+    y.backward(weights.cuda())
+    assert torch.equal(y.cpu(), walsh_hadamard(x, 128**-0.5))
+    assert torch.equal(there.grad.cpu(), walsh_hadamard(weights, 128**-0.5))

@@ -6,10 +6,13 @@ interpreter, each of which needs a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +33,7 @@ from cppmega.ops.linear_cross_entropy_autograd import MainGrad, deferred_scalar 
 from cppmega.ops.linear_cross_entropy_chunks import (  # noqa: E402
     LOGITS_BYTES,
     default_chunk_tokens,
+    softmax_of,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -203,6 +207,120 @@ def test_low_precision_loses_only_the_rounding_of_its_results(
     assert error(got.weight_grad, want.weight_grad) < max(torch.finfo(dtype).eps, 2e-5)
 
 
+def confident_case(
+    doubt: float, level: float, dtype: torch.dtype, device: str = "cpu", tokens: int = 48
+) -> Case:
+    """Every row gives its target the probability `1 - doubt`, at logits around `level`.
+
+    The output matrix has one 1 per row: a logit is one number of hidden, exactly.
+    """
+    vocabulary = 61
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(tokens, vocabulary, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+    column = targets.unsqueeze(1)
+    rest = logits.scatter(1, column, -torch.inf).logsumexp(1, keepdim=True)
+    logits.scatter_(1, column, rest + math.log((1 - doubt) / doubt))
+    logits += level - logits.amax(1, keepdim=True)
+    weight = torch.eye(vocabulary, 64, dtype=torch.float64)
+    hidden = torch.nn.functional.pad(logits, (0, 3))
+    weights = torch.randint(1, 9, (tokens,), generator=generator) / 8
+    x, w = (t.to(device, dtype).requires_grad_() for t in (hidden, weight))
+    return Case(x, w, targets.to(device), weights.to(device), 0.375, vocabulary)
+
+
+def unrounded(case: Case) -> Dense:
+    """Loss and gradients in fp64 by the softplus of the target's lead: neither has a 1 in it."""
+    x, w = case.hidden.detach().double(), case.weight.detach().double()
+    logits, column = x @ w.t(), case.targets.unsqueeze(1)
+    others = logits.scatter(1, column, -torch.inf)
+    lag = (others.logsumexp(1) - logits.gather(1, column).squeeze(1)).unsqueeze(1)
+    d_logits = others.softmax(1).scatter(1, column, -1.0) * lag.sigmoid()
+    d_logits *= (case.scalar * case.weights.double()).unsqueeze(1)
+    loss = torch.nn.functional.softplus(lag, threshold=100).squeeze(1)
+    return Dense(loss, logits.argmax(1), d_logits @ w, d_logits.t() @ x)
+
+
+def by_log_softmax(case: Case) -> Dense:
+    """The unfused path's arithmetic: fp32 over materialised logits, gradients rounded once."""
+    x, w = (t.detach().clone().requires_grad_() for t in (case.hidden, case.weight))
+    loss = cross_entropy((x @ w.t()).float(), case.targets, reduction="none")
+    grads = torch.autograd.grad(loss, (x, w), case.scalar * case.weights)
+    return Dense(loss.detach(), case.targets, *grads)
+
+
+@pytest.mark.parametrize("upstream", UPSTREAMS)
+@pytest.mark.parametrize("doubt", [1e-2, 1e-4, 1e-6, 1e-7])
+@pytest.mark.parametrize(
+    ("dtype", "level"), [(torch.float32, 20.0), (torch.float32, 80.0), (torch.bfloat16, 20.0)]
+)
+def test_confident_tokens_keep_their_gradient(
+    upstream: str, doubt: float, dtype: torch.dtype, level: float
+) -> None:
+    case = confident_case(doubt, level, dtype)
+    got = run(case, upstream, chunk_tokens=16)
+    want = unrounded(case)
+    assert error(got.loss, want.loss) < 2e-6
+    for name in ("hidden_grad", "weight_grad"):
+        assert error(getattr(got, name), getattr(want, name)) < max(torch.finfo(dtype).eps, 2e-6)
+
+
+def test_an_infinite_logit_is_seen() -> None:
+    case = make_case(tokens=4, dtype=torch.float32)
+    with torch.no_grad():
+        case.weight[int(case.targets[2])] = torch.inf
+        case.hidden[2] = 1.0
+    assert not run(case, "arbitrary").loss[2].isfinite()
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_only_the_tokens_that_count_are_computed(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "_ROW_TILE", 1)
+    case = make_case()
+    counts = (case.weights != 0) & (case.targets != -100)
+    bound = int(counts.sum()) + most
+    with Calls() as calls:
+        got = run(case, "weighted-scalar", counted_tokens=bound, chunk_tokens=8)
+    assert calls.gemms == 3 * -(-bound // 8)
+    want = run(case, "weighted-scalar")
+    assert error(got.hidden_grad, want.hidden_grad) < 1e-12
+    assert error(got.weight_grad, want.weight_grad) < 1e-12
+    assert torch.equal(got.loss[counts], want.loss[counts])
+    assert torch.equal(got.argmax[counts], want.argmax[counts])
+    if not most:
+        assert not got.loss[~counts].any()
+        assert (got.argmax[~counts] == -1).all()
+
+
+def test_tokens_that_count_fill_whole_tiles() -> None:
+    case = make_case(tokens=300, dtype=torch.float32)
+    counts = (case.weights != 0) & (case.targets != -100)
+    order = op._those_that_count(counts, int(counts.sum()), "test")
+    assert order.shape == (256,)
+    assert order.unique().shape == (256,)
+    assert counts[order].sum() == counts.sum()
+
+
+def test_too_small_a_number_of_tokens_is_an_error() -> None:
+    case = make_case()
+    counts = (case.weights != 0) & (case.targets != -100)
+    with pytest.raises(RuntimeError, match="more tokens count than counted_tokens"):
+        run(case, "weighted-scalar", counted_tokens=int(counts.sum()) - 1)
+    with pytest.raises(CppmegaError, match="linear-ce-arguments"):
+        run(case, "arbitrary", counted_tokens=5)
+
+
+def test_no_token_counts() -> None:
+    case = make_case()
+    got = run(
+        case._replace(weights=torch.zeros_like(case.weights)), "weighted-scalar", counted_tokens=0
+    )
+    assert not any(each.any() for each in (got.loss, got.hidden_grad, got.weight_grad))
+    assert (got.argmax == -1).all()
+
+
 @pytest.mark.parametrize("upstream", UPSTREAMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scalar", [2.0**16 / 37, 2.0**-20])
@@ -355,7 +473,7 @@ def test_messages_fit_in_a_device_assertion() -> None:
     # CUDA cuts them at 256 bytes.
     with pytest.raises(RuntimeError) as caught:
         deferred_scalar(torch.tensor([1.0, 2.0]), torch.ones(2), "linear_ce_hybrid_head")
-    assert str(caught.value).endswith('upstream="arbitrary".')
+    assert str(caught.value).endswith("CPPMEGA_LINEAR_CE_UPSTREAM=arbitrary.")
     assert len(str(caught.value)) < 256
 
 
@@ -717,15 +835,23 @@ def check_interpreted() -> None:
         same = kernels.logits_buffer(5, vocabulary, logits).copy_(logits)
         again = kernels.statistics_and_gradient_(same, targets, columns, weights, True)
         assert all(torch.equal(a, b) for a, b in zip(again, got, strict=True))
-        kernels.gradient_(logits, targets, columns, got.log_sum_exp, weights)
-        assert torch.equal(logits, same)
-        reference.gradient_(like, targets, columns, want.log_sum_exp, weights)
+        kernels.gradient_(logits, targets, columns, softmax_of(got), weights)
+        torch.testing.assert_close(logits, same, rtol=1e-6, atol=0)  # exp of numpy and of torch
+        reference.gradient_(like, targets, columns, softmax_of(want), weights)
         torch.testing.assert_close(logits.float(), like, rtol=2e-3, atol=1e-4)
     nothing = torch.full((2,), -1)
     only_padding = kernels.statistics(torch.randn(2, 64), nothing, 0, True)
-    assert bool((only_padding.log_sum_exp == -torch.inf).all())
+    assert bool((only_padding.maximum < -1e38).all())
+    assert not only_padding.others.any()
     not_a_number = torch.tensor([[1.0, float("nan"), 2.0, 0.0]])
-    assert kernels.statistics(not_a_number, nothing[:1], 4, False).log_sum_exp.isnan().all()
+    for target in (-1, 0, 1):
+        found = kernels.statistics(not_a_number, torch.tensor([target]), 4, False)
+        assert softmax_of(found).total.isnan().all()
+    confident = kernels.logits_buffer(1, 8, torch.zeros(1))
+    confident.copy_(torch.tensor([[0.0, 1.0, 20.0, 0.5, -3.0, 2.0, 1.0, 0.0]]))
+    others = (confident[0, [0, 1, 3, 4, 5, 6, 7]].double() - 20).exp().sum()
+    kernels.statistics_and_gradient_(confident, torch.tensor([2]), 8, torch.ones(1), False)
+    torch.testing.assert_close(-confident[0, 2].double(), others / (1 + others), rtol=1e-6, atol=0)
     source = torch.randn(5001)
     scaled = kernels.scaled(source, torch.tensor(0.3), torch.float16)
     assert torch.equal(scaled, (source * torch.tensor(0.3)).to(torch.float16))
@@ -733,6 +859,18 @@ def check_interpreted() -> None:
 
 
 # GPU
+
+
+@contextlib.contextmanager
+def cuda_never_waits() -> Iterator[None]:
+    """Raise where the host would wait for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def rounded(case: Case) -> Dense:
@@ -779,6 +917,52 @@ def test_triton_on_the_gpu(
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("upstream", UPSTREAMS)
+@pytest.mark.parametrize("doubt", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7])
+@pytest.mark.parametrize(
+    ("dtype", "level"),
+    [
+        (torch.bfloat16, 20.0),
+        (torch.float16, 20.0),
+        (torch.float32, 20.0),
+        (torch.float32, 80.0),
+    ],
+)
+def test_confident_tokens_on_the_gpu(
+    upstream: str, doubt: float, dtype: torch.dtype, level: float
+) -> None:
+    case = confident_case(doubt, level, dtype, "cuda", tokens=600)
+    if dtype == torch.float16:
+        # A loss scaler's, without which the result itself would underflow.
+        case = case._replace(scalar=2.0 ** -round(math.log2(16 * doubt)))
+    got, want, stock = run(case, upstream, chunk_tokens=256), unrounded(case), by_log_softmax(case)
+    eps = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    for name in ("loss", "hidden_grad", "weight_grad"):
+        limit = 1.2 * error(getattr(stock, name), getattr(want, name)) + eps
+        assert error(getattr(got, name), getattr(want, name)) <= limit, name
+        if name != "loss":
+            assert error(getattr(got, name), getattr(want, name)) <= 2 * eps
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_counted_tokens_on_the_gpu(dtype: torch.dtype) -> None:
+    case = make_case(1000, 256, 5001, 119, 3.0, dtype, device="cuda")
+    bound = int(((case.weights != 0) & (case.targets != -100)).sum())
+    run(case, "weighted-scalar", counted_tokens=bound, chunk_tokens=384)  # compiles
+    with cuda_never_waits():
+        got = run(case, "weighted-scalar", counted_tokens=bound, chunk_tokens=384)
+    want, all_rows = dense(case, case.scalar * case.weights), run(case, "weighted-scalar")
+    for name in ("hidden_grad", "weight_grad"):
+        limit = 1.1 * error(getattr(all_rows, name), getattr(want, name))
+        assert error(getattr(got, name), getattr(want, name)) <= limit, name
+    again = run(case, "weighted-scalar", counted_tokens=bound, chunk_tokens=384)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("upstream", UPSTREAMS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_cuda_graph_and_no_sync(upstream: str, fused: bool) -> None:
     case = make_case(600, 128, 3000, 0, 2.0, torch.bfloat16, device="cuda")
@@ -788,12 +972,9 @@ def test_cuda_graph_and_no_sync(upstream: str, fused: bool) -> None:
     options: dict[str, Any] = {"chunk_tokens": 256, "gradient_accumulation_fusion": fused}
     run(case, upstream, **options)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_never_waits():
         weight.main_grad.zero_()
         eager = run(case, upstream, **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     expected = weight.main_grad.clone() if fused else eager.weight_grad
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

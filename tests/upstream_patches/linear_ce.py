@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from cppmega import cpu, linear_ce_proof
+from cppmega.errors import CppmegaError
 from cppmega.linear_ce_proof import B, S, V
+from cppmega.ops import linear_cross_entropy as op
 
 OFF = {"cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native"}
 GPT, HYBRID = linear_ce_proof.gpt, linear_ce_proof.hybrid
@@ -123,6 +126,11 @@ def main(side: str, version: str, ranks: int, folder: Path) -> None:
         check_on(name, make(**options), mask, expected[name], V // ranks)
     check_other_paths(ranks)
     check_broken_promise(ranks)
+    check_another_weighting(ranks)
+    check_fourth_product_is_said(ranks)
+    check_masked_tokens_left_out(ranks)
+    if version >= "0.19":
+        check_distillation(ranks)
     check_logged_logits(ranks)
     if version >= "0.17":
         check_mtp_without_labels(ranks)
@@ -190,6 +198,79 @@ def check_broken_promise(ranks: int) -> None:
     loss = model(**linear_ce_proof.arguments(model))
     with pytest.raises(RuntimeError, match="linear_ce_gpt_head"):
         (loss * torch.linspace(1, 2, B * S).view(B, S)).sum().backward()
+
+
+def check_another_weighting(ranks: int) -> None:
+    """Who weighs tokens by more than the mask says so with a variable, and gets stock's numbers."""
+    weights = torch.linspace(1, 2, B * S).view(B, S)
+    found = []
+    for flag in (OFF, {}):
+        model = GPT(mtp=2, tensor_model_parallel_size=ranks, **flag)
+        variable = {"CPPMEGA_LINEAR_CE_UPSTREAM": "arbitrary"}
+        with mock.patch.dict(os.environ, variable), spoken() as said:
+            loss = model(**linear_ce_proof.arguments(model))
+            (loss * weights).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+        heard = any("CPPMEGA_LINEAR_CE_UPSTREAM=arbitrary" in message for message in said)
+        assert heard == (flag == {} and torch.distributed.get_rank() == ranks - 1), said
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
+    with (
+        mock.patch.dict(os.environ, {"CPPMEGA_LINEAR_CE_UPSTREAM": "arbitary"}),
+        pytest.raises(CppmegaError, match="linear-ce-upstream-unknown"),
+    ):
+        model(**linear_ce_proof.arguments(model))
+
+
+def check_fourth_product_is_said(ranks: int) -> None:
+    """Without a mask nothing can be promised; the last rank, which has the head, says the cost."""
+    model = GPT(tensor_model_parallel_size=ranks)
+    with spoken() as said:
+        model(**linear_ce_proof.arguments(model, loss_mask=None))
+    last = torch.distributed.get_rank() == ranks - 1
+    assert any("a fourth GEMM): forward() got no loss_mask" in each for each in said) == last
+
+
+def check_masked_tokens_left_out(ranks: int) -> None:
+    """A mask that knows its count: the same gradients, from the rows that count alone."""
+    found = []
+    for count in (False, True):
+        model = GPT(mtp=2, tensor_model_parallel_size=ranks)
+        mask = linear_ce_proof.batch()["loss_mask"]
+        if count:
+            op.counting_tokens(mask, int(mask.count_nonzero()))
+        with mock.patch.object(op, "_ROW_TILE", 1), mtp_log() as logged:
+            loss = model(**linear_ce_proof.arguments(model, loss_mask=mask))
+            (loss * mask).sum().backward()
+        if count:
+            assert not loss[mask == 0].any()
+        found.append([loss * mask, *logged, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
+
+
+def check_distillation(ranks: int) -> None:
+    """Cached-logits distillation hooks the output layer: it gets logits, and the log the reason."""
+    from megatron.training.distillation import StudentLogitsCapture
+
+    model = GPT(tensor_model_parallel_size=ranks)
+    capture = StudentLogitsCapture()
+    capture.attach_hooks(model)
+    with spoken() as said, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the loss without fusion
+        model(**linear_ce_proof.arguments(model))
+    assert capture.pop().shape == (S, B, V // ranks)
+    if torch.distributed.get_rank() == ranks - 1:
+        assert any("StudentLogitsCapture._capture_logits of distillation" in each for each in said)
+
+
+@contextlib.contextmanager
+def spoken() -> Iterator[list[str]]:
+    """What is logged inside, as if nothing had been said before."""
+    said: list[str] = []
+    with (
+        mock.patch.object(op, "_said", set()),
+        mock.patch.object(op._LOG, "warning", side_effect=said.append),
+    ):
+        yield said
 
 
 def check_logged_logits(ranks: int) -> None:

@@ -9,9 +9,10 @@ from tests.support import patched, pristine, python
 VERSION = "0.19.2"
 PAGE = "dsa_sparse_mla_widths"
 OPS = "megatron/core/transformer/experimental_attention_variant/ops"
+UNKNOWN = ((320, 256), (160, 96), (96, 64), (128, 128), (192, 64), (576, 448))
 
 CHECKS = """
-import json, sys, types
+import json, sys, types, warnings
 from importlib import import_module
 from unittest import mock
 
@@ -92,12 +93,34 @@ def results(function, q, kv, *rest):
 
 # Declined, as before: widths that no GPU has run, no bf16, heads and keys that make no whole tile.
 declined = [(inputs(query), width) for query, width in
-            ((320, 256), (160, 96), (96, 64), (128, 128), (192, 64), (576, 448))]
+            UNKNOWN]
 declined += [(inputs(128, heads=24), 64), (inputs(128, topk=63), 64)]
 q, kv, indices = inputs(128)
 declined += [((q.float(), kv.float(), indices), 64)]
-answers = {"declined": [hook(*given, 0.1, width) is None for given, width in declined]}
+q, kv, indices = inputs(128)
+declined += [((q.half(), kv.half(), indices), 64), (inputs(128, topk=50), 64)]
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    answers = {"declined": [hook(*given, 0.1, width) is None for given, width in declined]}
+answers["said"] = [str(warning.message).partition("because ")[2] for warning in said]
+torch.use_deterministic_algorithms(True)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    new = (128, 64), (192, 128)
+    answers["deterministic"] = [hook(*inputs(a), 0.1, b) is None for a, b in new]
+answers["deterministic said"] = [str(warning.message).partition("because ")[2] for warning in said]
+torch.use_deterministic_algorithms(False)
 answers["marks of declined calls"] = sorted(marks.reached())
+
+# At 576 and 512 whoever stands in for the kernels is called with stock's four arguments.
+class FourArguments:
+    @staticmethod
+    def apply(q, kv, indices, scale):
+        return q[..., :512], None
+
+with mock.patch.object(import_module(f"{VARIANT}.ops.tilelang_dsa"), "SparseMLA", FourArguments):
+    q, kv, indices = inputs(576)
+    answers["four arguments"] = torch.equal(hook(q, kv, indices, 0.1, 512), q[..., :512])
 
 # Taken: the values and gradients of the unfused path in fp32.
 taken = {}
@@ -134,11 +157,26 @@ print(json.dumps(answers))
 
 
 def test_the_hook_takes_the_widths_that_were_run_and_declines_the_others() -> None:
-    stock = f"STOCK = {str(pristine(VERSION) / OPS)!r}\n"
+    stock = f"STOCK = {str(pristine(VERSION) / OPS)!r}\nUNKNOWN = {UNKNOWN}\n"
     done = python(patched(VERSION, PAGE), stock + CHECKS)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
-    assert answers["declined"] == [True] * 9
+    assert answers["declined"] == [True] * 11
+    widths = [f"queries of {a} with values of {b} were never run on a GPU" for a, b in UNKNOWN]
+    assert answers["said"] == [
+        *widths,
+        "24 heads are not a power of two",
+        "a top-k of 63 is not a multiple of 64",
+        "the tensors are torch.float32, not bf16",
+        "the tensors are torch.float16, not bf16",
+        "a top-k of 50 is not a multiple of 64",
+    ]
+    assert answers["deterministic"] == [True, True]
+    assert (
+        answers["deterministic said"]
+        == ["the deterministic mode is on, and dkv is added up by atomics"] * 2
+    )
+    assert answers["four arguments"]
     # A run whose calls are all declined must not count as one that went through the patch.
     assert answers["marks of declined calls"] == []
     assert answers["marks of taken calls"] == [PAGE]

@@ -48,6 +48,11 @@ def check(stock: one_process.Stock) -> None:
         for total in (20, 10):  # what a caller knows on one rank, and on one of two
             with_length = packed(mamba_mixer, patched, total_tokens=total)
             assert torch.equal(with_length, packed(mamba_mixer, patched))
+        # Sequences side by side, as multimodal training passes them: their boundaries are no pack.
+        batch = {"qkv_format": "sbhd"}
+        assert torch.equal(
+            packed(mamba_mixer, patched, **batch), packed(unpatched_mixer, patched, **batch)
+        )
         given = torch.tensor([[0] * 13 + [1] * 7], dtype=torch.int32)
         assert torch.equal(
             packed(mamba_mixer, patched, seq_idx=given),
@@ -95,7 +100,7 @@ def documents_are_alone(mixer: Any, params: Any) -> None:
     """Output and gradient of a pack are those of its documents, one by one."""
     tokens, ends = example()
     tokens.requires_grad_()
-    out = run(mixer, params.PackedSeqParams(cu_seqlens_q=ends), tokens)
+    out = run(mixer, params.PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends), tokens)
     (gradient,) = torch.autograd.grad((out**2).sum(), tokens)
     for start, end in itertools.pairwise((*ends.tolist(), len(tokens))):
         alone = tokens[start:end].detach().requires_grad_()
@@ -112,6 +117,7 @@ def example() -> tuple[Any, Any]:
 
 def packed(mixer: Any, params: Any, **given: Any) -> Any:
     tokens, ends = example()
+    given = {"qkv_format": "thd", **given}
     return run(mixer, params.PackedSeqParams(cu_seqlens_q=ends, **given), tokens)
 
 

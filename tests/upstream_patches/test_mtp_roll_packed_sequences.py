@@ -305,6 +305,7 @@ def on_every_rank(roll: Callable[..., Any], stock: Callable[..., Any], backport:
         pairs = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [3, 1])]
         context_parallel(roll, pairs[me % 2], seed=me % 2)
     as_before(roll, stock, everybody, backport)
+    refuses_a_pack_split_as_one_sequence(roll, everybody)
     stock_breaks_on_one_token(stock, everybody)  # it leaves messages behind: last
 
 
@@ -335,6 +336,15 @@ def context_parallel(roll: Callable[..., Any], group: Any, seed: int = 0) -> Non
             same(rolled, expected)
             same(total, expected.sum())
             assert len(batches) == 1
+
+
+def refuses_a_pack_split_as_one_sequence(roll: Callable[..., Any], group: Any) -> None:
+    """`--dataloader-inter-document-masking` splits the sequence, whatever its documents are."""
+    size = group.size()
+    documents = Pack([(3, 3), (10 * size - 8, 10 * size - 8), (5, 5)], padded=False)
+    mine = torch.arange(documents.size // size)
+    with pytest.raises(RuntimeError, match="mtp_roll_packed_sequences: MTP under context"):
+        roll(mine, cp_group=group, packed_seq_params=documents.params)
 
 
 @contextmanager

@@ -1,0 +1,106 @@
+"""The Walsh-Hadamard transform of DSA's indexer on one GPU: our kernel against what it replaces.
+
+usage: python benchmarks/hadamard.py [--out benchmarks/results]
+
+First the bits: the kernel must give those of the transform in plain torch, whose every stage is a
+launch of its own. Then the median time of the forward over the indexer's queries
+`[s, b, heads, 128]`, all implementations taking turns in one process, beside a product with the
+matrix in bf16 (which rounds differently) and a plain copy, the floor of anything that reads and
+writes once. Writes hadamard_h200.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from linear_cross_entropy import elapsed
+
+from cppmega.ops import hadamard
+
+WIDTH = 128
+SHAPES = {"queries": (32, WIDTH), "queries, 64 heads": (64, WIDTH), "keys": (WIDTH,)}
+SEQUENCE = 4096
+ROUNDS, CALLS = 20, 10
+
+
+def measure(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Median milliseconds of each; raises SystemExit where the bits differ."""
+    x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    scale = WIDTH**-0.5
+    matrix = hadamard.walsh_hadamard(torch.eye(WIDTH, device="cuda"), scale).bfloat16()
+    kernel: Callable[[], torch.Tensor] = lambda: hadamard.walsh_hadamard(x, scale)  # noqa: E731
+    everyone: dict[str, Callable[[], torch.Tensor]] = {
+        "torch, stage by stage": lambda: hadamard._stage_by_stage(x, scale),
+        "product with the matrix": lambda: x @ matrix,
+        "kernel": kernel,
+        "copy": x.clone,
+    }
+    if not torch.equal(kernel(), everyone["torch, stage by stage"]()):
+        raise SystemExit(f"other bits at {shape}")
+    times: dict[str, list[float]] = {name: [] for name in everyone}
+    for turn in range(ROUNDS + 2):
+        for name in random.Random(turn).sample(list(everyone), len(everyone)):
+            times[name] += elapsed(_repeated, everyone[name], repeats=1)
+    return {name: statistics.median(found[2:]) / CALLS for name, found in times.items()}
+
+
+def _repeated(call: Callable[[], torch.Tensor]) -> None:
+    """Calls in a row, so that the GPU and not the host's launches is timed."""
+    for _ in range(CALLS):
+        call()
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    out = parser.parse_args().out
+    rows = {
+        f"{what}, s={SEQUENCE}, b={batch}": measure((SEQUENCE, batch, *rest))
+        for batch in (1, 8)
+        for what, rest in SHAPES.items()
+    }
+    report = {
+        "date": date.today().isoformat(),
+        "GPU": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "milliseconds": rows,
+    }
+    names = list(next(iter(rows.values())))
+    lines = [
+        "# Walsh-Hadamard transform of the indexer, bf16, forward, milliseconds",
+        "",
+        "Written by `benchmarks/hadamard.py`. The kernel gives the bits of the torch transform.",
+        "",
+        *(f"- {name}: {report[name]}" for name in ("date", "GPU", "torch", "triton")),
+        "",
+        "| shape | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 1) + "|",
+        *(
+            f"| {shape} | " + " | ".join(f"{times[n]:.3f}" for n in names) + " |"
+            for shape, times in rows.items()
+        ),
+        "",
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "hadamard_h200.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "hadamard_h200.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
