@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -40,6 +41,16 @@ def imported_process(context: Context) -> dict[str, Any]:
     return ask("cppmega.preflight_worker", order, environ)
 
 
+def given_order() -> dict[str, Any]:
+    """What `ask` wants of this process, which ends with the one that asks.
+
+    A preflight whose terminal is closed must not leave a process behind that holds a GPU.
+    """
+    found: dict[str, Any] = json.load(sys.stdin)
+    process.end_with_parent(found.get("parent"))
+    return found
+
+
 def ask(module: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Run one of our modules on a JSON order and read its JSON answer.
 
@@ -49,7 +60,7 @@ def ask(module: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> di
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],
-            input=json.dumps(order),
+            input=json.dumps({**order, "parent": os.getpid()}),
             capture_output=True,
             text=True,
             check=False,

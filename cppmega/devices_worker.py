@@ -11,12 +11,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from cppmega.children import given_order
 from cppmega.imported import only_from
 
 
 def main() -> None:
     """Answer one order."""
-    order = json.load(sys.stdin)
+    order = given_order()
     warnings.simplefilter("ignore")
     answer: dict[str, Any] = {"devices": [], "compiled_for": [], "imports": {}, "why": ""}
     with contextlib.redirect_stdout(sys.stderr):

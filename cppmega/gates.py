@@ -15,6 +15,8 @@ OWN = {
     "CPPMEGA_CACHE": "folder for downloaded wheels (default: the user's cache folder)",
     "CPPMEGA_OVERLAY": "set by cppmega.run for its child processes",
     "CPPMEGA_ROOT": "set by cppmega.run for its child processes",
+    "CPPMEGA_GUARDED_BY": "set by cppmega.run for its child processes",
+    "CPPMEGA_ALLOW_WRAPPER": "wrappers of patched code that are meant: module:qualname,...",
     "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
     "CPPMEGA_LINEAR_CE_UPSTREAM": "arbitrary: the loss weighs tokens by more than its mask",
     "CPPMEGA_RUNS": "folder of the run folders (default: ./runs)",

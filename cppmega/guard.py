@@ -10,6 +10,7 @@ script's help; a loop of one's own says where its steps are:
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -18,7 +19,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cppmega import gates, imported, marks, overlay, receipt, runtime
+from cppmega import (
+    child_processes,
+    gates,
+    imported,
+    interpreter,
+    marks,
+    overlay,
+    reached,
+    receipt,
+    roll_call,
+    run_ledger,
+    runtime,
+    training_watch,
+)
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.page import Edit
@@ -31,8 +45,6 @@ OVERLAY = "CPPMEGA_OVERLAY"
 """Set for child processes: the digest they must hold."""
 ROOT = "CPPMEGA_ROOT"
 """Set for child processes: the tree they must import megatron from."""
-
-_FIRST_STEP = ("startup", "forward", "backward")
 
 
 @dataclass
@@ -48,6 +60,12 @@ class Guard:
     """Later phases that were checked: log, save."""
     idle: dict[str, str] = field(default_factory=dict)
     """Pages that this run need not reach -> the reason."""
+    arguments: Any = None
+    """What a loop of the script's own gave as the run's arguments."""
+    excuse: str = ""
+    """Why a script takes no step, where it says so itself."""
+    refused: CppmegaError | None = None
+    """The first refusal: a script that catches it has not passed."""
 
 
 _GUARD: Guard | None = None
@@ -58,17 +76,22 @@ def active() -> Guard | None:
     return _GUARD
 
 
-def start(root: Path | None = None) -> Guard:
+def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     """Check the tree, arm the runtime patches, watch for Megatron's first step.
 
     Args:
         root: the tree that `megatron` must come from; None: the one Python would import.
+        inherited: whether this process was started by a guarded one, which has answered already
+            whether the gates agree with the receipt.
 
     Raises:
-        CppmegaError: `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late` and whatever
-            is wrong with the tree.
+        CppmegaError: `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late`,
+            `optimized-python`, `isolated-python` and whatever is wrong with the tree.
     """
     global _GUARD
+    if not inherited:
+        interpreter.check()
+        run_ledger.join_or_forget(os.environ, OVERLAY, ROOT)
     if root is not None:
         imported.only_from(root)
     session = Session(root)
@@ -81,7 +104,7 @@ def start(root: Path | None = None) -> Guard:
             "Nothing proves that the patches are in the code that trains.",
             "python -m cppmega.apply_patches",
         )
-    if not os.environ.get(OVERLAY):  # a child process inherits its parent's answer
+    if not inherited:
         gates.check_applied(session.pages.values(), loaded.receipt.gates, os.environ, where())
     plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
     wrong = [v for v in plan.verdicts.values() if v.state in overlay.NOT_WHOLE]
@@ -95,32 +118,44 @@ def start(root: Path | None = None) -> Guard:
             if wrong
             else "python -m cppmega.apply_patches",
         )
+    if _GUARD is None:
+        os.register_at_fork(after_in_child=_begin_anew)
     _GUARD = Guard(session, loaded.receipt, plan.edits)
+    imported.watch(session.tree.root, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
         runtime.arm(session.pages[name], plan.edits[name])
     _watch_megatron()
+    roll_call.watch()
     _pass_on(_GUARD)
+    child_processes.watch(where(), first=not inherited)
     return _GUARD
 
 
-def join_or_die() -> None:
-    """In a child process: hold the same overlay as the parent, or end with the reason."""
-    if not os.environ.get(OVERLAY):
-        return
-    try:
-        guard = start(Path(os.environ[ROOT]))
-        if guard.receipt.digest != os.environ[OVERLAY]:
-            raise CppmegaError(
-                "overlay-differs",
-                f"{where()}: this child process finds overlay {guard.receipt.digest}, "
-                f"its parent holds {os.environ[OVERLAY]}.",
-                "Workers and trainer would run different code.",
-                "let nobody patch the tree while a run is under way",
-            )
-        guard.began = guard.stepped = True  # a worker has no steps of its own
-    except CppmegaError as error:
-        print(error.render(), file=sys.stderr, flush=True)
-        os._exit(1)  # site would print any exception and go on
+def _begin_anew() -> None:
+    """A fork has taken no step of its own: should it train, it is checked like every other."""
+    if _GUARD is not None:
+        _GUARD.began = _GUARD.stepped = False
+
+
+def _kept(check: Callable[..., None]) -> Callable[..., None]:
+    """A check whose first refusal counts to the end of the run, also where a script catches it."""
+
+    @functools.wraps(check)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        try:
+            check(*args, **kwargs)
+        except CppmegaError as error:
+            refuse(error)
+            raise
+
+    return checked
+
+
+def refuse(error: CppmegaError) -> None:
+    """Remember that this process must not end as if all were well."""
+    if _GUARD is not None and _GUARD.refused is None:
+        _GUARD.refused = error
+        run_ledger.write("refused", where=where(), error=error.as_json())
 
 
 def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
@@ -134,12 +169,14 @@ def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
         print("cppmega: not guarded; start with `python -m cppmega.run`", file=sys.stderr)
         yield from batches
         return
+    _GUARD.arguments = args
     before_first_step()
     for batch in batches:
         yield batch
         after_first_step(args)
 
 
+@_kept
 def before_first_step() -> None:
     """Compare this process with the receipt, and all ranks with each other. Costs nothing later.
 
@@ -148,22 +185,8 @@ def before_first_step() -> None:
     """
     if _GUARD is None or _GUARD.began:
         return
-    problem = ""
-    try:
-        imported.check(_GUARD.session.tree.root, _GUARD.receipt, _GUARD.edits)
-        runtime.check()
-    except CppmegaError as error:
-        problem = f"{error.name}: {error.what} {error.why}"
-    mine = (where(), _GUARD.receipt.digest, problem)
-    everyone: list[tuple[str, str, str]] = gather(mine)
-    broken = [f"{place}: {said}" for place, _, said in everyone if said]
-    if broken:
-        raise CppmegaError(
-            "rank-not-whole",
-            "; ".join(broken[:8]),
-            "One rank with other code is enough to train a wrong model.",
-            "on that host: `cppmega status`, then `python -m cppmega.apply_patches`",
-        )
+    everyone = gather((where(), _GUARD.receipt.digest, _problem()))
+    _refuse_broken([(place, problem) for place, _, problem in everyone])
     digests = {digest for _, digest, _ in everyone}
     if len(digests) > 1:
         said = ", ".join(f"{place} has {digest}" for place, digest, _ in everyone)
@@ -176,20 +199,65 @@ def before_first_step() -> None:
     _GUARD.began = True
 
 
+def recheck(when: str, *, together: bool = False) -> None:
+    """Compare this process with the receipt once more.
+
+    Args:
+        when: for the message, as in "at the end of the run".
+        together: every rank takes part, and all of them stop when one is not as it must be; only
+            where every rank is certain to call it.
+
+    Raises:
+        CppmegaError: `rank-not-whole`.
+    """
+    if _GUARD is None:
+        return
+    mine = (f"{where()}, {when}", _problem())
+    _refuse_broken(gather(mine) if together else [mine])
+
+
+def _problem() -> tuple[str, str] | None:
+    """What is not as it must be in this process, and what to do about it."""
+    assert _GUARD is not None
+    try:
+        interpreter.check()
+        child_processes.check(where())
+        imported.check(_GUARD.session.tree.root, _GUARD.receipt)
+        runtime.check()
+    except CppmegaError as error:
+        return f"{error.name}: {error.what} {error.why}", error.next
+    return None
+
+
+def _refuse_broken(everyone: list[tuple[str, tuple[str, str] | None]]) -> None:
+    broken = [(place, problem) for place, problem in everyone if problem is not None]
+    if broken:
+        raise CppmegaError(
+            "rank-not-whole",
+            "; ".join(f"{place}: {what}" for place, (what, _) in broken[:8]),
+            "One rank with other code is enough to train a wrong model.",
+            f"on that host: {broken[0][1][1]}",
+        )
+
+
+@_kept
 def after_first_step(args: Any = None) -> None:
     """Stop the run when a page that had to be reached was reached on no rank.
 
     Raises:
-        CppmegaError: `page-not-reached`, on every rank.
+        CppmegaError: `page-not-reached`, `arguments-not-given`, `rank-not-whole`; on every rank.
     """
     if _GUARD is None or _GUARD.stepped:
         return
-    required = _required(args, _FIRST_STEP)
-    reached = set().union(*gather(marks.reached()))
-    _refuse_missing(required - reached, "the first step")
+    everyone = gather((where(), _problem(), marks.reached()))
+    _refuse_broken([(f"{place}, after the first step", problem) for place, problem, _ in everyone])
+    hit = set().union(*(pages for _, _, pages in everyone))
+    required = reached.required(_GUARD, args, reached.FIRST_STEP, hit)
+    reached.refuse_missing(_GUARD, required - hit, where(), "the first step")
     _GUARD.stepped = True
+    run_ledger.write("stepped")
     if _rank() == 0:
-        print(summary(reached), file=sys.stderr, flush=True)
+        print(reached.summary(_GUARD, hit), file=sys.stderr, flush=True)
 
 
 def after_first_log(args: Any = None) -> None:
@@ -197,43 +265,60 @@ def after_first_log(args: Any = None) -> None:
     _after_first("log", "the first log", args)
 
 
+@_kept
 def after_first_save(args: Any = None) -> None:
-    """The same for pages that are reached when a checkpoint is saved."""
+    """The same for pages that are reached when a checkpoint is saved.
+
+    A loop of one's own calls it on every rank after each checkpoint: the code is compared each
+    time.
+    """
+    recheck("after a checkpoint", together=True)
     _after_first("save", "the first checkpoint", args)
 
 
+@_kept
 def _after_first(phase: str, said: str, args: Any) -> None:
     if _GUARD is None or phase in _GUARD.ended:
         return
-    reached = set().union(*gather(marks.reached()))
-    _refuse_missing(_required(args, (phase,)) - reached, said)
+    hit = set().union(*gather(marks.reached()))
+    required = reached.required(_GUARD, args, (phase,), hit)
+    reached.refuse_missing(_GUARD, required - hit, where(), said)
     _GUARD.ended.add(phase)
 
 
-def finish() -> None:
+def no_step_because(reason: str) -> None:
+    """Say that this process takes no step; the reason is printed when it ends."""
+    if _GUARD is not None:
+        _GUARD.excuse = reason
+
+
+def finish(excuse: str = "") -> None:
     """When the script has ended: a run whose steps nobody saw was not checked.
 
+    Args:
+        excuse: why there was no step to see; empty: there had to be one.
+
     Raises:
-        CppmegaError: `no-step-seen`.
+        CppmegaError: `no-step-seen`, `rank-not-whole`, and the first refusal that the script has
+            caught.
     """
-    if _GUARD is None or _GUARD.stepped or "megatron.core" not in sys.modules:
+    if _GUARD is None:
         return
-    raise CppmegaError(
-        "no-step-seen",
-        f"{where()}: the script ended, and no step of it was seen.",
-        "Neither the imports nor the ranks nor the reached patches were checked.",
-        "write `for batch in cppmega.guard.steps(loader, args):`, or pass --no-steps for a script "
-        "that does not train",
-    )
-
-
-def summary(reached: set[str]) -> str:
-    """One line for the log: what this run trains with."""
-    assert _GUARD is not None
-    hit = sorted(reached & set(_GUARD.receipt.pages))
-    idle = [f"{name} ({why})" for name, why in sorted(_GUARD.idle.items()) if name not in reached]
-    text = f"cppmega: overlay {_GUARD.receipt.digest}; reached: {', '.join(hit) or 'none'}"
-    return text + (f"; idle: {', '.join(idle)}" if idle else "")
+    if _GUARD.refused is not None:
+        raise _GUARD.refused
+    if not (_GUARD.stepped or excuse):
+        seen = "no step of it was seen"
+        if _GUARD.began:
+            seen = "its first step was not seen to end: it exited in it, or left the loop there"
+        raise CppmegaError(
+            "no-step-seen",
+            f"{where()}: the script ended, and {seen}.",
+            "Neither the imports nor the ranks nor the reached patches were checked.",
+            "write `for batch in cppmega.guard.steps(loader, args):`, call "
+            "cppmega.guard.after_first_step(args) where the loop is left in its first step, or "
+            "pass --no-steps for a script that does not train",
+        )
+    recheck("at the end of the run")
 
 
 def where() -> str:
@@ -242,95 +327,48 @@ def where() -> str:
 
 
 def gather(mine: T) -> list[T]:
-    """The same object of every rank; a list of one where nothing is distributed."""
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    """The same object of every rank; a list of one where nothing is distributed.
+
+    Raises:
+        CppmegaError: `rank-without-guard`.
+    """
+    distributed = roll_call.distributed()
+    if distributed is None:
         return [mine]
+    roll_call.require_everyone()
     everyone: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, mine)
     return everyone
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _required(args: Any, phases: Iterable[str]) -> set[str]:
-    """Pages that this run must have passed through by now; the others become idle."""
-    assert _GUARD is not None
-    required = set()
-    for name in _GUARD.receipt.pages:
-        patch = _GUARD.session.pages[name].patch
-        if patch.reached == "never":
-            _GUARD.idle[name] = "no run need reach it"
-        elif patch.reached not in phases:
-            _GUARD.idle.setdefault(name, f"reached at {patch.reached}")
-        elif patch.when is not None and args is None:
-            _GUARD.idle[name] = "the loop gave no arguments to decide by"
-        elif patch.when is not None and not gates.wanted(name, patch.when, args):
-            _GUARD.idle[name] = "this run's arguments do not use it"
-        else:
-            required.add(name)
-            _GUARD.idle.pop(name, None)
-    return required
-
-
-def _refuse_missing(missing: set[str], when: str) -> None:
-    assert _GUARD is not None
-    if not missing:
-        return
-    said = ", ".join(
-        f"{name} ({', '.join(_GUARD.receipt.pages[name].targets)})" for name in sorted(missing)
-    )
-    raise CppmegaError(
-        "page-not-reached",
-        f"{where()}: no rank went through {said} by {when}.",
-        "The patch is on disk and does nothing: the run would train without it.",
-        "see `cppmega explain NAME`; a run that does not need it takes it out with "
-        "`cppmega revert NAME`",
-    )
+    distributed = roll_call.distributed()  # ranks that a script spawns need no variable
+    return distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
 
 
 def _watch_megatron() -> None:
-    """Find Megatron's steps and checkpoints without the script's help."""
-    import wrapt
-
-    wrapt.register_post_import_hook(_watch_training, "megatron.training.training")
-
-
-def _watch_training(module: Any) -> None:
-    # train() looks these names up in its own module, so replacing them there is enough.
-    module.train_step = _around(module.train_step, before_first_step, after_first_step)
-    module.training_log = _around(module.training_log, _nothing, after_first_log)
-    module.save_checkpoint = _around(module.save_checkpoint, _nothing, after_first_save)
-
-
-def _nothing() -> None:
-    """Before a log or a checkpoint there is nothing to check."""
-
-
-def _around(
-    function: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]
-) -> Callable[..., Any]:
-    import functools
-    import importlib
-
-    @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        before()
-        result = function(*args, **kwargs)
-        after(importlib.import_module("megatron.training.global_vars").get_args())
-        return result
-
-    return watched
+    """Find Megatron's steps, logs and checkpoints without the script's help."""
+    training_watch.install(
+        {
+            "train_step": (before_first_step, after_first_step),
+            "training_log": (training_watch.nothing, after_first_log),
+            # Before it is written: a checkpoint of other code must not replace a good one.
+            "save_checkpoint": (
+                _kept(lambda: recheck("before a checkpoint", together=True)),
+                lambda args: _after_first("save", "the first checkpoint", args),
+            ),
+        }
+    )
 
 
 def _pass_on(guard: Guard) -> None:
     """Let processes that this one starts join the same overlay."""
-    folder = str(Path(__file__).parent / "bootstrap")
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folder not in known:
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, known)])
+    others = [folder for folder in known if folder and folder != child_processes.BOOTSTRAP]
+    if child_processes.BOOTSTRAP not in sys.path:
+        # torch.compile makes the PYTHONPATH of its workers of it; the script's folder stays first.
+        sys.path.insert(1, child_processes.BOOTSTRAP)
+    os.environ["PYTHONPATH"] = os.pathsep.join([child_processes.BOOTSTRAP, *others])
     os.environ[OVERLAY] = guard.receipt.digest
     os.environ[ROOT] = str(guard.session.root)
+    os.environ[run_ledger.VARIABLE] = run_ledger.address() or run_ledger.open_new()

@@ -12,7 +12,7 @@ from types import CodeType, ModuleType
 from cppmega.containment import Failed, contained
 
 
-class _AsItStands(SourceFileLoader):
+class FromSource(SourceFileLoader):
     """Compiles what the file holds now.
 
     Python takes bytecode for its source's if second and size agree, and an edit can keep both: the
@@ -21,6 +21,18 @@ class _AsItStands(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+class _Whole(FromSource):
+    """Leaves out neither a docstring nor an assertion, as `python -OO` would.
+
+    They are a page's header and its proof.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        data = self.get_data(self.path)
+        code: CodeType = compile(data, self.path, "exec", dont_inherit=True, optimize=0)
         return code
 
 
@@ -37,7 +49,7 @@ def load(name: str, path: Path, failed: Failed, below: Sequence[str] | None = No
     spec = importlib.util.spec_from_file_location(
         name,
         path,
-        loader=_AsItStands(name, str(path)),
+        loader=_Whole(name, str(path)),
         submodule_search_locations=None if below is None else list(below),
     )
     assert spec is not None and spec.loader is not None

@@ -22,12 +22,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from cppmega.children import given_order
 from cppmega.errors import CppmegaError
 
 
 def main() -> None:
     """Answer one order."""
-    order = json.load(sys.stdin)
+    order = given_order()
     warnings.simplefilter("ignore")
     answer: dict[str, Any] = {"process": [], "line": None}
     with contextlib.redirect_stdout(sys.stderr):
@@ -71,7 +72,7 @@ def _process(order: dict[str, Any]) -> list[dict[str, str]]:
     found = []
     checks: tuple[Callable[[], None], ...] = (
         lambda: _refuse_other_files(root, held),
-        lambda: imported.check(root, held.receipt, held.edits),
+        lambda: imported.check(root, held.receipt),
         runtime.check,
         lambda: _refuse_waiting(runtime.waiting()),
     )

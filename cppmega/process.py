@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_FORKED = 0x40  # PF_FORKNOEXEC of <linux/sched.h>
 _OF_A_RANK = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -18,9 +20,14 @@ _OF_A_RANK = {
 }
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Get a signal when the parent ends: no rank may hold a GPU for a launcher that is gone."""
-    parent = os.getppid()
+def end_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
+    """Get a signal when the parent ends: no rank may hold a GPU for a launcher that is gone.
+
+    Args:
+        parent: who started this process, where that is known: it may have ended already.
+        number: the signal.
+    """
+    parent = os.getppid() if parent is None else parent
     _control(_SET_PARENT_DEATH_SIGNAL, number)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), number)
@@ -78,6 +85,19 @@ def alive(pid: int, since: str) -> bool:
     return bool(since) and started(pid) == since
 
 
+def ancestors(pid: int) -> list[int]:
+    """The parent of a process, its parent, and so on."""
+    found: list[int] = []
+    while pid > 1:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            break
+        pid = int(fields[1])
+        found.append(pid)
+    return found
+
+
 def boot() -> str:
     """Names the time since this machine was started; process numbers mean nothing beyond it."""
     try:
@@ -112,6 +132,35 @@ def of_session(leader: int) -> list[int]:
             if int(fields[3]) == leader and fields[0] not in "ZX":
                 found.append(int(file.parent.name))
     return found
+
+
+def command(pid: int) -> list[str]:
+    """The words that a process was started with; none where it is gone."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
+
+
+def only_forked(pid: int) -> bool:
+    """Whether a process runs the program of its parent still: it was forked, and became no other.
+
+    True where it is gone.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return bool(int(fields[6]) & _FORKED) or command(pid) == command(int(fields[1]))
+
+
+def age(pid: int) -> float:
+    """Seconds since a process was started; 0 where it is gone."""
+    since = started(pid)
+    if not since:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(since) / os.sysconf("SC_CLK_TCK")
 
 
 def leads_session(pid: int) -> bool:

@@ -81,6 +81,7 @@ def _started(
         env={
             **alone(os.environ),
             **environment,
+            "PYTHONOPTIMIZE": "",  # proofs are assertions, those of what they call too
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         },

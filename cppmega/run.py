@@ -13,13 +13,28 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from cppmega.errors import CppmegaError
 
 _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One command line."""
+
+    script: str
+    """A file, or the name of a module."""
+    arguments: tuple[str, ...]
+    is_module: bool
+    root: Path | None
+    no_steps: bool
+    wrappers: tuple[str, ...]
 
 
 @click.command(context_settings={**_SETTINGS, "help_option_names": ["-h", "--help"]})
@@ -31,16 +46,27 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     help="Import megatron from this folder and no other (default: the one Python would import).",
 )
 @click.option("--no-steps", is_flag=True, help="The script does not train: do not wait for a step.")
+@click.option(
+    "--allow-wrapper",
+    "wrappers",
+    multiple=True,
+    metavar="MODULE:QUALNAME",
+    help="Accept this wrapper around patched code; the run's log names it.",
+)
 @click.option("-m", "module", metavar="MODULE", help="Run this module, as `python -m` does.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
-def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str, ...]) -> None:
+def run(
+    root: Path | None,
+    no_steps: bool,
+    wrappers: tuple[str, ...],
+    module: str | None,
+    words: tuple[str, ...],
+) -> Asked:
     """Run a training SCRIPT, or a module, with the overlay armed and proved in every rank.
 
     Works under plain python and under torchrun. The script's own loop says where its steps are
     with `cppmega.guard.steps`; Megatron's `train_step` is found by itself.
     """
-    from cppmega import allocator, guard
-
     script, arguments = (module, words) if module else (words[0] if words else "", words[1:])
     if not (_is_module(script) if module else Path(script).is_file()):
         raise CppmegaError(
@@ -49,18 +75,30 @@ def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str,
             "There is nothing to run.",
             "python -m cppmega.run SCRIPT ARGS, or python -m cppmega.run -m MODULE ARGS",
         )
-    if not module:
+    return Asked(script, tuple(arguments), bool(module), root, no_steps, wrappers)
+
+
+def _execute(asked: Asked) -> int:
+    """Run the script to its end, and look whether it was one; answers the exit status."""
+    from cppmega import allocator, guard, run_end, vouched
+
+    if not (asked.is_module or sys.flags.safe_path):
         # What `python SCRIPT` would have: the script's folder first, not the working directory.
-        sys.path[0] = str(Path(script).resolve().parent)
-    sys.argv = [script, *arguments]
+        sys.path[0] = str(Path(asked.script).resolve().parent)
+    sys.argv = [asked.script, *asked.arguments]
     allocator.set_in(os.environ)  # before anything imports torch
-    guard.start(root)
-    if module:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(script, run_name="__main__")
-    if not no_steps:
-        guard.finish()
+    run_end.watch(asked.arguments, no_steps=asked.no_steps)
+    vouched.allow(asked.wrappers)
+    guard.start(asked.root)
+    try:
+        if asked.is_module:
+            runpy.run_module(asked.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(asked.script, run_name="__main__")
+    except SystemExit as stop:
+        run_end.returned(stop)
+        raise
+    return run_end.returned(None)
 
 
 def _is_module(name: str) -> bool:
@@ -76,50 +114,41 @@ def _ending_options(words: Sequence[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         if words[at] == "-m":
             return [*words[: at + 2], "--", *words[at + 2 :]]
-        at += 2 if words[at] == "--megatron" else 1
+        at += 2 if words[at] in ("--megatron", "--allow-wrapper") else 1
     return list(words)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run, with errors as four lines that name host and rank."""
-    from cppmega import failure
+    from cppmega import end_record, failure, run_end
 
-    if os.environ.get("CPPMEGA_RUN"):
+    if end_record.node_of_this_rank() is not None:
         from cppmega.process import end_with_parent
 
         end_with_parent()
     try:
-        run.main(
+        # click only reads the line: it has a meaning of its own for what a script may raise.
+        asked = run.main(
             _ending_options(sys.argv[1:]), prog_name="python -m cppmega.run", standalone_mode=False
         )
+        sys.exit(_execute(asked) if isinstance(asked, Asked) else 0)
     except CppmegaError as error:
         from cppmega import guard
 
+        run_end.failed()
         failure.record(error)
         print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
         sys.exit(1)
     except click.ClickException as error:
+        run_end.failed()
         error.show()
         sys.exit(2)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
+        run_end.failed()
         failure.record(error)
         raise
-    finally:
-        _close_gloo()
-
-
-def _close_gloo() -> None:
-    """Close what a script left open: gloo's threads abort a process that ends around them.
-
-    One run in five so ended with SIGABRT after its last step. NCCL does not, and closing it in a
-    rank that failed would wait for the others.
-    """
-    torch = sys.modules.get("torch")
-    distributed = getattr(torch, "distributed", None)
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    if distributed.get_backend() == "gloo":
-        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Runtime patches: installed when their module is imported, before anyone copies the name.
 
-`arm` registers a post-import hook per target. A module that is imported already is `too-late`:
-other modules may hold the original. After the replacement, whatever still refers to the original
-object is a `stale-reference`; both stop the process.
+`arm` registers a hook per target, which installs the replacement every time the target's file is
+executed: also when its module is reloaded, imported again or imported under another name. A module
+that is imported already is `too-late`: other modules may hold the original. After the replacement,
+whatever still refers to the original object is a `stale-reference`; both stop the process.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from typing import Any
 
+from cppmega import import_hook, vouched
+from cppmega.compiled import is_compiled
 from cppmega.errors import CppmegaError
+from cppmega.import_hook import Hook
 from cppmega.page import Edit, Page
+from cppmega.pinned import Pin
 from cppmega.runtime_marks import REACHED
 
 
@@ -28,6 +34,7 @@ class Installed:
 
     page: str
     edit: Edit
+    module: types.ModuleType
     owner: Any
     name: str
     original: Any
@@ -37,8 +44,10 @@ class Installed:
 
 @dataclass
 class _State:
-    armed: dict[tuple[str, str], Edit] = field(default_factory=dict)
+    armed: dict[tuple[str, str], tuple[Edit, Hook]] = field(default_factory=dict)
     installed: list[Installed] = field(default_factory=list)
+    told: list[Callable[[Any, str], None]] = field(default_factory=list)
+    """Who wants to know of every name that is replaced."""
 
 
 _STATE = _State()
@@ -63,8 +72,6 @@ def arm(page: Page, edits: Iterable[Edit]) -> None:
     Raises:
         CppmegaError: `too-late`, when a target's module is imported already.
     """
-    import wrapt
-
     for edit in runtime_edits(page, edits):
         key = (page.name, edit.target)
         if key in _STATE.armed:
@@ -77,14 +84,32 @@ def arm(page: Page, edits: Iterable[Edit]) -> None:
                 "Modules that copied the name would keep the original.",
                 "start the script with `python -m cppmega.run SCRIPT`, and import nothing first",
             )
-        _STATE.armed[key] = edit
-        wrapt.register_post_import_hook(functools.partial(_install, page.name, edit), name)
+        install = functools.partial(_install, page.name, edit)
+        hook = Hook(functools.partial(_is_target, edit), after=install)
+        _STATE.armed[key] = (edit, hook)
+        import_hook.add(hook)
+
+
+def tell(listener: Callable[[Any, str], None]) -> None:
+    """Call a function with owner and name after every replacement from now on."""
+    if listener not in _STATE.told:
+        _STATE.told.append(listener)
+
+
+def _is_target(edit: Edit, spec: ModuleSpec) -> bool:
+    return spec.name == module_name(edit.path) or _is_file_of(edit, spec.origin)
+
+
+def _is_file_of(edit: Edit, file: Any) -> bool:
+    return isinstance(file, str) and file.endswith("/" + edit.path)
 
 
 def disarm() -> None:
     """Put every original back and forget what was armed; identities are restored."""
     for done in reversed(_STATE.installed):
         setattr(done.owner, done.name, done.original)
+    for _, hook in _STATE.armed.values():
+        import_hook.remove(hook)
     _STATE.installed.clear()
     _STATE.armed.clear()
 
@@ -101,21 +126,50 @@ def waiting() -> list[str]:
 
 
 def check() -> None:
-    """Every replacement is still in place and nobody holds an original.
+    """Every replacement is in place, in every copy of its module, and nothing holds an original.
 
     Raises:
-        CppmegaError: `patch-undone`, `stale-reference`.
+        CppmegaError: `unpatched-copy`, `patch-undone`, `stale-reference`.
     """
+    for error in _unpatched_copies():
+        raise error
     for item in _STATE.installed:
         now = inspect.getattr_static(item.owner, item.name)
-        if now is not item.replacement:
+        if not _is_in_place(item, now):
             raise CppmegaError(
                 "patch-undone",
-                f"{item.edit.target} was replaced again after {item.page} had been installed.",
-                "Somebody else's setattr took our patch out.",
-                f"find who assigns {item.name}; arm that patch before ours, or drop one of them",
+                f"{item.edit.target} was replaced again after {item.page} had been installed, "
+                f"by {vouched.describe(now)}.",
+                "The page's replacement is no longer what is called.",
+                f"find what assigns {item.name}; import it before the page is armed, drop one of "
+                f"them, or --allow-wrapper {vouched.key(now)} if it calls the page's replacement",
             )
         refuse_stale(item)
+
+
+def _is_in_place(item: Installed, now: Any) -> bool:
+    return (
+        now is item.replacement
+        or is_compiled(now, item.replacement)
+        or vouched.is_allowed(now, item.edit.symbol)
+    )
+
+
+def _unpatched_copies() -> Iterator[CppmegaError]:
+    """A module of a target's file that was executed without the import system."""
+    done = {(id(item.edit), id(item.module)) for item in _STATE.installed}
+    edits = [edit for edit, _ in _STATE.armed.values()]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        for edit in edits:
+            if _is_file_of(edit, file) and (id(edit), id(module)) not in done:
+                yield CppmegaError(
+                    "unpatched-copy",
+                    f"Module {name} was made from {file} and does not have the runtime patch of "
+                    f"{edit.symbol}.",
+                    "Whoever uses that copy runs unpatched code.",
+                    "import the file's module with `import` instead of loading the file by path",
+                )
 
 
 def refuse_stale(item: Installed) -> None:
@@ -132,10 +186,6 @@ def refuse_stale(item: Installed) -> None:
 
 
 def _install(page: str, edit: Edit, module: types.ModuleType) -> None:
-    if _STATE.armed.get((page, edit.target)) is not edit:
-        return  # disarmed since the hook was registered: wrapt has no way to take one back
-    if any(done.page == page and done.edit is edit for done in _STATE.installed):
-        return
     owner: Any = module
     *outer, name = edit.symbol.split(".")
     for part in outer:
@@ -150,8 +200,16 @@ def _install(page: str, edit: Edit, module: types.ModuleType) -> None:
     if isinstance(raw, staticmethod | classmethod):
         replacement = type(raw)(replacement)
     setattr(owner, name, replacement)
-    item = Installed(page, edit, owner, name, raw, replacement)
+    item = Installed(page, edit, module, owner, name, raw, replacement)
+    # A reload has executed the file in the same module: what was installed there is gone.
+    _STATE.installed[:] = [
+        i
+        for i in _STATE.installed
+        if (i.page, i.edit, i.module, i.owner) != (page, edit, module, owner)
+    ]
     _STATE.installed.append(item)
+    for listener in _STATE.told:
+        listener(owner, name)
     refuse_stale(item)
 
 
@@ -255,7 +313,7 @@ def stale_references(item: Installed) -> list[str]:
     allowed = _allowed(item, original)
     found = []
     for holder in gc.get_referrers(original):
-        if id(holder) in allowed or isinstance(holder, types.FrameType):
+        if id(holder) in allowed or isinstance(holder, types.FrameType | Pin):
             continue
         said = _describe(holder, original, allowed)
         if said:

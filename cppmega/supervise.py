@@ -23,7 +23,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cppmega import durable, liveness, process
+from cppmega import durable, end_record, liveness, process
 from cppmega.agent import FAILURE, ORPHANS, of_torchrun
 from cppmega.errors import CppmegaError
 from cppmega.failures import said_of
@@ -210,9 +210,10 @@ class Supervisor:
             time.sleep(_PERIOD)
 
     def _finish(self, code: int) -> int:
-        failure = read_json(self.node.path / FAILURE)
+        failure = read_json(self.node.path / FAILURE) if code else end_record.missing(self.node)
         if code and not failure:
             failure = of_torchrun(code)
+        code = code or int(bool(failure))
         self.status |= {"ended": time.time(), "exit": code, "workers": {}}
         if code:
             self.status["failure"] = failure

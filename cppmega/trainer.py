@@ -26,6 +26,7 @@ from cppmega import (
     gates,
     guard,
     imported,
+    live_code,
     overlay_record,
     receipt,
     recipes_index,
@@ -87,6 +88,7 @@ def train(
     ready = plan(changed, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)
     if dry_run:
         click.echo(shlex.join(ready.rendered.argv))
+        guard.no_step_because("--dry-run was asked for")
     ready = on_this_machine(ready)
     if not dry_run:
         launch(ready)
@@ -288,12 +290,12 @@ def _hear(training: Any, checkpointing: Any, ready: Plan, step: Any, torch: Any)
         peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
         metrics=ready.metrics,
     )
-    training.print_rank_last = log.around(training.print_rank_last, last_rank)
-    training.train_step = finite.around_train_step(training.train_step)
+    replaced = log.around(training.print_rank_last, last_rank)
+    live_code.replace(training, "print_rank_last", replaced)
+    live_code.replace(training, "train_step", finite.around_train_step(training.train_step))
     # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
-    checkpointing.check_checkpoint_args = _telling_overlay(
-        checkpointing.check_checkpoint_args, _record(ready)
-    )
+    told = _telling_overlay(checkpointing.check_checkpoint_args, _record(ready))
+    live_code.replace(checkpointing, "check_checkpoint_args", told)
 
 
 def _telling_overlay(check: Callable[..., None], now: overlay_record.Record) -> Callable[..., None]:

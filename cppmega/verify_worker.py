@@ -27,7 +27,7 @@ from cppmega.page import Edit, Page
 
 def main() -> None:
     """Answer one order."""
-    process.end_with_parent(signal.SIGKILL)
+    process.end_with_parent(number=signal.SIGKILL)
     process.adopt_orphans()
     order = json.load(sys.stdin)
     answers: int = order["answers"]
@@ -68,7 +68,7 @@ def _forked(page: Page, answers: int, limit: float) -> dict[str, Any]:
     started = time.monotonic()
     child = os.fork()
     if child == 0:
-        process.end_with_parent(signal.SIGKILL)
+        process.end_with_parent(number=signal.SIGKILL)
         os.close(reader)
         os.close(answers)
         frames.send(writer, _prove(page))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from cppmega import imported
+from cppmega import imported, live_code
 from cppmega.errors import CppmegaError
 from tests.engine import TARGET, A, Lab
 
@@ -65,19 +65,17 @@ def test_undefined_name_in_a_counted_definition(lab: Lab) -> None:
 def test_live_code_may_be_that_of_either_branch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.page(target=f"{TARGET}#2", edit='replacing("x + x + 0", "3 * x")')
     lab.wheel()
-    session = lab.session()
     assert lab.apply().ok
     for name in [n for n in sys.modules if n.partition(".")[0] in imported.PACKAGES]:
         monkeypatch.delitem(sys.modules, name)  # another test's megatron is not this tree's
-    module = types.ModuleType("megatron.core.a")
-    module.__file__ = str(lab.root / A)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    edits = {"page": session.pages["page"].patch.edits}
-    for branch in ("True", "False"):
-        text = lab.text().replace("HAVE = True", f"HAVE = {branch}")
-        exec(compile(text, module.__file__, "exec"), module.__dict__)
-        imported.check(lab.root, lab.receipt(), edits)
-    exec("def double(x):\n    return 0", module.__dict__)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(live_code, "_STATE", live_code._State())
+    imported.only_from(lab.root)
+    imported.watch(lab.root, lab.receipt(), {})
+    module = importlib.import_module("megatron.core.a")
+    imported.check(lab.root, lab.receipt())
+    vars(module)["double"] = lambda x: 0
     with pytest.raises(CppmegaError, match="double") as caught:
-        imported.check(lab.root, lab.receipt(), edits)
+        imported.check(lab.root, lab.receipt())
     assert caught.value.name == "stale-code"

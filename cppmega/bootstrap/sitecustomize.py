@@ -23,10 +23,12 @@ def _run_the_next_one() -> None:
 def _join() -> None:
     if importlib.util.find_spec("cppmega") is None:
         sys.path.append(_PACKAGE)
-    from cppmega import guard
+    from cppmega import guard_child
 
-    guard.join_or_die()
+    guard_child.join_or_die()
 
 
-_run_the_next_one()
-_join()
+try:
+    _run_the_next_one()
+finally:  # whatever that one raises is told by Python, after this process has joined
+    _join()

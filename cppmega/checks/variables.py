@@ -13,7 +13,7 @@ from cppmega.errors import CppmegaError
 
 AFTER: tuple[str, ...] = ("one_root",)
 
-_OURS = ("CPPMEGA_OVERLAY", "CPPMEGA_ROOT", "CPPMEGA_RUN")
+_OURS = ("CPPMEGA_OVERLAY", "CPPMEGA_ROOT", "CPPMEGA_GUARDED_BY", "CPPMEGA_RUN")
 """Set for the processes of one run; in the environment of a launch they are another run's."""
 
 

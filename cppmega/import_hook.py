@@ -1,0 +1,104 @@
+"""Callbacks after a module has been executed: under any name, and every time it is.
+
+wrapt's post-import hooks fire once per name. A module that is reloaded, dropped from `sys.modules`
+and imported again, or imported under a second name would come back without its runtime patch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_HOOKED = "_cppmega_hooked"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hook:
+    """What to do with the modules that it wants."""
+
+    wants: Callable[[ModuleSpec], bool]
+    after: Callable[[ModuleType], None] | None = None
+    """Called right after the module's body, before its importer sees it."""
+    found: Callable[[ModuleSpec], None] | None = None
+    """Called before the module is executed; may exchange the loader."""
+
+
+_HOOKS: list[Hook] = []
+_ASKING = threading.local()
+
+
+class _Finder:
+    """First on `sys.meta_path`; finds nothing itself, only attaches the hooks to what is found."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        asked = _ASKING.__dict__.setdefault("names", set())
+        if name in asked:  # by another hooking finder, which asks everyone else as this one does
+            return None
+        asked.add(name)
+        try:
+            spec = _found_by_the_others(name, path, target)
+        finally:
+            asked.discard(name)
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return spec
+        hooks = [] if hasattr(spec.loader, _HOOKED) else [h for h in _HOOKS if h.wants(spec)]
+        if hooks:
+            _attach(spec, hooks)
+        return spec
+
+
+_FINDER = _Finder()
+
+
+def add(hook: Hook) -> None:
+    """Apply a hook to every module executed from now on. Hooks run in the order of this call."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    _HOOKS.append(hook)
+
+
+def remove(hook: Hook) -> None:
+    """Take a hook back; a module that is being executed right now still gets it."""
+    _HOOKS.remove(hook)
+
+
+def named(module: str) -> Callable[[ModuleSpec], bool]:
+    """Wants the module of that name."""
+    return lambda spec: spec.name == module
+
+
+def _found_by_the_others(
+    name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        find = getattr(finder, "find_spec", None)
+        if finder is _FINDER or find is None:
+            continue
+        spec: ModuleSpec | None = find(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _attach(spec: ModuleSpec, hooks: list[Hook]) -> None:
+    for hook in hooks:
+        if hook.found is not None:
+            hook.found(spec)
+    loader: Any = spec.loader
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        for hook in hooks:
+            if hook.after is not None:
+                hook.after(module)
+
+    setattr(loader, _HOOKED, True)
+    loader.exec_module = exec_module

@@ -1,0 +1,177 @@
+"""What a call of an object runs, recorded so that any later change of it can be named.
+
+A pin holds the object itself and the parts that decide what it does: of a function its code object,
+defaults and closure; of a class its bases, metaclass and attributes; of a descriptor or a partial
+what it calls. Mutable values (lists, dictionaries, tensors) are state and are left out.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING: Any = object()
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+_DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
+_PARTIALS = (functools.partial, functools.partialmethod)
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """An object as it was.
+
+    The guard's books hold objects by pins only, so that a search for whoever still refers to an
+    object can tell the books from everybody else.
+    """
+
+    thing: Any
+    parts: dict[str, Pin] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One part that is no longer what it was."""
+
+    path: tuple[str, ...]
+    then: Any
+    now: Any
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether a value can be compared: code and constants can, state cannot."""
+    if type(value) is tuple:
+        return all(is_fixed(item) for item in value)
+    kinds = (*_PLAIN, *_DESCRIPTORS, *_PARTIALS, types.ModuleType, types.CodeType)
+    return type(value) in kinds or callable(value)
+
+
+def runs(value: Any) -> bool:
+    """Whether a value is code: something that is called, or that an attribute access calls."""
+    return callable(value) or type(value) in _DESCRIPTORS
+
+
+def same(then: Any, now: Any) -> bool:
+    """The same object, or equal constants of one type (`1` is not `True`)."""
+    if then is now:
+        return True
+    if type(then) is not type(now):
+        return False
+    if type(then) is tuple:
+        return len(then) == len(now) and all(map(same, then, now))
+    return type(then) in _PLAIN and bool(then == now)
+
+
+def pin(thing: Any, enters: Callable[[Any], bool], seen: dict[int, Pin] | None = None) -> Pin:
+    """Record an object.
+
+    Args:
+        enters: for which classes the attributes belong to it; functions and descriptors always
+            do. Everything else is recorded by its identity.
+    """
+    seen = {} if seen is None else seen
+    if id(thing) in seen:
+        return seen[id(thing)]
+    seen[id(thing)] = made = Pin(thing)
+    if not isinstance(thing, type) or enters(thing):
+        rebound = _rebound(thing)
+        for label, part in parts(thing).items():
+            if is_fixed(part) and label not in rebound:
+                made.parts[label] = pin(part, enters, seen)
+    return made
+
+
+def parts(thing: Any) -> dict[str, Any]:
+    """What decides what a call of it runs: label -> object."""
+    if type(thing) is types.FunctionType:
+        return _of_function(thing)
+    if type(thing) in (staticmethod, classmethod, types.MethodType):
+        return {"(function)": thing.__func__}
+    if type(thing) is property:
+        return {"(getter)": thing.fget, "(setter)": thing.fset, "(deleter)": thing.fdel}
+    if type(thing) is functools.cached_property:
+        return {"(function)": thing.func}
+    if type(thing) in _PARTIALS:
+        keywords = {f"keyword {name}": value for name, value in thing.keywords.items()}
+        return {"(function)": thing.func, "(arguments)": thing.args, **keywords}
+    if isinstance(thing, type):
+        own = {label: value for label, value in vars(thing).items() if label != "__doc__"}
+        return {"(bases)": thing.__bases__, "(metaclass)": type(thing), **own}
+    return {}
+
+
+def changes(pinned: Pin, live: Any, seen: set[int] | None = None) -> Iterator[Change]:
+    """Every difference between what was recorded and what is there now."""
+    if not same(pinned.thing, live):
+        yield Change((), pinned.thing, live)
+        live = pinned.thing  # which may still run, below a wrapper
+    seen = set() if seen is None else seen
+    if id(pinned) in seen or not pinned.parts:
+        return
+    seen.add(id(pinned))
+    now = parts(live)
+    for label, part in pinned.parts.items():
+        for change in changes(part, now.get(label, MISSING), seen):
+            yield Change((label, *change.path), change.then, change.now)
+    if isinstance(live, type):
+        yield from _added(pinned, live, now)
+
+
+def _added(pinned: Pin, cls: type, now: dict[str, Any]) -> Iterator[Change]:
+    """New methods of a class; what it inherits anyway changes nothing (typing.Protocol does it)."""
+    for label, value in now.items():
+        if label in pinned.parts or not runs(value):
+            continue
+        inherited = (vars(base).get(label, MISSING) for base in cls.__mro__[1:])
+        if not any(value is other for other in inherited):
+            yield Change((label,), MISSING, value)
+
+
+def layers(thing: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """An object and every callable it leads to by real references; `__wrapped__` is a claim."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or isinstance(thing, type | types.ModuleType | type(None)):
+        return
+    seen.add(id(thing))
+    yield thing
+    links = parts(thing) or _attributes(thing)
+    for label, link in links.items():
+        if not label.startswith("default") and runs(link):
+            yield from layers(link, seen)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """What a callable object holds directly: a Triton or TileLang kernel keeps its function so."""
+    try:
+        held = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return {k: v for k, v in held.items() if type(v) is types.FunctionType}
+
+
+def _of_function(function: types.FunctionType) -> dict[str, Any]:
+    found: dict[str, Any] = {"(code)": function.__code__, "(defaults)": function.__defaults__}
+    for name, value in (function.__kwdefaults__ or {}).items():
+        found[f"default of {name}"] = value
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            found[f"closure {name}"] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    # functools.singledispatch: what it calls for which type
+    registry = getattr(function, "registry", None)
+    if type(registry) is types.MappingProxyType:
+        found.update({f"implementation for {key}": value for key, value in registry.items()})
+    return found
+
+
+def _rebound(thing: Any) -> set[str]:
+    """Closure variables that the function itself assigns: counters and caches."""
+    if type(thing) is not types.FunctionType or not thing.__closure__:
+        return set()
+    steps = dis.get_instructions(thing.__code__)
+    return {f"closure {s.argval}" for s in steps if s.opname == "STORE_DEREF"}
