@@ -46,6 +46,8 @@ class CheckedModule:
     codes: dict[int, types.CodeType]
     """Every code object of the file."""
     pins: dict[str, Pin]
+    kind: type
+    """The module's class; a subclass may answer for any attribute."""
     foreign: list[Change]
     """What was there when the import ended and does not come from the file."""
     bound: bool = True
@@ -54,6 +56,8 @@ class CheckedModule:
     def changes(self) -> Iterator[Change]:
         """What is not, or no longer, what a clean import gives."""
         yield from self.foreign
+        if type(self.module) is not self.kind:
+            yield Change(("__class__",), self.kind, type(self.module))
         now = vars(self.module)
         seen: set[int] = set()
         for name, pinned in self.pins.items():
@@ -121,7 +125,7 @@ def record(file: WatchedFile, module: types.ModuleType, code: types.CodeType) ->
     """Take down what the execution of a file has left in its module."""
     codes = {id(each): each for each in nested(code)}
     facts = file_facts.of(codes.values(), module.__name__.partition(".")[0])
-    made = CheckedModule(file, module, module.__name__, facts, codes, {}, [])
+    made = CheckedModule(file, module, module.__name__, facts, codes, {}, type(module), [])
     seen: dict[int, Pin] = {}
     for name, value in vars(module).items():
         if name == "__builtins__":

@@ -6,6 +6,27 @@ script's help; a loop of one's own says where its steps are:
     from cppmega import guard
     for batch in guard.steps(loader, args):
         ...
+
+The process is compared with the receipt before the first step, after it, at every checkpoint and at
+the end of the run.
+
+What this cannot see:
+
+- Code outside the patched files. A patched function calls torch, and Megatron files that no page
+  touches; whoever replaces one of those at run time changes the result, and only the file on disk
+  is judged.
+- Single objects. `model.forward = f`, a forward hook or a subclass with a method of its own take
+  an object past the patched class. If that skips a page altogether, the page is not reached, and
+  that is an error; if it skips it in some layers, it is not seen.
+- State. Lists, dictionaries, tensors, and variables and class attributes that the file assigns
+  itself may hold anything, also functions.
+- What torch compiles. A wrapper of torch.compile counts as the function inside it; a backend may
+  generate what it likes.
+- What was replaced and put back between two checks.
+- Copies that are in no module: a function executed from a patched file's text by `exec`, or an
+  alias kept in an object. Modules in `sys.modules` are compared, whatever their names.
+- Somebody who writes to the process on purpose, with ctypes, with a forged code object of torch's,
+  or by assigning to this module. The guard finds mistakes and side effects, not an attacker inside.
 """
 
 from __future__ import annotations

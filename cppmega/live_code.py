@@ -128,6 +128,11 @@ def _unwatched() -> Iterator[CppmegaError]:
         file = getattr(module, "__dict__", {}).get("__file__")
         if _holds_patched(file) or name in names:
             yield _not_watched(name, module, file)
+    for name in names:
+        package, _, leaf = name.rpartition(".")
+        held = getattr(sys.modules.get(package), "__dict__", {}).get(leaf)
+        if isinstance(held, types.ModuleType) and id(held) not in known:
+            yield _not_watched(f"{name}, as an attribute of {package}", held, None)
 
 
 def _not_watched(name: str, module: Any, file: Any) -> CppmegaError:

@@ -192,6 +192,21 @@ def module_made_in_memory():
 
 
 @scene
+def attribute_of_the_package():
+    import megatron.core
+
+    with changed(megatron.core, "thing", types.ModuleType("thing")):
+        yield
+
+
+@scene
+def class_of_the_module():
+    thing.__class__ = type("Answers", (types.ModuleType,), {"double": property(lambda self: stock)})
+    yield
+    thing.__class__ = types.ModuleType
+
+
+@scene
 def copy_of_the_module():
     twin = types.ModuleType(thing.__name__)
     vars(twin).update(vars(thing))

@@ -153,6 +153,8 @@ WRONG = {
     "closure": "thing.py:decorated was changed in place: its closure function is __main__:stock",
     "implementation_of_a_generic_function": "thing.py:shown was changed in place",
     "module_made_in_memory": "Module megatron.core.thing (without a file",
+    "attribute_of_the_package": "as an attribute of megatron.core (without a file",
+    "class_of_the_module": "thing.py:__class__ is class __main__:Answers",
     "copy_of_the_module": "Module twin (",
     "loaded_by_path": "Module second_thing (",
     "file_changed_on_disk": "is not what was applied; it carries double_doubles",

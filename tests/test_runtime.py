@@ -164,6 +164,38 @@ def test_patch_unpatch_patch_import_patches_once(run) -> None:
     """)
 
 
+def test_every_copy_of_a_module_is_patched(run) -> None:
+    """Reloaded, imported again, and under another name."""
+    run("""
+    import importlib, os
+    arm(FUNCTION); arm(METHOD)
+    import pkg.target as first
+    importlib.reload(first)
+    del sys.modules["pkg.target"]
+    second = importlib.import_module("pkg.target")
+    sys.path.insert(0, os.path.dirname(first.__file__))
+    third = importlib.import_module("target")
+    for module in (first, second, third):
+        assert module.scale(1) == 6 and module.Mixer(1).forward(1) == 12
+    assert len({first, second, third}) == 3
+    runtime.check()
+    """)
+
+
+def test_a_copy_that_was_not_imported_is_refused(run) -> None:
+    run("""
+    import importlib.util
+    arm(FUNCTION)
+    import pkg.target as first
+    spec = importlib.util.spec_from_file_location("copied", first.__file__)
+    sys.modules["copied"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.scale(1) == 2
+    error = refused("unpatched-copy", runtime.check)
+    assert "copied" in error.what and "scale" in error.what
+    """)
+
+
 def test_armed_targets_wait_for_their_import(run) -> None:
     run("""
     arm(FUNCTION)

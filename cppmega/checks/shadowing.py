@@ -20,7 +20,7 @@ AFTER: tuple[str, ...] = ("one_root",)
 
 _NAMES = (
     *("torch", "triton", "tilelang", "transformer_engine", "mamba_ssm", "liger_kernel"),
-    *("numpy", "click", "libcst", "wrapt", "packaging", "cppmega"),
+    *("numpy", "click", "libcst", "packaging", "cppmega"),
 )
 _MEGATRON = ("core", "training", "legacy", "rl")
 _NO_ACCIDENT = {"conftest", "docs", "examples", "scripts", "setup", "test", "tests"}
