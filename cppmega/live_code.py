@@ -29,7 +29,7 @@ from cppmega.pinned import MISSING, Change
 
 @dataclass
 class _State:
-    root: Path = Path()
+    hooked: bool = False
     files: dict[str, WatchedFile] = field(default_factory=dict)
     """Real path of each patched file."""
     basenames: set[str] = field(default_factory=set)
@@ -51,9 +51,9 @@ def watch(root: Path, files: Mapping[str, WatchedFile]) -> None:
     Args:
         files: path below `root` -> what the file must hold.
     """
-    if not _STATE.files:
+    if not _STATE.hooked:
+        _STATE.hooked = True
         import_hook.add(import_hook.Hook(wants=_is_patched, found=_exchange_loader))
-    _STATE.root = root
     _STATE.files = {os.path.realpath(root / path): file for path, file in files.items()}
     _STATE.basenames = {path.rpartition("/")[2] for path in files}
     _STATE.problems.clear()

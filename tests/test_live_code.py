@@ -421,3 +421,25 @@ def test_a_vouched_wrapper_is_named_in_the_log(trainer: Bench) -> None:
         text=True,
     )
     assert done.returncode == 0 and f"vouched wrappers: double by {key}" in done.stderr
+
+
+def test_one_rank_with_other_code_stops_all_at_a_checkpoint(trainer: Bench) -> None:
+    text = """
+    import os
+    import torch
+    from cppmega import guard
+    from megatron.core import thing
+    torch.distributed.init_process_group("gloo")
+    for step in guard.steps(range(3)):
+        thing.double(step)
+        if step == 1 and os.environ["RANK"] == "1":
+            thing.double = lambda x: x
+        guard.after_first_save()
+        print("saved", step, flush=True)
+    """
+    script = trainer.folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    root = trainer.folder / "root"
+    for code, out, err in trainer.run(root, root, script=script):
+        assert code == 1 and "rank 1, after a checkpoint: stale-code" in err, err
+        assert "saved 0" in out and "saved 1" not in out
