@@ -244,7 +244,6 @@ def _problem() -> tuple[str, str] | None:
         interpreter.check()
         child_processes.check(where())
         imported.check(_GUARD.session.tree.root, _GUARD.receipt)
-        runtime.check()
     except CppmegaError as error:
         return f"{error.name}: {error.what} {error.why}", error.next
     return None

@@ -46,15 +46,17 @@ def watch(root: Path, receipt: Receipt, edits: Mapping[str, Sequence[Edit]]) -> 
 
 
 def check(root: Path, receipt: Receipt) -> None:
-    """Compare the files, and the code in memory, with what was applied.
+    """Compare the files, the runtime patches and the code in memory with what was applied.
 
     Raises:
-        CppmegaError: `shadowed`, `file-changed`, `not-watched`, `stale-code`.
+        CppmegaError: `shadowed`, `file-changed`, `not-watched`, `stale-code`, and what
+            `runtime.check` raises.
     """
     _refuse_shadows(root)
     for path, entry in receipt.files.items():
         if runtime.module_name(path) in sys.modules and _digest(root / path) != entry.after:
             raise file_changed(str(root / path), _pages(entry))
+    runtime.check()
     live_code.check()
 
 

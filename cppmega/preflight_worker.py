@@ -73,7 +73,6 @@ def _process(order: dict[str, Any]) -> list[dict[str, str]]:
     checks: tuple[Callable[[], None], ...] = (
         lambda: _refuse_other_files(root, held),
         lambda: imported.check(root, held.receipt),
-        runtime.check,
         lambda: _refuse_waiting(runtime.waiting()),
     )
     for check in checks:
