@@ -155,8 +155,8 @@ WRONG = {
     "module_made_in_memory": "Module megatron.core.thing (without a file",
     "attribute_of_the_package": "as an attribute of megatron.core (without a file",
     "class_of_the_module": "thing.py:__class__ is class __main__:Answers",
-    "copy_of_the_module": "Module twin (",
-    "loaded_by_path": "Module second_thing (",
+    "copy_of_the_module": "Module twin was made from",
+    "loaded_by_path": "Module second_thing was made from",
     "file_changed_on_disk": "is not what was applied; it carries double_doubles",
 }
 """Scene of `live_attacks` -> what the guard must say."""
@@ -443,3 +443,19 @@ def test_one_rank_with_other_code_stops_all_at_a_checkpoint(trainer: Bench) -> N
     for code, out, err in trainer.run(root, root, script=script):
         assert code == 1 and "rank 1, after a checkpoint: stale-code" in err, err
         assert "saved 0" in out and "saved 1" not in out
+
+
+def test_a_copy_of_a_file_that_was_loaded_by_its_path(trainer: Bench) -> None:
+    """Of a file without a runtime patch, which would be missed first."""
+    text = """
+    import importlib.util, sys
+    from cppmega import guard
+    from megatron.core import thing
+    spec = importlib.util.spec_from_file_location("second_thing", thing.__file__)
+    sys.modules["second_thing"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for step in guard.steps(range(1)):
+        thing.double(step)
+    """
+    code, _, err = answer(trainer, textwrap.dedent(text))
+    assert code == 1 and "not-watched" in err and "Module second_thing (" in err
