@@ -141,8 +141,8 @@ def check() -> None:
                 f"{item.edit.target} was replaced again after {item.page} had been installed, "
                 f"by {vouched.describe(now)}.",
                 "The page's replacement is no longer what is called.",
-                f"find what assigns {item.name}; import it before the page is armed, drop one of "
-                f"them, or --allow-wrapper {vouched.key(now)} if it calls the page's replacement",
+                f"find what assigns {item.name}; drop one of them, or, if it calls the page's "
+                f"replacement, --allow-wrapper {vouched.key(now)}",
             )
         refuse_stale(item)
 
@@ -202,12 +202,8 @@ def _install(page: str, edit: Edit, module: types.ModuleType) -> None:
     setattr(owner, name, replacement)
     item = Installed(page, edit, module, owner, name, raw, replacement)
     # A reload has executed the file in the same module: what was installed there is gone.
-    _STATE.installed[:] = [
-        i
-        for i in _STATE.installed
-        if (i.page, i.edit, i.module, i.owner) != (page, edit, module, owner)
-    ]
-    _STATE.installed.append(item)
+    kept = [i for i in _STATE.installed if i.owner is not owner or i.edit is not edit]
+    _STATE.installed[:] = [*kept, item]
     for listener in _STATE.told:
         listener(owner, name)
     refuse_stale(item)
