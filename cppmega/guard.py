@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cppmega import gates, imported, marks, overlay, receipt, runtime
+from cppmega import (
+    accepted,
+    gates,
+    imported,
+    marks,
+    overlay,
+    provenance,
+    receipt,
+    runtime,
+    witness,
+)
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.page import Edit
@@ -69,6 +79,7 @@ def start(root: Path | None = None) -> Guard:
             is wrong with the tree.
     """
     global _GUARD
+    witness.install()
     if root is not None:
         imported.only_from(root)
     session = Session(root)
@@ -173,6 +184,7 @@ def before_first_step() -> None:
             "They would train different code.",
             "run `python -m cppmega.apply_patches` with one version of cppmega on every host",
         )
+    provenance.check(_GUARD.session.tree.root, _GUARD.receipt, where(), gather)
     _GUARD.began = True
 
 
@@ -232,8 +244,10 @@ def summary(reached: set[str]) -> str:
     assert _GUARD is not None
     hit = sorted(reached & set(_GUARD.receipt.pages))
     idle = [f"{name} ({why})" for name, why in sorted(_GUARD.idle.items()) if name not in reached]
-    text = f"cppmega: overlay {_GUARD.receipt.digest}; reached: {', '.join(hit) or 'none'}"
-    return text + (f"; idle: {', '.join(idle)}" if idle else "")
+    name = accepted.name_of_code(_GUARD.receipt.digest, accepted.in_this_process())
+    text = f"cppmega: overlay {name}; reached: {', '.join(hit) or 'none'}"
+    text += f"; idle: {', '.join(idle)}" if idle else ""
+    return f"{text}; imported: {provenance.summary()}"
 
 
 def where() -> str:

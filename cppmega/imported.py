@@ -14,7 +14,7 @@ from cppmega.page import Edit
 from cppmega.receipt import Receipt
 from cppmega.runtime import module_name
 from cppmega.source import plain
-from cppmega.tree import sha256
+from cppmega.tree import part_of, sha256
 
 PACKAGES = ("megatron", "mamba_ssm", "liger_kernel", "transformer_engine")
 
@@ -66,9 +66,13 @@ def check(root: Path, receipt: Receipt, edits: Mapping[str, Sequence[Edit]]) -> 
 
 
 def _refuse_shadows(root: Path) -> None:
+    """What ROOT has itself comes from there; other distributions share the name `megatron`."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.partition(".")[0] != "megatron" or not isinstance(file, str):
+            continue
+        part = root / part_of(name.replace(".", "/"))
+        if not part.exists() and not part.with_suffix(".py").exists():
             continue
         if not Path(file).is_relative_to(root) and not Path(file).resolve().is_relative_to(
             root.resolve()

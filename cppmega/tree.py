@@ -162,7 +162,7 @@ class Tree:
         for name, distribution in self.distributions.items():
             if path in distribution.record:
                 return f"{name} {distribution.version}", distribution.record[path]
-        if path.startswith("megatron/") and _part(path) in self._core_parts:
+        if path.startswith("megatron/") and part_of(path) in self._core_parts:
             return None
         return self._others.get(path) if self.read(path) is not None else None
 
@@ -171,16 +171,16 @@ class Tree:
 
         There, a file that nobody vouches for was added by hand.
         """
-        return _part(path) in self._vouched_parts
+        return part_of(path) in self._vouched_parts
 
     @cached_property
     def _vouched_parts(self) -> frozenset[str]:
-        return frozenset(map(_part, {*self.recorded, *self._others}))
+        return frozenset(map(part_of, {*self.recorded, *self._others}))
 
     @cached_property
     def _core_parts(self) -> frozenset[str]:
         core = self.distributions.get("megatron-core")
-        return frozenset(map(_part, core.record)) if core is not None else frozenset()
+        return frozenset(map(part_of, core.record)) if core is not None else frozenset()
 
     @cached_property
     def _others(self) -> dict[str, tuple[str, str]]:
@@ -320,7 +320,7 @@ def find_root() -> Path:
     return first.parent
 
 
-def _part(path: str) -> str:
+def part_of(path: str) -> str:
     """`megatron/core` of `megatron/core/x.py`; the package itself elsewhere."""
     first, *rest = path.split("/")
     return f"{first}/{rest[0]}" if first == "megatron" and len(rest) > 1 else first
