@@ -45,6 +45,15 @@ def of(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
+def asked(pairs: Iterable[tuple[str, str]], words: Iterable[str]) -> dict[str, str]:
+    """What a recipe and the command line accept together.
+
+    Raises:
+        CppmegaError: `bad-accept`, also where they name one file with two hashes.
+    """
+    return of((*pairs, *parse(words).items()))
+
+
 def accept(edits: Edits) -> None:
     """Let this process train these edits.
 

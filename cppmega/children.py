@@ -23,6 +23,7 @@ def imported_process(context: Context) -> dict[str, Any]:
     order: dict[str, Any] = {
         "root": str(context.root) if context.root is not None else None,
         "expected": str(context.session.root),
+        "accepted": dict(context.accepted),
         "argv": None,
         "world": None,
         "load": None,

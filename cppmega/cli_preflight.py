@@ -15,6 +15,12 @@ from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, cli, tree_options
 @tree_options
 @click.argument("recipe", required=False)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
+@click.option(
+    "--accept",
+    multiple=True,
+    metavar="FILE=SHA256",
+    help="Accept this edited file of Megatron; repeatable.",
+)
 @click.option("--deep", is_flag=True, help="Also run every kernel's parity on this GPU (minutes).")
 @click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Hosts.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -24,6 +30,7 @@ def preflight(
     as_json: bool,
     recipe: str | None,
     changes: Sequence[str],
+    accept: Sequence[str],
     deep: bool,
     nodes: int,
     arguments: Sequence[str],
@@ -54,6 +61,7 @@ def preflight(
         arguments=tuple(arguments),
         nodes=nodes,
         deep=deep,
+        accept=tuple(accept),
     )
     found = checks.examine(context, lambda name: report.say(f"preflight: {name}"))
     if as_json:

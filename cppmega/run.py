@@ -19,6 +19,7 @@ import click
 
 from cppmega.errors import CppmegaError
 
+_TAKE_A_WORD = ("--megatron", "--accept")
 _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -30,16 +31,29 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     metavar="ROOT",
     help="Import megatron from this folder and no other (default: the one Python would import).",
 )
+@click.option(
+    "--accept",
+    "edits",
+    multiple=True,
+    metavar="FILE=SHA256",
+    help="Train this edited file of Megatron; repeatable.",
+)
 @click.option("--no-steps", is_flag=True, help="The script does not train: do not wait for a step.")
 @click.option("-m", "module", metavar="MODULE", help="Run this module, as `python -m` does.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
-def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str, ...]) -> None:
+def run(
+    root: Path | None,
+    edits: tuple[str, ...],
+    no_steps: bool,
+    module: str | None,
+    words: tuple[str, ...],
+) -> None:
     """Run a training SCRIPT, or a module, with the overlay armed and proved in every rank.
 
     Works under plain python and under torchrun. The script's own loop says where its steps are
     with `cppmega.guard.steps`; Megatron's `train_step` is found by itself.
     """
-    from cppmega import allocator, guard
+    from cppmega import accepted, allocator, guard
 
     script, arguments = (module, words) if module else (words[0] if words else "", words[1:])
     if not (_is_module(script) if module else Path(script).is_file()):
@@ -54,6 +68,7 @@ def run(root: Path | None, no_steps: bool, module: str | None, words: tuple[str,
         sys.path[0] = str(Path(script).resolve().parent)
     sys.argv = [script, *arguments]
     allocator.set_in(os.environ)  # before anything imports torch
+    accepted.accept(accepted.parse(edits))
     guard.start(root)
     if module:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -76,7 +91,7 @@ def _ending_options(words: Sequence[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         if words[at] == "-m":
             return [*words[: at + 2], "--", *words[at + 2 :]]
-        at += 2 if words[at] == "--megatron" else 1
+        at += 2 if words[at] in _TAKE_A_WORD else 1
     return list(words)
 
 

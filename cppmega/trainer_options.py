@@ -36,13 +36,19 @@ _OPTIONS = (
     click.option("--wandb-name", default="", help="Name of the run there [the recipe's]."),
     click.option("--metrics", type=_FOLDER, help="File for one JSON object per logged step."),
     click.option(
+        "--accept",
+        multiple=True,
+        metavar="FILE=SHA256",
+        help="Train this edited file of Megatron; repeatable.",
+    ),
+    click.option(
         "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here."
     ),
 )
 _FLAGS = {"mock_data"}
 _SPELLED = {"changes": "--set", "root": "--megatron"}
 _PATHS = ("data_cache", "save", "load", "tensorboard", "metrics", "root")
-_NOT_OF_THE_RUN = ("changes", "root", "tokenizer", "eod", "metrics")
+_NOT_OF_THE_RUN = ("changes", "root", "tokenizer", "eod", "metrics", "accept")
 
 
 def options(command: F) -> F:

@@ -14,7 +14,7 @@ from cppmega import overlay, preflight, receipt
 from cppmega.check import Context
 from cppmega.overlay import Session
 from cppmega.receipt import Receipt
-from cppmega.tree import Tree
+from cppmega.tree import Tree, sha256
 from tests.engine import Lab
 from tests.preflights import (
     SLICE,
@@ -25,7 +25,6 @@ from tests.preflights import (
     only,
     own_tree,
     refuses,
-    says_nothing,
     write,
 )
 from tests.support import patched, pristine
@@ -204,15 +203,33 @@ def test_a_wheel_that_lost_its_record_is_no_other_version(broken: Path) -> None:
     holds("receipt_whole", launch(root=broken))
 
 
-def test_files_of_ones_own_in_the_tree_are_named_and_no_failure(broken: Path) -> None:
+def test_files_of_ones_own_in_the_tree_are_refused_unless_they_are_accepted(broken: Path) -> None:
     (broken / "megatron" / "core" / "mine.py").write_text("")
-    assert "megatron/core/mine.py" in holds("foreign_edits", launch(root=broken))
+    change(broken / UNTOUCHED, b"class MLP(", b"X = 1\n\n\nclass MLP(")
+    mine, edited = "megatron/core/mine.py", sha256((broken / UNTOUCHED).read_bytes())
+    said = refuses("foreign_edits", "foreign-file", launch(root=broken))
+    assert mine in said.what and f"--accept {mine}={sha256(b'')}" in said.next
+    words = ("--accept", f"{mine}={sha256(b'')}", "--accept", f"{UNTOUCHED}={edited}")
+    assert "accepted edits: " + UNTOUCHED in holds(
+        "foreign_edits", launch(SMOKE, *words, root=broken)
+    ).replace(f"{mine}, ", "")
+    recipe = SMOKE.with_(accepted_edits=((UNTOUCHED, edited),))
+    holds("foreign_edits", launch(recipe, root=broken, accept=words[1:2]))
+    write(broken / UNTOUCHED, b"")
+    refuses("foreign_edits", "accepted-edit-differs", launch(SMOKE, *words, root=broken))
+
+
+@pytest.mark.parametrize(
+    "odd", ["x.py", "megatron/x.py=12", f"../x/x.py={'0' * 64}", f"/megatron/x.py={'0' * 64}"]
+)
+def test_an_acceptance_names_a_file_and_its_hash(lab: Lab, odd: str) -> None:
+    refuses("foreign_edits", "bad-accept", launch(root=lab.root, accept=(odd,)))
 
 
 def test_an_export_has_nobody_who_vouches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(tmp_path, monkeypatch)
     lab.export()
-    says_nothing("foreign_edits", launch(root=lab.root))
+    assert "3 unverified" in holds("foreign_edits", launch(root=lab.root))
 
 
 def test_patches(healthy: Context) -> None:
