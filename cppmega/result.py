@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cppmega import __version__, receipt
+from cppmega import __version__, receipt, remembered
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
 from cppmega.plan import Plan, engine_revision
@@ -27,6 +27,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
         gates=plan.gates,
         excluded=plan.excluded,
         catalogues=[str(folder) for folder in catalogues],
+        catalogue_hashes=remembered.pins(catalogues),
         stack=_stack(),
         proofs=plan.loaded.receipt.proofs,
     )

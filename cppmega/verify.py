@@ -10,14 +10,13 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import mutant, receipt, transaction
+from cppmega import mutant, python, receipt, transaction
 from cppmega.errors import CppmegaError
 from cppmega.imported import PACKAGES
 from cppmega.overlay import Session
@@ -235,7 +234,7 @@ def _worker(
     seen = set()
     with tempfile.TemporaryFile("w+", errors="replace") as said:  # libraries warn as they like
         with subprocess.Popen(
-            [sys.executable, "-m", "cppmega.verify_worker"],
+            python.command("cppmega.verify_worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,

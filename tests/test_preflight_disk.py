@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import py_compile
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,54 @@ def test_a_site_packages_on_the_path_shadows_nothing(
     (tmp_path / "site" / "torch").mkdir(parents=True)
     (tmp_path / "site" / "torch" / "__init__.py").write_text("")
     (tmp_path / "site" / "torch-2.11.0.dist-info").mkdir()
+    record = tmp_path / "site" / "torch-2.11.0.dist-info" / "RECORD"
+    record.write_text("torch/__init__.py,sha256=,0\n")
     environ = {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{patched('0.19.2')}"}
     holds("shadowing", launch(root=healthy.root, environ=environ))
+    (tmp_path / "site" / "json.py").write_text("")
+    found = refuses("shadowing", "shadowing-path", launch(root=healthy.root, environ=environ))
+    assert "json.py" in found.what
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        *("apex.py", "flash_attn.py", "flash_attn_3/__init__.py", "amp_C.so", "tabulate.py"),
+        *("apex/contrib.py", "json.pyc", "random/__init__.py", "transformer_engine.py"),
+    ],
+)
+@pytest.mark.parametrize("through", ["cwd", "PYTHONPATH", "archive", "empty entry"])
+def test_no_module_takes_a_name_that_the_stack_tries(
+    healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, through: str
+) -> None:
+    """Megatron tries dozens of packages that need not be installed."""
+    only(monkeypatch, tmp_path / "cwd")
+    place = Path("path") if through in ("PYTHONPATH", "archive") else Path()
+    (place / taken).parent.mkdir(parents=True, exist_ok=True)
+    (place / taken).write_text("")
+    if through == "archive":
+        if Path(taken).suffix != ".py" or taken == "apex/contrib.py":
+            pytest.skip("an archive holds sources")
+        shutil.make_archive("path", "zip", "path")
+        place = Path("path.zip")
+    environ = {"cwd": {}, "empty entry": {"PYTHONPATH": ":/nowhere", "PYTHONSAFEPATH": "1"}}.get(
+        through, {"PYTHONPATH": str(place)}
+    )
+    found = refuses("shadowing", "shadowing-path", launch(root=healthy.root, environ=environ))
+    assert taken in found.what or through == "archive" or taken == "apex/contrib.py"
+
+
+def test_names_that_nothing_tries_are_a_users_own(
+    healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prose of Megatron's docstrings has `from the` and `import all` in it."""
+    only(monkeypatch, tmp_path / "cwd")
+    for name in ("training", "transformer", "gpt", "source_block", "the", "mine", "nodes"):
+        Path(f"{name}.py").write_text("")
+    for folder in ("wandb", "datasets", "random", "numpy"):
+        Path(folder).mkdir()  # without code in it
+    Path("numpy/mine.py").write_text("")  # a namespace does not take an installed name
+    holds("shadowing", launch(root=healthy.root))
 
 
 def test_being_patched(lab: Lab) -> None:
