@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import stat
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dulwich.objects import ObjectID
-    from dulwich.repo import Repo
+    from dulwich.object_store import DiskObjectStore
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,31 @@ class Checkout:
     commit: str
     files: Mapping[str, str]
     """Path relative to the folder -> name of its blob."""
-    _repository: Repo
+    _common: Path
 
     def blob(self, path: str) -> bytes | None:
         """The committed bytes of a file; None where they are not on this machine."""
+        from dulwich.objects import ObjectID
+
+        name = self.files[path]
         try:
-            return self._repository.object_store[_object_id(self.files[path])].as_raw_string()
+            with closing(_objects(self._common, name)) as objects:
+                return objects[ObjectID(name.encode())].as_raw_string()
         except Exception:  # a partial clone has not fetched it, or the repository is damaged
             return None
 
 
-def of(folder: Path, below: str = "") -> Checkout | None:
+def of(folder: Path, below: str) -> Checkout | None:
     """The checkout that tracks `folder/below`; None where no commit has anything of it.
 
     A virtual environment inside some other repository is not a checkout: nothing of it is tracked.
     """
     folder = folder.resolve()
-    if not any((place / ".git").exists() for place in (folder, *folder.parents)):
+    work = next((p for p in (folder, *folder.parents) if (p / ".git").exists()), None)
+    if work is None:
         return None  # the usual case, without the time that the import takes
-    from dulwich.repo import Repo
-
     try:
-        return _read(Repo.discover(folder), folder, below)
+        return _read(work, (folder.relative_to(work) / below).as_posix(), below)
     except Exception:  # no commit, an unknown format, objects never fetched: it vouches for nothing
         return None
 
@@ -74,30 +77,45 @@ def _name(data: bytes, like: str) -> str:
     return kind(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def _object_id(name: str) -> ObjectID:
-    from dulwich.objects import ObjectID
+def _read(work: Path, inside: str, below: str) -> Checkout | None:
+    """What HEAD has of a folder.
 
-    return ObjectID(name.encode())
-
-
-def _read(repository: Repo, folder: Path, below: str) -> Checkout | None:
+    Args:
+        work: the folder of the working tree.
+        inside: the folder that is asked about, relative to it.
+        below: what its files' paths begin with in the answer.
+    """
     from dulwich.object_store import iter_tree_contents, tree_lookup_path
     from dulwich.objects import Commit
+    from dulwich.refs import DiskRefsContainer, Ref
 
-    if repository.bare:
-        return None  # a folder that looks like a repository's inside tracks no file here
-    inside = (folder.relative_to(Path(repository.path).resolve()) / below).as_posix()
-    commit = repository[repository.head()]
-    assert isinstance(commit, Commit)
-    tree = commit.tree
-    if inside != ".":
-        mode, tree = tree_lookup_path(repository.get_object, tree, inside.encode())
-        if not stat.S_ISDIR(mode):
-            return None
-    prefix = f"{below}/" if below else ""
-    files = {
-        prefix + entry.path.decode(): entry.sha.decode()
-        for entry in iter_tree_contents(repository.object_store, tree)
-        if stat.S_ISREG(entry.mode)
-    }
-    return Checkout(commit.id.decode(), files, repository) if files else None
+    control, common = _places(work)
+    head = DiskRefsContainer(common, control)[Ref(b"HEAD")]
+    with closing(_objects(common, head.decode())) as objects:
+        commit = objects[head]
+        assert isinstance(commit, Commit)
+        mode, tree = tree_lookup_path(objects.__getitem__, commit.tree, inside.encode())
+        files = {
+            f"{below}/{entry.path.decode()}": entry.sha.decode()
+            for entry in (iter_tree_contents(objects, tree) if stat.S_ISDIR(mode) else ())
+            if stat.S_ISREG(entry.mode)
+        }
+    return Checkout(commit.id.decode(), files, common) if files else None
+
+
+def _places(work: Path) -> tuple[Path, Path]:
+    """The repository of a working tree, and the one that it shares objects and branches with."""
+    control = work / ".git"
+    if control.is_file():  # a worktree or a submodule
+        control = work / control.read_text().removeprefix("gitdir: ").rstrip("\r\n")
+    named = control / "commondir"
+    return control, control / named.read_text().strip() if named.is_file() else control
+
+
+def _objects(common: Path, name: str) -> DiskObjectStore:
+    """The store of a repository, which names its objects by SHA-1 or by SHA-256."""
+    from dulwich.object_format import SHA1, SHA256
+    from dulwich.object_store import DiskObjectStore
+
+    kind = SHA1 if len(name) == 40 else SHA256
+    return DiskObjectStore(common / "objects", object_format=kind)

@@ -130,7 +130,10 @@ class Tree:
         return distribution in self.distributions or (self.root / folder).is_dir()
 
     def pristine(self, path: str) -> tuple[Origin, str | None]:
-        """Who vouches for a file, and its SHA-256 (None: nobody does)."""
+        """Who vouches for a file, and its SHA-256.
+
+        None: nobody does; or git does, and a partial clone has never fetched the text.
+        """
         listed = self.listed(path)
         if listed is not None:
             return "record", listed[1]
@@ -139,7 +142,7 @@ class Tree:
         if self.vouched(path):
             return "git", sha256(self.read(path) or b"")
         blob = self.git_blob(path)
-        return ("git", sha256(blob)) if blob is not None else ("unverified", None)
+        return "git", sha256(blob) if blob is not None else None
 
     def vouched(self, path: str) -> bool:
         """Whether a file is as a wheel's RECORD or the checkout's commit has it."""
