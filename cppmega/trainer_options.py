@@ -67,7 +67,7 @@ def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 def divided(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of `trainer.run_of`, and those that say something else than the run."""
     run = {name: value for name, value in values.items() if name not in _NOT_OF_THE_RUN}
-    return run, {name: values[name] for name in _NOT_OF_THE_RUN}
+    return run, {name: values[name] for name in _NOT_OF_THE_RUN if name in values}
 
 
 def words(values: Mapping[str, Any], without: Iterable[str] = ()) -> list[str]:
