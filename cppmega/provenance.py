@@ -146,6 +146,7 @@ class _Judge:
         hidden = site / f"{base}.py"
         if path != f"{base}.py" and hidden.exists():
             yield _other_file(name, file, str(hidden))
+            return
         yield from self._file(module, site, path, file)
 
     def _site(self, folder: str) -> Path:

@@ -33,15 +33,16 @@ class Witnessed(SourceFileLoader):
         data = _bytes(cached)
         self.loaded = sha256(text)
         self._held = {str(path): text, str(cached): data}
+        known = _LEDGER.knows(data, text)
         try:
-            if not pyc.trusted(data, path, text) or _LEDGER.knows(data, text):
+            if known or not pyc.trusted(data, path, text):
                 code = super().get_code(fullname)
             else:
                 code = self.source_to_code(text, str(path))
                 self.foreign = "" if pyc.same(data, code) else str(cached)
         finally:
             self._held = {}
-        if code is not None and not self.foreign and not _LEDGER.knows(data, text):
+        if code is not None and not self.foreign and not known:
             _compared(_bytes(cached), text, code)
         return code
 
@@ -60,9 +61,10 @@ class _Finder(MetaPathFinder):
         if fullname.partition(".")[0] not in PACKAGES:
             return None
         for finder in sys.meta_path:
-            if finder is self:
-                continue
-            spec = finder.find_spec(fullname, path, target)
+            found = getattr(finder, "find_spec", None)  # some old ones have none
+            spec: ModuleSpec | None = None
+            if found is not None and finder is not self:
+                spec = found(fullname, path, target)
             if spec is not None:
                 if type(spec.loader) is SourceFileLoader:
                     spec.loader = Witnessed(spec.loader.name, spec.loader.path)

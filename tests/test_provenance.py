@@ -298,6 +298,35 @@ def test_bytecode_of_another_text(site: Site, mode: str, late: bool) -> None:
     assert site.problems() == {"stale-bytecode"}
 
 
+def test_finders_of_editable_installs_are_asked(site: Site) -> None:
+    """What they find is loaded by our loader, and judged like the rest."""
+
+    class Old:
+        """A finder of before Python 3.4."""
+
+    class Editable:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            file = site.root / "src" / f"{name.rpartition('.')[2]}.py"
+            return importlib.util.spec_from_file_location(name, file) if file.exists() else None
+
+    site.write("src/late.py", b"VALUE = 4\n")
+    sys.meta_path[:0] = [Old, Editable]  # type: ignore[list-item]
+    (module,) = site.load("megatron.core.late")
+    assert module.VALUE == 4 and isinstance(module.__spec__.loader, witness.Witnessed)
+    assert site.problems() == {"other-file"}
+
+
+def test_names_that_differ_in_case_or_type_are_no_modules(site: Site) -> None:
+    """`A.py` and `a.pyi` stand beside `a.py` and are not what it imports."""
+    site.write("megatron/core/A.py", b"VALUE = 5\n")
+    site.write("megatron/core/a.pyi", b"VALUE: str\n")
+    (module,) = site.load("megatron.core.a")
+    assert module.VALUE == 1 and not site.problems()
+    importlib.import_module("megatron.core.A")
+    assert site.problems() == {"foreign-file"}
+
+
 def test_bytecode_that_removes_itself_is_not_run(site: Site) -> None:
     cached = site.root / "megatron/core/__pycache__" / f"a.{sys.implementation.cache_tag}.pyc"
     site.write(A, FILES[A] + b"#" * 200)
