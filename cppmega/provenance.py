@@ -99,8 +99,7 @@ def look(root: Path, receipt: Receipt, edits: accepted.Edits) -> Judged:
     """Judge every imported module of the packages that the receipt is about."""
     judge = _Judge(root, receipt, edits)
     for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType):
-            judge.take(name, module)
+        judge.take(name, module)
     witness.remember()
     return judge.found
 
@@ -116,8 +115,12 @@ class _Judge:
         self._trees = {self._root: Tree(root)}
         self._sites: dict[str, Path] = {}
 
-    def take(self, name: str, module: ModuleType) -> None:
+    def take(self, name: str, module: object) -> None:
         """Judge one module, if it is of these packages by its name or by its file."""
+        if not isinstance(module, ModuleType):
+            if module is not None and name.partition(".")[0] in self._packages:
+                self.found.problems.append(_in_memory(name))
+            return
         spec = vars(module).get("__spec__")  # lazy modules import things for an attribute
         file = spec.origin if spec is not None and spec.has_location else None
         file = file or vars(module).get("__file__")
@@ -158,12 +161,7 @@ class _Judge:
         """A namespace, whose folders are looked at; or a module that was made in memory."""
         places = getattr(module, "__path__", None)
         if places is None:
-            yield CppmegaError(
-                "foreign-module",
-                f"{name} was made in memory and put into sys.modules.",
-                "No file holds the code that would train, and no hash names it.",
-                "find who assigns sys.modules[...], and import the module instead",
-            )
+            yield _in_memory(name)
             return
         for place in places:
             if not str(place).endswith(f"/{base}"):
@@ -185,6 +183,9 @@ class _Judge:
         tree = self._trees.setdefault(site, Tree(site))
         data = tree.read(path)
         loaded = loader.loaded if isinstance(loader, witness.Witnessed) else ""
+        if isinstance(loader, witness.Witnessed) and not loaded:
+            yield _in_memory(module.__name__)
+            return
         if data is None or (loaded and sha256(data) != loaded):
             yield _changed(file, "It was changed after this process had imported it.")
             return
@@ -312,6 +313,15 @@ def _shadowed(name: str, file: str, root: Path) -> CppmegaError:
         f"{name} was imported from {file}, not from {root}.",
         "The patched tree is not the one that trains.",
         "take the other folder off PYTHONPATH",
+    )
+
+
+def _in_memory(name: str) -> CppmegaError:
+    return CppmegaError(
+        "foreign-module",
+        f"{name} was made in memory and put into sys.modules.",
+        "No file holds the code that would train, and no hash names it.",
+        "find who assigns sys.modules[...], and import the module instead",
     )
 
 

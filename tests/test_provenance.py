@@ -203,6 +203,21 @@ def _made_in_memory(site: Site) -> None:
     sys.modules["megatron.core.a"] = types.ModuleType("megatron.core.a")
 
 
+def _no_module_at_all(site: Site) -> None:
+    site.load()
+    sys.modules["megatron.core.a"] = types.SimpleNamespace(VALUE=5)  # type: ignore[assignment]
+
+
+def _never_executed(site: Site) -> None:
+    """A module with the right spec, and somebody else's contents."""
+    site.load()
+    del sys.modules["megatron.core.a"]
+    spec = importlib.util.find_spec("megatron.core.a")
+    assert spec is not None
+    sys.modules["megatron.core.a"] = module = importlib.util.module_from_spec(spec)
+    vars(module)["VALUE"] = 6
+
+
 def _another_file_under_its_name(site: Site) -> None:
     site.load()
     spec = importlib.util.spec_from_file_location("megatron.core.a", site.root / B)
@@ -269,6 +284,8 @@ def _torn_record(site: Site) -> None:
         (_archive, "other-file"),
         (_import_hook, "foreign-loader"),
         (_made_in_memory, "foreign-module"),
+        (_no_module_at_all, "foreign-module"),
+        (_never_executed, "foreign-module"),
         (_another_file_under_its_name, "other-file"),
         (_added_folder, "other-file"),
         (_another_tree, "shadowed"),
