@@ -2,7 +2,10 @@
 
 import sys
 
-from cppmega.cli import main
+from cppmega import python
 
 if __name__ == "__main__":
+    python.working_directory_last()
+    from cppmega.cli import main
+
     main(["apply", *sys.argv[1:]])

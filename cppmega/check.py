@@ -110,6 +110,21 @@ class Context:
     deep: bool = False
     """Also run each kernel's parity on this GPU: minutes instead of seconds."""
 
+    accept: tuple[str, ...] = ()
+    """Edits that are accepted, as `FILE=SHA256`, besides those of the recipe and of the line."""
+
+    @cached_property
+    def accepted(self) -> Mapping[str, str]:
+        """Every edit of Megatron that this launch may train: path -> SHA-256.
+
+        Raises:
+            CppmegaError: `bad-accept`, `wrong-usage`.
+        """
+        from cppmega import accepted
+
+        named = self.recipe.accepted_edits if self.recipe is not None else ()
+        return accepted.asked(named, (*self.accept, *self.options["accept"]))
+
     @cached_property
     def options(self) -> Mapping[str, Any]:
         """The trainer's options on the line, by parameter; a loop of its own has them alone.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cppmega import allocator, process
+from cppmega import allocator, process, python
 from cppmega.check import NotApplicable
 from cppmega.errors import CppmegaError
 
@@ -24,6 +24,7 @@ def imported_process(context: Context) -> dict[str, Any]:
     order: dict[str, Any] = {
         "root": str(context.root) if context.root is not None else None,
         "expected": str(context.session.root),
+        "accepted": dict(context.accepted),
         "argv": None,
         "world": None,
     }
@@ -38,7 +39,7 @@ def imported_process(context: Context) -> dict[str, Any]:
     ):  # no parser of Megatron's sees a line, or its check says it
         pass
     allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
-    return ask("cppmega.preflight_worker", order, environ)
+    return ask("cppmega.preflight_worker", order, environ, here=True)
 
 
 def given_order() -> dict[str, Any]:
@@ -51,15 +52,20 @@ def given_order() -> dict[str, Any]:
     return found
 
 
-def ask(module: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def ask(
+    module: str, order: Mapping[str, Any], environ: Mapping[str, str], here: bool = False
+) -> dict[str, Any]:
     """Run one of our modules on a JSON order and read its JSON answer.
+
+    Args:
+        here: it imports from the working directory too; `shadowing` has looked at that.
 
     Raises:
         CppmegaError: `process-ended`, with the last line that it said.
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module],
+            python.command(module, here=here),
             input=json.dumps({**order, "parent": os.getpid()}),
             capture_output=True,
             text=True,
@@ -84,6 +90,6 @@ def ask(module: str, order: Mapping[str, Any], environ: Mapping[str, str]) -> di
             "process-ended",
             f"A process started like a rank ended with status {done.returncode}: {last[:400]}",
             "Every rank would end the same way.",
-            f"{sys.executable} -m {module} < /dev/null",
+            f"{sys.executable} -P -m {module} < /dev/null",
         ) from None
     return found

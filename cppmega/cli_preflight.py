@@ -16,6 +16,12 @@ from cppmega.cli_base import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_option
 @tree_options
 @click.argument("recipe", required=False)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
+@click.option(
+    "--accept",
+    multiple=True,
+    metavar="FILE=SHA256",
+    help="Accept this edited file of Megatron; repeatable.",
+)
 @click.option("--deep", is_flag=True, help="Also run every kernel's parity on this GPU (minutes).")
 @click.option("-v", "--verbose", is_flag=True, help="A line for every check, with its reason.")
 @click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Hosts.")
@@ -26,6 +32,7 @@ def preflight(
     as_json: bool,
     recipe: str | None,
     changes: Sequence[str],
+    accept: Sequence[str],
     deep: bool,
     verbose: bool,
     nodes: int,
@@ -57,6 +64,7 @@ def preflight(
         arguments=tuple(arguments),
         nodes=nodes,
         deep=deep,
+        accept=tuple(accept),
     )
     with report.Progress("preflight") as progress:
         found = checks.examine(context, progress)

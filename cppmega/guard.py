@@ -47,12 +47,14 @@ from cppmega import (
     interpreter,
     marks,
     overlay,
+    provenance,
     reached,
     receipt,
     roll_call,
     run_ledger,
     runtime,
     training_watch,
+    witness,
 )
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
@@ -113,6 +115,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     if not inherited:
         interpreter.check()
         run_ledger.join_or_forget(os.environ, OVERLAY, ROOT)
+    witness.install()
     if root is not None:
         imported.only_from(root)
     session = Session(root)
@@ -217,6 +220,7 @@ def before_first_step() -> None:
             "They would train different code.",
             "run `python -m cppmega.apply_patches` with one version of cppmega on every host",
         )
+    provenance.check(_GUARD.session.tree.root, _GUARD.receipt, where(), gather)
     _GUARD.began = True
 
 
@@ -235,6 +239,11 @@ def recheck(when: str, *, together: bool = False) -> None:
         return
     mine = (f"{where()}, {when}", _problem())
     _refuse_broken(gather(mine) if together else [mine])
+    tree, place = _GUARD.session.tree, mine[0]
+    if together:
+        provenance.check(tree.root, _GUARD.receipt, place, gather)
+    else:
+        provenance.check(tree.root, _GUARD.receipt, place)
 
 
 def _problem() -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from cppmega.copied_names import PACKAGES as PACKAGES
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
 from cppmega.receipt import PatchedFile, Receipt
-from cppmega.tree import sha256
+from cppmega.tree import part_of, sha256
 
 
 def only_from(root: Path) -> None:
@@ -81,9 +81,13 @@ def _digest(path: Path) -> str:
 
 
 def _refuse_shadows(root: Path) -> None:
+    """What ROOT has itself comes from there; other distributions share the name `megatron`."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.partition(".")[0] != "megatron" or not isinstance(file, str):
+            continue
+        part = root / part_of(name.replace(".", "/"))
+        if not part.exists() and not part.with_suffix(".py").exists():
             continue
         if not Path(file).is_relative_to(root) and not Path(file).resolve().is_relative_to(
             root.resolve()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import (
+    accepted,
     launch_record,
     overlay_record,
     receipt,
@@ -121,6 +122,7 @@ def _manifest(ready: Ready) -> dict[str, Any]:
     asked = ready.asked
     source = launch_record.file_state(recipes_index.file_of(asked.recipe))
     options = {name: _plain(value) for name, value in ready.options.items()}
+    edits = accepted.asked(ready.recipe.accepted_edits, ready.options.get("accept", ()))
     manifest = {
         "schema": run_manifest.SCHEMA,
         "name": ready.folder.name,
@@ -131,7 +133,7 @@ def _manifest(ready: Ready) -> dict[str, Any]:
         "resumes": asked.resume,
         "recipe": {"name": ready.recipe.name, **source, "changes": options["changes"]},
         "cppmega": launch_record.tool_state(),
-        "overlay": overlay_record.of(receipt.load(ready.session.tree).receipt),
+        "overlay": overlay_record.of(receipt.load(ready.session.tree).receipt, edits),
         "megatron": {"version": ready.session.tree.version, "root": str(ready.session.root)},
         "arguments": redact.words(ready.rendered),
         "options": options,

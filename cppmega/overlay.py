@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from cppmega import catalogue, code_text, gates, receipt, transaction
+from cppmega import catalogue, code_text, gates, receipt, remembered, transaction
 from cppmega import plan as planning
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
@@ -42,6 +42,8 @@ class Session:
     """Folders given by `--patches`; None: those that the receipt remembers."""
     say: Say = _silent
     _survey: Survey | None = None
+    _pinned: Mapping[str, str] | None = None
+    """Hashes of remembered catalogues; None where the user has named the folders now."""
 
     def __post_init__(self) -> None:
         self.root = self.root if self.root is not None else find_root()
@@ -52,15 +54,23 @@ class Session:
         for path, entries in transaction.interrupted(tree).items():
             written.setdefault(path, set()).update(entry.after for entry in entries)
         tree.check(written)
-        remembered = [Path(p) for p in old.catalogues]
-        if self.catalogues is None and remembered:
-            self.say("also patching from " + ", ".join(map(str, remembered)) + " (the receipt)")
-        chosen = remembered if self.catalogues is None else self.catalogues
+        kept = [Path(p) for p in old.catalogues]
+        if self.catalogues is None and kept:
+            self.say("also patching from " + ", ".join(map(str, kept)) + " (the receipt)")
+            self._pinned = old.catalogue_hashes
+        chosen = kept if self.catalogues is None else self.catalogues
         self.catalogues = [folder.resolve() for folder in chosen]
 
     @cached_property
     def pages(self) -> dict[str, Page]:
-        """Every page of the catalogues, by name."""
+        """Every page of the catalogues, by name.
+
+        Raises:
+            CppmegaError: `catalogue-changed`, and what `catalogue.load` raises.
+        """
+        if self._pinned is not None:
+            assert self.root is not None
+            remembered.refuse_changed(self.catalogues or (), self._pinned, self.root)
         return catalogue.load(self.catalogues or ())
 
     @property
@@ -339,6 +349,7 @@ def _needs_writing(session: Session, plan: Plan) -> bool:
         or old.only != plan.only
         or old.engine != engine_revision()
         or old.catalogues != [str(folder) for folder in session.catalogues or []]
+        or old.catalogue_hashes != remembered.pins(session.catalogues or ())
         or set(old.pages) != done
         or any(old.pages[name].text != plan.pages[name].text for name in done)
         or any(path not in plan.work for path in old.files)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from cppmega import accepted
 from cppmega.receipt import Receipt
 
 NONE = "none"
@@ -24,12 +25,17 @@ _OTHER_KIND = (
 )
 
 
-def of(receipt: Receipt) -> Record:
-    """Digest, megatron version, gates, each page's revision and text hash, the code reached."""
+def of(receipt: Receipt, edits: accepted.Edits | None = None) -> Record:
+    """Digest, megatron version, gates, each page's revision and text hash, the code reached.
+
+    Args:
+        edits: accepted edits of files that are not patched; they name the code as the pages do.
+    """
     reached = [page.reached for page in receipt.pages.values()]
     reached += [file.runs for file in receipt.files.values()]
     return {
-        "digest": receipt.digest or NONE,
+        "digest": accepted.name_of_code(receipt.digest or NONE, edits or {}),
+        "edits": dict(sorted((edits or {}).items())),
         "megatron": receipt.megatron,
         "gates": dict(receipt.gates),
         "pages": {
@@ -76,6 +82,11 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     code, newer = then.get("code", {}), now.get("code", {})
     both = sorted(code.keys() & newer.keys())
     found += [f"code changed: {name}" for name in both if code[name] != newer[name]]
+    edits, others = then.get("edits", {}), now.get("edits", {})
+    for path in sorted({*edits, *others}):
+        if edits.get(path) != others.get(path):
+            was, is_ = (kept.get(path, "none")[:12] for kept in (edits, others))
+            found.append(f"accepted edit of {path}: {was} -> {is_}")
     gates, other = then.get("gates", {}), now.get("gates", {})
     for name in sorted({*gates, *other}):
         if gates.get(name, "0") != other.get(name, "0"):

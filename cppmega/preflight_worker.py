@@ -30,7 +30,7 @@ def main() -> None:
     """Answer one order."""
     order = given_order()
     warnings.simplefilter("ignore")
-    answer: dict[str, Any] = {"process": [], "line": None}
+    answer: dict[str, Any] = {"process": [], "imported": "", "line": None}
     with contextlib.redirect_stdout(sys.stderr):
         _look(order, answer)
     print("\n" + json.dumps(answer), flush=True)
@@ -40,7 +40,7 @@ def main() -> None:
 
 def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
     try:
-        answer["process"] = _process(order)
+        answer["process"] = _process(order, answer)
     except CppmegaError as error:
         answer["process"] = [error.as_json()]
         return
@@ -48,9 +48,9 @@ def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
         answer["line"] = _parse(order["argv"], order["world"])
 
 
-def _process(order: dict[str, Any]) -> list[dict[str, str]]:
+def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, str]]:
     """Everything that differs in this process from what was applied."""
-    from cppmega import guard, imported, runtime
+    from cppmega import guard, imported, provenance, runtime
 
     held = guard.start(Path(order["root"]) if order["root"] else None)
     root = held.session.tree.root
@@ -69,9 +69,10 @@ def _process(order: dict[str, Any]) -> list[dict[str, str]]:
             return [error.as_json()]
         except BaseException as error:  # what is half imported breaks the next ones: one cause
             return [_import_failed(module, error).as_json()]
-    found = []
+    judged = provenance.look(root, held.receipt, order.get("accepted", {}))
+    answer["imported"] = judged.said()
+    found = judged.problems
     checks: tuple[Callable[[], None], ...] = (
-        lambda: _refuse_other_files(root, held),
         lambda: imported.check(root, held.receipt),
         lambda: _refuse_waiting(runtime.waiting()),
     )
@@ -105,25 +106,6 @@ def _import_failed(module: str, error: BaseException) -> CppmegaError:
         "A run that reaches it ends there, or goes on without the patch in it.",
         f"python -c 'import {module}' in the environment that trains",
     )
-
-
-def _refuse_other_files(root: Path, held: Any) -> None:
-    """A folder `x/` beside `x.py` takes its name, and no hash of `x.py` shows it."""
-    from cppmega import runtime
-
-    for page in held.receipt.pages.values():
-        for target in page.targets:
-            path = target.partition(":")[0]
-            module = sys.modules.get(runtime.module_name(path))
-            file = getattr(module, "__file__", None)
-            if file is not None and not Path(file).samefile(root / path):
-                raise CppmegaError(
-                    "other-file",
-                    f"{runtime.module_name(path)} was imported from {file}, not from "
-                    f"{root / path}.",
-                    "The patched file is there, and nobody imports it.",
-                    f"move {file} away",
-                )
 
 
 def _refuse_waiting(targets: list[str]) -> None:

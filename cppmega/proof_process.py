@@ -7,13 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from cppmega import frames
+from cppmega import frames, python
 from cppmega.process import alone
 
 LIMIT = 120.0
@@ -71,7 +70,7 @@ def _started(
     order: Mapping[str, Any], said: IO[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
     worker = subprocess.Popen(
-        [sys.executable, "-m", "cppmega.verify_worker"],
+        python.command("cppmega.verify_worker"),
         stdin=subprocess.PIPE,
         stdout=said,
         stderr=said,

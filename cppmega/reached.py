@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from cppmega import gates, vouched
+from cppmega import accepted, gates, provenance, vouched
 from cppmega.errors import CppmegaError
 
 if TYPE_CHECKING:
@@ -69,9 +69,11 @@ def summary(guard: Guard, reached: set[str]) -> str:
     hit = sorted(reached & set(guard.receipt.pages))
     idle = [f"{name} ({why})" for name, why in sorted(guard.idle.items()) if name not in reached]
     wrapped = [f"{name} by {key}" for name, key in sorted(vouched.met().items())]
-    text = f"cppmega: overlay {guard.receipt.digest}; reached: {', '.join(hit) or 'none'}"
+    code = accepted.name_of_code(guard.receipt.digest, accepted.in_this_process())
+    text = f"cppmega: overlay {code}; reached: {', '.join(hit) or 'none'}"
     text += f"; idle: {', '.join(idle)}" if idle else ""
-    return text + (f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else "")
+    text += f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else ""
+    return f"{text}; imported: {provenance.summary()}"
 
 
 def _refuse_undecided(names: set[str], phases: tuple[str, ...]) -> None:

@@ -70,6 +70,8 @@ class Receipt:
     only: list[str] = field(default_factory=list)
     """What `--only` asked for; empty: every page was asked for."""
     catalogues: list[str] = field(default_factory=list)
+    catalogue_hashes: dict[str, str] = field(default_factory=dict)
+    """Catalogue -> hash of its contents, without which it is not loaded again."""
     stack: dict[str, str] = field(default_factory=dict)
     proofs: dict[str, dict[str, str]] = field(default_factory=dict)
     """Page -> {"proof", "revision", "digest", "detail"}, written by `cppmega verify`."""
@@ -87,6 +89,25 @@ def folder(tree: Tree) -> Path:
     return tree.root / FOLDER
 
 
+def refuse_link(tree: Tree) -> None:
+    """Stop where what we keep is a link: reading and writing would go where it points.
+
+    Raises:
+        CppmegaError: `linked-receipt`.
+    """
+    place = folder(tree)
+    for kept in (place, place / "originals", place / "receipt.json", place / "journal.json"):
+        if kept.is_symlink():
+            raise CppmegaError(
+                "linked-receipt",
+                f"{kept} is a link to {kept.readlink()}.",
+                "Receipt and originals would be read from, and written to, a place of somebody "
+                "else's choice.",
+                f"look at what it points to, remove the link, then python -m cppmega.apply_patches "
+                f"--megatron {tree.root}",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A receipt as found, and what is wrong with it."""
@@ -101,8 +122,9 @@ def load(tree: Tree) -> Loaded:
     """Read the receipt of a tree. A torn one, or another tree's, is as good as none.
 
     Raises:
-        CppmegaError: `receipt-is-a-folder`.
+        CppmegaError: `linked-receipt`, `receipt-is-a-folder`.
     """
+    refuse_link(tree)
     data = tree.read(f"{FOLDER}/receipt.json")
     if data is None:
         _refuse_folder(folder(tree) / "receipt.json")
@@ -117,6 +139,7 @@ def load(tree: Tree) -> Loaded:
             engine=receipt.engine,
             files=receipt.files,
             catalogues=receipt.catalogues,
+            catalogue_hashes=receipt.catalogue_hashes,
             survey=receipt.survey,
             code=receipt.code,
         )

@@ -196,6 +196,8 @@ class Recipe:
     """GPUs that the sizes and kernels were chosen for, as sm_90; empty: any."""
     stack: tuple[tuple[str, str], ...] = ()
     """Distribution, or `cuda`, and the versions of it that the run was made for, as pip says it."""
+    accepted_edits: tuple[tuple[str, str], ...] = ()
+    """Files of Megatron that the team edited itself, below ROOT, and the SHA-256 of each."""
     arguments: tuple[str, ...] = ()
     """Further Megatron arguments, added by `plus`; rendered last."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from cppmega import accepted
 from cppmega.errors import CppmegaError
 from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe, invalid
 
@@ -16,9 +17,10 @@ def check(recipe: Recipe) -> None:
     """Stop on a recipe that contradicts itself.
 
     Raises:
-        CppmegaError: `recipe-invalid`, `width-not-aligned`, `bad-pattern`.
+        CppmegaError: `recipe-invalid`, `width-not-aligned`, `bad-pattern`, `bad-accept`.
     """
     _arguments(recipe)
+    accepted.of(recipe.accepted_edits)
     _layers(recipe)
     _attention(recipe)
     _experts(recipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cppmega import __version__, code_text, receipt, revision
+from cppmega import __version__, code_text, receipt, remembered, revision
 from cppmega.diagnose import restoring
 from cppmega.errors import CppmegaError
 from cppmega.plan import Plan, comes_after
@@ -28,6 +28,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
         excluded=list(plan.excluded),
         only=plan.only,
         catalogues=[str(folder) for folder in catalogues],
+        catalogue_hashes=remembered.pins(catalogues),
         stack=stack(),
         proofs=plan.loaded.receipt.proofs,
     )

@@ -21,6 +21,7 @@ import click
 
 from cppmega.errors import CppmegaError
 
+_TAKE_A_WORD = ("--megatron", "--accept", "--allow-wrapper")
 _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -33,6 +34,7 @@ class Asked:
     arguments: tuple[str, ...]
     is_module: bool
     root: Path | None
+    edits: tuple[str, ...]
     no_steps: bool
     wrappers: tuple[str, ...]
 
@@ -44,6 +46,13 @@ class Asked:
     type=click.Path(path_type=Path),
     metavar="ROOT",
     help="Import megatron from this folder and no other (default: the one Python would import).",
+)
+@click.option(
+    "--accept",
+    "edits",
+    multiple=True,
+    metavar="FILE=SHA256",
+    help="Train this edited file of Megatron; repeatable.",
 )
 @click.option("--no-steps", is_flag=True, help="The script does not train: do not wait for a step.")
 @click.option(
@@ -57,6 +66,7 @@ class Asked:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(
     root: Path | None,
+    edits: tuple[str, ...],
     no_steps: bool,
     wrappers: tuple[str, ...],
     module: str | None,
@@ -75,12 +85,12 @@ def run(
             "There is nothing to run.",
             "python -m cppmega.run SCRIPT ARGS, or python -m cppmega.run -m MODULE ARGS",
         )
-    return Asked(script, tuple(arguments), bool(module), root, no_steps, wrappers)
+    return Asked(script, tuple(arguments), bool(module), root, edits, no_steps, wrappers)
 
 
 def _execute(asked: Asked) -> int:
     """Run the script to its end, and look whether it was one; answers the exit status."""
-    from cppmega import allocator, guard, run_end, vouched
+    from cppmega import accepted, allocator, guard, run_end, vouched
 
     if not (asked.is_module or sys.flags.safe_path):
         # What `python SCRIPT` would have: the script's folder first, not the working directory.
@@ -89,6 +99,7 @@ def _execute(asked: Asked) -> int:
     allocator.set_in(os.environ)  # before anything imports torch
     run_end.watch(asked.arguments, no_steps=asked.no_steps)
     vouched.allow(asked.wrappers)
+    accepted.accept(accepted.parse(asked.edits))
     guard.start(asked.root)
     try:
         if asked.is_module:
@@ -114,7 +125,7 @@ def _ending_options(words: Sequence[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         if words[at] == "-m":
             return [*words[: at + 2], "--", *words[at + 2 :]]
-        at += 2 if words[at] in ("--megatron", "--allow-wrapper") else 1
+        at += 2 if words[at] in _TAKE_A_WORD else 1
     return list(words)
 
 

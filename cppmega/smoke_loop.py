@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cppmega import guard, overlay_record, smoke_state
+from cppmega import accepted, guard, overlay_record, smoke_state
 from cppmega.arguments import Run
 from cppmega.errors import CppmegaError
 from cppmega.finite import Watch, gradient_error, loss_error
@@ -180,7 +180,7 @@ def _record() -> overlay_record.Record:
     guarded = guard.active()
     if guarded is None:
         return {"digest": overlay_record.NONE}
-    return overlay_record.of(guarded.receipt)
+    return overlay_record.of(guarded.receipt, accepted.in_this_process())
 
 
 def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from cppmega import (
+    accepted,
     failure,
     finite,
     gates,
@@ -68,6 +69,7 @@ def train(
     tokenizer: str | None,
     eod: str | None,
     metrics: Path | None,
+    accept: tuple[str, ...],
     root: Path | None,
     dry_run: bool,
     **options: Any,
@@ -78,6 +80,7 @@ def train(
     """
     run = run_of(**options)
     changed = recipes_index.with_text(recipes_index.load(recipe), changes).plus(*arguments)
+    accepted.accept(accepted.asked(changed.accepted_edits, accept))
     if changed.kind == "loop" and not dry_run:
         from cppmega import smoke_loop
 
@@ -173,7 +176,8 @@ def on_this_machine(ready: Plan) -> Plan:
     checks.check_world(ready.recipe, os.environ)
     checks.set_environment(ready.rendered.environment)
     active = guard.active()
-    return replace(ready, overlay=active.receipt.digest if active is not None else digest)
+    digest = active.receipt.digest if active is not None else digest
+    return replace(ready, overlay=accepted.name_of_code(digest, accepted.in_this_process()))
 
 
 def launch(ready: Plan) -> None:
@@ -315,10 +319,10 @@ def _record(ready: Plan) -> overlay_record.Record:
     """What the checkpoint says of the code that made it."""
     active = guard.active()
     if active is not None:
-        return overlay_record.of(active.receipt)
+        return overlay_record.of(active.receipt, accepted.in_this_process())
     if ready.session is None:
         return {"digest": ready.overlay}
-    return overlay_record.of(receipt.load(ready.session.tree).receipt)
+    return overlay_record.of(receipt.load(ready.session.tree).receipt, accepted.in_this_process())
 
 
 def _announce(ready: Plan) -> None:

@@ -36,13 +36,19 @@ _OPTIONS = (
     click.option("--wandb-name", default="", help="Name of the run there [the recipe's]."),
     click.option("--metrics", type=_FOLDER, help="File for one JSON object per logged step."),
     click.option(
+        "--accept",
+        multiple=True,
+        metavar="FILE=SHA256",
+        help="Train this edited file of Megatron; repeatable.",
+    ),
+    click.option(
         "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here."
     ),
 )
 _FLAGS = {"mock_data"}
 _SPELLED = {"changes": "--set", "root": "--megatron"}
 _PATHS = ("data_cache", "save", "load", "tensorboard", "metrics", "root")
-_NOT_OF_THE_RUN = ("changes", "root", "tokenizer", "eod", "metrics")
+_NOT_OF_THE_RUN = ("changes", "root", "tokenizer", "eod", "metrics", "accept")
 
 
 def options(command: F) -> F:
@@ -61,7 +67,7 @@ def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 def divided(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of `trainer.run_of`, and those that say something else than the run."""
     run = {name: value for name, value in values.items() if name not in _NOT_OF_THE_RUN}
-    return run, {name: values[name] for name in _NOT_OF_THE_RUN}
+    return run, {name: values[name] for name in _NOT_OF_THE_RUN if name in values}
 
 
 def words(values: Mapping[str, Any], without: Iterable[str] = ()) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cppmega.diagnose import Written
 from cppmega.errors import CppmegaError
-from cppmega.receipt import FOLDER, folder
+from cppmega.receipt import FOLDER, folder, refuse_link
 from cppmega.tree import Tree, sha256
 
 SUFFIX = ".cppmega-new"
@@ -44,8 +44,9 @@ def locked(tree: Tree, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the tree's lock; other processes wait for it.
 
     Raises:
-        CppmegaError: `read-only-tree`, `locked-tree`.
+        CppmegaError: `read-only-tree`, `locked-tree`, `linked-receipt`.
     """
+    refuse_link(tree)
     place = folder(tree)
     with _named_faults(tree):
         handle = _acquire(place, say)

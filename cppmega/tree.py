@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import ast
-import base64
-import csv
 import hashlib
 import importlib.util
 import os
 import re
 import shlex
-import subprocess
 import sysconfig
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from cppmega import records
 from cppmega.errors import CppmegaError
+
+if TYPE_CHECKING:
+    from cppmega.checkout import Checkout
 
 Origin = Literal["record", "git", "unverified"]
 """Who vouches for the pristine text: a wheel's RECORD, a checkout's HEAD, or nobody."""
@@ -96,7 +97,7 @@ class Tree:
                     f"pip uninstall {name} (twice), then install one version",
                 )
             data = self.read(f"{folder.name}/RECORD") or b""
-            found[name] = Distribution(name, version, _record(data), sha256(data))
+            found[name] = Distribution(name, version, records.hashes(data), sha256(data))
         return found
 
     @cached_property
@@ -126,7 +127,7 @@ class Tree:
         """Every file that somebody vouches for, whether it is there or not."""
         for distribution in self.distributions.values():
             yield from distribution.record
-        yield from self._checkout or ()
+        yield from self.checkout.files if self.checkout is not None else ()
 
     def has(self, distribution: str) -> bool:
         """Whether the distribution's files lie below ROOT."""
@@ -134,49 +135,82 @@ class Tree:
         return distribution in self.distributions or (self.root / folder).is_dir()
 
     def pristine(self, path: str) -> tuple[Origin, str | None]:
-        """Who vouches for a file, and its SHA-256 (None: nobody does)."""
-        for distribution in self.distributions.values():
-            if path in distribution.record:
-                return "record", distribution.record[path]
-        if self._checkout is None or path not in self._checkout:
+        """Who vouches for a file, and its SHA-256.
+
+        None: nobody does; or git does, and a partial clone has never fetched the text.
+        """
+        listed = self.listed(path)
+        if listed is not None:
+            return "record", listed[1]
+        if self.checkout is None or path not in self.checkout.files:
             return "unverified", None
         if self.vouched(path):
             return "git", sha256(self.read(path) or b"")
         blob = self.git_blob(path)
-        return ("git", sha256(blob)) if blob is not None else ("unverified", None)
+        return "git", sha256(blob) if blob is not None else None
 
     def vouched(self, path: str) -> bool:
-        """Whether a file is as the wheel's RECORD or the checkout's commit has it."""
+        """Whether a file is as a wheel's RECORD or the checkout's commit has it."""
         data = self.read(path)
         if data is None:
             return False
-        for distribution in self.distributions.values():
-            if path in distribution.record:
-                return distribution.record[path] == sha256(data)
-        blob = (self._checkout or {}).get(path, "")
-        name = hashlib.sha1 if len(blob) == 40 else hashlib.sha256
-        return blob == name(b"blob %d\0" % len(data) + data).hexdigest()
+        listed = self.listed(path)
+        if listed is not None:
+            return listed[1] == sha256(data)
+        from cppmega import checkout
 
-    def git_blob(self, path: str) -> bytes | None:
-        """The committed bytes of a file, None outside of a checkout."""
-        if self._checkout is None or path not in self._checkout:
+        blob = self.checkout.files.get(path) if self.checkout is not None else None
+        return blob is not None and checkout.same(data, blob)
+
+    def listed(self, path: str) -> tuple[str, str] | None:
+        """The distribution that installed a file, and the SHA-256 that its RECORD has for it.
+
+        Where megatron-core has files, no other distribution's list counts.
+        """
+        for name, distribution in self.distributions.items():
+            if path in distribution.record:
+                return f"{name} {distribution.version}", distribution.record[path]
+        if path.startswith("megatron/") and part_of(path) in self._core_parts:
             return None
-        return _git(self.root, "cat-file", "blob", self._checkout[path])
+        return self._others.get(path) if self.read(path) is not None else None
+
+    def has_origin(self, path: str) -> bool:
+        """Whether somebody vouches for files in the part of a package that a path belongs to.
+
+        There, a file that nobody vouches for was added by hand.
+        """
+        return part_of(path) in self._vouched_parts
 
     @cached_property
-    def _checkout(self) -> dict[str, str] | None:
-        """Path -> blob of the commit, where ROOT's megatron is tracked by git; else None.
+    def _vouched_parts(self) -> frozenset[str]:
+        return frozenset(map(part_of, {*self.recorded, *self._others}))
 
-        A virtual environment inside some other repository is not a checkout: nothing of it is
-        tracked there.
-        """
+    @cached_property
+    def _core_parts(self) -> frozenset[str]:
+        core = self.distributions.get("megatron-core")
+        return frozenset(map(part_of, core.record)) if core is not None else frozenset()
+
+    @cached_property
+    def _others(self) -> dict[str, tuple[str, str]]:
+        return records.of_packages(self.root, tuple(PACKAGES.values()))
+
+    def git_blob(self, path: str) -> bytes | None:
+        """The committed bytes of a file, in its line ends here; None outside of a checkout."""
+        if self.checkout is None or path not in self.checkout.files:
+            return None
+        from cppmega import checkout
+
+        blob = self.checkout.blob(path)
+        return None if blob is None else checkout.as_checked_out(blob, self.read(path))
+
+    @cached_property
+    def checkout(self) -> Checkout | None:
+        """The commit that tracks ROOT's megatron; None for an installed or unpacked wheel."""
         if "megatron-core" in self.distributions:
             return None
-        listing = _git(self.root, "ls-tree", "-r", "-z", "HEAD", "--", "megatron")
-        if not listing:
-            return None
-        entries = [entry.partition("\t") for entry in listing.decode().split("\0") if entry]
-        return {path: meta.split()[2] for meta, _, path in entries}
+        from cppmega import checkout
+
+        return checkout.of(self.root, "megatron")
 
     @cached_property
     def identity(self) -> str:
@@ -235,7 +269,7 @@ class Tree:
     def _check_training(self, written: Mapping[str, Container[str]]) -> None:
         training = self.root / "megatron" / "training"
         core = self.distributions.get("megatron-core")
-        if not (core is not None and core.record) and self._checkout is None:
+        if not (core is not None and core.record) and self.checkout is None:
             return  # nobody vouches for any file: a RECORD that is gone is no other version
         files = sorted(f"megatron/training/{path.name}" for path in training.glob("*.py"))
         strange = [path for path in files if not self.vouched(path)]
@@ -304,40 +338,12 @@ def find_root() -> Path:
     return first.parent
 
 
+def part_of(path: str) -> str:
+    """`megatron/core` of `megatron/core/x.py`; the package itself elsewhere."""
+    first, *rest = path.split("/")
+    return f"{first}/{rest[0]}" if first == "megatron" and len(rest) > 1 else first
+
+
 def _parts(folder: Path) -> list[str]:
     """Sub-packages of a megatron folder that our patches or Megatron's trainer live in."""
     return [name for name in ("core", "training", "legacy", "rl") if (folder / name).is_dir()]
-
-
-@lru_cache(maxsize=16)
-def _record(data: bytes) -> Mapping[str, str]:
-    """RECORD's hashes as hex; files without a hash (RECORD itself, bytecode) are left out."""
-    hashes: dict[str, str] = {}
-    for row in csv.reader(data.decode(errors="replace").splitlines()):
-        if len(row) == 3 and row[1].startswith("sha256="):
-            digest = row[1].removeprefix("sha256=")
-            try:
-                hashes[row[0]] = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()
-            except ValueError:
-                hashes[row[0]] = "torn"  # equal to no hash: the file counts as edited
-    return hashes
-
-
-def _git(root: Path, *arguments: str) -> bytes | None:
-    """Output of a git command, None where git or the repository is missing.
-
-    Variables such as GIT_DIR are dropped: they would answer for another repository. Git would not
-    answer at all for a checkout that belongs to another user, as in most containers; what is asked
-    here runs nothing of the repository.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            ["git", "-c", "safe.directory=*", "-C", str(root), *arguments],
-            capture_output=True,
-            env=clean,
-            check=False,
-        )
-    except OSError:
-        return None
-    return done.stdout if done.returncode == 0 else None

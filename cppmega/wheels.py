@@ -75,7 +75,7 @@ def _download(version: str, say: Callable[[str], None]) -> Path:
     errors = []
     for python in _PYTHONS:
         platforms = [f"--platform=manylinux_2_{v}_x86_64" for v in _GLIBC]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp"]
         command += [*platforms, "--dest", str(place), f"megatron-core=={version}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -84,12 +85,12 @@ class Bench:
         path.write_text(LOOP.format(body=body, args=args, before=before))
         return path
 
-    def run(self, *roots: Path, script: Path, **environment: str):
+    def run(self, *roots: Path, script: Path, words: tuple[str, ...] = (), **environment: str):
         """One rank per root; answers (exit status, stdout, stderr) of each."""
         size = str(len(roots))
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "cppmega.run", "--megatron", str(root), str(script)],
+                [sys.executable, "-m", "cppmega.run", "--megatron", str(root), *words, str(script)],
                 env={**self.environment, "RANK": str(i), "WORLD_SIZE": size, **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -412,3 +413,51 @@ def test_under_torchrun(bench: Bench) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained True") == 2
     assert done.stderr.count("reached: double_doubles") == 1
+
+
+# -- files that no page touches ----------------------------------------------------------------
+
+
+def _extra(bench: Bench, text: str) -> tuple[Path, Path]:
+    """A tree with a file that is imported and not patched, and a script that imports it."""
+    made.page(bench.pages)
+    root = bench.tree(files={"megatron/core/extra.py": "VALUE = 1\n"})
+    (root / "megatron/core/extra.py").write_text(text)
+    return root, bench.script(before="import megatron.core.extra")
+
+
+def test_an_edit_of_an_unpatched_file_stops_the_run_unless_it_is_accepted(bench: Bench) -> None:
+    root, script = _extra(bench, "VALUE = 2\n")
+    for code, out, err in bench.run(root, root, script=script):
+        assert code == 1 and "foreign-edit" in err and "trained" not in out
+        assert "megatron/core/extra.py" in err and "--accept" in err
+    digest = hashlib.sha256(b"VALUE = 2\n").hexdigest()
+    words = ("--accept", f"megatron/core/extra.py={digest}")
+    first, second = bench.run(root, root, script=script, words=words)
+    assert (first[0], second[0]) == (0, 0), first[2]
+    assert "+edits:" in first[2] and "accepted edits: megatron/core/extra.py" in first[2]
+
+
+def test_a_tree_without_origin_trains_and_says_so(bench: Bench) -> None:
+    root, script = _extra(bench, "VALUE = 1\n")
+    for file in root.glob("*.dist-info/*"):
+        file.unlink()
+    bench.cppmega("apply", root)
+    ((code, _, err),) = bench.run(root, script=script)
+    assert code == 0 and "2 unverified, of no RECORD and no commit" in err, err
+
+
+def test_ranks_with_different_files_that_nobody_vouches_for(bench: Bench) -> None:
+    """The overlay is the same, and so is every hash that a RECORD could have had."""
+    made.page(bench.pages)
+    roots = []
+    for name in ("one", "other"):
+        root = bench.tree(name, apply=False, files={"megatron/core/extra.py": f"V = '{name}'\n"})
+        for file in root.glob("*.dist-info/*"):
+            file.unlink()
+        bench.cppmega("apply", root)
+        roots.append(root)
+    script = bench.script(before="import megatron.core.extra")
+    for code, out, err in bench.run(*roots, script=script):
+        assert code == 1 and "imported-differs" in err and "trained" not in out, err
+        assert "megatron/core/extra.py" in err and "rank 1" in err

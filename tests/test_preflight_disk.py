@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import py_compile
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cppmega import overlay, preflight, receipt
 from cppmega.check import Context
 from cppmega.overlay import Session
 from cppmega.receipt import Receipt
-from cppmega.tree import Tree
+from cppmega.tree import Tree, sha256
 from tests.engine import Lab
 from tests.preflights import (
     SLICE,
@@ -25,7 +26,6 @@ from tests.preflights import (
     only,
     own_tree,
     refuses,
-    says_nothing,
     write,
 )
 from tests.support import patched, pristine
@@ -99,8 +99,54 @@ def test_a_site_packages_on_the_path_shadows_nothing(
     (tmp_path / "site" / "torch").mkdir(parents=True)
     (tmp_path / "site" / "torch" / "__init__.py").write_text("")
     (tmp_path / "site" / "torch-2.11.0.dist-info").mkdir()
+    record = tmp_path / "site" / "torch-2.11.0.dist-info" / "RECORD"
+    record.write_text("torch/__init__.py,sha256=,0\n")
     environ = {"PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{patched('0.19.2')}"}
     holds("shadowing", launch(root=healthy.root, environ=environ))
+    (tmp_path / "site" / "json.py").write_text("")
+    found = refuses("shadowing", "shadowing-path", launch(root=healthy.root, environ=environ))
+    assert "json.py" in found.what
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        *("apex.py", "flash_attn.py", "flash_attn_3/__init__.py", "amp_C.so", "tabulate.py"),
+        *("apex/contrib.py", "json.pyc", "random/__init__.py", "transformer_engine.py"),
+    ],
+)
+@pytest.mark.parametrize("through", ["cwd", "PYTHONPATH", "archive", "empty entry"])
+def test_no_module_takes_a_name_that_the_stack_tries(
+    healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str, through: str
+) -> None:
+    """Megatron tries dozens of packages that need not be installed."""
+    only(monkeypatch, tmp_path / "cwd")
+    place = Path("path") if through in ("PYTHONPATH", "archive") else Path()
+    (place / taken).parent.mkdir(parents=True, exist_ok=True)
+    (place / taken).write_text("")
+    if through == "archive":
+        if Path(taken).suffix != ".py" or taken == "apex/contrib.py":
+            pytest.skip("an archive holds sources")
+        shutil.make_archive("path", "zip", "path")
+        place = Path("path.zip")
+    environ = {"cwd": {}, "empty entry": {"PYTHONPATH": ":/nowhere", "PYTHONSAFEPATH": "1"}}.get(
+        through, {"PYTHONPATH": str(place)}
+    )
+    found = refuses("shadowing", "shadowing-path", launch(root=healthy.root, environ=environ))
+    assert taken in found.what or through == "archive" or taken == "apex/contrib.py"
+
+
+def test_names_that_nothing_tries_are_a_users_own(
+    healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prose of Megatron's docstrings has `from the` and `import all` in it."""
+    only(monkeypatch, tmp_path / "cwd")
+    for name in ("training", "transformer", "gpt", "source_block", "the", "mine", "nodes"):
+        Path(f"{name}.py").write_text("")
+    for folder in ("wandb", "datasets", "random", "numpy"):
+        Path(folder).mkdir()  # without code in it
+    Path("numpy/mine.py").write_text("")  # a namespace does not take an installed name
+    holds("shadowing", launch(root=healthy.root))
 
 
 def test_being_patched(lab: Lab) -> None:
@@ -205,15 +251,33 @@ def test_a_wheel_that_lost_its_record_is_no_other_version(broken: Path) -> None:
     holds("receipt_whole", launch(root=broken))
 
 
-def test_files_of_ones_own_in_the_tree_are_named_and_no_failure(broken: Path) -> None:
+def test_files_of_ones_own_in_the_tree_are_refused_unless_they_are_accepted(broken: Path) -> None:
     (broken / "megatron" / "core" / "mine.py").write_text("")
-    assert "megatron/core/mine.py" in holds("foreign_edits", launch(root=broken))
+    change(broken / UNTOUCHED, b"class MLP(", b"X = 1\n\n\nclass MLP(")
+    mine, edited = "megatron/core/mine.py", sha256((broken / UNTOUCHED).read_bytes())
+    said = refuses("foreign_edits", "foreign-file", launch(root=broken))
+    assert mine in said.what and f"--accept {mine}={sha256(b'')}" in said.next
+    words = ("--accept", f"{mine}={sha256(b'')}", "--accept", f"{UNTOUCHED}={edited}")
+    assert "accepted edits: " + UNTOUCHED in holds(
+        "foreign_edits", launch(SMOKE, *words, root=broken)
+    ).replace(f"{mine}, ", "")
+    recipe = SMOKE.with_(accepted_edits=((UNTOUCHED, edited),))
+    holds("foreign_edits", launch(recipe, root=broken, accept=words[1:2]))
+    write(broken / UNTOUCHED, b"")
+    refuses("foreign_edits", "accepted-edit-differs", launch(SMOKE, *words, root=broken))
+
+
+@pytest.mark.parametrize(
+    "odd", ["x.py", "megatron/x.py=12", f"../x/x.py={'0' * 64}", f"/megatron/x.py={'0' * 64}"]
+)
+def test_an_acceptance_names_a_file_and_its_hash(lab: Lab, odd: str) -> None:
+    refuses("foreign_edits", "bad-accept", launch(root=lab.root, accept=(odd,)))
 
 
 def test_an_export_has_nobody_who_vouches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(tmp_path, monkeypatch)
     lab.export()
-    says_nothing("foreign_edits", launch(root=lab.root))
+    assert "3 unverified" in holds("foreign_edits", launch(root=lab.root))
 
 
 def test_patches(healthy: Context) -> None:

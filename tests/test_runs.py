@@ -53,6 +53,17 @@ def record(digest: str, gates: dict[str, str] | None = None, **pages: Page) -> d
     return overlay_record.of(receipt)
 
 
+def test_accepted_edits_belong_to_the_name_of_the_code() -> None:
+    path, receipt = "megatron/core/x.py", Receipt(digest="aaaa", megatron="0.19.2")
+    plain, edited = (overlay_record.of(receipt, edits) for edits in ({}, {path: "1" * 64}))
+    again = overlay_record.of(receipt, {path: "2" * 64})
+    assert plain["digest"] == "aaaa" and edited["digest"].startswith("aaaa+edits:")
+    assert edited["digest"] != again["digest"] and edited["edits"] == {path: "1" * 64}
+    assert overlay_record.differences(plain, edited) == [
+        f"accepted edit of {path}: none -> {'1' * 12}"
+    ]
+
+
 def test_what_differs_between_two_overlays() -> None:
     then = record("aaaa", {"CPPMEGA_X": "0"}, one=("1", "t"), two=("1", "t"), three=("1", "t"))
     now = record("bbbb", {"CPPMEGA_X": "1"}, two=("2", "u"), three=("1", "u"), four=("1", "t"))

@@ -1,16 +1,17 @@
-"""Nobody edited any other file of the installed Megatron by hand.
+"""Nobody edited or added a file of the installed Megatron by hand.
 
-The patched files are `patched_files`'s; here every file is compared with the wheel's RECORD, or
-with the commit of a checkout.
+The patched files are `patched_files`'s; here every file is compared with the RECORD of the
+distribution that installed it, with the commit of a checkout, or with the edits that were accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cppmega import planted
-from cppmega.check import Context, NotApplicable, Remark, refuse
+from cppmega import planted, provenance
+from cppmega.check import Context, Remark, refuse
 from cppmega.errors import CppmegaError
+from cppmega.tree import sha256
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole")
 """Without the receipt every patched file would pass for edited by hand."""
@@ -20,49 +21,55 @@ def check(context: Context) -> str:
     """Hash every Python file of Megatron.
 
     Raises:
-        CppmegaError: `file-gone`; `foreign-edit`, with the diff where upstream's text can be had
-            offline.
-        NotApplicable: nobody vouches for the files of this tree.
+        CppmegaError: `file-gone`, `foreign-file`, `accepted-edit-differs`; `foreign-edit`, with
+            the diff where upstream's text can be had offline.
     """
+    unverified: list[str] = []
+    known = [path for path in _paths(context) if context.session.tree.read(path) is not None]
+    refuse(_found(context, unverified))
+    said = f"{len(known) - len(unverified)} files are upstream's"
+    if context.accepted:
+        said += f"; accepted edits: {', '.join(sorted(context.accepted))}"
+    if unverified:
+        some = ", ".join(unverified[:3])
+        said += f"; {len(unverified)} unverified, of no RECORD and no commit ({some})"
+    return Remark(said) if unverified or context.accepted else said
+
+
+def _paths(context: Context) -> list[str]:
+    """Files that are there or should be, without those that carry our patches."""
     tree = context.session.tree
-    ours = set(context.receipt.files)
-    known, added, wrong = 0, [], []
-    for path in tree.python_files:
-        if not path.startswith("megatron/") or path in ours:
+    recorded = (path for path in tree.recorded if path.endswith(".py"))
+    every = dict.fromkeys((*tree.python_files, *recorded, *context.accepted))
+    ours = context.receipt.files
+    return [path for path in every if path.startswith("megatron/") and path not in ours]
+
+
+def _found(context: Context, unverified: list[str]) -> Iterator[CppmegaError]:
+    tree = context.session.tree
+    for path in _paths(context):
+        data = tree.read(path)
+        if data is None:
+            yield _gone(context, path)
+        elif tree.vouched(path):
             continue
-        if tree.vouched(path):
-            known += 1
-        elif tree.pristine(path)[0] == "unverified":
-            added.append(path)
+        elif path in context.accepted:
+            yield from provenance.refused_edit(path, sha256(data), context.accepted[path])
+        elif tree.pristine(path)[0] != "unverified":
+            pristine = planted.upstream_text(tree, path)
+            edit = planted.difference(context, path, pristine, data)
+            yield provenance.foreign_edit(tree, path, sha256(data), edit)
+        elif tree.has_origin(path):
+            yield provenance.foreign_file(tree, path, sha256(data))
         else:
-            wrong.append(path)
-    gone = [path for path in tree.recorded if path.endswith(".py") and tree.read(path) is None]
-    wrong += [path for path in gone if path.startswith("megatron/") and path not in ours]
-    if not known and not wrong:
-        raise NotApplicable("neither a RECORD nor a commit vouches for the files of this tree")
-    refuse(_errors(context, wrong))
-    if added:
-        more = f"{len(added)} are not upstream's ({', '.join(added[:3])})"
-        return Remark(f"{known} files are upstream's; {more}")
-    return f"{known} files are upstream's"
+            unverified.append(path)
 
 
-def _errors(context: Context, paths: list[str]) -> Iterator[CppmegaError]:
-    tree = context.session.tree
-    for path in paths:
-        pristine = planted.upstream_text(tree, path)
-        if tree.read(path) is None:
-            yield CppmegaError(
-                "file-gone",
-                f"{path} is gone; upstream has it.",
-                "Whatever imports it late ends the run there, perhaps at its first checkpoint.",
-                planted.restore(tree, path),
-            )
-            continue
-        yield CppmegaError(
-            "foreign-edit",
-            f"{path} differs from upstream's; "
-            + planted.difference(context, path, pristine, tree.read(path)),
-            "The run would train somebody's edit that no receipt, log or checkpoint names.",
-            f"{planted.restore(tree, path)}; or make the edit a page: cppmega new NAME",
-        )
+def _gone(context: Context, path: str) -> CppmegaError:
+    who = "its edit was accepted" if path in context.accepted else "upstream has it"
+    return CppmegaError(
+        "file-gone",
+        f"{path} is gone; {who}.",
+        "Whatever imports it late ends the run there, perhaps at its first checkpoint.",
+        planted.restore(context.session.tree, path),
+    )

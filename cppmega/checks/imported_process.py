@@ -19,8 +19,8 @@ def check(context: Context) -> str:
     """Import what a rank imports, in the environment of the launch.
 
     Raises:
-        CppmegaError: what `guard.start`, `imported.check` and `runtime.check` raise, `other-root`,
-            `import-failed`, `patch-not-installed`, `process-ended`.
+        CppmegaError: what `guard.start`, `imported.check`, `provenance.look` and `runtime.check`
+            find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`.
     """
     refuse(CppmegaError(**found) for found in context.process["process"])
-    return "a process of its own imports the patched code, and nothing else"
+    return f"a process of its own imports {context.process['imported']}"

@@ -1,0 +1,121 @@
+"""What a git checkout's commit holds, read without git.
+
+Git runs programs that a repository's own configuration names: a file system monitor, hooks,
+filters, the transport of a lazy fetch. Somebody else's checkout would decide what runs here.
+Dulwich reads the objects and knows none of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dulwich.object_store import DiskObjectStore
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The part of a commit that lies below one folder."""
+
+    commit: str
+    files: Mapping[str, str]
+    """Path relative to the folder -> name of its blob."""
+    _common: Path
+
+    def blob(self, path: str) -> bytes | None:
+        """The committed bytes of a file; None where they are not on this machine."""
+        from dulwich.objects import ObjectID
+
+        name = self.files[path]
+        try:
+            with closing(_objects(self._common, name)) as objects:
+                return objects[ObjectID(name.encode())].as_raw_string()
+        except Exception:  # a partial clone has not fetched it, or the repository is damaged
+            return None
+
+
+def of(folder: Path, below: str) -> Checkout | None:
+    """The checkout that tracks `folder/below`; None where no commit has anything of it.
+
+    A virtual environment inside some other repository is not a checkout: nothing of it is tracked.
+    """
+    folder = folder.resolve()
+    work = next((p for p in (folder, *folder.parents) if (p / ".git").exists()), None)
+    if work is None:
+        return None  # the usual case, without the time that the import takes
+    try:
+        return _read(work, (folder.relative_to(work) / below).as_posix(), below)
+    except Exception:  # no commit, an unknown format, objects never fetched: it vouches for nothing
+        return None
+
+
+def same(data: bytes, blob: str) -> bool:
+    """Whether bytes are a blob's, in the committed line ends or in those of Windows.
+
+    A checkout with `core.autocrlf` has other bytes and the same code.
+    """
+    return _name(data, blob) == blob or (
+        b"\r\n" in data and _name(data.replace(b"\r\n", b"\n"), blob) == blob
+    )
+
+
+def as_checked_out(blob: bytes, data: bytes | None) -> bytes:
+    """The committed bytes with the line ends that the file in the working tree has."""
+    if data is not None and b"\r\n" in data and b"\r\n" not in blob:
+        return blob.replace(b"\n", b"\r\n")
+    return blob
+
+
+def _name(data: bytes, like: str) -> str:
+    kind = hashlib.sha1 if len(like) == 40 else hashlib.sha256
+    return kind(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _read(work: Path, inside: str, below: str) -> Checkout | None:
+    """What HEAD has of a folder.
+
+    Args:
+        work: the folder of the working tree.
+        inside: the folder that is asked about, relative to it.
+        below: what its files' paths begin with in the answer.
+    """
+    from dulwich.object_store import iter_tree_contents, tree_lookup_path
+    from dulwich.objects import Commit
+    from dulwich.refs import DiskRefsContainer, Ref
+
+    control, common = _places(work)
+    head = DiskRefsContainer(common, control)[Ref(b"HEAD")]
+    with closing(_objects(common, head.decode())) as objects:
+        commit = objects[head]
+        assert isinstance(commit, Commit)
+        mode, tree = tree_lookup_path(objects.__getitem__, commit.tree, inside.encode())
+        files = {
+            f"{below}/{entry.path.decode()}": entry.sha.decode()
+            for entry in (iter_tree_contents(objects, tree) if stat.S_ISDIR(mode) else ())
+            if stat.S_ISREG(entry.mode)
+        }
+    return Checkout(commit.id.decode(), files, common) if files else None
+
+
+def _places(work: Path) -> tuple[Path, Path]:
+    """The repository of a working tree, and the one that it shares objects and branches with."""
+    control = work / ".git"
+    if control.is_file():  # a worktree or a submodule
+        control = work / control.read_text().removeprefix("gitdir: ").rstrip("\r\n")
+    named = control / "commondir"
+    return control, control / named.read_text().strip() if named.is_file() else control
+
+
+def _objects(common: Path, name: str) -> DiskObjectStore:
+    """The store of a repository, which names its objects by SHA-1 or by SHA-256."""
+    from dulwich.object_format import SHA1, SHA256
+    from dulwich.object_store import DiskObjectStore
+
+    kind = SHA1 if len(name) == 40 else SHA256
+    return DiskObjectStore(common / "objects", object_format=kind)

@@ -1,0 +1,47 @@
+"""RECORD, the list of its files that every installed wheel leaves: who owns a file, and its hash.
+
+`megatron` has no `__init__.py`: several distributions install below it, each with its own list.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+
+@lru_cache(maxsize=64)
+def hashes(data: bytes) -> Mapping[str, str]:
+    """Path -> SHA-256 in hex; files without a hash (RECORD itself, bytecode) are left out."""
+    found: dict[str, str] = {}
+    for row in csv.reader(data.decode(errors="replace").splitlines()):
+        if len(row) == 3 and row[1].startswith("sha256="):
+            digest = row[1].removeprefix("sha256=")
+            try:
+                found[row[0]] = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()
+            except ValueError:
+                found[row[0]] = "torn"  # equal to no hash: the file counts as edited
+    return found
+
+
+def of_packages(root: Path, packages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Path -> (distribution, SHA-256) for the files of some packages, over every RECORD of ROOT.
+
+    Most lists do not mention them, and some have ten thousand lines: only what fits is parsed.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    wanted = tuple(f"{package}/".encode() for package in packages)
+    for folder in sorted(root.glob("*.dist-info")):
+        try:
+            data = (folder / "RECORD").read_bytes()
+        except OSError:
+            continue
+        if not any(data.startswith(name) or b"\n" + name in data for name in wanted):
+            continue
+        lines = [line for line in data.splitlines() if line.startswith(wanted)]
+        name = folder.name.removesuffix(".dist-info").replace("_", "-")
+        for path, digest in hashes(b"\n".join(lines)).items():
+            found.setdefault(path, (name, digest))
+    return found
