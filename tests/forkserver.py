@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -44,6 +45,7 @@ PRELOADED = (
 )
 """Slow to import, and the same whatever tree is tested."""
 STDIN = 0
+MOST_FILES = 16
 
 
 @cache
@@ -91,10 +93,16 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 def ask(path: str, arguments: list[str]) -> None:
     """Have a command run, and end as it ends."""
-    order = {"arguments": arguments, "environment": dict(os.environ), "folder": str(Path.cwd())}
+    files = inherited()
+    order = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": str(Path.cwd()),
+        "files": files,
+    }
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        socket.send_fds(connection, [b"files"], [0, 1, 2])
+        socket.send_fds(connection, [b"files"], files)
         connection.sendall(json.dumps(order).encode() + b"\n")
         code = int(connection.recv(16) or b"1")
     if code < 0:
@@ -102,6 +110,24 @@ def ask(path: str, arguments: list[str]) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def inherited() -> list[int]:
+    """The files that this process was started with; its own are closed on exec."""
+    return [
+        number
+        for number in map(int, os.listdir("/proc/self/fd"))  # noqa: PTH208
+        if number < 3 or (_is_open(number) and os.get_inheritable(number))
+    ]
+
+
+def _is_open(number: int) -> bool:
+    """Not so for the folder that was just listed."""
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 # -- the server -----------------------------------------------------------------------------------
@@ -156,16 +182,19 @@ class Server:
     def fork(self) -> dict[str, Any] | None:
         """Take an order and fork; the order in the fork, nothing in the server."""
         client, _ = self.listener.accept()
-        _, files, _, _ = socket.recv_fds(client, len(b"files"), 3)
+        _, files, _, _ = socket.recv_fds(client, len(b"files"), MOST_FILES)
         with client.makefile("rb") as sent:
             order: dict[str, Any] = json.loads(sent.readline())
         child = os.fork()
         if child:
             self.forks[os.pidfd_open(child)] = child, client
         else:
-            for to, file in enumerate(files):
-                os.dup2(file, to)
             self.close(client)
+            # First out of the way of the numbers that they get.
+            high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1 + max(order["files"])) for file in files]
+            for to, file in zip(order["files"], high, strict=True):
+                os.dup2(file, to)
+            files = [file for file in {*files, *high} if file not in order["files"]]
         for file in files:
             os.close(file)
         return None if child else order
@@ -191,8 +220,10 @@ def become(order: dict[str, Any]) -> None:
     if os.environ.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    kind, what, *rest = order["arguments"]
-    sys.path[:1] = ["" if kind == "-c" else str(Path.cwd()), *path]
+    safe_path = order["arguments"][0] == "-P"
+    kind, what, *rest = order["arguments"][safe_path:]
+    here = [] if safe_path else ["" if kind == "-c" else str(Path.cwd())]
+    sys.path[:1] = [*here, *path]
     sys.argv = ["-c" if kind == "-c" else kind, *rest]
     if kind == "-m":
         sys.argv[0] = what

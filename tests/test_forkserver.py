@@ -50,6 +50,17 @@ def test_a_module_and_an_error(which: str) -> None:
 
 
 @either
+def test_a_file_handed_on_keeps_its_number(which: str) -> None:
+    reader, writer = os.pipe()
+    code = f"import os, sys; os.write({writer}, b'here' if '' not in sys.path else b'unsafe')"
+    done = subprocess.run([executable(which), "-P", "-c", code], pass_fds=[writer])
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"here"
+    assert done.returncode == 0
+
+
+@either
 def test_a_signal_is_the_status(which: str) -> None:
     for signal in (9, 15):
         code = f"import os; os.kill(os.getpid(), {signal})"
