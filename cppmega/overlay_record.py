@@ -64,7 +64,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One sentence for everything that is not the same; empty: the same code."""
     if then["digest"] == now["digest"]:
         return []
-    comparable = _covers_code(then) == _covers_code(now)
+    comparable = NONE in (then["digest"], now["digest"]) or ("code" in then) == ("code" in now)
     found = [] if comparable else [_OTHER_KIND]
     if then.get("megatron") != now.get("megatron"):
         found.append(f"megatron-core {then.get('megatron') or '?'} -> {now.get('megatron') or '?'}")
@@ -92,11 +92,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if gates.get(name, "0") != other.get(name, "0"):
             found.append(f"gate {name}: {gates.get(name, '0')} -> {other.get(name, '0')}")
     return found or ["the patches are the same, the files around them are not"]
-
-
-def _covers_code(record: Mapping[str, Any]) -> bool:
-    """Whether a digest names kernels and modules too; nothing applied is comparable with both."""
-    return "code" in record or record["digest"] == NONE
 
 
 def said_of_checkpoint(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
