@@ -5,10 +5,11 @@ What: `OptimizerParamScheduler` remembers the bounds (`max_lr`, `min_lr`, `start
     It sets rates and decay after all it loads, and on 0.19 and main the optimizers find a saved
     group whose bounds alone differ.
 Why: the groups' bounds win over the scheduler's and come from the checkpoint, so the option is
-    logged and then ignored: with `--lr 1e-5` a run saved at 1e-3 resumed at 9.1e-4 for 9.1e-6
-    (computed on CPU, 0.15.3 to 0.18.2). From 0.19 it does not resume at all: groups are matched by
-    their bounds too ("Could not find parameter group with key"). And the first step after a resume
-    with `--use-checkpoint-opt_param-scheduler` decays weights as the launch line says.
+    logged and then ignored: a run saved at `--lr 1e-3`, halfway through its decay, resumes with
+    `--lr 1e-5` at 5.05e-4 for 5.05e-6 (computed on CPU, 0.15.3 to 0.18.2). From 0.19 it does not
+    resume at all: groups are matched by their bounds too ("Could not find parameter group with
+    key"). And the first step after a resume with `--use-checkpoint-opt_param-scheduler` decays
+    weights as the launch line says.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5213 (dev, June 2026) and
     https://github.com/NVIDIA/Megatron-LM/pull/3720 (main, August 2026: the rates only, and every
     group gets the same); in no release

@@ -26,6 +26,7 @@ PAGES = {
     "log_second_line": ("0.17.1", "0.18.2", "0.19.2"),
     "mamba_packed_seq_idx": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "moe_expert_bias_padding_mask": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "moe_router_graph_no_host_sync": ("0.17.1", "0.18.2", "0.19.2"),
     "mtp_loss_no_host_sync": ("0.17.1",),
     "mtp_loss_of_no_tokens": ("0.16.1",),
     "scheduler_override_at_resume": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
