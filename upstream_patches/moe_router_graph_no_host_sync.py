@@ -13,7 +13,7 @@ Numerics: none (bitwise)
 from typing import Any
 
 from cppmega.edits import replacing
-from cppmega.page import Edit, Patch, Source, left_alone
+from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/transformer_layer.py:MoETransformerLayer._forward_mlp"
 WAIT = """
@@ -49,10 +49,10 @@ PATCH = Patch(
             pins={"0.19.2": "07c795a0ae1b08c4"},
             edit=waiting_for("token_dispatcher_attr_outputs"),
         ),
-        Edit(TARGET, {"0.16.1": "534a1c82655935ac"}, left_alone),  # it never waits
     ),
     reached="never",  # the layer's graphs are of more than the router in most runs
-    feature=(f"{TARGET}._forward_mlp_partial_cudagraphs",),
+    # 0.16 has neither this method nor the event.
+    feature=(TARGET.replace("_forward_mlp", "transition_cudagraph_scope"),),
 )
 
 
