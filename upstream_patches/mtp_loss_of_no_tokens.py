@@ -59,7 +59,10 @@ def verify() -> None:
         model = mock.MagicMock(config=config, cp_group=None, training=False)
         model.pg_collection = SimpleNamespace(cp=None, tp=None)
         model.share_embeddings_and_output_weights = False
-        model.output_layer.side_effect = lambda hidden, **_: (hidden, None)
+        model.output_layer.side_effect = lambda *given, **named: (
+            given[0] if given else named.get("input_", named.get("hidden_states")),
+            None,
+        )
         model.compute_language_model_loss.side_effect = lambda labels, logits: (
             logits.sum(-1).t() * labels
         )
