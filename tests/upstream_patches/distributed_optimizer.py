@@ -1,0 +1,127 @@
+"""A small model under Megatron's DDP and distributed optimizer, on the CPU, of any version.
+
+Imported in the process that runs a tree, never by pytest itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import optimizer as optimizers
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.transformer import TransformerConfig
+from torch.overrides import TorchFunctionMode
+
+WIDTHS = (5, 7, 9, 11, 3)
+
+
+class OnCpu(TorchFunctionMode):
+    """The optimizers ask for CUDA by name, and for the names of CUDA's tensor types."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        result = function(*args, **kwargs)
+        named = function is torch.Tensor.type and len(args) == 1
+        return f"torch.cuda.{result[6:]}" if named else result
+
+
+class Momentum(torch.optim.Optimizer):
+    """It counts its steps per group as FusedAdam does; the distributed optimizer loads no other."""
+
+    def __init__(self, params: Any, lr: float, **ignored: Any) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                for key, given in (("exp_avg", p.grad), ("exp_avg_sq", p.grad.square())):
+                    self.state[p].setdefault(key, torch.zeros_like(p)).lerp_(given, 0.1)
+                p -= group["lr"] * self.state[p]["exp_avg"]
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Where these optimizers work without a GPU, with `Momentum` in the place of Adam."""
+    with (
+        OnCpu(),
+        mock.patch.multiple(optimizers, Adam=Momentum, USING_PYTORCH_OPTIMIZER=False),
+        mock.patch.multiple(distrib_optimizer, Adam=Momentum, HAVE_APEX_OR_TE=True),
+    ):
+        yield
+
+
+class Run:
+    """A model in bf16 and its optimizer; `buckets` of about this many parameters, or one."""
+
+    def __init__(
+        self, seed: int, lr: float, distributed: bool = True, buckets: int | None = None
+    ) -> None:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(*pair) for pair in pairwise(WIDTHS)]
+        self.model = torch.nn.Sequential(*layers).bfloat16()
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
+        self.ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=distributed,
+                overlap_grad_reduce=buckets is not None,
+                bucket_size=buckets,
+            ),
+            self.model,
+        )
+        options = optimizers.OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            min_lr=lr / 100,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=distributed,
+        )
+        self.optimizer = optimizers.get_megatron_optimizer(options, [self.ddp])
+
+    @property
+    def inner(self) -> Any:
+        """The one optimizer of the chain."""
+        (inner,) = self.optimizer.chained_optimizers
+        return inner
+
+    def step(self, seed: int) -> None:
+        """A step on data drawn from `seed`."""
+        torch.manual_seed(seed)
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.ddp(torch.randn(4, WIDTHS[0]).bfloat16()).float().square().mean().backward()
+        self.ddp.finish_grad_sync()
+        assert self.optimizer.step()[0]
+
+    def sharded(self) -> dict[str, Any]:
+        """The model's sharded state dict."""
+        return {
+            name: ShardedTensor.from_rank_offsets(name, p, replica_id=(0, 0, 0))
+            for name, p in self.model.named_parameters()
+        }
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Master and moments of each parameter, by the books of the distributed optimizer."""
+        return {
+            name: {
+                key: value.detach().view(p.shape)
+                for key, value in self.inner._get_main_param_and_optimizer_states(p).items()
+            }
+            for name, p in self.model.named_parameters()
+        }
