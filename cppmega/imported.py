@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from cppmega import live_code, runtime
@@ -26,6 +27,9 @@ def only_from(root: Path) -> None:
         if folder.is_dir() and not (folder / "__init__.py").exists():
             module = types.ModuleType(package)
             module.__path__ = [str(folder)]
+            # As of any namespace: who looks for the package finds it here too.
+            module.__spec__ = ModuleSpec(package, None, is_package=True)
+            module.__spec__.submodule_search_locations = module.__path__
             sys.modules[package] = module
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -147,7 +148,8 @@ def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -
     for each in (run, other):
         assert each.state() == "stopping" and not gone(each)
         run_control.stop(each, now=True, wait=60)
-        assert gone(each) and (each.state(), each.exit()) == ("killed", None)
+        until(partial(gone, each), 20, each)  # a killed process is in the table until it is reaped
+        assert (each.state(), each.exit()) == ("killed", None)
     assert failures.in_one_line(run).startswith("the launcher was killed; its ranks were asked")
     assert "ended without an end record" in failures.in_one_line(other)
 
