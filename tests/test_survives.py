@@ -140,6 +140,9 @@ def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -
     run, other = bench.run("stubborn", "stubborn"), bench.run("both", "stubborn")
     in_charge = bench.start(run)[0], bench.start(other)[0]
     until(lambda: ready(run) and ready(other), 200, run)
+    # Who is killed before it has written down its ranks leaves them to their parent-death signal.
+    for each in (run, other):
+        until(lambda of=each: len(of.nodes()[0].status().get("workers", {})) == 2, 60, each)
     for one in in_charge:
         one.kill()
         one.wait()
