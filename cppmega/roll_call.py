@@ -15,7 +15,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from cppmega import run_ledger
+from cppmega import import_hook, run_ledger
 from cppmega.errors import CppmegaError
 
 _KEY = "cppmega/guarded/{}"
@@ -41,9 +41,11 @@ def on_join(action: Callable[[], None]) -> None:
 
 def watch() -> None:
     """See this process, and those forked from it, become ranks."""
-    import wrapt
-
-    wrapt.register_post_import_hook(_watch_init, "torch.distributed.distributed_c10d")
+    name = "torch.distributed.distributed_c10d"
+    if name in sys.modules:
+        _watch_init(sys.modules[name])
+    else:
+        import_hook.add(import_hook.Hook(wants=import_hook.named(name), after=_watch_init))
 
 
 def answer() -> None:
