@@ -69,10 +69,6 @@ def _folder_gone() -> bool:
 
 def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:
     _print(given, error)
-    try:
-        sys.stderr.flush()
-    except OSError:  # nobody reads it: Python would end with 120 where it cannot flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     sys.exit(code)
 
 

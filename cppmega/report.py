@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Outcome
@@ -21,8 +21,19 @@ _COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
 
 def say(message: str) -> None:
     """A line of progress. A reader that is gone ends nothing."""
-    with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+    _put(f"{message}\n")
+
+
+def _put(text: str) -> None:
+    """Write to stderr; where nobody reads it, nothing is kept for Python to fail on at its end."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        _mute(sys.stderr)
+
+
+def _mute(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Progress:
@@ -39,9 +50,9 @@ class Progress:
     def __call__(self, name: str) -> None:
         """Say what starts now."""
         if self.terminal:
-            self._put(f"\r\033[K{self.title}: {name}")
+            _put(f"\r\033[K{self.title}: {name}")
         else:
-            self._put(f" {name}" if self.begun else f"{self.title}: {name}")
+            _put(f" {name}" if self.begun else f"{self.title}: {name}")
         self.begun = True
 
     def __enter__(self) -> Self:
@@ -49,11 +60,7 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         if self.begun:
-            self._put("\r\033[K" if self.terminal else "\n")
-
-    def _put(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(text, end="", file=sys.stderr, flush=True)
+            _put("\r\033[K" if self.terminal else "\n")
 
 
 @contextlib.contextmanager
@@ -63,7 +70,7 @@ def answering() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute(sys.stdout)
 
 
 def coloured(word: str, code: str, stream: Any = None) -> str:
