@@ -131,7 +131,7 @@ def _state_of_file(path: Path, summed: bool) -> Mapping[str, Any]:
     with _naming(path), path.open("rb") as file:
         if summed:
             saved_archive.check(file)
-        state = saved_archive.load(file)
+        state = inert_pickle.load_archive(file)
     return state if isinstance(state, dict) else {}
 
 
@@ -209,7 +209,7 @@ def _check_part(folder: Path, part: Part, summed: bool) -> None:
     with _naming(path, part.name), saved_archive.window(path, part.offset, part.length) as file:
         saved_archive.check(file)
         if not part.is_tensor:
-            saved_archive.load(file)
+            inert_pickle.load_archive(file)
 
 
 def _common(folder: Path, index: Index) -> Mapping[str, Any]:
@@ -221,7 +221,7 @@ def _common(folder: Path, index: Index) -> Mapping[str, Any]:
     for part in index.parts:
         if part.name == _COMMON:
             with saved_archive.window(folder / part.file, part.offset, part.length) as file:
-                state = saved_archive.load(file)
+                state = inert_pickle.load_archive(file)
     if isinstance(state, list) and state:
         state = state[0]
     return state if isinstance(state, dict) else {}

@@ -11,9 +11,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, BinaryIO, cast
+
+from cppmega import saved_archive
 
 _DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -24,6 +26,7 @@ _STORAGES = (
     *("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"),
     *("Untyped", "Float8_e4m3fn", "Float8_e5m2"),
 )
+_BYTES = ("ByteStorage", "UntypedStorage")
 _NUMPY = (
     *("Bool", "Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64"),
     *("Float16", "Float32", "Float64"),
@@ -133,6 +136,41 @@ def loads(data: bytes, storage: Callable[[Any], object] = lambda pid: pid) -> An
     return _Unpickler(io.BytesIO(data), storage).load()
 
 
+def load_archive(file: BinaryIO) -> Any:
+    """The content of an archive of `torch.save`, the pickles inside its parts checked too.
+
+    Raises:
+        saved_archive.Damaged: it is not an archive, or a checksum differs.
+        NotListed: a pickle in it names something else than what checkpoints hold.
+    """
+    with saved_archive.opened(file) as archive:
+        name = saved_archive.only_pickle(archive)
+        storages: list[Any] = []
+        found = _unpickled(saved_archive.read(archive, name), storages.append)
+        for key in _of_bytes(storages):
+            refuse_nested(saved_archive.read(archive, saved_archive.storage(name, key)))
+        return found
+
+
+def _unpickled(data: bytes, storage: Callable[[Any], object]) -> Any:
+    try:
+        return loads(data, storage)
+    except (NotListed, saved_archive.Damaged):
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise saved_archive.Damaged(f"its pickle: {type(error).__name__}: {error}") from error
+
+
+def _of_bytes(storages: Iterable[Any]) -> set[str]:
+    """Tensors of bytes, in which Transformer Engine keeps the pickle of its state."""
+    found = set()
+    for pid in storages:
+        match pid:
+            case ("storage", kind, str(key), *_) if plain(kind) in _BYTES:
+                found.add(key)
+    return found
+
+
 def plain(value: Any) -> Any:
     """A stand-in as a value that can be compared and printed."""
     if isinstance(value, type) and issubclass(value, Inert):
@@ -191,8 +229,6 @@ def refuse_nested(data: object) -> None:
         NotListed: what `loads` raises.
         saved_archive.Damaged: they are a pickle or an archive that cannot be gone through.
     """
-    from cppmega import saved_archive
-
     if not isinstance(data, bytes | bytearray):
         return
     if _DEPTH.get() == _DEEPEST:
@@ -205,10 +241,8 @@ def refuse_nested(data: object) -> None:
 
 
 def _refuse_inside(data: bytes | bytearray) -> None:
-    from cppmega import saved_archive
-
     if data.startswith(b"PK\x03\x04"):
-        saved_archive.load(io.BytesIO(data))
+        load_archive(io.BytesIO(data))
         return
     stream = io.BytesIO(data)
     while stream.tell() < len(data):  # torch once wrote several in a row

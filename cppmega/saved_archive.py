@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cppmega import inert_pickle
-
 _CHUNK = 1 << 23
 _PICKLE = "data.pkl"
-_BYTES = ("ByteStorage", "UntypedStorage")
 _UNREADABLE = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, OverflowError)
 """What the standard library raises on damaged archives."""
 
@@ -21,33 +17,21 @@ class Damaged(Exception):  # noqa: N818  (turned into an error where the file is
     """The bytes are not what was written; the message says where."""
 
 
-def load(file: BinaryIO) -> Any:
-    """The content of an archive, with stand-ins for its objects, its pickles checked inside too.
+def only_pickle(archive: zipfile.ZipFile) -> str:
+    """The name of the part that holds the pickle.
 
     Raises:
-        Damaged: it is not an archive, or a checksum differs.
-        inert_pickle.NotListed: a pickle in it names something else than what checkpoints hold.
+        Damaged: there is no such part, or there are several.
     """
-    with _opened(file) as archive:
-        names = [name for name in archive.namelist() if name.rpartition("/")[2] == _PICKLE]
-        if len(names) != 1:
-            raise Damaged(f"it has {len(names)} parts named {_PICKLE}")
-        storages: list[Any] = []
-        found = _unpickled(_read(archive, names[0]), storages.append)
-        folder = names[0].removesuffix(_PICKLE)
-        for key in _of_bytes(storages):
-            inert_pickle.refuse_nested(_read(archive, f"{folder}data/{key}"))
-        return found
+    names = [name for name in archive.namelist() if name.rpartition("/")[2] == _PICKLE]
+    if len(names) != 1:
+        raise Damaged(f"it has {len(names)} parts named {_PICKLE}")
+    return names[0]
 
 
-def _of_bytes(storages: Iterable[Any]) -> set[str]:
-    """Tensors of bytes, in which Transformer Engine keeps the pickle of its state."""
-    found = set()
-    for pid in storages:
-        match pid:
-            case ("storage", kind, str(key), *_) if inert_pickle.plain(kind) in _BYTES:
-                found.add(key)
-    return found
+def storage(pickle_name: str, key: str) -> str:
+    """The name of the part that holds the bytes of one storage of a tensor."""
+    return f"{pickle_name.removesuffix(_PICKLE)}data/{key}"
 
 
 def check(file: BinaryIO) -> None:
@@ -56,7 +40,7 @@ def check(file: BinaryIO) -> None:
     Raises:
         Damaged: it is not an archive, or a checksum differs.
     """
-    with _opened(file) as archive:
+    with opened(file) as archive:
         for member in archive.infolist():
             _go_through(archive, member)
 
@@ -66,7 +50,12 @@ def window(path: Path, offset: int, length: int) -> BinaryIO:
     return io.BufferedReader(_Window(path, offset, length))
 
 
-def _opened(file: BinaryIO) -> zipfile.ZipFile:
+def opened(file: BinaryIO) -> zipfile.ZipFile:
+    """The archive, none of whose parts is compressed.
+
+    Raises:
+        Damaged: it is not an archive of `torch.save`.
+    """
     try:
         archive = zipfile.ZipFile(file)
     except _UNREADABLE as error:
@@ -87,20 +76,16 @@ def _go_through(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
         raise Damaged(f"its part {member.filename}: {error}") from error
 
 
-def _read(archive: zipfile.ZipFile, name: str) -> bytes:
+def read(archive: zipfile.ZipFile, name: str) -> bytes:
+    """One part, compared with its checksum.
+
+    Raises:
+        Damaged: it is missing, or the checksum differs.
+    """
     try:
         return archive.read(name)
     except (*_UNREADABLE, KeyError) as error:
         raise Damaged(f"its part {name}: {error}") from error
-
-
-def _unpickled(data: bytes, storage: Callable[[Any], object]) -> Any:
-    try:
-        return inert_pickle.loads(data, storage)
-    except (inert_pickle.NotListed, Damaged):
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise Damaged(f"its pickle: {type(error).__name__}: {error}") from error
 
 
 class _Window(io.RawIOBase):
