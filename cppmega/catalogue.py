@@ -85,9 +85,11 @@ def page_files(folder: Path) -> list[tuple[str, Path]]:
     """(name, file) of every page of a folder, sorted."""
     found = []
     for entry in sorted(folder.iterdir()):
+        if entry.stem.startswith("_"):  # what pages share
+            continue
         if entry.is_dir() and (entry / "__init__.py").is_file():
             found.append((entry.name, entry / "__init__.py"))
-        elif entry.suffix == ".py" and not entry.stem.startswith("_"):
+        elif entry.suffix == ".py":
             found.append((entry.stem, entry))
     return found
 
@@ -146,8 +148,7 @@ def load_page(name: str, path: Path, label: str) -> Page:
 
 
 def _load_module(name: str, path: Path) -> ModuleType:
-    folder = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
-    qualified = f"_cppmega_pages_{folder}.{name}"
+    qualified = f"{package_of(path.parent)}.{name}"
     below = [str(path.parent)] if path.stem == "__init__" else None
 
     def failed(what: str) -> CppmegaError:
@@ -159,6 +160,17 @@ def _load_module(name: str, path: Path) -> ModuleType:
         )
 
     return loading.load(qualified, path, failed, below)
+
+
+def package_of(folder: Path) -> str:
+    """The private package as whose modules the pages of a folder are loaded.
+
+    A page imports what it shares with another one relatively, from a module or folder that begins
+    with `_`.
+    """
+    name = f"_cppmega_pages_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+    loading.package(name, folder)
+    return name
 
 
 def labels(doc: str) -> dict[str, str]:

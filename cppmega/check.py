@@ -14,12 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cppmega import receipt
+from cppmega import dsa_widths, receipt
 from cppmega.errors import CppmegaError
+from cppmega.memory import Estimate, estimate
 from cppmega.overlay import Session
 from cppmega.plan import Plan
 from cppmega.receipt import Receipt
 from cppmega.recipe import Recipe
+from cppmega.wanted import provided, wanted_patches
 
 if TYPE_CHECKING:
     from cppmega.devices import Devices
@@ -155,6 +157,22 @@ class Context:
     def plan(self) -> Plan:
         """Every page's state, with the gates of the last apply."""
         return self.session.plan(None, {**self.environ, **self.receipt.gates})
+
+    @cached_property
+    def wanted_patches(self) -> tuple[str, ...]:
+        """Patches without which the recipe must not start; none where there is no recipe.
+
+        Raises:
+            CppmegaError: `bad-wanted-by`.
+        """
+        return wanted_patches(self.recipe, self.session.pages) if self.recipe is not None else ()
+
+    @cached_property
+    def memory(self) -> Estimate:
+        """What the recipe takes on its fullest GPU; only asked for where there is a recipe."""
+        assert self.recipe is not None
+        widened = provided(self.session.pages.values(), dsa_widths.TILELANG)
+        return estimate(self.recipe, widened)
 
     @property
     def needs_gpu(self) -> bool:

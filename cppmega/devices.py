@@ -96,7 +96,7 @@ def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:
         "no-gpu",
         f"Recipe {recipe.name} takes {recipe.gpus} GPUs, and {why}.",
         "Megatron's training loop and optimizer insist on CUDA.",
-        "nvidia-smi; without a GPU: cppmega launch smoke_cpu",
+        "nvidia-smi; cppmega recipes lists those that run on CPU",
     )
 
 

@@ -12,7 +12,8 @@ import click
 from cppmega.arguments import Rendered, Run, render
 from cppmega.check import NotApplicable
 from cppmega.errors import CppmegaError
-from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe
+from cppmega.recipe import Recipe
+from cppmega.recipe_fields import FORBIDDEN_ARGUMENTS
 from cppmega.trainer import run_of
 from cppmega.trainer_options import divided, options
 

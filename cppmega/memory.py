@@ -6,10 +6,11 @@ keeps for the backward pass. A run near the limit must be tried, not computed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cppmega import dsa_widths
 from cppmega.arithmetic import parameters
+from cppmega.dsa_widths import Widths, supported
 from cppmega.recipe import Recipe
 
 GIB = 2**30
@@ -44,12 +45,17 @@ class Estimate:
         return self.total / GIB
 
 
-def estimate(recipe: Recipe) -> Estimate:
+def estimate(recipe: Recipe, widened: Iterable[Widths] = ()) -> Estimate:
     """Estimate the fullest rank of a run on GPUs.
 
     Pipeline parallelism divides the layers evenly; the head's rank is taken as the fullest.
+
+    Args:
+        recipe: the run.
+        widened: widths of DSA that pages provide beyond those of the release.
     """
-    return Estimate(_states(recipe), _activations(recipe), _logits(recipe))
+    fused = recipe.dsa_widths in supported(recipe.dsa_kernel_backend, widened)
+    return Estimate(_states(recipe), _activations(recipe, fused), _logits(recipe))
 
 
 def _states(recipe: Recipe) -> int:
@@ -70,19 +76,23 @@ def _states(recipe: Recipe) -> int:
     return dense * 6 + dense * 12 // shard + spread * 6 + spread * 12 // expert_shard
 
 
-def _activations(recipe: Recipe) -> int:
+def _activations(recipe: Recipe, fused: bool) -> int:
     tokens = recipe.micro_batch_size * recipe.seq_length
     layout = recipe.layout
     pipeline = recipe.pipeline_model_parallel_size
-    per_layer = {letter: _kept(recipe, letter, tokens) for letter in set(layout.letters)}
+    per_layer = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
     trunk = sum(per_layer[letter] for letter in layout.trunk)
     # 1F1B keeps as many micro-batches in flight on its first rank as there are ranks.
     mtp = sum(per_layer[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
     return trunk + mtp * layout.depths if pipeline == 1 else max(trunk, mtp * layout.depths)
 
 
-def _kept(recipe: Recipe, letter: str, tokens: int) -> int:
-    """Bytes one layer keeps: bf16, two for each value."""
+def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
+    """Bytes one layer keeps: bf16, two for each value.
+
+    Args:
+        fused: DSA runs in a fused kernel.
+    """
     hidden, tensor = recipe.hidden_size, recipe.tensor_model_parallel_size
     stream = 2 * 2 * tokens * hidden  # the layer's input and its normalised copy
     if letter == "-":
@@ -102,7 +112,8 @@ def _kept(recipe: Recipe, letter: str, tokens: int) -> int:
         else:
             value = recipe.v_head_dim
         kept = 2 * tokens * heads * (2 * query + 2 * value + recipe.v_head_dim)
-        return stream + kept + (_dsa_scores(recipe, tokens, heads) if letter == "D" else 0)
+        scores = _dsa_scores(recipe, tokens, heads, fused) if letter == "D" else 0
+        return stream + kept + scores
     if letter == "*":
         dim = recipe.kv_channels or hidden // recipe.num_attention_heads
         return stream + 2 * tokens * heads * dim * 4
@@ -119,21 +130,18 @@ def _mlp_width(recipe: Recipe, width: int, module: str) -> int:
     return width * (gate + after)
 
 
-def _dsa_scores(recipe: Recipe, tokens: int, heads: int) -> int:
+def _dsa_scores(recipe: Recipe, tokens: int, heads: int, fused: bool) -> int:
     """Score tensors of sparse attention and of its indexer's loss."""
     pairs = tokens * recipe.seq_length
     indexer = 4 * pairs if recipe.dsa_indexer_loss_coeff else 0
-    patched = dsa_widths.PATCH in recipe.needed_patches
-    if dsa_widths.of(recipe) not in dsa_widths.taken(recipe.dsa_kernel_backend, patched):
-        return 4 * pairs * heads * _UNFUSED_SCORES + 2 * indexer
-    return indexer
+    return indexer if fused else 4 * pairs * heads * _UNFUSED_SCORES + 2 * indexer
 
 
 def _logits(recipe: Recipe) -> int:
     tokens = recipe.micro_batch_size * recipe.seq_length
     rows = recipe.padded_vocab_size // recipe.tensor_model_parallel_size
     heads = 1 + recipe.layout.depths
-    if recipe.cross_entropy_loss_fusion and recipe.cross_entropy_fusion_impl == "linear":
+    if recipe.uses_linear_cross_entropy:
         # One chunk of logits; each head's dW in fp32 and dX in bf16 wait for the backward pass.
         return _CHUNK + heads * recipe.hidden_size * (4 * rows + 2 * tokens)
     # bf16 logits; the softmax in fp32 is kept for the backward pass, once per head.

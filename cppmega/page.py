@@ -88,6 +88,11 @@ class Patch:
     """A `CPPMEGA_*` variable that turns the patch on; None: always on."""
     variables: tuple[str, ...] = ()
     """Other `CPPMEGA_*` variables that the patched code reads."""
+    wanted_by: Callable[[Any], bool] | None = None
+    """Over a recipe: does a value of its fields mean nothing, or go wrong, without this patch?"""
+    provides: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """What the preflight and the estimates may count on once the patch is in the code, by the name
+    they ask for."""
     after: tuple[str, ...] = ()
     """Pages whose edits come before ours where we edit the same symbol."""
 

@@ -10,10 +10,10 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cppmega import accepted
 from cppmega.errors import CppmegaError
-from cppmega.recipe import FORBIDDEN_ARGUMENTS, Recipe, invalid
+from cppmega.recipe_fields import FORBIDDEN_ARGUMENTS, Fields, invalid
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Fields) -> None:
     """Stop on a recipe that contradicts itself.
 
     Raises:
@@ -30,7 +30,7 @@ def check(recipe: Recipe) -> None:
     _machine(recipe)
 
 
-def _arguments(recipe: Recipe) -> None:
+def _arguments(recipe: Fields) -> None:
     for argument in recipe.arguments:
         name = argument.partition("=")[0]
         if name in FORBIDDEN_ARGUMENTS:
@@ -44,7 +44,7 @@ def _arguments(recipe: Recipe) -> None:
             )
 
 
-def _layers(recipe: Recipe) -> None:
+def _layers(recipe: Fields) -> None:
     if recipe.kind == "hybrid":
         if recipe.num_layers or recipe.mtp_num_layers:
             raise invalid(
@@ -90,7 +90,7 @@ def _layers(recipe: Recipe) -> None:
             )
 
 
-def _attention(recipe: Recipe) -> None:
+def _attention(recipe: Fields) -> None:
     if recipe.uses_mla:
         _need(
             recipe,
@@ -139,7 +139,7 @@ def _attention(recipe: Recipe) -> None:
             )
 
 
-def _experts(recipe: Recipe) -> None:
+def _experts(recipe: Fields) -> None:
     if "E" in recipe.layout.letters:
         _need(recipe, "MoE layers", "num_experts", "moe_ffn_hidden_size")
         assert recipe.num_experts is not None
@@ -151,7 +151,7 @@ def _experts(recipe: Recipe) -> None:
         raise invalid(recipe, "num_experts is set but no layer is E.", "It would do nothing.")
 
 
-def _widths(recipe: Recipe) -> None:
+def _widths(recipe: Fields) -> None:
     if recipe.kind == "loop":
         return
     multiple = 16 if recipe.precision == "fp8" else 8
@@ -174,7 +174,7 @@ def _widths(recipe: Recipe) -> None:
         )
 
 
-def _matrix_widths(recipe: Recipe) -> Iterator[tuple[str, int]]:
+def _matrix_widths(recipe: Fields) -> Iterator[tuple[str, int]]:
     names = (
         *("hidden_size", "ffn_hidden_size", "kv_channels", "q_lora_rank", "kv_lora_rank"),
         *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "dsa_indexer_head_dim"),
@@ -187,7 +187,7 @@ def _matrix_widths(recipe: Recipe) -> Iterator[tuple[str, int]]:
     yield "make_vocab_size_divisible_by", recipe.make_vocab_size_divisible_by
 
 
-def _parallel(recipe: Recipe) -> None:
+def _parallel(recipe: Fields) -> None:
     if (recipe.gpus == 0) != (recipe.kind == "loop"):
         raise invalid(
             recipe,
@@ -254,7 +254,7 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def _training(recipe: Recipe) -> None:
+def _training(recipe: Fields) -> None:
     for name, (fits, wanted) in _NUMBERS.items():
         value = getattr(recipe, name)
         if not (math.isfinite(value) and fits(value)):
@@ -282,14 +282,6 @@ def _training(recipe: Recipe) -> None:
                 "seq_length is no multiple of document_multiple.",
                 "The last document of a pack would end beyond it.",
             )
-        needed = "mtp_roll_packed_sequences"
-        if recipe.layout.depths and recipe.kind != "loop" and needed not in recipe.patches:
-            raise invalid(
-                recipe,
-                "MTP on documents padded inside the pack without " + needed + ".",
-                "Stock Megatron rolls the labels at the wrong boundaries.",
-                f'--set "patches={(*recipe.patches, needed)!r}"',
-            )
     if recipe.packed_documents and recipe.cuda_graph_impl != "none":
         raise invalid(
             recipe,
@@ -298,7 +290,7 @@ def _training(recipe: Recipe) -> None:
         )
 
 
-def _machine(recipe: Recipe) -> None:
+def _machine(recipe: Fields) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", recipe.name):
         raise invalid(
             recipe,
@@ -318,7 +310,7 @@ def _machine(recipe: Recipe) -> None:
             ) from None
 
 
-def _need(recipe: Recipe, what: str, *names: str) -> None:
+def _need(recipe: Fields, what: str, *names: str) -> None:
     missing = [name for name in names if getattr(recipe, name) is None]
     if missing:
         raise invalid(recipe, f"{what} need {', '.join(missing)}.", "They have no default.")

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cppmega import loading
+from cppmega import catalogue, dsa_widths, loading
 from cppmega.arguments import missing
 from cppmega.arithmetic import flops, megatron_flops, parameters
 from cppmega.errors import CppmegaError
 from cppmega.memory import estimate
+from cppmega.page import Page
 from cppmega.recipe import Recipe
+from cppmega.wanted import provided, wanted_patches
 
 NEWEST = "0.19.2"
 """The release that the list speaks of where no other is named."""
@@ -119,8 +121,9 @@ def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     return recipe.with_(**changes)
 
 
-def describe(recipe: Recipe, version: str = NEWEST) -> dict[str, Any]:
+def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -> dict[str, Any]:
     """Everything the list says of one recipe."""
+    widened = provided(pages.values(), dsa_widths.TILELANG)
     counts = parameters(recipe)
     lacking = () if recipe.kind == "loop" else missing(recipe, version)
     return {
@@ -131,10 +134,10 @@ def describe(recipe: Recipe, version: str = NEWEST) -> dict[str, Any]:
         "gpus": recipe.gpus,
         "parameters": counts.total,
         "parameters_of_mtp": counts.mtp,
-        "memory_gib_per_gpu": round(estimate(recipe).gib, 1),
+        "memory_gib_per_gpu": round(estimate(recipe, widened).gib, 1),
         "gflop_per_token": round(flops(recipe) / 1e9, 3),
         "gflop_per_token_by_megatron": round(megatron_flops(recipe) / 1e9, 3),
-        "patches": list(recipe.needed_patches),
+        "patches": list(wanted_patches(recipe, pages)),
         "gates": dict(recipe.gates),
         "missing": [{"part": item.part, "reason": item.reason} for item in lacking],
         "last_result": last_result(recipe.name),
@@ -165,7 +168,8 @@ def last_result(name: str, results: Path | None = None) -> dict[str, str] | None
 
 def list_recipes(as_json: bool = False, version: str = NEWEST) -> str:
     """What `cppmega recipes` prints: one JSON object, or a table with a block per recipe."""
-    rows = [describe(load(name), version) for name in shipped()]
+    pages = catalogue.load()
+    rows = [describe(load(name), pages, version) for name in shipped()]
     if as_json:
         return json.dumps({"schema": 1, "megatron": version, "recipes": rows}, indent=1)
     lines = [_line("NAME", "GPUS", "PARAMETERS", "MEMORY/GPU", "PRECISION", "PURPOSE")]

@@ -147,7 +147,8 @@ def _absolute(names: Iterable[str], package: str) -> Iterator[str]:
 
 
 def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
-    """The page's file, or all of its folder; its helpers' files; the files that it names."""
+    """The page's file, or all of its folder; its helpers' files; what they import relatively, and
+    the files that they name."""
     files = {path}
     if path.stem == "__init__":
         inside = (file for file in path.parent.rglob("*") if file.is_file())
@@ -156,9 +157,28 @@ def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
         for helper in edit.helpers:
             module = sys.modules.get(getattr(helper, "__module__", ""))
             files |= {Path(file) for file in [getattr(module, "__file__", None)] if file}
-    for file in [file for file in files if file.suffix == ".py"]:
-        files |= set(_beside(file, code_of(file.read_bytes())))
+    pending = [file for file in files if file.suffix == ".py"]
+    while pending:
+        file = pending.pop()
+        code = code_of(file.read_bytes())
+        further = {*_relative(file, code)} - files
+        files |= {*further, *_beside(file, code)}
+        pending += further
     return sorted(((file, file.read_bytes()) for file in files), key=lambda f: (f[0].name, f[1]))
+
+
+def _relative(file: Path, code: Code) -> Iterator[Path]:
+    """Files that a page's file imports from its own folder, and the `__init__` of those below."""
+    for name in code.imports:
+        parts = name.lstrip(".").split(".")
+        folder = file.parent
+        for _ in range(len(name) - len(name.lstrip(".")) - 1):
+            folder = folder.parent
+        for count in range(1, len(parts) + 1) if name.startswith(".") else ():
+            below = folder.joinpath(*parts[:count])
+            for found in (below / "__init__.py", below.with_name(f"{below.name}.py")):
+                if found.is_file():
+                    yield found
 
 
 def _beside(file: Path, code: Code) -> Iterator[Path]:

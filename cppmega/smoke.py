@@ -85,25 +85,6 @@ def run(out: Path, data: Path, steps: int | None) -> None:
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
-def build(plan: Recipe) -> tuple[Any, Any, Any]:
-    """The model, DDP around it, and the optimizer."""
-    import torch
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from cppmega import smoke_model
-
-    model = smoke_model.build(plan)
-    ddp = DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(overlap_grad_reduce=False),
-        module=model,
-    )
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
-    )
-    return model, ddp, optimizer
-
-
 @cli.command()
 @click.argument("runs", nargs=2, type=click.Path(path_type=Path, exists=True))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the answer.")

@@ -85,7 +85,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     """
     import torch
 
-    from cppmega import cpu, smoke, smoke_data
+    from cppmega import cpu, smoke_data, smoke_model
 
     stop = _Stop()
     torch.set_num_threads(1)  # the matrices are too small to share
@@ -97,7 +97,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     if rank == 0:
         smoke_data.build(loop.data)
     torch.distributed.barrier()
-    model, ddp, optimizer = smoke.build(plan)
+    model, ddp, optimizer = smoke_model.with_optimizer(plan)
     watch = Watch()
     if loop.load is not None:
         outcome.first = smoke_state.load(loop.load, model, optimizer, _record())

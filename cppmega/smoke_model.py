@@ -90,3 +90,19 @@ def build(recipe: Recipe) -> Any:
             config, layer, use_transformer_engine=False
         ),
     )
+
+
+def with_optimizer(recipe: Recipe) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """The model, DDP around it, and the optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model = build(recipe)
+    ddp = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(overlap_grad_reduce=False),
+        module=model,
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+    )
+    return model, ddp, optimizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cppmega import cpu, smoke, smoke_data, smoke_loop, smoke_state
+from cppmega import cpu, smoke_data, smoke_loop, smoke_model, smoke_state
 from cppmega.recipe import Recipe
 
 
@@ -39,7 +39,7 @@ def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
 
     Both runs are scored by the same code, with inputs and labels shifted document by document.
     """
-    model, _, optimizer = smoke.build(recipe)
+    model, _, optimizer = smoke_model.with_optimizer(recipe)
     smoke_state.load(run, model, optimizer)
     model.eval()
     packs = smoke_data.packs(data / "held_out", recipe, smoke_loop.SEED)

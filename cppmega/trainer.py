@@ -145,7 +145,7 @@ def plan(
             "recipe-is-a-loop",
             f"Recipe {recipe.name} runs in a loop of our own, not in Megatron's pretrain.",
             "Megatron's training loop and optimizer insist on CUDA.",
-            "cppmega launch smoke_cpu",
+            "cppmega recipes lists the loops that run on CPU",
         )
     gates.check(session.pages.values())
     version = session.tree.version
@@ -273,7 +273,7 @@ def _check_gpus(torch: Any) -> None:
             "no-gpu",
             f"{wanted} processes were started on this host and it has {found} usable GPUs.",
             "Megatron's training loop and optimizer insist on CUDA.",
-            "look at nvidia-smi; without a GPU: python scripts/smoke.py train --out runs/smoke",
+            "look at nvidia-smi; cppmega recipes lists the recipes that run on CPU",
         )
 
 

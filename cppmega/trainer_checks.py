@@ -22,6 +22,7 @@ from cppmega.overlay import Session
 from cppmega.recipe import Recipe
 from cppmega.trainer_batch import DataTokens
 from cppmega.tree import Tree
+from cppmega.wanted import wanted_patches
 
 CHECKPOINT = checkpoint_files.TRACKER
 
@@ -53,7 +54,7 @@ def check_complete(recipe: Recipe, rendered: Rendered) -> None:
             "recipe-not-complete",
             f"Recipe {recipe.name} on megatron-core {rendered.version} lacks {said}.",
             "What would train is another, smaller model under this model's name.",
-            "train nam56r_h200_slice, or a recipe of your own without these parts",
+            "cppmega recipes says what each one lacks; train one that lacks nothing, or your own",
         )
 
 
@@ -70,7 +71,7 @@ def check_patches(recipe: Recipe, session: Session) -> str:
     """
     applied = receipt.load(session.tree).receipt
     verdicts = session.plan(None, {**os.environ, **applied.gates}).verdicts
-    for name in recipe.needed_patches:
+    for name in wanted_patches(recipe, session.pages):
         state = verdicts[name].state if name in verdicts else "unknown"
         if state not in IN_THE_CODE:
             raise CppmegaError(

@@ -1,6 +1,6 @@
 """The whole NAM56R on one host of 8 H200, bf16: PP 1, EP 4, micro-batch 8, global batch 64."""
 
-from cppmega.recipe import M2RNN, Mamba3, NgramHash, Recipe, Structure
+from cppmega.recipe import M2RNN, GraphPool, Mamba3, NgramHash, Recipe, Structure
 
 DSA_LAYERS = {5, 9, 13, 21, 25, 29, 37, 41, 45}
 """Counted from 1; the other attention layers are full MLA."""
@@ -53,6 +53,7 @@ RECIPE = Recipe(
     ngram_hash=NgramHash(),
     structure=Structure(),
     expert_model_parallel_size=4,
+    graph_pool=GraphPool(39.5, micro_batch_size=8, seq_length=4096, hidden_size=4096, layers=56),
     micro_batch_size=8,
     global_batch_size=64,
     overlap_grad_reduce=True,

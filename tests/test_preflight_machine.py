@@ -310,7 +310,7 @@ def test_what_the_kernel_says_of_this_host() -> None:
 
 def test_a_machine_without_a_gpu() -> None:
     found = refuses("gpus", "no-gpu", launch(SLICE))
-    assert "smoke_cpu" in found.next
+    assert "cppmega recipes" in found.next
     for name in ("gpus", "gpus_free", "kernels", "shared_memory_flag"):
         assert "CPU" in says_nothing(name, launch(SMOKE))
     says_nothing("gpus", launch())

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import dsa_widths, loading, pattern, recipes_index
+from cppmega import catalogue, dsa_widths, pattern, recipes_index
 from cppmega.errors import CppmegaError
 from cppmega.memory import estimate
 from cppmega.recipe import Recipe
 from cppmega.smoke_loop import learning_rate
-from tests.support import REPOSITORY
+from cppmega.wanted import provided, wanted_patches
 
 SLICE = recipes_index.load("nam56r_h200_slice")
 V32 = recipes_index.load("dsv32_h200_slice")
@@ -119,7 +119,6 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"overlap_param_gather": True},
         {"cuda_graph_modules": ("attn",)},
         {"document_multiple": 8},
-        {"packed_documents": True, "document_multiple": 8},  # without the roll patch
         {"precision": "fp32"},
         {"kind": "loop"},
         {"num_layers": 4},
@@ -136,12 +135,6 @@ def test_a_broken_width_names_the_next_one_that_fits(
 )
 def test_contradictions_are_refused(changes: dict[str, object]) -> None:
     refused("recipe-invalid", **changes)
-
-
-def test_padding_inside_the_pack_is_accepted_with_the_patch_it_needs() -> None:
-    patches = (*SLICE.patches, "mtp_roll_packed_sequences")
-    packed = SLICE.with_(packed_documents=True, document_multiple=8, patches=patches)
-    assert packed.document_multiple == 8
 
 
 def test_a_gpt_recipe_has_the_layers_it_says() -> None:
@@ -272,12 +265,37 @@ def test_listing_imports_neither_torch_nor_megatron() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_widths_that_the_preflight_knows_are_those_of_the_page() -> None:
-    path = REPOSITORY / "upstream_patches" / f"{dsa_widths.PATCH}.py"
-    page = loading.load(dsa_widths.PATCH, path, lambda what: AssertionError(what))
-    assert set(page.WIDTHS) == set(dsa_widths.taken("tilelang", patched=True))
+def test_a_recipe_wants_the_pages_that_its_fields_mean_nothing_without() -> None:
+    pages = catalogue.load()
     fused = recipes_index.load("nam56r_h200_slice_fused")
-    assert dsa_widths.PATCH in fused.needed_patches
+    widths = "dsa_sparse_mla_widths"
+    assert {widths, "linear_ce_hybrid_head"} <= {*wanted_patches(fused, pages)}
     for other in (fused.with_(dsa_kernel_backend="none"), fused.with_(dsa_kernel_backend="cudnn")):
-        assert dsa_widths.PATCH not in other.needed_patches
-        assert estimate(other).gib > estimate(fused).gib + 100  # all scores, in fp32
+        assert widths not in wanted_patches(other, pages)
+    padded = fused.with_(packed_documents=True, document_multiple=8)
+    assert "mtp_roll_packed_sequences" in wanted_patches(padded, pages)
+    assert "mtp_roll_packed_sequences" not in wanted_patches(fused, pages)
+
+
+def test_unfused_scores_count_in_the_estimate_unless_a_page_provides_the_widths() -> None:
+    fused = recipes_index.load("nam56r_h200_slice_fused")
+    widened = provided(catalogue.load().values(), dsa_widths.TILELANG)
+    for unfused in (
+        estimate(fused),
+        estimate(fused.with_(dsa_kernel_backend="none"), widened),
+        estimate(fused.with_(dsa_kernel_backend="cudnn"), widened),
+    ):
+        assert unfused.gib > estimate(fused, widened).gib + 100  # all scores, in fp32
+
+
+@pytest.mark.parametrize("answer", ["1 / 0", "None"])
+def test_a_page_that_cannot_say_whether_it_is_wanted_stops_the_launch(
+    answer: str, tmp_path: Path
+) -> None:
+    text = (catalogue.builtin_folder() / "log_second_line.py").read_text()
+    text = text.replace("    reached=", f"    wanted_by=lambda recipe: {answer},\n    reached=")
+    (tmp_path / "unsure.py").write_text(text)
+    page = catalogue.load_page("unsure", tmp_path / "unsure.py", "tests")
+    with pytest.raises(CppmegaError) as caught:
+        wanted_patches(SLICE, {"unsure": page})
+    assert caught.value.name == "bad-wanted-by"

@@ -96,13 +96,13 @@ def test_a_run_resumed_from_its_checkpoint_goes_on_with_the_same_curve(
 LOOP = """
 import json, math, os
 from pathlib import Path
-from cppmega import overlay_record, smoke, smoke_loop, smoke_state
+from cppmega import overlay_record, smoke, smoke_loop, smoke_model, smoke_state
 from cppmega.errors import CppmegaError
 from cppmega.smoke_loop import Loop, of_a_rank
 
 out, folder, data = {}, Path(os.environ["FOLDER"]), Path(os.environ["DATA"])
 recipe = smoke.recipe().with_(num_layers=2, mtp_num_layers=1)
-build = smoke.build
+build = smoke_model.with_optimizer
 
 
 def named(call):
@@ -121,7 +121,7 @@ def poisoned(spoil):
 
 
 def run(name, spoil=lambda model: None, recipe=recipe, **more):
-    smoke.build = poisoned(spoil)
+    smoke_model.with_optimizer = poisoned(spoil)
     loop = Loop(data=data, save=folder / name, metrics=folder / f"{name}.jsonl", **more)
     return named(lambda: len(smoke_loop.run(recipe, loop).rows))
 

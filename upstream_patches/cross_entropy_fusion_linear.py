@@ -12,8 +12,9 @@ Numerics: none (bitwise)
 """
 
 from cppmega.edits import in_order, inserting, replacing
-from cppmega.linear_ce_edits import asked_for
 from cppmega.page import Edit, Patch, Source
+
+from ._linear_ce.edits import asked_for
 
 CONFIG = "megatron/core/model_parallel_config.py:ModelParallelConfig"
 LANGUAGE_MODULE = "megatron/core/models/common/language_module/language_module.py:LanguageModule"
@@ -67,6 +68,7 @@ PATCH = Patch(
     reached="startup",
     feature=(LOSS, LAYER),
     when=asked_for,
+    wanted_by=lambda recipe: recipe.uses_linear_cross_entropy,
 )
 
 

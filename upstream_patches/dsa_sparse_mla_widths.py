@@ -145,6 +145,12 @@ PATCH = Patch(
     reached="forward",
     feature=(HOOK,),
     when=lambda args: getattr(args, "dsa_kernel_backend", None) == "tilelang",
+    wanted_by=lambda recipe: (
+        recipe.uses_dsa
+        and recipe.dsa_kernel_backend == "tilelang"
+        and recipe.dsa_widths in WIDTHS[:-1]  # the last are those of the release
+    ),
+    provides={"dsa_widths_tilelang": WIDTHS},
 )
 
 

@@ -14,8 +14,9 @@ Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chun
 """
 
 from cppmega.edits import in_order, inserting
-from cppmega.linear_ce_edits import asked_for, choosing_output_layer, returning_loss
 from cppmega.page import Edit, Patch, Source
+
+from ._linear_ce.edits import asked_for, choosing_output_layer, returning_loss
 
 PATH = "megatron/core/models/gpt/gpt_model.py"
 INIT = f"{PATH}:GPTModel.__init__"
@@ -66,6 +67,7 @@ PATCH = Patch(
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
     when=lambda args: asked_for(args) and not getattr(args, "hybrid_layer_pattern", None),
+    wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.kind != "hybrid",
 )
 
 
@@ -75,6 +77,6 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from cppmega import linear_ce_proof
+    from ._linear_ce import proof
 
-    linear_ce_proof.head(linear_ce_proof.gpt())
+    proof.head(proof.gpt())

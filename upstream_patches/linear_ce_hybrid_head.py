@@ -14,8 +14,9 @@ Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chun
     in fp32. The label -100 has no loss, where stock computes one of no meaning.
 """
 
-from cppmega.linear_ce_edits import asked_for, choosing_output_layer, returning_loss
 from cppmega.page import Edit, Patch, Source
+
+from ._linear_ce.edits import asked_for, choosing_output_layer, returning_loss
 
 HYBRID = "megatron/core/models/hybrid/hybrid_model.py:HybridModel"
 MAMBA = "megatron/core/models/mamba/mamba_model.py:MambaModel"
@@ -65,6 +66,7 @@ PATCH = Patch(
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
     when=lambda args: asked_for(args) and bool(getattr(args, "hybrid_layer_pattern", None)),
+    wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.kind == "hybrid",
     after=("hybrid_mtp_padding_mask",),
 )
 
@@ -74,6 +76,6 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from cppmega import linear_ce_proof
+    from ._linear_ce import proof
 
-    linear_ce_proof.head(linear_ce_proof.hybrid())
+    proof.head(proof.hybrid())

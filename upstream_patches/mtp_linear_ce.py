@@ -14,8 +14,9 @@ Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chun
 """
 
 from cppmega.edits import in_order, inserting, replacing
-from cppmega.linear_ce_edits import asked_for
 from cppmega.page import Edit, Patch, Source
+
+from ._linear_ce.edits import asked_for
 
 MTP = "megatron/core/transformer/multi_token_prediction.py"
 TARGET = f"{MTP}:process_mtp_loss"
@@ -160,6 +161,7 @@ PATCH = Patch(
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
     when=lambda args: asked_for(args) and bool(getattr(args, "mtp_num_layers", None)),
+    wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.layout.depths > 0,
     after=("mtp_loss_no_host_sync", "linear_ce_gpt_head"),
 )
 
@@ -169,6 +171,6 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from cppmega import linear_ce_proof
+    from ._linear_ce import proof
 
-    linear_ce_proof.mtp()
+    proof.mtp()

@@ -240,6 +240,10 @@ PATCH = Patch(
     reached="forward",
     feature=(f"{FILE}:roll_tensor",),
     when=lambda args: bool(args.mtp_num_layers),
+    # Documents padded inside the pack: stock rolls their labels at the wrong boundaries.
+    wanted_by=lambda recipe: (
+        recipe.document_multiple > 1 and recipe.layout.depths > 0 and recipe.kind != "loop"
+    ),
 )
 
 

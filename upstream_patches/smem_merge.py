@@ -39,6 +39,7 @@ PATCH = Patch(
     feature=(TARGET,),
     when=lambda args: getattr(args, "dsa_kernel_backend", None) == "tilelang",
     gate="CPPMEGA_SMEM_MERGE",
+    provides={"shared_memory_merge": (True,)},
 )
 
 

@@ -46,6 +46,7 @@ PATCH = Patch(
     reached="never",  # TileLang reads the text of a kernel: a mark inside would be compiled
     feature=(f"{FOLDER}/mamba3_mimo_fwd.py:mamba_mimo_fwd",),
     gate="CPPMEGA_SMEM_MERGE",
+    provides={"shared_memory_merge": (True,)},
 )
 
 

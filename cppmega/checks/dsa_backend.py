@@ -12,7 +12,9 @@ from typing import Any
 from cppmega import dsa_widths
 from cppmega.check import Context, NotApplicable, refuse
 from cppmega.errors import CppmegaError
+from cppmega.page import Page
 from cppmega.trainer_checks import IN_THE_CODE
+from cppmega.wanted import provided
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -42,23 +44,40 @@ def check(context: Context) -> str:
                 "--dsa-kernel-backend tilelang at sizes that it takes, or say none",
             )
         return f"unfused, as the line says; {_scores(args)}"
-    page = context.plan.verdicts.get(dsa_widths.PATCH)
-    patched = page is not None and page.state in IN_THE_CODE
-    refuse(_declines(backend, args, patched))
+    refuse(_declines(backend, args, _wideners(context)))
     return f"{backend} takes these sizes"
 
 
-def _declines(backend: str, args: Mapping[str, Any], patched: bool) -> Iterator[CppmegaError]:
+def _wideners(context: Context) -> tuple[list[Page], list[Page]]:
+    """Pages that provide further widths: those in the code, and those that are not."""
+    verdicts = context.plan.verdicts
+    inside: list[Page] = []
+    outside: list[Page] = []
+    for name, page in context.session.pages.items():
+        if dsa_widths.TILELANG in page.patch.provides:
+            found = name in verdicts and verdicts[name].state in IN_THE_CODE
+            (inside if found else outside).append(page)
+    return inside, outside
+
+
+def _declines(
+    backend: str, args: Mapping[str, Any], wideners: tuple[list[Page], list[Page]]
+) -> Iterator[CppmegaError]:
+    inside, outside = wideners
     widths = args["kv_lora_rank"] + args["qk_pos_emb_head_dim"], args["kv_lora_rank"]
-    reasons, taken = [], dsa_widths.taken(backend, patched)
+    reasons, taken = [], dsa_widths.supported(backend, provided(inside, dsa_widths.TILELANG))
     if str(args.get("attention_backend")).endswith("unfused"):
         reasons.append("every call with --attention-backend unfused")
     if widths not in taken:
         known = ", ".join(f"{query} and {value}" for query, value in taken)
-        widens = not patched and widths in dsa_widths.taken(backend, patched=True)
+        lacking = [
+            page.name
+            for page in outside
+            if widths in dsa_widths.supported(backend, page.patch.provides[dsa_widths.TILELANG])
+        ]
         reasons.append(
             f"query and value widths of {widths[0]} and {widths[1]}; it takes {known}"
-            + (f" without the patch {dsa_widths.PATCH}" if widens else "")
+            + (f" without the patch {' or '.join(lacking)}" if lacking else "")
         )
     if backend == "tilelang":
         heads = args["num_attention_heads"] // args["tensor_model_parallel_size"]

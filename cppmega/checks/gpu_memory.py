@@ -5,7 +5,6 @@ from __future__ import annotations
 from cppmega.check import Context, NotApplicable
 from cppmega.devices import gib, smallest
 from cppmega.errors import CppmegaError
-from cppmega.memory import estimate
 
 AFTER: tuple[str, ...] = ("gpus",)
 
@@ -21,7 +20,7 @@ def check(context: Context) -> str:
     """
     if context.recipe is None or not context.needs_gpu:
         raise NotApplicable("no recipe for GPUs is named")
-    one, needs = smallest(context.devices.found), estimate(context.recipe)
+    one, needs = smallest(context.devices.found), context.memory
     parts = (
         f"{gib(needs.states)} of weights, gradients and optimizer, {gib(needs.activations)} of "
         f"activations, {gib(needs.logits)} of logits"

@@ -32,7 +32,7 @@ def check(context: Context) -> str:
 
 def _found(context: Context) -> Iterator[CppmegaError]:
     verdicts = context.plan.verdicts
-    for name in context.recipe.needed_patches if context.recipe is not None else ():
+    for name in context.wanted_patches:
         if name not in verdicts:
             near = difflib.get_close_matches(name, sorted(verdicts), n=1)
             assert context.recipe is not None

@@ -27,8 +27,7 @@ def check(context: Context) -> str:
 
 
 def _found(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:
-    named = context.recipe.needed_patches if context.recipe is not None else ()
-    must = named if context.training_machine and context.needs_gpu else ()
+    must = context.wanted_patches if context.training_machine and context.needs_gpu else ()
     stale = [verdict.name for verdict in done if verdict.proof == "stale"]
     if stale:
         yield CppmegaError(

@@ -12,6 +12,7 @@ from cppmega import stack
 from cppmega.check import Context, NotApplicable, refuse
 from cppmega.checks.kernel_parity import SMALL
 from cppmega.errors import CppmegaError
+from cppmega.page import Page
 
 AFTER: tuple[str, ...] = ("one_root", "gpus")
 
@@ -29,18 +30,25 @@ def check(context: Context) -> str:
     from cppmega import smem
 
     found = smem.scan(_folders(context))
+    gates = [page.patch.gate for page in _merging(context) if page.patch.gate is not None]
+    switches = " ".join(f"{gate}=1" for gate in dict.fromkeys(gates))
     refuse(
         CppmegaError(
             "shared-memory-flag",
             f"{kernel.path}:{kernel.line}: {kernel.name} is not built with "
             f"TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True ({kernel.reason}).",
             "It may want more than the 99 KiB that a block has here, and does not start then.",
-            "CPPMEGA_SMEM_MERGE=1 python -m cppmega.apply_patches, and start with that variable",
+            f"{switches} python -m cppmega.apply_patches, and start with that variable",
         )
         for kernel in found
         if not kernel.merged
     )
     return f"{len(found)} TileLang kernels carry the flag"
+
+
+def _merging(context: Context) -> list[Page]:
+    """The pages that build kernels with the flag."""
+    return [p for p in context.session.pages.values() if "shared_memory_merge" in p.patch.provides]
 
 
 def _folders(context: Context) -> list[Path]:

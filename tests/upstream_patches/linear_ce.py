@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import warnings
@@ -14,13 +15,16 @@ from unittest import mock
 import pytest
 import torch
 
-from cppmega import cpu, linear_ce_proof
+from cppmega import catalogue, cpu
 from cppmega.errors import CppmegaError
-from cppmega.linear_ce_proof import B, S, V
 from cppmega.ops import linear_cross_entropy as op
 
 OFF = {"cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native"}
-GPT, HYBRID = linear_ce_proof.gpt, linear_ce_proof.hybrid
+proof: Any = importlib.import_module(
+    f"{catalogue.package_of(catalogue.builtin_folder())}._linear_ce.proof"
+)
+B, S, V = proof.B, proof.S, proof.V
+GPT, HYBRID = proof.gpt, proof.hybrid
 SOME, NONE_LEFT, NOT_GIVEN = "some tokens masked", "all tokens masked", "no mask"
 
 
@@ -89,7 +93,7 @@ def mtp_log() -> Iterator[list[Any]]:
 
 def outcome(model: Any, mask: str) -> dict[str, Any]:
     """Loss per token, MTP's log, and every gradient of what Megatron's loss functions return."""
-    weights = linear_ce_proof.batch()["loss_mask"]
+    weights = proof.batch()["loss_mask"]
     if mask == NONE_LEFT:
         weights = torch.zeros(B, S)
     if mask == NOT_GIVEN:
@@ -97,7 +101,7 @@ def outcome(model: Any, mask: str) -> dict[str, Any]:
         weights = torch.linspace(-1, 2, B * S).view(B, S)
     given = None if mask == NOT_GIVEN else weights
     with mtp_log() as logged:
-        loss = model(**linear_ce_proof.arguments(model, loss_mask=given))
+        loss = model(**proof.arguments(model, loss_mask=given))
     ((loss * weights).sum() / weights.sum().clamp(min=1) * 64).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), "logged": logged, "gradients": gradients}
@@ -153,7 +157,7 @@ def check_off(name: str, model: Any, mask: str, expected: dict[str, Any]) -> Non
 def check_on(name: str, model: Any, mask: str, expected: dict[str, Any], columns: int) -> None:
     """With the flag no logits, and the values of stock."""
     assert list(model.state_dict()) == expected["keys"]
-    with linear_ce_proof.no_logits(columns):
+    with proof.no_logits(columns):
         got = outcome(model, mask)
     torch.testing.assert_close(
         got,
@@ -169,7 +173,7 @@ def check_other_paths(ranks: int) -> None:
     parallel = {"tensor_model_parallel_size": ranks}
     for make in (GPT, HYBRID):
         model, plain = make(**parallel), make(**parallel, **OFF)
-        given = linear_ce_proof.arguments(model)
+        given = proof.arguments(model)
         no_labels = {**given, "labels": None}
         if make is GPT:
             with torch.no_grad():
@@ -195,7 +199,7 @@ def check_other_paths(ranks: int) -> None:
 def check_broken_promise(ranks: int) -> None:
     """A loss function that weighs tokens by something else than its mask hears which patch."""
     model = GPT(tensor_model_parallel_size=ranks)
-    loss = model(**linear_ce_proof.arguments(model))
+    loss = model(**proof.arguments(model))
     with pytest.raises(RuntimeError, match="linear_ce_gpt_head"):
         (loss * torch.linspace(1, 2, B * S).view(B, S)).sum().backward()
 
@@ -208,7 +212,7 @@ def check_another_weighting(ranks: int) -> None:
         model = GPT(mtp=2, tensor_model_parallel_size=ranks, **flag)
         variable = {"CPPMEGA_LINEAR_CE_UPSTREAM": "arbitrary"}
         with mock.patch.dict(os.environ, variable), spoken() as said:
-            loss = model(**linear_ce_proof.arguments(model))
+            loss = model(**proof.arguments(model))
             (loss * weights).sum().backward()
         found.append([p.grad for p in model.parameters()])
         heard = any("CPPMEGA_LINEAR_CE_UPSTREAM=arbitrary" in message for message in said)
@@ -218,14 +222,14 @@ def check_another_weighting(ranks: int) -> None:
         mock.patch.dict(os.environ, {"CPPMEGA_LINEAR_CE_UPSTREAM": "arbitary"}),
         pytest.raises(CppmegaError, match="linear-ce-upstream-unknown"),
     ):
-        model(**linear_ce_proof.arguments(model))
+        model(**proof.arguments(model))
 
 
 def check_fourth_product_is_said(ranks: int) -> None:
     """Without a mask nothing can be promised; the last rank, which has the head, says the cost."""
     model = GPT(tensor_model_parallel_size=ranks)
     with spoken() as said:
-        model(**linear_ce_proof.arguments(model, loss_mask=None))
+        model(**proof.arguments(model, loss_mask=None))
     last = torch.distributed.get_rank() == ranks - 1
     assert any("a fourth GEMM): forward() got no loss_mask" in each for each in said) == last
 
@@ -235,11 +239,11 @@ def check_masked_tokens_left_out(ranks: int) -> None:
     found = []
     for count in (False, True):
         model = GPT(mtp=2, tensor_model_parallel_size=ranks)
-        mask = linear_ce_proof.batch()["loss_mask"]
+        mask = proof.batch()["loss_mask"]
         if count:
             op.counting_tokens(mask, int(mask.count_nonzero()))
         with mock.patch.object(op, "_ROW_TILE", 1), mtp_log() as logged:
-            loss = model(**linear_ce_proof.arguments(model, loss_mask=mask))
+            loss = model(**proof.arguments(model, loss_mask=mask))
             (loss * mask).sum().backward()
         if count:
             assert not loss[mask == 0].any()
@@ -256,7 +260,7 @@ def check_distillation(ranks: int) -> None:
     capture.attach_hooks(model)
     with spoken() as said, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loss without fusion
-        model(**linear_ce_proof.arguments(model))
+        model(**proof.arguments(model))
     assert capture.pop().shape == (S, B, V // ranks)
     if torch.distributed.get_rank() == ranks - 1:
         assert any("StudentLogitsCapture._capture_logits of distillation" in each for each in said)
@@ -280,7 +284,7 @@ def check_logged_logits(ranks: int) -> None:
     model = GPT(tensor_model_parallel_size=ranks)
     model.config.config_logger_dir = "somewhere"
     with mock.patch.object(gpt_model, "log_config_to_disk") as log:
-        model(**linear_ce_proof.arguments(model))
+        model(**proof.arguments(model))
     assert log.call_args.args[1]["logits"].shape == (S, B, V // ranks)
 
 
@@ -290,7 +294,7 @@ def check_mtp_without_labels(ranks: int) -> None:
     for flag in ({}, OFF):
         model = GPT(mtp=2, tensor_model_parallel_size=ranks, **flag)
         with mtp_log() as logged:
-            logits = model(**linear_ce_proof.arguments(model, labels=None))
+            logits = model(**proof.arguments(model, labels=None))
         gradients = torch.autograd.grad(
             logits.sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
         )

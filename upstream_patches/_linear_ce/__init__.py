@@ -1,0 +1,1 @@
+"""What the pages of the linear cross-entropy share: edits, and proofs on tiny models."""
