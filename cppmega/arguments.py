@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 from cppmega import pattern as patterns
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
+from cppmega.run_options import RunOptions
 
 OLDEST = (0, 17)
 """First release line whose wheel has `megatron.training`."""
@@ -37,27 +38,6 @@ class Missing:
 
     part: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What belongs to one start of a recipe and not to the recipe."""
-
-    data: tuple[str, ...] = ()
-    """Prefixes of indexed datasets; weight and prefix in turn for a weighted mix."""
-    eod: int | None = None
-    """Id of the token that ends a document."""
-    mock_data: bool = False
-    data_cache: Path | None = None
-    save: Path | None = None
-    load: Path | None = None
-    save_interval: int = 500
-    exit_interval: int | None = None
-    """Stop after this many steps, with a checkpoint where `save` is set."""
-    log_interval: int = 1
-    tensorboard: Path | None = None
-    wandb_project: str = ""
-    wandb_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +78,16 @@ def release_line(version: str) -> tuple[int, int]:
     return line
 
 
-def render(recipe: Recipe, version: str, run: Run | None = None) -> Rendered:
+def render(
+    recipe: Recipe, version: str, options: RunOptions | None = None, eod: int | None = None
+) -> Rendered:
     """The arguments for Megatron's parser.
+
+    Args:
+        recipe: the run.
+        version: of the installed megatron-core.
+        options: of this start; None: the defaults.
+        eod: id of the token that ends a document, where the data has said it.
 
     Raises:
         CppmegaError: `recipe-is-a-loop`, `version-unknown`, `training-not-in-wheel`.
@@ -112,9 +100,9 @@ def render(recipe: Recipe, version: str, run: Run | None = None) -> Rendered:
             "cppmega recipes shows what can be rendered",
         )
     line = release_line(version)
-    run = run or Run()
+    options = options or RunOptions()
     words: list[str] = []
-    for name, values in _arguments(recipe, line, run):
+    for name, values in _arguments(recipe, line, options, eod):
         name = _name(name, line)
         if name and len(values) == 1 and values[0].startswith("-"):
             words.append(f"{name}={values[0]}")  # a pattern may begin with the letter for an MLP
@@ -172,7 +160,9 @@ def _name(name: str, line: tuple[int, int]) -> str:
 Argument = tuple[str, tuple[str, ...]]
 
 
-def _arguments(recipe: Recipe, line: tuple[int, int], run: Run) -> Iterator[Argument]:
+def _arguments(
+    recipe: Recipe, line: tuple[int, int], options: RunOptions, eod: int | None
+) -> Iterator[Argument]:
     yield from _model(recipe, line)
     if _can_attend(recipe, line):
         yield from _latent(recipe)
@@ -181,8 +171,8 @@ def _arguments(recipe: Recipe, line: tuple[int, int], run: Run) -> Iterator[Argu
     yield from _parallel(recipe)
     yield from _training(recipe)
     yield from _recompute(recipe, line)
-    yield from _vocabulary(recipe, line, run)
-    yield from _run(recipe, run)
+    yield from _vocabulary(recipe, line, eod)
+    yield from _run(recipe, options)
 
 
 def _model(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
@@ -310,52 +300,52 @@ def _recompute(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
         yield "--recompute-modules", modules
 
 
-def _vocabulary(recipe: Recipe, line: tuple[int, int], run: Run) -> Iterator[Argument]:
+def _vocabulary(recipe: Recipe, line: tuple[int, int], eod: int | None) -> Iterator[Argument]:
     # The data are token ids already; Megatron only asks the tokenizer how many there are. 0.17's
     # NullTokenizer adds one for the end of a document, from 0.18 on it is told which one it is.
     known = recipe.vocab_size - (1 if line < (0, 18) else 0)
     yield "--tokenizer-type", ("NullTokenizer",)
     yield "--vocab-size", (str(known),)
     yield from _values(recipe, "make_vocab_size_divisible_by")
-    if run.eod is not None:
-        yield "--null-tokenizer-eod-id", (str(run.eod),)
+    if eod is not None:
+        yield "--null-tokenizer-eod-id", (str(eod),)
 
 
-def _run(recipe: Recipe, run: Run) -> Iterator[Argument]:
+def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
     yield "--eval-iters", ("0",)
     yield "--eval-interval", (str(_NEVER),)
-    yield "--log-interval", (str(run.log_interval),)
+    yield "--log-interval", (str(options.log_interval),)
     yield "--log-throughput", ()
     # A loss or gradient that is no number ends the run at once, in its first step too. Megatron's
     # default runs the step again, saves the lost weights, and checks nothing in the first step.
     yield "--rerun-mode", ("disabled",)
     yield "--no-create-attention-mask-in-dataloader", ()  # every attention here is causal
-    if run.mock_data:
+    if options.mock_data:
         yield "--mock-data", ()
-    elif run.data:
-        yield "--data-path", run.data
+    elif options.data:
+        yield "--data-path", options.data
         yield "--split", ("1,0,0",)
     if recipe.packed_documents:
         yield "--eod-mask-loss", ()
-    if run.data_cache is not None:
-        yield "--data-cache-path", (str(run.data_cache),)
-    if run.save is not None:
-        yield "--save", (str(run.save),)
-        yield "--save-interval", (str(run.save_interval),)
+    if options.data_cache is not None:
+        yield "--data-cache-path", (str(options.data_cache),)
+    if options.save is not None:
+        yield "--save", (str(options.save),)
+        yield "--save-interval", (str(options.save_interval),)
         yield "--exit-signal-handler", ()  # SIGTERM saves before it ends
-    if run.load is not None:
-        yield "--load", (str(run.load),)
-    if run.exit_interval is not None:
-        yield "--exit-interval", (str(run.exit_interval),)
-    if run.tensorboard is not None:
-        yield "--tensorboard-dir", (str(run.tensorboard),)
+    if options.load is not None:
+        yield "--load", (str(options.load),)
+    if options.exit_interval is not None:
+        yield "--exit-interval", (str(options.exit_interval),)
+    if options.tensorboard is not None:
+        yield "--tensorboard-dir", (str(options.tensorboard),)
         yield "--log-timers-to-tensorboard", ()
         yield "--log-memory-to-tensorboard", ()
-    if run.wandb_project:
-        yield "--wandb-project", (run.wandb_project,)
-        yield "--wandb-exp-name", (run.wandb_name or recipe.name,)
+    if options.wandb_project:
+        yield "--wandb-project", (options.wandb_project,)
+        yield "--wandb-exp-name", (options.wandb_name or recipe.name,)
         # Megatron's default is below --save, also where there is none.
-        yield "--wandb-save-dir", (str((run.save or Path()) / "wandb"),)
+        yield "--wandb-save-dir", (str((options.save or Path()) / "wandb"),)
 
 
 def _values(recipe: Recipe, *names: str) -> Iterator[Argument]:

@@ -1,91 +1,36 @@
-"""What a preflight check may look at, and what it may answer.
+"""What a preflight check may inspect: one launch, before it happens.
 
 A check is one file of `cppmega/checks/`: a docstring that says what it refuses, `AFTER` (the checks
-that must hold before it can say anything) and `check(context)`, which returns a line of detail,
-raises the error that must stop the launch, or raises `NotApplicable`.
+that must hold before it can answer) and `check(context)`, which returns a line of detail, raises
+the error that must stop the launch, or raises `NotApplicable`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from cppmega import dsa_widths, receipt
+from cppmega import allocator, children, devices, dsa_widths, receipt, report, trainer_checks
+from cppmega.data_reading import Allowance
+from cppmega.devices import Devices
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
+from cppmega.line import Line, launch_line, whole_line
 from cppmega.memory import Estimate, estimate
 from cppmega.overlay import Session
 from cppmega.plan import Plan
 from cppmega.receipt import Receipt
 from cppmega.recipe import Recipe
+from cppmega.run_options import RunOptions
+from cppmega.trainer_batch import DataTokens
 from cppmega.wanted import provided, wanted_patches
 
-if TYPE_CHECKING:
-    from cppmega.devices import Devices
-    from cppmega.line import Line
-
-State = Literal["ok", "failed", "not-applicable", "not-run"]
-
-
-class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
-    """There is nothing to check here; the message says why."""
-
-
-class Refused(Exception):  # noqa: N818
-    """Several things are wrong at once: a user wants to know all of them."""
-
-    def __init__(self, errors: Iterable[CppmegaError]) -> None:
-        self.errors = tuple(errors)
-        super().__init__("; ".join(map(str, self.errors)))
-
-
-def refuse(errors: Iterable[CppmegaError]) -> None:
-    """Raise what was found; returns where nothing was."""
-    found = tuple(errors)
-    if found:
-        raise Refused(found)
-
-
-class Remark(str):
-    """Detail of a check that holds, and that is to be read even where all is well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One answer of one check; a check that found several things wrong has several."""
-
-    check: str
-    state: State
-    name: str = ""
-    """Of the error, kebab-case; empty unless `failed`."""
-    what: str = ""
-    """What happened; or the detail of a check that holds, or why there was nothing to check."""
-    why: str = ""
-    next: str = ""
-
-    @property
-    def is_remark(self) -> bool:
-        """It holds, and is to be read all the same."""
-        return isinstance(self.what, Remark)
-
-    @property
-    def error(self) -> CppmegaError:
-        """A failure as the exception that stops a launch."""
-        return CppmegaError(self.name, self.what, self.why, self.next)
-
-    def as_json(self) -> dict[str, str]:
-        """One entry of `checks` in the JSON answer."""
-        return {
-            "check": self.check,
-            "state": self.state,
-            "name": self.name,
-            "what": self.what,
-            "why": self.why,
-            "next": self.next,
-        }
+_SECONDS = 60.0
+"""For the first reading of all datasets of a launch; more than that is a command of its own."""
 
 
 @dataclass
@@ -98,9 +43,11 @@ class Context:
     recipe: Recipe | None = None
     recipe_file: Path | None = None
     """Where the recipe was read from, if it is not a shipped one."""
+    options: RunOptions = field(default_factory=RunOptions)
+    """The trainer's options of this start."""
     arguments: tuple[str, ...] = ()
-    """Words of the launch line after the recipe: the trainer's own options and Megatron's.
-    Without a recipe: a whole line for Megatron's parser."""
+    """Megatron's own arguments, added to the recipe's. Without a recipe: a whole line for
+    Megatron's parser."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """What the training processes will see."""
     training_machine: bool = field(default_factory=lambda: gpu_here())
@@ -112,31 +59,17 @@ class Context:
     deep: bool = False
     """Also run each kernel's parity on this GPU: minutes instead of seconds."""
 
-    accept: tuple[str, ...] = ()
-    """Edits that are accepted, as `FILE=SHA256`, besides those of the recipe and of the line."""
-
     @cached_property
     def accepted(self) -> Mapping[str, str]:
         """Every edit of Megatron that this launch may train: path -> SHA-256.
 
         Raises:
-            CppmegaError: `bad-accept`, `wrong-usage`.
+            CppmegaError: `bad-accept`.
         """
         from cppmega import accepted
 
         named = self.recipe.accepted_edits if self.recipe is not None else ()
-        return accepted.asked(named, (*self.accept, *self.options["accept"]))
-
-    @cached_property
-    def options(self) -> Mapping[str, Any]:
-        """The trainer's options on the line, by parameter; a loop of its own has them alone.
-
-        Raises:
-            CppmegaError: `wrong-usage`.
-        """
-        from cppmega import line
-
-        return line.read(self.arguments)
+        return accepted.asked(named, self.options.accept)
 
     @property
     def is_loop(self) -> bool:
@@ -187,17 +120,57 @@ class Context:
             NotApplicable: nothing that Megatron parses is launched.
             CppmegaError: it cannot be written for the installed version.
         """
-        from cppmega import line
-
+        if self.recipe is None:
+            return whole_line(self.arguments, self.options, self.environ)
         version = self.session.tree.version
-        return line.of(self.recipe, self.arguments, self.options, version, self.environ)
+        return launch_line(self.recipe, self.options, self.arguments, version)
 
     @cached_property
     def process(self) -> dict[str, Any]:
         """The answers of a process that imported what the training processes will import."""
-        from cppmega import children
+        order: dict[str, Any] = {
+            "root": str(self.root) if self.root is not None else None,
+            "expected": str(self.session.root),
+            "accepted": dict(self.accepted),
+            "argv": None,
+            "world": None,
+        }
+        environ = dict(self.environ)
+        try:
+            order |= {"argv": self.line.argv, "world": self.line.world}
+            environ = {**self.line.environment, **environ}
+        except (NotApplicable, CppmegaError):
+            pass  # no parser of Megatron's sees a line, or the line's own check refuses it
+        allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
+        return children.ask("cppmega.preflight_worker", order, environ, here=True)
 
-        return children.imported_process(self)
+    @property
+    def megatron_args(self) -> dict[str, Any]:
+        """What the installed version's parser makes of the line.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+        """
+        assert self.line.argv  # raises where there is no line
+        found: dict[str, Any] = self.process["line"]["args"]
+        return found
+
+    @cached_property
+    def allowance(self) -> Allowance:
+        """How long the first reading of datasets may take: with `deep` as long as it takes."""
+        return Allowance(None if self.deep else _SECONDS, report.say)
+
+    @cached_property
+    def data(self) -> DataTokens:
+        """The data of a recipe that Megatron trains, checked and read as far as allowed.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: what `trainer_checks.check_data` raises.
+        """
+        options = self.line.options
+        assert self.recipe is not None
+        return trainer_checks.check_data(self.recipe, options, self.allowance.read)
 
     @cached_property
     def devices(self) -> Devices:
@@ -207,9 +180,18 @@ class Context:
             NotApplicable: the launch needs none.
             CppmegaError: `no-gpu`, `driver-broken`.
         """
-        from cppmega import devices
+        if self.recipe is not None and not self.needs_gpu:
+            raise NotApplicable(f"{self.recipe.name} runs on CPU")
+        if self.recipe is None and not self.training_machine:
+            raise NotApplicable("this machine has no GPU, and no recipe asks for one")
+        root = self.session.tree.root
+        return devices.look(self.recipe, self.environ, root, has_gpu=self.training_machine)
 
-        return devices.look(self)
+    @property
+    def gpus_here(self) -> int:
+        """GPUs that the launch takes on this host."""
+        assert self.recipe is not None
+        return -(-self.recipe.gpus // self.nodes)
 
 
 def gpu_here() -> bool:

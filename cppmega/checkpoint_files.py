@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import inert_pickle, saved_archive
+from cppmega.checkpoint_tracker import TRACKER
 from cppmega.errors import CppmegaError
 from cppmega.inert_pickle import Inert, NotListed
 from cppmega.progress import Advance
 from cppmega.saved_archive import Damaged
 
-TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron writes it when a checkpoint is whole."""
 AT_ONCE = 1 << 30
 """Bytes whose checksums are compared without being asked to: a few seconds."""

@@ -7,39 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cppmega import allocator, process, python
-from cppmega.check import NotApplicable
+from cppmega import process, python
 from cppmega.errors import CppmegaError
 
-if TYPE_CHECKING:
-    from cppmega.check import Context
-
 _SECONDS = 300
-
-
-def imported_process(context: Context) -> dict[str, Any]:
-    """Start a process as a rank would be started, up to the first step; what it found."""
-    order: dict[str, Any] = {
-        "root": str(context.root) if context.root is not None else None,
-        "expected": str(context.session.root),
-        "accepted": dict(context.accepted),
-        "argv": None,
-        "world": None,
-    }
-    environ = dict(context.environ)
-    try:
-        line = context.line
-        order |= {"argv": line.argv, "world": line.world}
-        environ = {**line.environment, **environ}
-    except (
-        NotApplicable,
-        CppmegaError,
-    ):  # no parser of Megatron's sees a line, or its check says it
-        pass
-    allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
-    return ask("cppmega.preflight_worker", order, environ, here=True)
 
 
 def given_order() -> dict[str, Any]:

@@ -45,12 +45,14 @@ def preflight(
     whole line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
     """
     from cppmega import preflight as checks
-    from cppmega import recipes_index, report
+    from cppmega import recipes_index, report, trainer_options
     from cppmega.check import Context
 
     if recipe is not None and recipe.startswith("-"):  # there was no recipe in front of the --
         arguments = (recipe, *arguments)
         recipe = None
+    options, further = trainer_options.read(arguments)
+    options = replace(options, accept=(*accept, *options.accept))
     chosen = recipes_index.load(recipe) if recipe is not None else None
     if chosen is not None:
         chosen = recipes_index.with_text(chosen, changes)
@@ -61,10 +63,11 @@ def preflight(
         catalogues=patches or None,
         recipe=chosen,
         recipe_file=recipes_index.file_of(recipe) if recipe is not None else None,
-        arguments=tuple(arguments),
+        options=options,
+        # Without a recipe all of the words are Megatron's, those that the trainer has as well.
+        arguments=tuple(arguments) if chosen is None else further,
         nodes=nodes,
         deep=deep,
-        accept=tuple(accept),
     )
     with report.Progress("preflight") as progress:
         found = checks.examine(context, progress)

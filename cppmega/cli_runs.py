@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from cppmega.cli_base import FINE, cli
+from cppmega.run_options import RunOptions
 from cppmega.trainer_options import options
 
 _runs = click.option(
@@ -61,7 +62,7 @@ def launch(
 
     asked = Launch(
         recipe=recipe,
-        options=given,
+        options=RunOptions(**given),
         arguments=arguments,
         runs=folder,
         name=name,

@@ -10,14 +10,13 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cppmega.check import NotApplicable
 from cppmega.children import ask
 from cppmega.errors import CppmegaError
 
 if TYPE_CHECKING:
-    from cppmega.check import Context
     from cppmega.recipe import Recipe
 
 _ASKED = ("index", "uuid", "compute_mode", "ecc.errors.uncorrected.volatile.total")
@@ -58,37 +57,33 @@ class Devices:
         return {device.architecture for device in self.found}
 
 
-def look(context: Context) -> Devices:
+def look(
+    recipe: Recipe | None, environ: Mapping[str, str], root: Path, *, has_gpu: bool
+) -> Devices:
     """Ask a process with the environment of the launch.
 
+    Args:
+        recipe: what needs the GPUs; None: a launch of unknown content, which may have none.
+        environ: of the launch.
+        root: folder that holds megatron/.
+        has_gpu: whether this machine has an NVIDIA device at all.
+
     Raises:
-        NotApplicable: the launch needs no GPU.
         CppmegaError: `no-gpu`.
     """
-    if context.recipe is not None and not context.needs_gpu:
-        raise NotApplicable(f"{context.recipe.name} runs on CPU")
-    if not context.training_machine:
-        if context.recipe is None:
-            raise NotApplicable("this machine has no GPU, and no recipe asks for one")
-        raise _no_gpu(context.recipe, "this machine has no NVIDIA device")
-    root = str(context.session.tree.root)
-    order = {"root": root, "modules": _kernel_modules(context.recipe)}
-    answer = ask("cppmega.devices_worker", order, context.environ)
-    if not answer["devices"] and context.recipe is not None:
-        visible = context.environ.get("CUDA_VISIBLE_DEVICES")
+    if recipe is not None and not has_gpu:
+        raise _no_gpu(recipe, "this machine has no NVIDIA device")
+    order = {"root": str(root), "modules": _kernel_modules(recipe)}
+    answer = ask("cppmega.devices_worker", order, environ)
+    if not answer["devices"] and recipe is not None:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
         shown = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
-        raise _no_gpu(context.recipe, answer["why"] + shown)
+        raise _no_gpu(recipe, answer["why"] + shown)
     found = tuple(
         Device(d["name"], tuple(d["capability"]), d["total"], d["free"], d["uuid"])
         for d in answer["devices"]
     )
-    return Devices(found, tuple(answer["compiled_for"]), answer["imports"], driver(context.environ))
-
-
-def needed_here(context: Context) -> int:
-    """GPUs that the launch takes on this host."""
-    assert context.recipe is not None
-    return -(-context.recipe.gpus // context.nodes)
+    return Devices(found, tuple(answer["compiled_for"]), answer["imports"], driver(environ))
 
 
 def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:

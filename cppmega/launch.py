@@ -15,20 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import (
+    checkpoint_tracker,
     launch_folder,
     launch_resume,
     recipes_index,
     report,
     run_folder,
     tmux,
-    trainer_options,
 )
+from cppmega.arguments import render
 from cppmega.check import Context
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch, Ready
-from cppmega.overlay import Session
+from cppmega.preflight import examine
 from cppmega.recipe import Recipe
 from cppmega.run_folder import Node, Run
+from cppmega.run_options import RunOptions
 
 _LOOP_RANKS = 2
 """So that a launch on CPU has what one on GPUs has: process groups, ranks that must agree."""
@@ -82,8 +84,8 @@ def prepare(asked: Launch) -> Ready:
         CppmegaError: see `launch`.
     """
     # Ranks may have another working directory; and a manifest must mean something later.
-    asked = replace(asked, options=trainer_options.absolute(asked.options))
-    recipe = recipes_index.with_text(recipes_index.load(asked.recipe), asked.options["changes"])
+    asked = replace(asked, options=asked.options.absolute())
+    recipe = recipes_index.with_text(recipes_index.load(asked.recipe), asked.options.changes)
     runs = run_folder.root(asked.runs).absolute()
     if asked.tmux is not None:
         tmux.check_name(asked.tmux)
@@ -100,17 +102,16 @@ def prepare(asked: Launch) -> Ready:
     if old is not None:  # a tmux session's name may be another run's later
         asked = replace(asked, resume=old.name if old.path.parent == runs else str(old.path))
     options = _options(asked, recipe, folder, old)
-    _check_left(recipe, options["load"])
+    _check_left(recipe, options.load)
     _check_loop(recipe, options, nproc * asked.nodes)
     environment = environment_of(recipe, os.environ)
-    session, checks = _preflight(asked, recipe, options, environment, folder)
-    recipe = recipe.plus(*asked.arguments)
-    rendered, data = _rendered(recipe, options, session)
+    context, checks = _preflight(asked, recipe, options, environment, folder)
+    rendered, data = _rendered(context)
     ready = Ready(
         asked=asked,
-        recipe=recipe,
+        recipe=recipe.plus(*asked.arguments),
         folder=folder,
-        session=session,
+        session=context.session,
         options=options,
         environment=environment,
         nproc=nproc,
@@ -162,18 +163,20 @@ def _check_nodes(asked: Launch) -> None:
         )
 
 
-def _options(asked: Launch, recipe: Recipe, folder: Path, old: Run | None) -> dict[str, Any]:
+def _options(asked: Launch, recipe: Recipe, folder: Path, old: Run | None) -> RunOptions:
     """The trainer's options with this run's own places."""
-    options = dict(asked.options)
+    options = asked.options
     if old is not None:
-        options |= launch_resume.options(asked, recipe, old)
-    options["save"] = options["save"] or folder / "checkpoints"
-    if options["load"] is None and run_folder.newest_step(options["save"]) is not None:
-        options["load"] = options["save"]  # as the trainer does it; the manifest must say so
-    options["metrics"] = options["metrics"] or folder / "metrics.jsonl"
-    if recipe.kind == "loop" and not options["data"]:
-        options["data"] = (str(folder / "data"),)
-    return options
+        options = launch_resume.options(asked, recipe, old)
+    save = options.save or folder / "checkpoints"
+    load = options.load
+    if load is None and checkpoint_tracker.newest_step(save) is not None:
+        load = save  # as the trainer does it; the manifest must say so
+    data = options.data
+    if recipe.kind == "loop" and not data:
+        data = (str(folder / "data"),)
+    metrics = options.metrics or folder / "metrics.jsonl"
+    return replace(options, save=save, load=load, metrics=metrics, data=data)
 
 
 def _check_left(recipe: Recipe, load: Path | None) -> None:
@@ -182,7 +185,7 @@ def _check_left(recipe: Recipe, load: Path | None) -> None:
     Raises:
         CppmegaError: `already-trained`.
     """
-    step = run_folder.newest_step(load) if load is not None else None
+    step = checkpoint_tracker.newest_step(load) if load is not None else None
     if step is not None and step >= recipe.train_iters:
         raise CppmegaError(
             "already-trained",
@@ -192,7 +195,7 @@ def _check_left(recipe: Recipe, load: Path | None) -> None:
         )
 
 
-def _check_loop(recipe: Recipe, options: Mapping[str, Any], world: int) -> None:
+def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
     """Can a loop of our own do what it is asked for? The checks take a minute; this does not.
 
     Raises:
@@ -200,12 +203,10 @@ def _check_loop(recipe: Recipe, options: Mapping[str, Any], world: int) -> None:
     """
     if recipe.kind != "loop":
         return
-    from cppmega import smoke_loop, trainer
+    from cppmega import smoke_loop
 
     smoke_loop.of_a_rank(recipe, world)
-    of_the_run, others = trainer_options.divided(options)
-    run = trainer.run_of(**of_the_run)
-    smoke_loop.refuse_options(recipe, run, tokenizer=others["tokenizer"], eod=others["eod"])
+    smoke_loop.refuse_options(recipe, options)
 
 
 def environment_of(recipe: Recipe, given: Mapping[str, str]) -> dict[str, str]:
@@ -226,19 +227,17 @@ def environment_of(recipe: Recipe, given: Mapping[str, str]) -> dict[str, str]:
 def _preflight(
     asked: Launch,
     recipe: Recipe,
-    options: Mapping[str, Any],
+    options: RunOptions,
     environment: Mapping[str, str],
     folder: Path,
-) -> tuple[Session, dict[str, str]]:
+) -> tuple[Context, dict[str, str]]:
     """Every check; the launch ends here where one does not hold."""
-    from cppmega.preflight import examine
-
-    words = trainer_options.words(options, without=("changes", "root"))
     context = Context(
-        root=options["root"],
+        root=options.root,
         recipe=recipe,
         recipe_file=recipes_index.file_of(asked.recipe),
-        arguments=(*words, *_further(asked)),
+        options=options,
+        arguments=asked.arguments,
         environ=environment,
         nodes=asked.nodes,
         folder=folder,
@@ -262,27 +261,23 @@ def _preflight(
             "What was not looked at may be wrong.",
             f"cppmega preflight {asked.recipe}",
         )
-    return context.session, {finding.check: finding.state for finding in found.findings}
+    return context, {finding.check: finding.state for finding in found.findings}
 
 
-def _rendered(
-    recipe: Recipe, options: Mapping[str, Any], session: Session
-) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _rendered(context: Context) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The arguments as they will reach the parser, and the name of the data's contents."""
-    from cppmega import trainer
-
-    of_the_run, others = trainer_options.divided(options)
-    tokenizer, eod, metrics = (others[name] for name in ("tokenizer", "eod", "metrics"))
-    run = trainer.run_of(**of_the_run)
-    paths = list(run.data)
+    recipe, options = context.recipe, context.options
+    assert recipe is not None
+    paths = list(options.data)
     if recipe.kind == "loop":
         from cppmega import smoke_loop, smoke_text
 
-        fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(run.data, recipe))
+        fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(options.data, recipe))
         return (), {"paths": paths, "fingerprint": fingerprint, "mock": False}
-    ready = trainer.plan(recipe, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)
-    data = {"paths": paths, "fingerprint": ready.data.fingerprint, "mock": run.mock_data}
-    return ready.rendered.argv, data
+    version = context.session.tree.version
+    rendered = render(recipe.plus(*context.arguments), version, options, context.data.eod)
+    data = {"paths": paths, "fingerprint": context.data.fingerprint, "mock": options.mock_data}
+    return rendered.argv, data
 
 
 def _torchrun(ready: Ready) -> tuple[str, ...]:
@@ -298,10 +293,10 @@ def _torchrun(ready: Ready) -> tuple[str, ...]:
         where = ["--standalone", "--local-addr", "127.0.0.1"]
     # Every rank has its files; the first and the last, which Megatron's lines come from, are shown.
     shown = ",".join(f"{rank}:3" for rank in sorted({0, last}))
-    root = ready.options["root"]
+    root = ready.options.root
     chosen = ["--megatron", str(root)] if root is not None else []
     recipe = ready.folder / "recipe" / f"{ready.recipe.name}.py"
-    options = trainer_options.words(ready.options, without=("root",))
+    options = ready.options.words(without=("root",))
     return (
         *where,
         *("--nproc-per-node", str(ready.nproc), "--redirects", "3", "--tee", shown),
@@ -311,7 +306,7 @@ def _torchrun(ready: Ready) -> tuple[str, ...]:
 
 
 def _further(asked: Launch) -> tuple[str, ...]:
-    """Megatron's own arguments behind the trainer's options."""
+    """Megatron's own arguments, after the trainer's options."""
     return ("--", *asked.arguments) if asked.arguments else ()
 
 

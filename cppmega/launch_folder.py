@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
 from cppmega.run_folder import Node, Run
+from cppmega.run_options import RunOptions
 
 _JOIN = 60.0
 """Seconds that a further host waits for the first one's manifest."""
@@ -34,10 +35,10 @@ class Launch:
     """What the command line asks for."""
 
     recipe: str
-    options: Mapping[str, Any]
-    """Of the trainer, as click read them."""
+    options: RunOptions
+    """The trainer's."""
     arguments: tuple[str, ...] = ()
-    """Megatron's own, behind `--`."""
+    """Megatron's own, after `--`."""
     runs: Path | None = None
     name: str | None = None
     tmux: str | None = None
@@ -55,7 +56,7 @@ class Ready:
     recipe: Recipe
     folder: Path
     session: Session
-    options: dict[str, Any]
+    options: RunOptions
     environment: dict[str, str]
     nproc: int
     torchrun: tuple[str, ...]
@@ -121,8 +122,8 @@ def _join(ready: Ready, run: Run, mine: Mapping[str, Any], exists: CppmegaError)
 def _manifest(ready: Ready) -> dict[str, Any]:
     asked = ready.asked
     source = launch_record.file_state(recipes_index.file_of(asked.recipe))
-    options = {name: _plain(value) for name, value in ready.options.items()}
-    edits = accepted.asked(ready.recipe.accepted_edits, ready.options.get("accept", ()))
+    options = {name: _plain(value) for name, value in asdict(ready.options).items()}
+    edits = accepted.asked(ready.recipe.accepted_edits, ready.options.accept)
     manifest = {
         "schema": run_manifest.SCHEMA,
         "name": ready.folder.name,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 from cppmega import recipes_index, report, run_folder
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch
 from cppmega.recipe import Recipe
 from cppmega.run_folder import Run
+from cppmega.run_options import RunOptions
 
 _SHAPE = (
     *("hidden_size", "ffn_hidden_size", "num_layers", "mtp_num_layers", "pattern"),
@@ -18,8 +20,8 @@ _SHAPE = (
 """Of a recipe: what the weights in a checkpoint have the shapes of."""
 
 
-def options(asked: Launch, recipe: Recipe, old: Run) -> dict[str, Any]:
-    """Checkpoint and data of an earlier run, where the command line names no others.
+def options(asked: Launch, recipe: Recipe, old: Run) -> RunOptions:
+    """The options asked for, with checkpoint and data of an earlier run where they name none.
 
     Raises:
         CppmegaError: `run-damaged`, `run-of-another-recipe`, `run-of-another-model`,
@@ -54,13 +56,18 @@ def options(asked: Launch, recipe: Recipe, old: Run) -> dict[str, Any]:
             else "launch without --resume for a fresh start",
         )
     report.say(f"going on from step {step} of {old.name}")
-    found: dict[str, Any] = {"load": asked.options["load"] or old.checkpoints}
-    before = old.manifest["options"]
-    if not asked.options["data"] and not asked.options["mock_data"]:
-        found["data"] = tuple(before["data"])
-        for name in ("tokenizer", "eod", "mock_data", "data_cache"):
-            found[name] = asked.options[name] or before[name]
-    return found
+    given, before = asked.options, old.manifest["options"]
+    given = replace(given, load=given.load or old.checkpoints)
+    if given.data or given.mock_data:
+        return given
+    return replace(
+        given,
+        data=tuple(before["data"]),
+        tokenizer=given.tokenizer or before["tokenizer"],
+        eod=given.eod or before["eod"],
+        mock_data=before["mock_data"],
+        data_cache=given.data_cache or (before["data_cache"] and Path(before["data_cache"])),
+    )
 
 
 def _refuse_other_model(recipe: Recipe, old: Run) -> None:

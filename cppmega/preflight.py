@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a launch: `examine`, and its command line.
+"""Everything that can be known to be wrong before a launch.
 
 Checks run in order and each says its name before it starts. One whose prerequisite failed is
 `not-run`, which is no pass.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cppmega import receipt
-from cppmega.check import Context, Finding, NotApplicable, Refused
+from cppmega.check import Context
 from cppmega.checks import ORDER
 from cppmega.errors import CppmegaError
+from cppmega.findings import Finding, NotApplicable, Refused
 
 Progress = Callable[[str], None]
 
@@ -108,14 +108,3 @@ def _failed(check: str, error: CppmegaError, root: Path | None) -> Finding:
         place = f" --megatron {shlex.quote(str(root))}"
         command = _OF_A_TREE.sub(lambda found: found.group() + place, command)
     return Finding(check, "failed", error.name, error.what, error.why, command)
-
-
-def main() -> NoReturn:
-    """`python -m cppmega.preflight` is `cppmega preflight`."""
-    from cppmega import cli
-
-    cli.main(["preflight", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from cppmega.overlay import Outcome
 from cppmega.state import FAILURES, MEANING, Verdict
 
 if TYPE_CHECKING:
-    from cppmega.check import Finding
+    from cppmega.findings import Finding
 
 _COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
 

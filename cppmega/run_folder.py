@@ -25,11 +25,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega import durable, liveness, run_manifest
+from cppmega import checkpoint_tracker, durable, liveness, run_manifest
 from cppmega.errors import CppmegaError
 
 VARIABLE = "CPPMEGA_RUNS"
-TRACKER = "latest_checkpointed_iteration.txt"
 
 State = Literal["starting", "running", "stopping", "finished", "stopped", "crashed", "killed"]
 LIVE: frozenset[State] = frozenset({"starting", "running", "stopping"})
@@ -224,7 +223,7 @@ class Run:
 
     def checkpoint(self) -> int | None:
         """Step of the newest whole checkpoint."""
-        return newest_step(self.checkpoints)
+        return checkpoint_tracker.newest_step(self.checkpoints)
 
 
 def _young(folder: Path) -> bool:
@@ -250,15 +249,6 @@ def _ended(status: Mapping[str, Any]) -> State:
 def root(given: Path | None = None) -> Path:
     """The folder of all run folders: what is named, the variable, `./runs`."""
     return given or Path(os.environ.get(VARIABLE) or "runs")
-
-
-def newest_step(folder: Path) -> int | None:
-    """Step of the newest whole checkpoint of a folder."""
-    tracker = folder / TRACKER
-    try:
-        return int(tracker.read_text()) if tracker.is_file() else None
-    except (OSError, ValueError):
-        return None
 
 
 def create(runs: Path, name: str) -> Run:

@@ -58,13 +58,12 @@ def recipe() -> Recipe:
 
 def run(out: Path, data: Path, steps: int | None) -> None:
     """Train the recipe and keep what happened."""
-    from cppmega import guard, smoke_loop
-    from cppmega.trainer_checks import CHECKPOINT
+    from cppmega import checkpoint_tracker, guard, smoke_loop
 
     plan = recipe()
     total = steps or plan.train_iters
     out.mkdir(parents=True, exist_ok=True)
-    resumed = (out / CHECKPOINT).is_file()
+    resumed = checkpoint_tracker.exists(out)
     loop = smoke_loop.Loop(data=data, steps=total, save=out, load=out if resumed else None)
     outcome = smoke_loop.run(plan, loop)
     curve: list[dict[str, Any]] = []

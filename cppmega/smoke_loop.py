@@ -17,10 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from cppmega import accepted, guard, overlay_record, smoke_state
-from cppmega.arguments import Run
 from cppmega.errors import CppmegaError
 from cppmega.finite import Watch, gradient_error, loss_error
 from cppmega.recipe import Recipe
+from cppmega.run_options import RunOptions
 from cppmega.trainer_batch import check_batch
 from cppmega.trainer_log import append
 
@@ -323,42 +323,40 @@ def _log(
         )
 
 
-def train(recipe: Recipe, run_: Run, metrics: Path | None, **options: object) -> None:
+def train(recipe: Recipe, options: RunOptions) -> None:
     """A loop recipe as the trainer's command line asks for it.
-
-    Args:
-        options: of the trainer, which this loop does not have.
 
     Raises:
         CppmegaError: `not-supported`, and what `run` raises.
     """
-    refuse_options(recipe, run_, **options)
+    refuse_options(recipe, options)
     loop = Loop(
-        data=folder_of(run_.data, recipe),
+        data=folder_of(options.data, recipe),
         steps=recipe.train_iters,
-        save=run_.save,
-        load=run_.load,
-        save_interval=run_.save_interval,
-        exit_interval=run_.exit_interval,
-        log_interval=run_.log_interval,
-        metrics=metrics,
+        save=options.save,
+        load=options.load,
+        save_interval=options.save_interval,
+        exit_interval=options.exit_interval,
+        log_interval=options.log_interval,
+        metrics=options.metrics,
     )
     run(recipe, loop)
 
 
-def refuse_options(recipe: Recipe, run_: Run, **options: object) -> None:
+def refuse_options(recipe: Recipe, options: RunOptions) -> None:
     """No option is left out silently.
 
     Raises:
         CppmegaError: `not-supported`.
     """
     given = {
-        "mock-data": run_.mock_data,
-        "data-cache": run_.data_cache,
-        "tensorboard": run_.tensorboard,
-        "wandb-project": run_.wandb_project,
-        "wandb-name": run_.wandb_name,
-        **options,
+        "mock-data": options.mock_data,
+        "data-cache": options.data_cache,
+        "tensorboard": options.tensorboard,
+        "wandb-project": options.wandb_project,
+        "wandb-name": options.wandb_name,
+        "tokenizer": options.tokenizer,
+        "eod": options.eod,
     }
     wrong = [f"--{name}" for name, value in given.items() if value]
     wrong += [" ".join(recipe.arguments)] if recipe.arguments else []

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import overlay_record
-from cppmega.trainer_checks import CHECKPOINT
+from cppmega.checkpoint_tracker import TRACKER
 
 
 def save(folder: Path, model: Any, optimizer: Any, step: int, record: dict[str, Any]) -> None:
@@ -37,9 +37,9 @@ def save(folder: Path, model: Any, optimizer: Any, step: int, record: dict[str, 
         if place.exists():
             place.rename(_free(place))
         unfinished.rename(place)
-        tracker = folder / (CHECKPOINT + ".new")
+        tracker = folder / (TRACKER + ".new")
         tracker.write_text(str(step))
-        tracker.replace(folder / CHECKPOINT)
+        tracker.replace(folder / TRACKER)
         print(f"cppmega: checkpoint of step {step} in {folder}", flush=True)
     torch.distributed.barrier()
 
@@ -53,7 +53,7 @@ def load(folder: Path, model: Any, optimizer: Any, record: dict[str, Any] | None
     import torch
     from megatron.core import dist_checkpointing
 
-    tracker = folder / CHECKPOINT
+    tracker = folder / TRACKER
     if not tracker.exists():
         return 0
     step = int(tracker.read_text())

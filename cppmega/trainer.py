@@ -31,16 +31,17 @@ from cppmega import (
     overlay_record,
     receipt,
     recipes_index,
+    trainer_options,
 )
 from cppmega import trainer_checks as checks
-from cppmega.arguments import Rendered, Run, render
+from cppmega.arguments import Rendered, render
 from cppmega.arithmetic import flops, megatron_flops, parameters
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
+from cppmega.run_options import RunOptions
 from cppmega.trainer_batch import DataTokens, dataset_provider
 from cppmega.trainer_log import MOCK, Log, append
-from cppmega.trainer_options import options
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,59 +49,45 @@ class Plan:
     """A run that everything on disk agrees with."""
 
     recipe: Recipe
-    run: Run
+    options: RunOptions
     rendered: Rendered
     data: DataTokens
     session: Session
     overlay: str
-    """Digest of what is applied; empty until the machine was looked at."""
-    metrics: Path | None
+    """Digest of what is applied; empty until the machine was inspected."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe")
-@options
+@trainer_options.options
 @click.option("--dry-run", is_flag=True, help="Check everything files can tell, print the line.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def train(
     recipe: str,
-    changes: tuple[str, ...],
     arguments: tuple[str, ...],
-    tokenizer: str | None,
-    eod: str | None,
-    metrics: Path | None,
-    accept: tuple[str, ...],
-    root: Path | None,
     dry_run: bool,
-    **options: Any,
+    **values: Any,
 ) -> None:
     """Train RECIPE, a shipped name or a path. See `cppmega recipes`.
 
-    ARGUMENTS behind `--` are Megatron's own, and are added to the recipe's.
+    ARGUMENTS after `--` are Megatron's own, and are added to the recipe's.
     """
-    run = run_of(**options)
-    changed = recipes_index.with_text(recipes_index.load(recipe), changes).plus(*arguments)
-    accepted.accept(accepted.asked(changed.accepted_edits, accept))
+    options = RunOptions(**values).resuming()
+    changed = recipes_index.with_text(recipes_index.load(recipe), options.changes).plus(*arguments)
+    accepted.accept(accepted.asked(changed.accepted_edits, options.accept))
     if changed.kind == "loop" and not dry_run:
         from cppmega import smoke_loop
 
-        checks.check_checkpoint(run.load)
-        smoke_loop.train(changed, run, metrics, tokenizer=tokenizer, eod=eod)
+        checks.check_checkpoint(options.load)
+        smoke_loop.train(changed, options)
         return
-    session = _session(root)
-    ready = plan(changed, run, session, tokenizer=tokenizer, eod=eod, metrics=metrics)
+    ready = plan(changed, options, _session(options.root))
     if dry_run:
         click.echo(shlex.join(ready.rendered.argv))
         guard.no_step_because("--dry-run was asked for")
     ready = on_this_machine(ready)
     if not dry_run:
         launch(ready)
-
-
-def run_of(*, save: Path | None, load: Path | None, **options: Any) -> Run:
-    """What the options say of one start; a run started again goes on from its own checkpoint."""
-    resumed = save is not None and load is None and (save / checks.CHECKPOINT).is_file()
-    return Run(save=save, load=save if resumed else load, **options)
 
 
 def _session(root: Path | None) -> Session:
@@ -126,15 +113,7 @@ def _session(root: Path | None) -> Session:
     return session
 
 
-def plan(
-    recipe: Recipe,
-    run: Run,
-    session: Session,
-    *,
-    tokenizer: str | None = None,
-    eod: str | None = None,
-    metrics: Path | None = None,
-) -> Plan:
+def plan(recipe: Recipe, options: RunOptions, session: Session) -> Plan:
     """Check recipe, data and checkpoint. Imports no torch, takes no GPU memory.
 
     Raises:
@@ -149,18 +128,17 @@ def plan(
         )
     gates.check(session.pages.values())
     version = session.tree.version
-    checks.check_complete(recipe, render(recipe, version, run))  # refuses versions below 0.17
+    checks.check_complete(recipe, render(recipe, version, options))  # refuses versions below 0.17
     checks.check_gates(recipe, os.environ)
-    data = checks.check_data(recipe, run, tokenizer, eod)
-    checks.check_checkpoint(run.load)
+    data = checks.check_data(recipe, options)
+    checks.check_checkpoint(options.load)
     return Plan(
         recipe=recipe,
-        run=run,
-        rendered=render(recipe, version, replace(run, eod=data.eod)),
+        options=options,
+        rendered=render(recipe, version, options, data.eod),
         data=data,
         session=session,
         overlay="",
-        metrics=metrics,
     )
 
 
@@ -172,7 +150,7 @@ def on_this_machine(ready: Plan) -> Plan:
     """
     checks.check_tree(ready.session.tree)
     digest = checks.check_patches(ready.recipe, ready.session)
-    checks.check_packages(ready.recipe, ready.run)
+    checks.check_packages(ready.recipe, ready.options)
     checks.check_world(ready.recipe, os.environ)
     checks.set_environment(ready.rendered.environment)
     active = guard.active()
@@ -199,7 +177,7 @@ def launch(ready: Plan) -> None:
         training,
     )
 
-    checks.check_arguments(ready.recipe, ready.run, parse(arguments, ready))
+    checks.check_arguments(ready.recipe, ready.options, parse(arguments, ready))
     _announce(ready)
     set_startup_timestamps(program_start=started, main_entry=time.time())
 
@@ -209,10 +187,10 @@ def launch(ready: Plan) -> None:
     from cppmega.trainer_step import ForwardStep
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    step = ForwardStep(ready.recipe, ready.data.eod, device, fresh=ready.run.load is None)
+    step = ForwardStep(ready.recipe, ready.data.eod, device, fresh=ready.options.load is None)
     _hear(training, checkpointing, ready, step, torch)
-    cache = str(ready.run.data_cache) if ready.run.data_cache is not None else None
-    data = dataset_provider(ready.recipe, ready.data, ready.run.data, cache)
+    cache = str(ready.options.data_cache) if ready.options.data_cache is not None else None
+    data = dataset_provider(ready.recipe, ready.data, ready.options.data, cache)
     kind = ModelType.encoder_or_decoder
     own = _own_arguments(ready)
     if "cfg_container" not in inspect.signature(pretrain).parameters:  # 0.17
@@ -289,10 +267,10 @@ def _hear(training: Any, checkpointing: Any, ready: Plan, step: Any, torch: Any)
     log = Log(
         ready.recipe,
         int(os.environ.get("WORLD_SIZE", "1")),
-        mock=ready.run.mock_data,
+        mock=ready.options.mock_data,
         squares=step.taken_squares,
         peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
-        metrics=ready.metrics,
+        metrics=ready.options.metrics,
     )
     replaced = log.around(training.print_rank_last, last_rank)
     live_code.replace(training, "print_rank_last", replaced)
@@ -329,7 +307,7 @@ def _announce(ready: Plan) -> None:
     """One line for people and one object for machines: what is about to be trained."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     recipe, count = ready.recipe, parameters(ready.recipe)
-    data = MOCK if ready.run.mock_data else f"data {ready.data.fingerprint}"
+    data = MOCK if ready.options.mock_data else f"data {ready.data.fingerprint}"
     if rank == 0:
         print(
             f"cppmega: recipe {recipe.name}, {recipe.precision}, megatron-core "
@@ -339,17 +317,17 @@ def _announce(ready: Plan) -> None:
             f"{megatron_flops(recipe) / 1e9:.2f})",
             flush=True,
         )
-    if rank == world - 1 and ready.metrics is not None:
+    if rank == world - 1 and ready.options.metrics is not None:
         append(
-            ready.metrics,
+            ready.options.metrics,
             {
                 "start": recipe.name,
                 "megatron": ready.rendered.version,
                 "overlay": ready.overlay,
                 "data": ready.data.fingerprint,
-                "mock_data": ready.run.mock_data,
+                "mock_data": ready.options.mock_data,
                 "parameters": count.total,
-                "load": str(ready.run.load) if ready.run.load else None,
+                "load": str(ready.options.load) if ready.options.load else None,
                 "arguments": list(ready.rendered.argv),
             },
         )

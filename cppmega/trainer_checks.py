@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import allocator, checkpoint_files, corpus, data_reading, data_record, receipt, tokens
-from cppmega.arguments import Rendered, Run
+from cppmega.arguments import Rendered
 from cppmega.corpus import Corpus
 from cppmega.data_record import Reading
 from cppmega.errors import CppmegaError
 from cppmega.overlay import Session
 from cppmega.recipe import Recipe
+from cppmega.run_options import RunOptions
 from cppmega.trainer_batch import DataTokens
 from cppmega.tree import Tree
 from cppmega.wanted import wanted_patches
-
-CHECKPOINT = checkpoint_files.TRACKER
 
 
 def check_tree(tree: Tree) -> None:
@@ -117,7 +116,7 @@ def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
         )
 
 
-def check_packages(recipe: Recipe, run: Run) -> None:
+def check_packages(recipe: Recipe, options: RunOptions) -> None:
     """Are the packages installed that the run will import late?
 
     Raises:
@@ -126,9 +125,9 @@ def check_packages(recipe: Recipe, run: Run) -> None:
     needed = {"transformer_engine": ("the layers of every recipe for GPUs", "")}
     if recipe.uses_dsa and recipe.dsa_kernel_backend == "tilelang":
         needed["tilelang"] = ("the recipe's DSA kernels", "--set dsa_kernel_backend=none")
-    if run.tensorboard is not None:
+    if options.tensorboard is not None:
         needed["tensorboard"] = ("--tensorboard", "leave --tensorboard out")
-    if run.wandb_project:
+    if options.wandb_project:
         needed["wandb"] = ("--wandb-project", "leave --wandb-project out")
     for package, (purpose, otherwise) in needed.items():
         if importlib.util.find_spec(package) is None:
@@ -143,18 +142,14 @@ def check_packages(recipe: Recipe, run: Run) -> None:
 
 def check_data(
     recipe: Recipe,
-    run: Run,
-    tokenizer: str | None,
-    eod: str | None,
+    options: RunOptions,
     read: Callable[[Corpus], Reading | None] = data_record.kept,
 ) -> DataTokens:
     """Is the data there, whole, and made for this model's vocabulary?
 
     Args:
         recipe: the run.
-        run: names the datasets, or asks for mock data.
-        tokenizer: what the user says made the data; None: the data's card says it.
-        eod: end token of that tokenizer, where its files do not say it.
+        options: name the datasets and their tokenizer, or ask for mock data.
         read: what is known of the whole of a dataset; None: nothing, and its ends are looked at.
 
     Raises:
@@ -162,8 +157,8 @@ def check_data(
             `tokenizer-differs`, `vocabulary-too-small`, and what `corpus`, `data_reading` and
             `tokens` raise.
     """
-    if run.mock_data:
-        if run.data:
+    if options.mock_data:
+        if options.data:
             raise CppmegaError(
                 "data-and-mock-data",
                 "Both --data and --mock-data are given.",
@@ -171,15 +166,15 @@ def check_data(
                 "leave one of them out",
             )
         return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
-    if not run.data:
+    if not options.data:
         raise CppmegaError(
             "no-data",
             "Neither --data nor --mock-data is given.",
             "Mock data is never taken silently: it trains faster and means nothing.",
             "scripts/prepare_data.py --out PREFIX TEXT..., then --data PREFIX",
         )
-    found = [corpus.open_(Path(prefix)) for prefix in run.data]
-    described = [_described(one, tokenizer, eod) for one in found]
+    found = [corpus.open_(Path(prefix)) for prefix in options.data]
+    described = [_described(one, options.tokenizer, options.eod) for one in found]
     for one, other in zip(found, described, strict=True):
         if other != described[0]:
             raise _differs(one, other, described[0], f"as {found[0].prefix}")
@@ -268,7 +263,7 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
     allocator.set_in(os.environ)  # for a start without cppmega.run
 
 
-def check_arguments(recipe: Recipe, run: Run, args: Any) -> None:
+def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
     """What the parser made of the line, in the places where a run has lied before.
 
     Raises:
@@ -276,14 +271,23 @@ def check_arguments(recipe: Recipe, run: Run, args: Any) -> None:
     """
     check_nan(args)
     check_precision(recipe, args)
-    if args.mock_data != run.mock_data:
+    check_mock_data(options, args.mock_data)
+    check_context(args)
+
+
+def check_mock_data(options: RunOptions, parsed: bool) -> None:
+    """Does Megatron make up tokens exactly where the trainer is told so?
+
+    Raises:
+        CppmegaError: `mock-data-differs`.
+    """
+    if parsed != options.mock_data:
         raise CppmegaError(
             "mock-data-differs",
-            f"--mock-data is {run.mock_data} for the trainer and {args.mock_data} for Megatron.",
+            f"--mock-data is {options.mock_data} for the trainer and {parsed} for Megatron.",
             "Results must name their data.",
             "pass --mock-data to the trainer alone",
         )
-    check_context(args)
 
 
 def check_context(args: Any) -> None:

@@ -1,12 +1,15 @@
-"""The options of a training run: one list for the trainer and for the launcher that starts it."""
+"""The command-line options of a run, for the trainer and for the launcher that starts it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from cppmega.errors import CppmegaError
+from cppmega.run_options import RunOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,10 +27,8 @@ _OPTIONS = (
     click.option("--eod", help="End token of that tokenizer, where its files do not say it."),
     click.option("--data-cache", type=_FOLDER, help="Folder for sample indices [beside the data]."),
     click.option("--mock-data", is_flag=True, help="Train on made-up tokens; every line says so."),
-    click.option(
-        "--save", type=_FOLDER, help="Checkpoints; a run started again goes on from them."
-    ),
-    click.option("--load", type=_FOLDER, help="Go on from the checkpoint of another run."),
+    click.option("--save", type=_FOLDER, help="Checkpoints; a restarted run resumes from them."),
+    click.option("--load", type=_FOLDER, help="Resume from the checkpoint of another run."),
     click.option("--save-interval", type=_STEPS, default=500, show_default=True, help="Steps."),
     click.option("--exit-interval", type=_STEPS, help="End after a multiple of this many steps."),
     click.option("--log-interval", type=_STEPS, default=1, show_default=True, help="Steps."),
@@ -45,46 +46,36 @@ _OPTIONS = (
         "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here."
     ),
 )
-_FLAGS = {"mock_data"}
-_SPELLED = {"changes": "--set", "root": "--megatron"}
-_PATHS = ("data_cache", "save", "load", "tensorboard", "metrics", "root")
-_NOT_OF_THE_RUN = ("changes", "root", "tokenizer", "eod", "metrics", "accept")
 
 
 def options(command: F) -> F:
-    """Give a command the options of a run."""
+    """Give a command the options of a run; their values are the fields of `RunOptions`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with every path absolute, for a process in another working directory."""
-    paths = {n: Path(values[n]).absolute() for n in _PATHS if values[n] is not None}
-    return {**values, **paths, "data": tuple(str(Path(one).absolute()) for one in values["data"])}
+def read(words: Sequence[str]) -> tuple[RunOptions, tuple[str, ...]]:
+    """The trainer's options among the words of a command line, and the words that are none.
 
-
-def divided(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of `trainer.run_of`, and those that say something else than the run."""
-    run = {name: value for name, value in values.items() if name not in _NOT_OF_THE_RUN}
-    return run, {name: values[name] for name in _NOT_OF_THE_RUN if name in values}
-
-
-def words(values: Mapping[str, Any], without: Iterable[str] = ()) -> list[str]:
-    """The options as the words of a command line.
-
-    Args:
-        values: what click read, by parameter.
-        without: parameters to leave out.
+    Raises:
+        CppmegaError: `wrong-usage`.
     """
-    found: list[str] = []
-    for name, value in values.items():
-        if name in without or value is None or value in ((), "", False):
-            continue
-        flag = _SPELLED.get(name, "--" + name.replace("_", "-"))
-        if name in _FLAGS:
-            found.append(flag)
-            continue
-        for one in value if isinstance(value, tuple) else (value,):
-            found += [flag, str(one)]
-    return found
+    try:
+        values: dict[str, Any] = _words.main(list(words), standalone_mode=False)
+    except click.ClickException as error:
+        raise CppmegaError(
+            "wrong-usage",
+            f"The trainer does not take the words after the recipe: {error.format_message()}",
+            "It would end before it has read the recipe.",
+            "python -m cppmega.trainer --help",
+        ) from None
+    arguments: tuple[str, ...] = values.pop("arguments")
+    return RunOptions(**values), arguments
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@options
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def _words(**values: Any) -> dict[str, Any]:
+    return values

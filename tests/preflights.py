@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cppmega import preflight, recipes_index
-from cppmega.check import Context, Finding
+from cppmega import preflight, recipes_index, trainer_options
+from cppmega.check import Context
+from cppmega.findings import Finding
 from cppmega.recipe import Recipe
 from tests.support import patched
 
@@ -25,7 +26,10 @@ def launch(recipe: Recipe | None = None, *words: str, **more: Any) -> Context:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
     more["environ"] = environ | more.get("environ", {})
     more.setdefault("training_machine", False)
-    return Context(recipe=recipe, arguments=words, **more)
+    options, further = trainer_options.read(words)
+    return Context(
+        recipe=recipe, options=options, arguments=words if recipe is None else further, **more
+    )
 
 
 def holds(name: str, context: Context) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from cppmega import recipes_index
-from cppmega.arguments import Run, missing, release_line, render
+from cppmega.arguments import missing, release_line, render
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
+from cppmega.run_options import RunOptions
 from tests.support import patched, python
 
 VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
-RUN = Run(data=("corpus",), eod=256)
+RUN = RunOptions(data=("corpus",))
 
 # Validation looks for a GPU and for Transformer Engine; everything else is the release's own code.
 PARSE = """
@@ -102,10 +103,11 @@ def recipes() -> dict[str, Recipe]:
 def parsed(version: str) -> dict[str, Any]:
     """What a release makes of every recipe, and of one line that was rendered for another."""
     cases = {
-        name: (recipe.gpus, render(recipe, version, RUN).argv) for name, recipe in recipes().items()
+        name: (recipe.gpus, render(recipe, version, RUN, 256).argv)
+        for name, recipe in recipes().items()
     }
     other = "0.19.2" if version != "0.19.2" else "0.17.1"
-    cases["for another release"] = (1, render(GRAPHS, other, RUN).argv)
+    cases["for another release"] = (1, render(GRAPHS, other, RUN, 256).argv)
     # A recipe may ask for `linear`, which the parser knows with this page alone.
     root = patched(version, "cross_entropy_fusion_linear")
     done = python(root, PARSE, env={"CASES": json.dumps(cases)})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppmega import recipes_index
-from cppmega.arguments import Run, render
+from cppmega.arguments import render
 from cppmega.arithmetic import flops, megatron_flops, parameters
 from cppmega.memory import GIB, estimate
 from cppmega.recipe import Recipe
@@ -156,7 +156,7 @@ def line(recipe: Recipe) -> list[str]:
         *("--use-cpu-initialization", "--no-rope-fusion", "--no-persist-layer-norm"),
         "--no-masked-softmax-fusion",
     )
-    return list(render(cpu, "0.19.2", Run()).argv)
+    return list(render(cpu, "0.19.2").argv)
 
 
 def cases() -> str:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from cppmega import checks, cli, preflight, report
-from cppmega.check import Context, Finding, NotApplicable, Refused, Remark
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import Finding, NotApplicable, Refused, Remark
 from tests.preflights import launch
 from tests.support import REPOSITORY, patched
 

@@ -12,9 +12,10 @@ import pytest
 
 from cppmega import corpus, data_reading, recipes_index
 from cppmega.check import Context
+from cppmega.checkpoint_tracker import TRACKER
 from cppmega.checks import data as data_check
 from cppmega.corpus import Card, with_suffix
-from cppmega.trainer_checks import CHECKPOINT
+from cppmega.errors import CppmegaError
 from tests.datasets import write
 from tests.preflights import SLICE, SMOKE, holds, launch, refuses, says_nothing
 from tests.support import REPOSITORY, patched, pristine
@@ -65,8 +66,9 @@ def test_a_file_with_the_name_of_a_shipped_recipe(tmp_path: Path) -> None:
 
 
 def test_words_that_no_trainer_takes() -> None:
-    context = launch(SLICE, "--save-interval", "often", root=patched("0.19.2"))
-    assert "often" in refuses("recipe_complete", "wrong-usage", context).what
+    with pytest.raises(CppmegaError, match="often") as caught:
+        launch(SLICE, "--save-interval", "often", root=patched("0.19.2"))
+    assert caught.value.name == "wrong-usage"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def checkpoint(save: Path, shapes: Any = None, common: Any = None) -> Path:
     dcp.save(tensors, checkpoint_id=folder, no_dist=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     torch.save({"iteration": 7, **(common or {})}, folder / "common.pt")
-    (save / CHECKPOINT).write_text("7")
+    (save / TRACKER).write_text("7")
     return folder
 
 

@@ -16,10 +16,10 @@ import pytest
 from cppmega import devices as devices_module
 from cppmega import parity, preflight, process, stack
 from cppmega.check import Context, gpu_here
+from cppmega.checkpoint_tracker import TRACKER
 from cppmega.checks import kernel_parity, limits
 from cppmega.checks.limits import Host
 from cppmega.devices import Device, Devices
-from cppmega.trainer_checks import CHECKPOINT
 from tests.engine import Lab
 from tests.preflights import (
     SLICE,
@@ -493,7 +493,7 @@ def test_a_save_folder_of_two_loops(tmp_path: Path) -> None:
 def test_a_save_folder_with_the_checkpoints_of_another_run(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / CHECKPOINT).write_text("7")
+        (tmp_path / name / TRACKER).write_text("7")
     words = ("--mock-data", "--save", str(tmp_path / "second"))
     root = patched("0.19.2")
     holds("save_folder", launch(SLICE, *words, root=root))

@@ -148,7 +148,7 @@ def test_proofs_that_this_machine_cannot_run(lab: Lab) -> None:
 def preflight(*words: str) -> tuple[int, dict[str, Any], str]:
     """The command as a process."""
     done = subprocess.run(
-        [sys.executable, "-m", "cppmega.preflight", *words, "--json"],
+        [sys.executable, "-m", "cppmega", "preflight", *words, "--json"],
         env={**launch().environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +33,13 @@ from cppmega import (
     tmux,
     trainer_options,
 )
+from cppmega.checkpoint_tracker import TRACKER
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch
 from cppmega.overlay import Session
 from cppmega.receipt import PatchedPage, Receipt
 from cppmega.run_folder import Run
+from cppmega.run_options import RunOptions
 from tests.engine import Lab
 from tests.support import REPOSITORY, pristine
 
@@ -220,7 +222,7 @@ def test_a_run_that_was_moved_has_its_curves_and_checkpoints(tmp_path: Path) -> 
     run = make(tmp_path, "old", 1, **places)
     run.metrics.write_text('{"step": 3}\n')
     (run.path / "checkpoints").mkdir()
-    (run.path / "checkpoints" / run_folder.TRACKER).write_text("3")
+    (run.path / "checkpoints" / TRACKER).write_text("3")
     run.path.rename(tmp_path / "new")
     moved = run_folder.find(tmp_path, "new")
     assert (moved.last_row(), moved.checkpoint()) == ({"step": 3}, 3)
@@ -302,7 +304,7 @@ def test_a_second_stop_finds_what_the_first_has_saved(
     status = {**me, "host": socket.gethostname(), "stop": "checkpoint", "ended": None}
     node.write(status)
     run.checkpoints.mkdir()
-    (run.checkpoints / run_folder.TRACKER).write_text("5")
+    (run.checkpoints / TRACKER).write_text("5")
     run.metrics.write_text('{"step": 5}\n')
     monkeypatch.setattr(
         process, "send", lambda *_: node.write({**status, "ended": time.time(), "exit": 0})
@@ -402,11 +404,8 @@ def test_losses_that_are_no_numbers_are_a_difference(tmp_path: Path) -> None:
 
 def asked(runs: Path, **how: Any) -> Launch:
     """A launch as the command line makes it."""
-    names = ("tokenizer", "eod", "data_cache", "save", "load", "exit_interval", "tensorboard")
-    options: dict[str, Any] = dict.fromkeys((*names, "metrics", "root"))
-    options |= {"data": (), "changes": (), "mock_data": False, "save_interval": 500}
-    options |= {"log_interval": 1, "wandb_project": "", "wandb_name": ""}
-    options |= {name: how.pop(name) for name in list(how) if name in options}
+    names = {field.name for field in fields(RunOptions)}
+    options = RunOptions(**{name: how.pop(name) for name in list(how) if name in names})
     return Launch(recipe=how.pop("recipe", "smoke_cpu"), options=options, runs=runs, **how)
 
 
@@ -456,7 +455,7 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
         launch.prepare(asked(tmp_path, resume="crashed"))
     assert "--resume earlier" in caught.value.next
     run.checkpoints.mkdir()
-    (run.checkpoints / run_folder.TRACKER).write_text("200")
+    (run.checkpoints / TRACKER).write_text("200")
     with pytest.raises(CppmegaError, match="already-trained") as caught:
         launch.prepare(asked(tmp_path, resume="crashed"))
     assert "train_iters=400" in caught.value.next
@@ -480,12 +479,12 @@ def test_what_the_loop_cannot_do_is_refused_before_it_starts(
         patched.setattr(launch, "_preflight", lambda *given: pytest.fail("it took a minute"))
         launch.prepare(asked(tmp_path / "runs", **how))
     monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(pristine("0.19.2")), {}))
-    assert launch.prepare(asked(tmp_path / "runs")).options["load"] is None
+    assert launch.prepare(asked(tmp_path / "runs")).options.load is None
     assert not (tmp_path / "runs").exists()
     # A folder of one's own that has checkpoints is gone on from, and the manifest says so.
-    (tmp_path / run_folder.TRACKER).write_text("7")
+    (tmp_path / TRACKER).write_text("7")
     again = launch.prepare(asked(tmp_path / "runs", save=tmp_path))
-    assert again.options["load"] == again.options["save"] == tmp_path
+    assert again.options.load == again.options.save == tmp_path
 
 
 def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +535,7 @@ def ready(lab: Lab, **how: Any) -> launch_folder.Ready:
         recipe=recipes_index.load("smoke_cpu"),
         folder=lab.root.parent / "runs" / "made",
         session=lab.session(),
-        options={"changes": (), "save": Path("/s"), "load": None, "metrics": None, "root": None},
+        options=RunOptions(save=Path("/s")),
         environment={"NCCL_DEBUG": "1", "WANDB_api_key": "secret", "SLURM_JWT": "secret"},
         nproc=1,
         torchrun=("--standalone",),
@@ -693,7 +692,7 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
     run.checkpoints.mkdir()
     (node,) = run.nodes()
     node.status_file.unlink()
-    for file in (node.status_file, run.metrics, run.checkpoints / run_folder.TRACKER):
+    for file in (node.status_file, run.metrics, run.checkpoints / TRACKER):
         os.mkfifo(file)
     row = run_control.row_of(run_folder.find(tmp_path, "odd"))
     assert (row["state"], row["step"], row["checkpoint"]) == ("starting", None, None)
@@ -710,15 +709,14 @@ def test_what_the_ranks_see() -> None:
 
 
 def test_options_become_the_same_options_again(tmp_path: Path) -> None:
-    from cppmega.line import _words  # a command with the trainer's options and nothing else
-
     line = ["--set", "lr=1", "--set", "seed=2", "--data", "a", "--data", "b", "--mock-data"]
     line += ["--save", str(tmp_path), "--exit-interval", "3", "--wandb-project", "p"]
-    read = _words.main(line, standalone_mode=False)
-    read.pop("arguments")
-    again = _words.main(trainer_options.words(read), standalone_mode=False)
-    again.pop("arguments")
-    assert again == read
+    read, rest = trainer_options.read([*line, "--lr", "1"])
+    assert trainer_options.read(read.words()) == (read, ())
+    assert rest == ("--lr", "1")
+    assert read.words(without=("save",)) == [
+        w for w in read.words() if w not in ("--save", str(tmp_path))
+    ]
 
 
 def test_the_shell_script_hands_over_to_the_same_launcher(tmp_path: Path) -> None:

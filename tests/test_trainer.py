@@ -304,7 +304,8 @@ from tests.te_stand_ins import install
 
 install()
 from cppmega import finite, overlay_record, recipes_index, trainer
-from cppmega.arguments import Run, render
+from cppmega.arguments import render
+from cppmega.run_options import RunOptions
 from cppmega.errors import CppmegaError
 from cppmega.trainer_batch import DataTokens, dataset_provider, next_batch
 from cppmega.trainer_step import ForwardStep
@@ -332,20 +333,22 @@ slice_ = recipes_index.load("nam56r_h200_slice")
 tokens = DataTokens(slice_.vocab_size, 256, "abc")
 
 
-def ready(recipe, run=Run(data=("own",))):
-    return trainer.Plan(recipe, run, render(recipe, "0.19.2", run), tokens, None, "d1g3st", None)
+def ready(recipe, options=RunOptions(data=("own",))):
+    line = render(recipe, "0.19.2", options)
+    return trainer.Plan(recipe, options, line, tokens, None, "d1g3st")
 
 
 def checked(plan):
     sys.argv = ["train", *plan.rendered.argv]
-    trainer.checks.check_arguments(plan.recipe, plan.run, trainer.parse(arguments, plan))
+    trainer.checks.check_arguments(plan.recipe, plan.options, trainer.parse(arguments, plan))
 
 
 out["good"] = named(lambda: checked(ready(slice_)))
 out["unknown"] = named(lambda: checked(ready(slice_.plus("--no-such-thing"))))
 out["precision"] = named(lambda: checked(ready(slice_.plus("--fp8-format", "hybrid"))))
 out["context"] = named(lambda: checked(ready(slice_.plus("--context-parallel-size", "2"))))
-lying = replace(ready(slice_, Run(mock_data=True)), run=Run(data=("own",)))
+lying = replace(
+    ready(slice_, RunOptions(mock_data=True)), options=RunOptions(data=("own",)))
 out["mock"] = named(lambda: checked(lying))
 off = ready(slice_)
 off = replace(off, rendered=replace(
@@ -630,7 +633,8 @@ from unittest import mock
 
 import megatron.training
 from cppmega import trainer
-from cppmega.arguments import Run, render
+from cppmega.arguments import render
+from cppmega.run_options import RunOptions
 from cppmega.trainer_batch import DataTokens
 from cppmega.trainer_step import ForwardStep
 
@@ -651,9 +655,9 @@ def pretrain(*args, **kwargs):
 metrics = Path(os.environ["METRICS"])
 recipe = recipes_index.load("nam56r_h200_slice").with_(
     pattern="E-/E-", moe_grouped_gemm=False).plus("--no-rope-fusion")
-run = Run(data=("own",), eod=256)
-line = render(recipe, os.environ["VERSION"], run)
-plan = trainer.Plan(recipe, run, line, DataTokens(65536, 256, "abc"), None, "d1g3st", metrics)
+options = RunOptions(data=("own",), metrics=metrics)
+line = render(recipe, os.environ["VERSION"], options, 256)
+plan = trainer.Plan(recipe, options, line, DataTokens(65536, 256, "abc"), None, "d1g3st")
 global_vars.unset_global_variables()
 original = megatron.training.training.print_rank_last
 with mock.patch.object(megatron.training, "pretrain", pretrain), \

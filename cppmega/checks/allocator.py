@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cppmega import allocator
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ()
 

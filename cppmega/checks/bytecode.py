@@ -11,8 +11,9 @@ import marshal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
 

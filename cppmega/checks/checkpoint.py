@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cppmega import checkpoint_files, checkpoint_shapes, progress, report, trainer_checks
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega import checkpoint_files, checkpoint_shapes, checkpoint_tracker, progress, report
+from cppmega.check import Context
 from cppmega.checkpoint_files import Saved
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("imported_process", "line_parses")
@@ -28,23 +29,23 @@ def check(context: Context) -> str:
             `checkpoint-of-another-recipe`, `checkpoint-of-another-model`, `nothing-to-train`.
         NotApplicable: the run starts afresh.
     """
-    load: Path | None = context.options["load"]
+    load = context.options.load
     if context.recipe is not None and context.is_loop and load is not None:
         saved = _read(load, context.deep)
         refuse(_other_loop(load, context.recipe, saved))
         return f"{load}, step {saved.step}{_how(load, saved)}"
-    run = context.line.run
-    if run.load is None:
+    options = context.line.options
+    if options.load is None:
         raise NotApplicable("the run starts from untrained weights")
-    fresh = not (run.load / trainer_checks.CHECKPOINT).is_file()
-    if context.recipe is None and fresh and run.load == run.save:
+    fresh = not checkpoint_tracker.exists(options.load)
+    if context.recipe is None and fresh and options.load == options.save:
         # As most of Megatron's own scripts say it: a start, which can be started again.
-        raise NotApplicable(f"{run.load} holds no checkpoint yet")
-    saved = _read(run.load, context.deep)
-    refuse(_found(context, run.load, saved))
+        raise NotApplicable(f"{options.load} holds no checkpoint yet")
+    saved = _read(options.load, context.deep)
+    refuse(_found(context, options.load, saved))
     whose = saved.arguments.get("cppmega_recipe", "no recipe")
     of = f"of {whose}" if saved.arguments else "which does not say whose it is"
-    return f"{run.load}, step {saved.step}, {of}{_how(run.load, saved)}"
+    return f"{options.load}, step {saved.step}, {of}{_how(options.load, saved)}"
 
 
 def _read(load: Path, deep: bool) -> Saved:
@@ -78,7 +79,7 @@ def _other_loop(load: Path, recipe: Recipe, saved: Saved) -> Iterator[CppmegaErr
 
 
 def _found(context: Context, load: Path, saved: Saved) -> Iterator[CppmegaError]:
-    recipe, args = context.recipe, context.process["line"]["args"]
+    recipe, args = context.recipe, context.megatron_args
     whose = saved.arguments.get("cppmega_recipe")
     if recipe is not None and whose not in (None, recipe.name):
         yield CppmegaError(

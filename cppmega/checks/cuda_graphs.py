@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 from cppmega.memory import GIB
 
 AFTER: tuple[str, ...] = ("line_parses",)
@@ -18,8 +19,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `graph-pool-does-not-fit`.
     """
-    _ = context.line
-    args, recipe = context.process["line"]["args"], context.recipe
+    args, recipe = context.megatron_args, context.recipe
     if args.get("cuda_graph_impl") in (None, "none"):
         raise NotApplicable("no CUDA graph is asked for")
     if recipe is None or recipe.graph_pool is None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cppmega import corpus, data_reading, report, trainer_checks
-from cppmega.check import Context, NotApplicable
+from cppmega import corpus, data_reading, report
+from cppmega.check import Context
 from cppmega.data_reading import Allowance
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
-
-_SECONDS = 60.0
-"""For the first reading of all datasets of a launch; more than that is a command of its own."""
 
 
 def check(context: Context) -> str:
@@ -23,27 +21,22 @@ def check(context: Context) -> str:
         CppmegaError: what `trainer_checks.check_data` raises.
         NotApplicable: the launch is not our trainer's.
     """
-    recipe, given = context.recipe, context.options["data"]
-    allowance = allowed(context)
+    recipe, given = context.recipe, context.options.data
     if recipe is not None and context.is_loop and given:
-        return _of_a_loop(recipe, Path(given[-1]), allowance)
-    line = context.line
+        return _of_a_loop(recipe, Path(given[-1]), context.allowance)
+    options = context.line.options
     if recipe is None:
         raise NotApplicable("no recipe is named: line_data looks at the data of the line")
-    found = trainer_checks.check_data(recipe, line.run, line.tokenizer, line.eod, allowance.read)
-    if line.run.mock_data:
+    if options.mock_data:
+        assert context.data.fingerprint
         return "mock data"
-    tokens = sum(corpus.open_(Path(prefix)).tokens for prefix in line.run.data)
+    fingerprint = context.data.fingerprint
+    tokens = sum(corpus.open_(Path(prefix)).tokens for prefix in options.data)
     taken = recipe.train_iters * recipe.global_batch_size * recipe.seq_length
     return (
-        f"{how_read(allowance)}; {found.fingerprint}: {tokens} tokens; the run takes "
+        f"{how_read(context.allowance)}; {fingerprint}: {tokens} tokens; the run takes "
         f"{taken / tokens:.2f} times as many"
     )
-
-
-def allowed(context: Context) -> Allowance:
-    """How long the first reading may take: with `--deep` as long as it takes."""
-    return Allowance(None if context.deep else _SECONDS, report.say)
 
 
 def how_read(allowance: Allowance) -> str:

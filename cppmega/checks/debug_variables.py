@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = ()
 

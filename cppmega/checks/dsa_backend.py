@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega import dsa_widths
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 from cppmega.page import Page
 from cppmega.trainer_checks import IN_THE_CODE
 from cppmega.wanted import provided
@@ -28,7 +29,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `dsa-backend-declines`, `dsa-unfused`.
     """
-    line, args = context.line, context.process["line"]["args"]
+    line, args = context.line, context.megatron_args
     pattern = args.get("hybrid_layer_pattern") or ""
     if args.get("experimental_attention_variant") != "dsa" and "D" not in pattern:
         raise NotApplicable("no layer is DSA")

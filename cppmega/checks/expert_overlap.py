@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -14,8 +15,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `expert-overlap-with-mtp`.
     """
-    _ = context.line
-    args = context.process["line"]["args"]
+    args = context.megatron_args
     if not args.get("overlap_moe_expert_parallel_comm"):
         raise NotApplicable("expert communication is not overlapped")
     depths = max(

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cppmega.arithmetic import parameters
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.devices import gib
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 from cppmega.line import Line
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
@@ -33,7 +34,7 @@ def check(context: Context) -> str:
 
 
 def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
-    metrics: Path | None = context.options["metrics"]
+    metrics = context.options.metrics
     if metrics is not None and metrics.is_dir():
         yield CppmegaError(
             "folder-not-writable",
@@ -73,31 +74,31 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
         line: Line | None = context.line
     except NotApplicable:
         line = None
-        save, metrics = context.options["save"], context.options["metrics"]
+        save, metrics = context.options.save, context.options.metrics
         if save is not None:
             yield "--save", save, _LOG
         if metrics is not None:
             yield "--metrics", metrics.parent, _LOG
-    if line is not None and context.recipe is None and line.run.save is not None:
-        yield "--save", line.run.save, _LOG
+    if line is not None and context.recipe is None and line.options.save is not None:
+        yield "--save", line.options.save, _LOG
     if line is not None and context.recipe is not None:
-        run = line.run
-        if run.save is not None:
+        options = line.options
+        if options.save is not None:
             # Nobody removes old ones; room for two is what a run can be asked to start with.
             one = _PER_PARAMETER * parameters(context.recipe).total
             yield (
                 "--save",
-                run.save,
-                one * (2 if context.recipe.train_iters > run.save_interval else 1),
+                options.save,
+                one * (2 if context.recipe.train_iters > options.save_interval else 1),
             )
         for purpose, folder in (
-            *(("--tensorboard", run.tensorboard), ("--data-cache", run.data_cache)),
-            ("--metrics", line.metrics.parent if line.metrics is not None else None),
+            *(("--tensorboard", options.tensorboard), ("--data-cache", options.data_cache)),
+            ("--metrics", options.metrics.parent if options.metrics is not None else None),
         ):
             if folder is not None:
                 yield purpose, folder, _LOG
-        if run.data and run.data_cache is None:
-            yield "sample indices beside the data", Path(run.data[0]).parent, _LOG
+        if options.data and options.data_cache is None:
+            yield "sample indices beside the data", Path(options.data[0]).parent, _LOG
     if context.needs_gpu and context.training_machine:
         triton = environ.get("TRITON_CACHE_DIR") or str(home / ".triton")
         yield "Triton's cache", Path(triton), _LOG

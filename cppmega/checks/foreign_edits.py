@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega import planted, provenance
-from cppmega.check import Context, Remark, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import Remark, refuse
 from cppmega.tree import sha256
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -14,8 +15,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `fp8-heads`.
     """
-    _ = context.line
-    args = context.process["line"]["args"]
+    args = context.megatron_args
     if not args.get("fp8"):
         raise NotApplicable("nothing is FP8")
     heads = args["num_attention_heads"] // args["tensor_model_parallel_size"]

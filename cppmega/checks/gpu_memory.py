@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
 from cppmega.devices import gib, smallest
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ("gpus",)
 

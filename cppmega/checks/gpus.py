@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cppmega.check import Context, NotApplicable, refuse
-from cppmega.devices import Devices, gib, needed_here, smallest
+from cppmega.check import Context
+from cppmega.devices import Devices, gib, smallest
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = ("one_root",)
 
@@ -28,12 +29,12 @@ def check(context: Context) -> str:
 
 def _found(context: Context, devices: Devices) -> Iterator[CppmegaError]:
     here, recipe = devices.found, context.recipe
-    if recipe is not None and len(here) < needed_here(context):
+    if recipe is not None and len(here) < context.gpus_here:
         visible = context.environ.get("CUDA_VISIBLE_DEVICES")
         shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         yield CppmegaError(
             "too-few-gpus",
-            f"Recipe {recipe.name} takes {needed_here(context)} GPUs on this host, which has "
+            f"Recipe {recipe.name} takes {context.gpus_here} GPUs on this host, which has "
             f"{len(here)} usable ones{shown}.",
             "torchrun would start ranks without a device.",
             f"--set gpus={len(here)} with a batch that fits, or --nnodes with more hosts",

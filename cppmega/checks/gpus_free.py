@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.devices import gib
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = ("gpus",)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from cppmega.check import Context, NotApplicable, Remark
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, Remark
 
 AFTER: tuple[str, ...] = ()
 

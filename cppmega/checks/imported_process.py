@@ -5,8 +5,9 @@ Nothing holds the original of a replaced name, and no function runs other code t
 
 from __future__ import annotations
 
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = (
     *("one_root", "shadowing", "receipt_whole", "patched_files", "foreign_edits", "patches"),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -125,7 +126,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `argument-without-effect`.
     """
-    line, args = context.line, context.process["line"]["args"]
+    line, args = context.line, context.megatron_args
     refuse(
         CppmegaError(
             "argument-without-effect",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.children import ask
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = ("gpus", "kernels")
 

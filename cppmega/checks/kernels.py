@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = ("gpus",)
 

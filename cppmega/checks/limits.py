@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cppmega.check import Context, NotApplicable, refuse
-from cppmega.devices import gib, needed_here
+from cppmega.check import Context
+from cppmega.devices import gib
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = ()
 
@@ -47,7 +48,7 @@ def check(context: Context) -> str:
     if not context.training_machine:
         raise NotApplicable("this machine does not train")
     host = look()
-    refuse(judge(host, needed_here(context)))
+    refuse(judge(host, context.gpus_here))
     return f"{host.files} open files, {gib(host.memory)} of memory, {gib(host.shared)} of it shared"
 
 

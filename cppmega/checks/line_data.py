@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import corpus, data_reading
-from cppmega.check import Context, NotApplicable
-from cppmega.checks.data import allowed, how_read
+from cppmega.check import Context
+from cppmega.checks.data import how_read
 from cppmega.data_reading import Allowance
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -29,12 +30,12 @@ def check(context: Context) -> str:
     """
     if context.recipe is not None:
         raise NotApplicable("the data of a recipe is looked at by the check data")
-    args = context.process["line"]["args"]
+    args = context.megatron_args
     named = list(dict.fromkeys(named_in(args)))
     prefixes = [name for name in named if _is_indexed(name, args)]
     if not prefixes:
         raise NotApplicable("the line names no indexed dataset on disk")
-    allowance = allowed(context)
+    allowance = context.allowance
     highest = max(_highest(Path(name), allowance, _vocab_size(args)) for name in prefixes)
     left = f"; not looked at: {', '.join(n for n in named if n not in prefixes)}"
     return (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cppmega import verify
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = (
     *("one_root", "receipt_whole", "patched_files", "patches"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from cppmega.check import Context, Remark
+from cppmega import trainer_checks
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import Remark
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -19,14 +21,9 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `mock-data-unmarked`, `mock-data-differs`.
     """
-    run, args = context.line.run, context.process["line"]["args"]
-    if context.recipe is not None and args["mock_data"] != run.mock_data:
-        raise CppmegaError(
-            "mock-data-differs",
-            f"--mock-data is {run.mock_data} for the trainer and {args['mock_data']} for Megatron.",
-            "Results must name their data.",
-            "pass --mock-data to the trainer alone",
-        )
+    options, args = context.line.options, context.megatron_args
+    if context.recipe is not None:
+        trainer_checks.check_mock_data(options, args["mock_data"])
     if args["mock_data"]:
         return Remark("MOCK DATA, as --mock-data asks: it trains faster and means nothing")
     if not any(args.get(name) for name in _SOURCES):

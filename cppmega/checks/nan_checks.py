@@ -16,6 +16,5 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `nan-checks-off`.
     """
-    _ = context.line
-    trainer_checks.check_nan(SimpleNamespace(**context.process["line"]["args"]))
+    trainer_checks.check_nan(SimpleNamespace(**context.megatron_args))
     return "a loss or gradient that is no number stops the run"

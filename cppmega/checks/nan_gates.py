@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cppmega import gates
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = ()
 

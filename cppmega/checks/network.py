@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = ()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("recipe_complete",)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cppmega import trainer_checks
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 
 AFTER: tuple[str, ...] = ("one_root", "recipe_complete")
 
@@ -25,13 +26,13 @@ def check(context: Context) -> str:
     line, recipe = context.line, context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named")
-    trainer_checks.check_packages(recipe, line.run)
+    trainer_checks.check_packages(recipe, line.options)
     refuse(_found(context))
     return "what is imported late is there"
 
 
 def _found(context: Context) -> Iterator[CppmegaError]:
-    environ, recipe, run = context.environ, context.recipe, context.line.run
+    environ, recipe, options = context.environ, context.recipe, context.line.options
     assert recipe is not None
     path = environ.get("PATH")
     compilers = [environ[name] for name in ("CC",) if environ.get(name)] or ["gcc", "clang", "cc"]
@@ -52,7 +53,7 @@ def _found(context: Context) -> Iterator[CppmegaError]:
             "The first DSA layer would end the run.",
             "install the CUDA toolkit and export CUDA_HOME, or --set dsa_kernel_backend=none",
         )
-    if run.wandb_project and environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun"):
+    if options.wandb_project and environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun"):
         home = environ.get("HOME", "")
         known = Path(home) / ".netrc"
         logged_in = known.is_file() and _WANDB_KEY in known.read_text(errors="replace")

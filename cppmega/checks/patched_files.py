@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega import planted, receipt
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 from cppmega.tree import sha256
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole")

@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Iterator
 
 from cppmega import gates
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 from cppmega.overlay import NOT_WHOLE
 from cppmega.report import summary
 from cppmega.state import MEANING, Verdict

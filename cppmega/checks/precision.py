@@ -17,8 +17,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `precision-not-stated`, `precision-differs`.
     """
-    _ = context.line
-    args = SimpleNamespace(**context.process["line"]["args"])
+    args = SimpleNamespace(**context.megatron_args)
     if context.recipe is not None:
         trainer_checks.check_precision(context.recipe, args)
     if not (args.bf16 or args.fp16 or args.fp8):

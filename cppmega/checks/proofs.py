@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cppmega.check import Context, Remark, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import Remark, refuse
 from cppmega.state import DONE, Verdict
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patches")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cppmega import trainer_checks
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable
 from cppmega.recipes_index import folder, load
 
 AFTER: tuple[str, ...] = ("one_root",)

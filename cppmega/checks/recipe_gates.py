@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cppmega import trainer_checks
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ()
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from cppmega import redact
-from cppmega.check import Context, NotApplicable
+from cppmega import checkpoint_tracker, redact
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
-from cppmega.trainer_checks import CHECKPOINT
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
@@ -27,7 +27,7 @@ def check(context: Context) -> str:
     save, load = _places(context)
     if save is None:
         raise NotApplicable("nothing is saved")
-    if (save / CHECKPOINT).is_file() and load is not None and not _same(load, save):
+    if checkpoint_tracker.exists(save) and load is not None and not _same(load, save):
         raise CppmegaError(
             "save-folder-of-another-run",
             f"{save} holds checkpoints already, and the run goes on from {load}.",
@@ -54,9 +54,9 @@ def check(context: Context) -> str:
 def _places(context: Context) -> tuple[Path | None, Path | None]:
     """Where the run saves, and what it goes on from."""
     if context.is_loop:
-        return context.options["save"], context.options["load"]
-    run = context.line.run
-    return run.save, run.load
+        return context.options.save, context.options.load
+    options = context.line.options
+    return options.save, options.load
 
 
 def _same(one: Path, other: Path) -> bool:

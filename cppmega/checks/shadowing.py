@@ -17,8 +17,9 @@ from importlib.machinery import all_suffixes
 from pathlib import Path
 
 from cppmega import importers
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = ("one_root",)
 

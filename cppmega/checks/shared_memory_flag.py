@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from cppmega import stack
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.checks.kernel_parity import SMALL
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 from cppmega.page import Page
 
 AFTER: tuple[str, ...] = ("one_root", "gpus")

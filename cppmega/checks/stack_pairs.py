@@ -10,8 +10,9 @@ import ast
 from collections.abc import Iterator, Mapping
 
 from cppmega import stack
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = ()
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 
 from cppmega import stack
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ()

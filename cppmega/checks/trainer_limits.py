@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from cppmega import trainer_checks
-from cppmega.check import Context, NotApplicable
+from cppmega.check import Context
+from cppmega.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -16,8 +17,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `not-supported`.
     """
-    _ = context.line
     if context.recipe is None:
         raise NotApplicable("the line is not for our trainer")
-    trainer_checks.check_context(SimpleNamespace(**context.process["line"]["args"]))
+    trainer_checks.check_context(SimpleNamespace(**context.megatron_args))
     return "a sequence is on one rank"

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega import gates, process
-from cppmega.check import Context, refuse
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import refuse
 
 AFTER: tuple[str, ...] = ("one_root",)
 
