@@ -147,7 +147,7 @@ def loss() -> str:
 
 def worker(root: Path) -> None:
     """One side: what each attempt gave, as JSON."""
-    from cppmega import imported, marks
+    from cppmega import imported, reached_marks
 
     imported.only_from(root)
     import torch
@@ -162,7 +162,11 @@ def worker(root: Path) -> None:
         except Exception as error:
             said = str(error).strip().partition("\n")[0]
             answers[attempt.__name__] = f"failed: {type(error).__name__}: {said}"[:160]
-    print(json.dumps({**answers, "reached": sorted(marks.reached()), "torch": torch.__version__}))
+    print(
+        json.dumps(
+            {**answers, "reached": sorted(reached_marks.reached()), "torch": torch.__version__}
+        )
+    )
     sys.stdout.flush()
     os._exit(0)  # a broken CUDA context may hang at exit
 

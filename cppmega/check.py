@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cppmega import allocator, children, devices, dsa_widths, receipt, report, trainer_checks
+from cppmega import allocator, children, console, devices, dsa_widths, receipt, trainer_checks
 from cppmega.data_reading import Allowance
 from cppmega.devices import Devices
 from cppmega.errors import CppmegaError
@@ -158,7 +158,7 @@ class Context:
     @cached_property
     def allowance(self) -> Allowance:
         """How long the first reading of datasets may take: with `deep` as long as it takes."""
-        return Allowance(None if self.deep else _SECONDS, report.say)
+        return Allowance(None if self.deep else _SECONDS, console.say)
 
     @cached_property
     def data(self) -> DataTokens:

@@ -73,9 +73,9 @@ def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:
 
 
 def _print(given: Sequence[str], error: CppmegaError) -> None:
-    from cppmega import report
+    from cppmega import console
 
     if "--json" in given:
-        report.print_json(report.error_json(error))
+        console.print_json(console.error_json(error))
     else:
-        report.say(error.render())
+        console.say(error.render())

@@ -95,27 +95,27 @@ def tree_options(command: F) -> F:
 
 
 def session_of(root: Path | None, patches: Sequence[Path]) -> Any:
-    from cppmega import report
+    from cppmega import console
     from cppmega.overlay import Session
 
-    return Session(root, patches or None, report.say)
+    return Session(root, patches or None, console.say)
 
 
 def answer(session: Any, outcome: Any, as_json: bool, ok: bool, closing: str) -> NoReturn:
-    from cppmega import report
+    from cppmega import cli_verdicts, console
 
     for name, verdict in outcome.plan.verdicts.items():
         said = (carrying(text, session.catalogues) for text in (verdict.detail, verdict.next))
         outcome.plan.verdicts[name] = replace(
             verdict, **dict(zip(("detail", "next"), said, strict=True))
         )
-    with report.answering():
+    with console.answering():
         if as_json:
-            report.print_json(report.as_json(outcome, ok))
+            console.print_json(cli_verdicts.as_json(outcome, ok))
         else:
-            report.print_verdicts(outcome.verdicts)
+            cli_verdicts.print_verdicts(outcome.verdicts)
     if not as_json:
         for note in outcome.notes:
-            report.say(f"note: {note}")
-        report.say(closing)
+            console.say(f"note: {note}")
+        console.say(closing)
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)

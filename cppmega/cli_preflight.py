@@ -44,8 +44,8 @@ def preflight(
     trainer's own options (--data, --save ...) or Megatron's arguments. Without a recipe they are a
     whole line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
     """
+    from cppmega import cli_findings, console, recipes_index, trainer_options
     from cppmega import preflight as checks
-    from cppmega import recipes_index, report, trainer_options
     from cppmega.check import Context
 
     if recipe is not None and recipe.startswith("-"):  # there was no recipe in front of the --
@@ -69,13 +69,13 @@ def preflight(
         nodes=nodes,
         deep=deep,
     )
-    with report.Progress("preflight") as progress:
+    with console.Progress("preflight") as progress:
         found = checks.examine(context, progress)
     said = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
     found = replace(found, findings=tuple(said))
-    with report.answering():
+    with console.answering():
         if as_json:
-            report.print_json({**report.NOTHING, **found.as_json()})
+            console.print_json({**console.NOTHING, **found.as_json()})
         else:
-            report.print_findings(found.findings, verbose)
+            cli_findings.print_findings(found.findings, verbose)
     sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)

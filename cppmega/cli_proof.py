@@ -36,7 +36,7 @@ def verify(
     Where upstream has the fix, it must pass on stock. Without NAMES, exit status 1 also where a
     page is in a failure state, which `cppmega status` shows.
     """
-    from cppmega import report
+    from cppmega import console
     from cppmega import verify as proofs
 
     session = session_of(root, patches)
@@ -46,16 +46,16 @@ def verify(
     if as_json:
         rows = [one.as_json() for one in proved]
         files = [str(path) for path in recorded]
-        report.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
+        console.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
     else:
         width = max((len(one.name) for one in proved), default=0)
         for one in proved:
             code = {"passed": "32", "failed": "31", "stale": "31"}.get(one.proof, "33")
             click.echo(
-                f"{report.coloured(f'{one.proof:<11}', code)} {one.name:<{width}}  {one.detail}"
+                f"{console.coloured(f'{one.proof:<11}', code)} {one.name:<{width}}  {one.detail}"
             )
         for path in recorded:
-            report.say(f"recorded in {path}: commit it with the pages")
+            console.say(f"recorded in {path}: commit it with the pages")
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
 
 
@@ -89,31 +89,31 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     """
     import tempfile
 
-    from cppmega import catalogue, drift_report, given, report
+    from cppmega import catalogue, console, drift_report, given
     from cppmega import drift as drifting
 
     pages = catalogue.load(patches)
     with tempfile.TemporaryDirectory(prefix="cppmega-drift-") as scratch:
         sides = [
-            (name, given.tree_of(name, Path(scratch) / place, report.say))
+            (name, given.tree_of(name, Path(scratch) / place, console.say))
             for name, place in ((old, "old"), (new, "new"))
         ]
         found = drifting.compare(sides[0], sides[1], pages)
         if prove:
             from cppmega import verify
 
-            found = drifting.proved(found, verify.upstreamed(found.new.plan, report.say))
+            found = drifting.proved(found, verify.upstreamed(found.new.plan, console.say))
         if as_json:
             answer = drift_report.as_json(found)
             for row in answer["patches"]:
                 row["next"] = carrying(row["next"], patches)
-            report.print_json(answer)
+            console.print_json(answer)
         else:
             for line in drift_report.lines(found):
                 click.echo(carrying(line, patches))
             if any(target.changes for page in found.pages for target in page.targets):
-                report.say(drift_report.LEGEND)
-            report.say(drift_report.closing(found))
+                console.say(drift_report.LEGEND)
+            console.say(drift_report.closing(found))
     sys.exit(FINE if found.safe else NOT_AS_IT_MUST_BE)
 
 
@@ -155,25 +155,25 @@ def pin(
     """
     import tempfile
 
-    from cppmega import catalogue, given, report
+    from cppmega import catalogue, console, given
     from cppmega import pin as pinning
 
     page = catalogue.get(catalogue.load(patches), name)
     with tempfile.TemporaryDirectory(prefix="cppmega-pin-") as folder:
         scratch = Path(folder)
-        tree = given.tree_of(source or version, scratch / "given", report.say)
+        tree = given.tree_of(source or version, scratch / "given", console.say)
         done = pinning.pin(
-            page, version, tree, scratch, report.say, like=like, unverified=unverified
+            page, version, tree, scratch, console.say, like=like, unverified=unverified
         )
     if as_json:
-        report.print_json({**report.NOTHING, **done.as_json()})
+        console.print_json({**console.NOTHING, **done.as_json()})
         return
-    word = report.coloured("pinned" if done.added else "already pinned", "32")
+    word = console.coloured("pinned" if done.added else "already pinned", "32")
     click.echo(f"{word} {name} for {version} in {done.path}")
     for target, fingerprint in done.added.items():
         click.echo(f"    {target}  {fingerprint}")
     for note in done.notes:
-        report.say(f"note: {note}")
+        console.say(f"note: {note}")
 
 
 @cli.command()
@@ -207,7 +207,7 @@ def new(
     With --target megatron/core/transformer/mlp.py:MLP.forward the text of the installed Megatron is
     pinned. The edit, and the proof that it works, are yours to write.
     """
-    from cppmega import catalogue, report, scaffold
+    from cppmega import catalogue, console, scaffold
     from cppmega.tree import Tree, find_root
 
     where = folder or scaffold.default_folder()
@@ -224,8 +224,8 @@ def new(
     ]
     if as_json:
         written = {"ok": True, "changed": [str(path)], "page": str(path), "steps": steps}
-        report.print_json({**report.NOTHING, **written})
+        console.print_json({**console.NOTHING, **written})
         return
     click.echo(str(path))
     for number, step in enumerate(steps, 1):
-        report.say(f"{number}. {step}")
+        console.say(f"{number}. {step}")

@@ -11,6 +11,6 @@ from cppmega.cli_base import cli
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def recipes(as_json: bool) -> None:
     """The shipped recipes: GPUs, parameters, memory, precision, and what each is for."""
-    from cppmega import recipes_index
+    from cppmega import recipes_list
 
-    click.echo(recipes_index.list_recipes(as_json))
+    click.echo(recipes_list.list_recipes(as_json))

@@ -81,18 +81,18 @@ def launch(
 @_as_json
 def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
     """All runs, the newest first: state, exit status, step, loss, and what one crashed of."""
-    from cppmega import report, run_control, run_folder
+    from cppmega import console, run_control, run_folder
 
     found = run_folder.everyone(run_folder.root(folder))
     shown = found if everything or as_json else found[:20]
     rows = [run_control.row_of(run) for run in shown]
     if as_json:
-        report.print_json({**report.NOTHING, "ok": True, "runs": rows})
+        console.print_json({**console.NOTHING, "ok": True, "runs": rows})
         return
     for line in run_control.table(rows):
         click.echo(line)
     if len(found) > len(shown):
-        report.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
+        console.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
 
 
 @cli.command()
@@ -141,17 +141,17 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_json: bool) -> None:
     """What differed between two runs, and their loss and throughput curves side by side."""
     from cppmega import compare as comparing
-    from cppmega import report, run_folder
+    from cppmega import console, run_folder
 
     root = run_folder.root(folder)
     first, second = run_folder.find(root, one), run_folder.find(root, other)
     found = comparing.compare(first, second)
     if as_json:
-        report.print_json({**report.NOTHING, "ok": True, **found})
+        console.print_json({**console.NOTHING, "ok": True, **found})
     else:
         for line in comparing.lines(found):
             click.echo(line)
     if plot is not None:
         comparing.plot(first, second, plot)
-        report.say(f"curves: {plot}")
+        console.say(f"curves: {plot}")
     sys.exit(FINE)

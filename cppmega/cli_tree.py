@@ -21,18 +21,18 @@ def apply(
     """Put every patch into the installed Megatron, or change nothing."""
     import gc
 
-    from cppmega import overlay, report
+    from cppmega import console, overlay, state
 
     gc.disable()  # the process is short, and collecting takes a tenth of its time
     session = session_of(root, patches)
     if not as_json:
-        report.say(f"megatron-core {session.tree.version} in {session.root}")
+        console.say(f"megatron-core {session.tree.version} in {session.root}")
     outcome = overlay.apply(session, only=only, check=check)
     ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
     verb = "would change" if check else "changed"
-    closing = f"{report.summary(outcome.verdicts)}; {verb} {len(outcome.changed)} files"
+    closing = f"{state.summary(outcome.verdicts)}; {verb} {len(outcome.changed)} files"
     if outcome.plan.failures:
-        closing = f"{report.summary(outcome.verdicts)}; nothing was changed"
+        closing = f"{state.summary(outcome.verdicts)}; nothing was changed"
     elif outcome.digest:
         closing += f"; overlay {outcome.digest}"
     answer(session, outcome, as_json, ok, closing)
@@ -43,7 +43,7 @@ def apply(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_pages(patches: Sequence[Path], as_json: bool) -> None:
     """Every page of the catalogue: name, kind, what it does."""
-    from cppmega import catalogue, report
+    from cppmega import catalogue, console
 
     pages = catalogue.load(patches)
     if as_json:
@@ -51,7 +51,7 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
             {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
             for p in pages.values()
         ]
-        report.print_json({**report.NOTHING, "ok": True, "patches": rows})
+        console.print_json({**console.NOTHING, "ok": True, "patches": rows})
         return
     width = max((len(name) for name in pages), default=0)
     for name, page in sorted(pages.items()):
@@ -82,11 +82,11 @@ def explain(name: str, patches: Sequence[Path]) -> None:
 @tree_options
 def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     """The state of every patch; writes nothing."""
-    from cppmega import overlay, report
+    from cppmega import overlay, state
 
     session = session_of(root, patches)
     outcome = overlay.status(session)
-    closing = report.summary(outcome.verdicts)
+    closing = state.summary(outcome.verdicts)
     if outcome.digest:
         closing += f"; overlay {outcome.digest}"
     answer(session, outcome, as_json, outcome.ok, closing)
@@ -97,17 +97,17 @@ def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
 @tree_options
 def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     """The change to the pristine text: of every patch, or of one."""
-    from cppmega import overlay, report
+    from cppmega import console, overlay
 
     session = session_of(root, patches)
     text = overlay.diff(session, name, os.environ)
     if as_json:
         megatron = {"version": session.tree.version, "root": str(session.root)}
-        report.print_json({**report.NOTHING, "megatron": megatron, "ok": True, "diff": text})
+        console.print_json({**console.NOTHING, "megatron": megatron, "ok": True, "diff": text})
         return
     for line in text.splitlines():
         code = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
-        click.echo(report.coloured(line, code))
+        click.echo(console.coloured(line, code))
 
 
 @cli.command()
@@ -115,10 +115,10 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
 @tree_options
 def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     """Restore the exact bytes of upstream: of every patch, or take single patches out."""
-    from cppmega import overlay, report
+    from cppmega import overlay, state
 
     session = session_of(root, patches)
     outcome = overlay.revert(session, names)
     ok = not outcome.plan.failures and (outcome.ok or not names)
-    closing = f"{report.summary(outcome.verdicts)}; changed {len(outcome.changed)} files"
+    closing = f"{state.summary(outcome.verdicts)}; changed {len(outcome.changed)} files"
     answer(session, outcome, as_json, ok, closing)

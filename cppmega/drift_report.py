@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cppmega.console import NOTHING, coloured
 from cppmega.drift import MEANING, Drift, PageDrift, Side, TargetDrift
 from cppmega.given import label_of
-from cppmega.report import NOTHING, coloured
 from cppmega.state import NEEDED
 from cppmega.statements import Change
 

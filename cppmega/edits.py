@@ -7,14 +7,12 @@ or one place too many, never returns a text. libcst is imported when an edit run
 
 from __future__ import annotations
 
-import inspect
-import re
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-_LINTER_COMMENT = re.compile(r"[ \t]+# (?:noqa|type: ignore|fmt: )[^\n]*")
+from cppmega.function_source import function_text
 
 if TYPE_CHECKING:
     import libcst as cst
@@ -113,13 +111,3 @@ def adding_parameter(parameter: str) -> NodeEdit:
         return node_edits.with_parameter(node_edits.function(node), parameter)
 
     return edit
-
-
-@lru_cache(maxsize=256)
-def function_text(function: Callable[..., Any]) -> str:
-    """The source of a page's function, as it is written into the target's file.
-
-    What the page says to its own linters is not written along.
-    """
-    text = textwrap.dedent(inspect.getsource(function))
-    return _LINTER_COMMENT.sub("", text).rstrip() + "\n"

@@ -45,10 +45,10 @@ from cppmega import (
     gates,
     imported,
     interpreter,
-    marks,
     overlay,
     provenance,
     reached,
+    reached_marks,
     receipt,
     roll_call,
     run_ledger,
@@ -278,7 +278,7 @@ def after_first_step(args: Any = None) -> None:
     """
     if _GUARD is None or _GUARD.stepped:
         return
-    everyone = gather((where(), _problem(), marks.reached()))
+    everyone = gather((where(), _problem(), reached_marks.reached()))
     _refuse_broken([(f"{place}, after the first step", problem) for place, problem, _ in everyone])
     hit = set().union(*(pages for _, _, pages in everyone))
     required = reached.required(_GUARD, args, reached.FIRST_STEP, hit)
@@ -309,7 +309,7 @@ def after_first_save(args: Any = None) -> None:
 def _after_first(phase: str, said: str, args: Any) -> None:
     if _GUARD is None or phase in _GUARD.ended:
         return
-    hit = set().union(*gather(marks.reached()))
+    hit = set().union(*gather(reached_marks.reached()))
     required = reached.required(_GUARD, args, (phase,), hit)
     reached.refuse_missing(_GUARD, required - hit, where(), said)
     _GUARD.ended.add(phase)

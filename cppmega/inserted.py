@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from cppmega import code_text, fingerprint, marks, names
-from cppmega.edits import function_text
 from cppmega.errors import CppmegaError
+from cppmega.function_source import function_text
 from cppmega.page import Edit
 from cppmega.source import Definition, parse_silently
 

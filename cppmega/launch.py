@@ -16,10 +16,10 @@ from typing import Any
 
 from cppmega import (
     checkpoint_tracker,
+    console,
     launch_folder,
     launch_resume,
     recipes_index,
-    report,
     run_folder,
     tmux,
 )
@@ -45,7 +45,7 @@ def launch(asked: Launch, *, dry_run: bool = False) -> int:
     ready = prepare(asked)
     if dry_run:
         print(shlex.join(["torchrun", *ready.torchrun]))
-        report.say(f"nothing was started; the run folder would be {ready.folder}")
+        console.say(f"nothing was started; the run folder would be {ready.folder}")
         return 0
     return _here(ready) if asked.tmux is None else _in_session(ready, asked.tmux)
 
@@ -56,7 +56,7 @@ def _here(ready: Ready) -> int:
 
     node = launch_folder.make(ready)
     run = node.run
-    report.say(f"run {run.name} in {run.path}; in this terminal: Ctrl-C saves and ends it")
+    console.say(f"run {run.name} in {run.path}; in this terminal: Ctrl-C saves and ends it")
     os.environ.clear()
     os.environ.update(ready.environment)
     return Supervisor(node, ready.torchrun).run()
@@ -73,7 +73,7 @@ def _in_session(ready: Ready, name: str) -> int:
     print(run.path)
     for what in ("attach", "logs -f", "stop", "runs"):
         word = "" if what == "runs" else f" {run.name}"
-        report.say(f"  cppmega {what}{word}{_runs_word(ready.asked)}")
+        console.say(f"  cppmega {what}{word}{_runs_word(ready.asked)}")
     return 0
 
 
@@ -242,17 +242,17 @@ def _preflight(
         nodes=asked.nodes,
         folder=folder,
     )
-    with report.Progress("preflight") as progress:
+    with console.Progress("preflight") as progress:
         found = examine(context, progress)
     for finding in found.findings:
         if finding.is_remark:
-            report.say(f"  {finding.check}: {finding.what}")
+            console.say(f"  {finding.check}: {finding.what}")
     if not found.ok:
         failures = found.failures
         if len(failures) > 1:
             for failure in reversed(failures[1:]):
-                report.say(failure.error.render())
-            report.say(f"{len(failures)} things are wrong; the first of them:")
+                console.say(failure.error.render())
+            console.say(f"{len(failures)} things are wrong; the first of them:")
         if failures:
             raise failures[0].error
         raise CppmegaError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from cppmega import recipes_index, report, run_folder
+from cppmega import console, recipes_index, run_folder
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch
 from cppmega.recipe import Recipe
@@ -55,7 +55,7 @@ def options(asked: Launch, recipe: Recipe, old: Run) -> RunOptions:
             if origin
             else "launch without --resume for a fresh start",
         )
-    report.say(f"going on from step {step} of {old.name}")
+    console.say(f"going on from step {step} of {old.name}")
     given, before = asked.options, old.manifest["options"]
     given = replace(given, load=given.load or old.checkpoints)
     if given.data or given.mock_data:

@@ -8,7 +8,6 @@ graphs it runs during capture.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, cast
 
 from cppmega.errors import CppmegaError
@@ -40,18 +39,6 @@ _TRACED = f"""
 def helper(has_torch: bool) -> str:
     """The definitions that a marked file carries."""
     return _HELPER + _TRACED if has_torch else _HELPER
-
-
-def reached() -> set[str]:
-    """Names of the pages that this process went through so far, over all imported modules."""
-    from cppmega import runtime_marks
-
-    found = set(runtime_marks.REACHED)
-    for module in list(sys.modules.values()):
-        flags = getattr(module, "__dict__", {}).get(FLAGS)
-        if isinstance(flags, set):
-            found |= flags
-    return found
 
 
 def with_mark(node: cst.CSTNode, page: str, edit: Edit) -> cst.CSTNode:

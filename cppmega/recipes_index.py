@@ -1,32 +1,24 @@
-"""Recipes: found by shipped name or by path, loaded by path, listed with their numbers."""
+"""Recipes: found by shipped name or by path, and loaded by path."""
 
 from __future__ import annotations
 
 import ast
 import difflib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cppmega import catalogue, dsa_widths, loading
-from cppmega.arguments import missing
-from cppmega.arithmetic import flops, megatron_flops, parameters
+from cppmega import loading
 from cppmega.errors import CppmegaError
-from cppmega.memory import estimate
-from cppmega.page import Page
 from cppmega.recipe import Recipe
-from cppmega.wanted import provided, wanted_patches
 
-NEWEST = "0.19.2"
-"""The release that the list speaks of where no other is named."""
-_PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent
 
 
 def folder() -> Path:
     """Where the shipped recipes lie: below the package in a wheel, beside it in a checkout."""
-    below = _PACKAGE / "recipes"
-    return below if below.is_dir() else _PACKAGE.parent / "recipes"
+    below = PACKAGE / "recipes"
+    return below if below.is_dir() else PACKAGE.parent / "recipes"
 
 
 def shipped() -> list[str]:
@@ -119,82 +111,3 @@ def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         except (ValueError, SyntaxError):
             changes[name] = value  # a word such as tilelang
     return recipe.with_(**changes)
-
-
-def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -> dict[str, Any]:
-    """Everything the list says of one recipe."""
-    widened = provided(pages.values(), dsa_widths.TILELANG)
-    counts = parameters(recipe)
-    lacking = () if recipe.kind == "loop" else missing(recipe, version)
-    return {
-        "name": recipe.name,
-        "purpose": recipe.purpose,
-        "kind": recipe.kind,
-        "precision": recipe.precision,
-        "gpus": recipe.gpus,
-        "parameters": counts.total,
-        "parameters_of_mtp": counts.mtp,
-        "memory_gib_per_gpu": round(estimate(recipe, widened).gib, 1),
-        "gflop_per_token": round(flops(recipe) / 1e9, 3),
-        "gflop_per_token_by_megatron": round(megatron_flops(recipe) / 1e9, 3),
-        "patches": list(wanted_patches(recipe, pages)),
-        "gates": dict(recipe.gates),
-        "missing": [{"part": item.part, "reason": item.reason} for item in lacking],
-        "last_result": last_result(recipe.name),
-    }
-
-
-def last_result(name: str, results: Path | None = None) -> dict[str, str] | None:
-    """Date and headline of the newest committed result of a recipe; None: never measured.
-
-    A result of the recipe as it is shipped comes before one of a changed recipe.
-    """
-    results = results or _PACKAGE.parent / "benchmarks" / "results"
-    found = []
-    for path in sorted(results.glob("*.json")):
-        try:
-            data = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if isinstance(data, Mapping) and data.get("recipe") == name and "headline" in data:
-            shipped_one = not data.get("changes")
-            said = str(data.get("date", "")), str(data["headline"]), path.name
-            found.append((shipped_one, *said))
-    if not found:
-        return None
-    _, date, headline, file = max(found)
-    return {"date": date, "headline": headline, "file": file}
-
-
-def list_recipes(as_json: bool = False, version: str = NEWEST) -> str:
-    """What `cppmega recipes` prints: one JSON object, or a table with a block per recipe."""
-    pages = catalogue.load()
-    rows = [describe(load(name), pages, version) for name in shipped()]
-    if as_json:
-        return json.dumps({"schema": 1, "megatron": version, "recipes": rows}, indent=1)
-    lines = [_line("NAME", "GPUS", "PARAMETERS", "MEMORY/GPU", "PRECISION", "PURPOSE")]
-    for row in rows:
-        lines.append(
-            _line(
-                row["name"],
-                str(row["gpus"] or "cpu"),
-                _count(row["parameters"]),
-                f"{row['memory_gib_per_gpu']:.0f} GiB" if row["gpus"] else "-",
-                row["precision"],
-                row["purpose"],
-            )
-        )
-        lines.append(f"    patches   {', '.join(row['patches']) or 'none'}")
-        result = row["last_result"]
-        said = f"{result['headline']} ({result['date']})" if result else "never measured"
-        lines.append(f"    measured  {said}")
-        lines += [f"    missing   {gap['part']}: {gap['reason']}" for gap in row["missing"]]
-    return "\n".join(lines)
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.3f} B" if number >= 1e8 else f"{number / 1e6:.3f} M"
-
-
-def _line(name: str, gpus: str, size: str, memory: str, precision: str, purpose: str) -> str:
-    return f"{name:<24} {gpus:>4} {size:>10} {memory:>10} {precision:<9} {purpose}"

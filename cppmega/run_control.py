@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cppmega import failures, liveness, process, report, tmux
+from cppmega import console, failures, liveness, process, tmux
 from cppmega.errors import CppmegaError
 from cppmega.run_folder import LIVE, MEANING, Node, Run
 
@@ -166,7 +166,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
         )
     node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
     _tell(node, now)
-    report.say(
+    console.say(
         f"{run.name}: ending at once"
         if now
         else f"{run.name}: the ranks save a checkpoint after their step, and end"
@@ -275,7 +275,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield head + f"{'TIME':>8} {'OVERLAY':<16} TMUX"
     for row in rows:
         colour = {"crashed": "31", "killed": "31", "running": "32", "finished": "36"}
-        state = report.coloured(f"{row['state']:<9}", colour.get(row["state"], ""))
+        state = console.coloured(f"{row['state']:<9}", colour.get(row["state"], ""))
         loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
         yield (
             f"{state} {row['name']:<{width}} {_or_dash(row['exit']):>4} {_or_dash(row['step']):>7} "

@@ -25,7 +25,7 @@ from cppmega.errors import CppmegaError
 from cppmega.import_hook import Hook
 from cppmega.page import Edit, Page
 from cppmega.pinned import Pin
-from cppmega.runtime_marks import REACHED
+from cppmega.reached_marks import REACHED
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,3 +82,11 @@ class Verdict:
             "detail": self.detail,
             "next": self.next,
         }
+
+
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """`12 applied, 1 armed, 2 upstreamed`."""
+    counts: dict[str, int] = {}
+    for verdict in verdicts:
+        counts[verdict.state] = counts.get(verdict.state, 0) + 1
+    return ", ".join(f"{count} {state}" for state, count in counts.items()) or "no patches"

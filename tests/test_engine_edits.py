@@ -11,7 +11,7 @@ from typing import Any
 import libcst as cst
 import pytest
 
-from cppmega import edits, marks, rewrite
+from cppmega import function_source, marks, rewrite
 from cppmega.edits import (
     adding_argument,
     adding_parameter,
@@ -154,7 +154,7 @@ def test_bodies_and_definitions_come_from_the_page() -> None:
 
 
 def test_page_linters_are_not_written_along() -> None:
-    assert "type: ignore" not in edits.function_text(ours)
+    assert "type: ignore" not in function_source.function_text(ours)
 
 
 # -- what an edit may not do --------------------------------------------------------------------

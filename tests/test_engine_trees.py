@@ -185,7 +185,7 @@ def _found(lab: Lab, *path: Path, site: Path | None = None) -> subprocess.Comple
     """`status --json` of a process with these folders on its path, without --megatron."""
     # Whatever this machine has installed is off the path once our own code is imported.
     prelude = """
-    import cppmega.cli, cppmega.overlay, cppmega.report, cppmega.rewrite
+    import cppmega.cli, cppmega.overlay, cppmega.console, cppmega.rewrite
     import dulwich.object_store, dulwich.refs
     sys.path[:] = [path for path in sys.path if "site-packages" not in path]
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cppmega import checks, cli, preflight, report
+from cppmega import checks, cli, cli_findings, preflight
 from cppmega.check import Context
 from cppmega.errors import CppmegaError
 from cppmega.findings import Finding, NotApplicable, Refused, Remark
@@ -118,7 +118,7 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
     rows += [Finding("bad", "failed", "some-error", "What.", "Why.", "next")]
     rows += [finding("a", "ok", "fine"), finding("mock", "ok", Remark("MOCK DATA"))]
     rows += [finding("late", "not-run", "bad does not hold")]
-    report.print_findings(rows)
+    cli_findings.print_findings(rows)
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert lines[:5] == [
         ["ok", "2 checks hold: a, mock"],
@@ -128,7 +128,7 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
         ["failed", "bad   some-error"],
     ]
     assert [line[0] for line in lines[5:]] == ["what:", "why:", "next:"]
-    report.print_findings(rows, verbose=True)
+    cli_findings.print_findings(rows, verbose=True)
     full = capsys.readouterr().out.splitlines()
     assert len(full) == 34 + 3 and "c7    no GPU" in full[7]
     assert [line.split()[0] for line in full[30:34]] == ["failed", "what:", "why:", "next:"]
@@ -136,8 +136,8 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
 
 def test_progress_is_one_line_that_grows_or_changes() -> None:
     script = (
-        "from cppmega import report\n"
-        "with report.Progress('preflight') as progress:\n"
+        "from cppmega import console\n"
+        "with console.Progress('preflight') as progress:\n"
         "    for name in ('one', 'two'): progress(name)\n"
     )
     command = [sys.executable, "-c", script]

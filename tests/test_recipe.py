@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, dsa_widths, pattern, recipes_index
+from cppmega import catalogue, dsa_widths, pattern, recipes_index, recipes_list
 from cppmega.errors import CppmegaError
 from cppmega.memory import estimate
 from cppmega.recipe import Recipe
@@ -232,7 +232,7 @@ def test_a_bad_word_of_a_command_line_is_refused(word: str, name: str) -> None:
 
 
 def test_the_list_says_what_is_missing_and_what_was_measured(tmp_path: Path) -> None:
-    rows = {row["name"]: row for row in json.loads(recipes_index.list_recipes(True))["recipes"]}
+    rows = {row["name"]: row for row in json.loads(recipes_list.list_recipes(True))["recipes"]}
     assert set(rows) == set(recipes_index.shipped())
     assert rows["nam56r_h200_8gpu_bf16"]["parameters"] == 5_818_887_802
     parts = [item["part"] for item in rows["nam56r_h200_8gpu_bf16"]["missing"]]
@@ -242,10 +242,10 @@ def test_the_list_says_what_is_missing_and_what_was_measured(tmp_path: Path) -> 
         result = {"recipe": "nam56r_h200_slice", "date": date, "headline": headline}
         (tmp_path / f"{headline}.json").write_text(json.dumps(result))
     (tmp_path / "torn.json").write_text("{")
-    last = recipes_index.last_result("nam56r_h200_slice", tmp_path)
+    last = recipes_list.last_result("nam56r_h200_slice", tmp_path)
     assert last is not None and last["headline"] == "new"
-    assert recipes_index.last_result("smoke_cpu", tmp_path) is None
-    table = recipes_index.list_recipes()
+    assert recipes_list.last_result("smoke_cpu", tmp_path) is None
+    table = recipes_list.list_recipes()
     assert all(name in table for name in rows)
 
 
@@ -258,7 +258,7 @@ def test_a_loop_without_a_warm_up_begins_at_its_rate() -> None:
 
 def test_listing_imports_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys; from cppmega.recipes_index import list_recipes; list_recipes();"
+        "import sys; from cppmega.recipes_list import list_recipes; list_recipes();"
         "print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

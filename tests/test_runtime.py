@@ -38,7 +38,7 @@ def run(x):
 """
 PRELUDE = """
 import sys
-from cppmega import marks, runtime
+from cppmega import reached_marks, runtime
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page, Patch
 
@@ -311,11 +311,11 @@ def test_a_mark_is_set_by_the_call_and_not_by_the_import(run) -> None:
     run("""
     arm(FUNCTION); arm(METHOD)
     import pkg.target as t
-    assert marks.reached() == set()
+    assert reached_marks.reached() == set()
     t.scale(1)
-    assert marks.reached() == {"f"}
+    assert reached_marks.reached() == {"f"}
     t.Mixer(1).forward(1)
-    assert marks.reached() == {"f", "m"}
+    assert reached_marks.reached() == {"f", "m"}
     """)
 
 
@@ -333,7 +333,7 @@ def test_marks_cost_no_torch_compile_graph(run) -> None:
         for _ in range(3):
             assert torch.equal(both(torch.ones(2)), torch.full((2,), 12.0))
         assert counter.frame_count == 1, counter.frame_count
-        assert marks.reached() == {"f", "on_disk"}, marks.reached()
+        assert reached_marks.reached() == {"f", "on_disk"}, reached_marks.reached()
         """,
         marked=_marked_module(),
     )

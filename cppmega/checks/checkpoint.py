@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cppmega import checkpoint_files, checkpoint_shapes, checkpoint_tracker, progress, report
+from cppmega import (
+    checkpoint_files,
+    checkpoint_shapes,
+    checkpoint_tracker,
+    console,
+    progress,
+)
 from cppmega.check import Context
 from cppmega.checkpoint_files import Saved
 from cppmega.errors import CppmegaError
@@ -51,7 +57,7 @@ def check(context: Context) -> str:
 def _read(load: Path, deep: bool) -> Saved:
     _, folder = checkpoint_files.newest(load)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    telling = progress.lines(f"reading {folder}", size, report.say)
+    telling = progress.lines(f"reading {folder}", size, console.say)
     return checkpoint_files.read(load, deep=deep, advance=telling)
 
 

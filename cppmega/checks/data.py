@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cppmega import corpus, data_reading, report
+from cppmega import console, corpus, data_reading
 from cppmega.check import Context
 from cppmega.data_reading import Allowance
 from cppmega.errors import CppmegaError
@@ -49,7 +49,7 @@ def how_read(allowance: Allowance) -> str:
             f"NOT CHECKED WHOLE (about {seconds / 60:.0f} minutes at {speed / 1e9:.2f} GB/s): "
             f"python -m cppmega.check_data {prefixes}"
         )
-        report.say(f"warning: data {said}")
+        console.say(f"warning: data {said}")
         return said
     if allowance.read_now:
         took = sum(reading.seconds for reading in allowance.read_now)

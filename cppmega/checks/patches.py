@@ -10,8 +10,7 @@ from cppmega.check import Context
 from cppmega.errors import CppmegaError
 from cppmega.findings import refuse
 from cppmega.overlay import NOT_WHOLE
-from cppmega.report import summary
-from cppmega.state import MEANING, Verdict
+from cppmega.state import MEANING, Verdict, summary
 from cppmega.trainer_checks import IN_THE_CODE
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")

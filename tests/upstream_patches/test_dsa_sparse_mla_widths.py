@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from cppmega import marks
+from cppmega import reached_marks
 
 tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
 tilelang.language.prim_func = lambda function: function
@@ -110,7 +110,7 @@ with warnings.catch_warnings(record=True) as said:
     answers["deterministic"] = [hook(*inputs(a), 0.1, b) is None for a, b in new]
 answers["deterministic said"] = [str(warning.message).partition("because ")[2] for warning in said]
 torch.use_deterministic_algorithms(False)
-answers["marks of declined calls"] = sorted(marks.reached())
+answers["marks of declined calls"] = sorted(reached_marks.reached())
 
 # At 576 and 512 whoever stands in for the kernels is called with stock's four arguments.
 class FourArguments:
@@ -137,7 +137,7 @@ for query, width in ((128, 64), (192, 128), (576, 512)):
         taken |= {f"{query} {heads} {batch} {what}": float((a - b).norm() / b.norm())
                   for what, a, b in pairs}
 answers["taken"] = taken
-answers["marks of taken calls"] = sorted(marks.reached())
+answers["marks of taken calls"] = sorted(reached_marks.reached())
 
 # 576 and 512 are stock's, through the hook and by a call that gives no width, batched and not.
 same = []

@@ -1,0 +1,96 @@
+"""Answers on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Self, TextIO
+
+from cppmega.errors import CppmegaError
+
+
+def say(message: str) -> None:
+    """A line of progress. A reader that is gone ends nothing."""
+    _put(f"{message}\n")
+
+
+def _put(text: str) -> None:
+    """Write to stderr; where nobody reads it, nothing is kept for Python to fail on at its end."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        _mute(sys.stderr)
+
+
+def _mute(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Progress:
+    """Names of what is being done, each before it starts, in one line.
+
+    On a terminal the line changes; elsewhere it grows.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.terminal = sys.stderr.isatty()
+        self.begun = False
+
+    def __call__(self, name: str) -> None:
+        """Say what starts now."""
+        if self.terminal:
+            _put(f"\r\033[K{self.title}: {name}")
+        else:
+            _put(f" {name}" if self.begun else f"{self.title}: {name}")
+        self.begun = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.begun:
+            _put("\r\033[K" if self.terminal else "\n")
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Print an answer; a reader that has seen enough (`| head`) does not change the exit status."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _mute(sys.stdout)
+
+
+def coloured(word: str, code: str, stream: Any = None) -> str:
+    """A word in colour, on a terminal only and never against NO_COLOR."""
+    stream = stream or sys.stdout
+    if not code or os.environ.get("NO_COLOR") or not stream.isatty():
+        return word
+    return f"\033[{code}m{word}\033[0m"
+
+
+NOTHING: Mapping[str, Any] = {
+    "schema": 1,
+    "megatron": None,
+    "digest": "",
+    "ok": False,
+    "changed": [],
+    "notes": [],
+    "patches": [],
+}
+"""What every answer of `--json` has, whatever the command knows."""
+
+
+def error_json(error: CppmegaError) -> dict[str, Any]:
+    """The object that `--json` prints when nothing could be answered."""
+    return {**NOTHING, "error": error.as_json()}
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """One object on stdout."""
+    print(json.dumps(answer, indent=2))

@@ -1,0 +1,19 @@
+"""The source of a page's function, as it is written into a file of Megatron's."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+_LINTER_COMMENT = re.compile(r"[ \t]+# (?:noqa|type: ignore|fmt: )[^\n]*")
+
+
+@lru_cache(maxsize=256)
+def function_text(function: Callable[..., Any]) -> str:
+    """The source of a page's function, without what the page says to its own linters."""
+    text = textwrap.dedent(inspect.getsource(function))
+    return _LINTER_COMMENT.sub("", text).rstrip() + "\n"
