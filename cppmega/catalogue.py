@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cppmega import loading, revision
+from cppmega import loading, paths, revision
 from cppmega.code_text import code_of
 from cppmega.errors import CppmegaError
 from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
@@ -24,13 +24,11 @@ NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
 BUILTIN = "builtin"
 _HEAVY = {"torch", "megatron", "libcst", "triton", "tilelang", "transformer_engine"}
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
-_HERE = Path(__file__).resolve().parent
 
 
 def builtin_folder() -> Path:
-    """Our own catalogue: beside the package in a checkout, below it in an installed wheel."""
-    inside = _HERE / "upstream_patches"
-    return inside if inside.is_dir() else _HERE.parent / "upstream_patches"
+    """The catalogue that ships with the package."""
+    return paths.shipped("upstream_patches")
 
 
 def load(extra: Sequence[Path] = ()) -> dict[str, Page]:

@@ -17,8 +17,9 @@ from typing import Any
 
 from cppmega import process, run_ledger
 from cppmega.errors import CppmegaError
+from cppmega.paths import PACKAGE
 
-BOOTSTRAP = str(Path(__file__).parent / "bootstrap")
+BOOTSTRAP = str(PACKAGE / "bootstrap")
 """Folder of the sitecustomize by which a Python joins."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*t?")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega import __version__, stack
+from cppmega.paths import PACKAGE
 
 _MORE_PACKAGES = ("numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "cuda")
 
@@ -54,7 +55,7 @@ def file_state(path: Path) -> dict[str, Any]:
 
 def tool_state() -> dict[str, Any]:
     """This package: its version, and its commit where it is a checkout."""
-    return {"version": __version__, "git": git_state(Path(__file__).parent)}
+    return {"version": __version__, "git": git_state(PACKAGE)}
 
 
 def git_state(path: Path) -> dict[str, Any] | None:

@@ -7,7 +7,9 @@ whatever we run. What this file imports is part of the interpreter and cannot be
 import os
 import sys
 
-_PARENT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+import cppmega
+
+_PARENT = os.path.dirname(os.path.dirname(os.path.abspath(cppmega.__file__)))  # noqa: PTH100, PTH120
 
 
 def command(module: str, *words: str, here: bool = False) -> list[str]:

@@ -8,17 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cppmega import loading
+from cppmega import loading, paths
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 
-PACKAGE = Path(__file__).resolve().parent
-
 
 def folder() -> Path:
-    """Where the shipped recipes lie: below the package in a wheel, beside it in a checkout."""
-    below = PACKAGE / "recipes"
-    return below if below.is_dir() else PACKAGE.parent / "recipes"
+    """The folder of the shipped recipes."""
+    return paths.shipped("recipes")
 
 
 def shipped() -> list[str]:

@@ -12,8 +12,9 @@ from cppmega.arguments import missing
 from cppmega.arithmetic import flops, megatron_flops, parameters
 from cppmega.memory import estimate
 from cppmega.page import Page
+from cppmega.paths import PACKAGE
 from cppmega.recipe import Recipe
-from cppmega.recipes_index import PACKAGE, load, shipped
+from cppmega.recipes_index import load, shipped
 from cppmega.wanted import provided, wanted_patches
 
 NEWEST = "0.19.2"

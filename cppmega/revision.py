@@ -16,8 +16,8 @@ from pathlib import Path
 
 from cppmega.code_text import LENGTH, PACKAGE, Code, code_of
 from cppmega.page import Edit
+from cppmega.paths import PACKAGE as PACKAGE_FOLDER
 
-_HERE = Path(__file__).resolve().parent
 _ENTRANCES = (f"{PACKAGE}.rewrite", f"{PACKAGE}.survey")
 """The engine's: what makes the text of a file, and what answers the questions about one."""
 
@@ -120,7 +120,7 @@ def _module(name: str) -> _Module | None:
     """A module of this package; None for any other name. Read once: a process runs one version."""
     if not name.startswith(f"{PACKAGE}."):
         return None
-    below = _HERE.joinpath(*name.split(".")[1:])
+    below = PACKAGE_FOLDER.joinpath(*name.split(".")[1:])
     for file in (below / "__init__.py", below.with_name(f"{below.name}.py")):
         if file.is_file():
             data = file.read_bytes()

@@ -20,6 +20,7 @@ from cppmega import importers
 from cppmega.check import Context
 from cppmega.errors import CppmegaError
 from cppmega.findings import refuse
+from cppmega.paths import PACKAGE
 
 AFTER: tuple[str, ...] = ("one_root",)
 
@@ -32,7 +33,7 @@ _ASKING = ("torch", "transformer_engine", "mamba_ssm", "liger_kernel", "tilelang
 _MEGATRON = ("core", "training", "legacy", "rl")
 _NO_ACCIDENT = {"conftest", "docs", "examples", "scripts", "setup", "test", "tests"}
 """Projects have them, some installed packages leave theirs behind, and nothing that trains asks."""
-_OWN = Path(__file__).resolve().parents[2]
+_OWN = PACKAGE.parent
 
 
 def check(context: Context) -> str:

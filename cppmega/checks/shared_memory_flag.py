@@ -14,6 +14,7 @@ from cppmega.checks.kernel_parity import SMALL
 from cppmega.errors import CppmegaError
 from cppmega.findings import NotApplicable, refuse
 from cppmega.page import Page
+from cppmega.paths import PACKAGE
 
 AFTER: tuple[str, ...] = ("one_root", "gpus")
 
@@ -56,4 +57,4 @@ def _folders(context: Context) -> list[Path]:
     root = context.session.tree.root
     mamba = root / "mamba_ssm"
     found = [root / "megatron", mamba if mamba.is_dir() else stack.package("mamba_ssm")]
-    return [folder for folder in (*found, Path(__file__).parents[1]) if folder is not None]
+    return [folder for folder in (*found, PACKAGE) if folder is not None]
