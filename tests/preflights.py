@@ -27,6 +27,7 @@ def launch(recipe: Recipe | None = None, *words: str, **more: Any) -> Context:
     more["environ"] = environ | more.get("environ", {})
     more.setdefault("training_machine", False)
     options, further = trainer_options.read(words)
+    options = more.pop("options", options)
     return Context(
         recipe=recipe, options=options, arguments=words if recipe is None else further, **more
     )

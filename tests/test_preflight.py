@@ -19,6 +19,7 @@ from cppmega import checks, cli, cli_findings, preflight
 from cppmega.check import Context
 from cppmega.errors import CppmegaError
 from cppmega.findings import Finding, NotApplicable, Refused, Remark
+from cppmega.run_options import RunOptions
 from tests.preflights import launch
 from tests.support import REPOSITORY, patched
 
@@ -183,10 +184,11 @@ def test_the_words_of_the_launch_line_need_no_dashes(
         pass
 
     def examine(context: Context, say: object) -> None:
-        raise AskedError(context.arguments)
+        raise AskedError(context.options)
 
     monkeypatch.setattr(preflight, "examine", examine)
     words = ["--data", "x", "--save", "y", "--exit-interval", "3"]
     with pytest.raises(AskedError) as asked:
         cli.cli.main(["preflight", *line.format(" ".join(words)).split()], standalone_mode=False)
-    assert asked.value.args == (tuple(words),)
+    options = RunOptions(data=("x",), save=Path("y"), exit_interval=3)
+    assert asked.value.args == (options,)

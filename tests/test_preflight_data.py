@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppmega import corpus, data_reading, recipes_index
+from cppmega import check, corpus, data_reading, recipes_index
 from cppmega.check import Context
 from cppmega.checkpoint_tracker import TRACKER
-from cppmega.checks import data as data_check
 from cppmega.corpus import Card, with_suffix
 from cppmega.errors import CppmegaError
 from tests.datasets import write
@@ -108,7 +107,7 @@ def test_data_that_is_not_what_its_card_says(
     data[1000] ^= 1
     file.write_bytes(data)
     monkeypatch.setattr(data_reading, "_LEARN", 0.0)
-    monkeypatch.setattr(data_check, "_SECONDS", 1e-6)
+    monkeypatch.setattr(check, "_SECONDS", 1e-6)
     left = holds("data", on(prefix))
     assert "NOT CHECKED WHOLE" in left and f"python -m cppmega.check_data {prefix}" in left
     assert "NOT CHECKED WHOLE" in capsys.readouterr().err

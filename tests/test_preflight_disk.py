@@ -15,6 +15,7 @@ from cppmega import overlay, preflight, receipt
 from cppmega.check import Context
 from cppmega.overlay import Session
 from cppmega.receipt import Receipt
+from cppmega.run_options import RunOptions
 from cppmega.tree import Tree, sha256
 from tests.engine import Lab
 from tests.preflights import (
@@ -262,7 +263,7 @@ def test_files_of_ones_own_in_the_tree_are_refused_unless_they_are_accepted(brok
         "foreign_edits", launch(SMOKE, *words, root=broken)
     ).replace(f"{mine}, ", "")
     recipe = SMOKE.with_(accepted_edits=((UNTOUCHED, edited),))
-    holds("foreign_edits", launch(recipe, root=broken, accept=words[1:2]))
+    holds("foreign_edits", launch(recipe, root=broken, options=RunOptions(accept=words[1:2])))
     write(broken / UNTOUCHED, b"")
     refuses("foreign_edits", "accepted-edit-differs", launch(SMOKE, *words, root=broken))
 
@@ -271,7 +272,7 @@ def test_files_of_ones_own_in_the_tree_are_refused_unless_they_are_accepted(brok
     "odd", ["x.py", "megatron/x.py=12", f"../x/x.py={'0' * 64}", f"/megatron/x.py={'0' * 64}"]
 )
 def test_an_acceptance_names_a_file_and_its_hash(lab: Lab, odd: str) -> None:
-    refuses("foreign_edits", "bad-accept", launch(root=lab.root, accept=(odd,)))
+    refuses("foreign_edits", "bad-accept", launch(root=lab.root, options=RunOptions(accept=(odd,))))
 
 
 def test_an_export_has_nobody_who_vouches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

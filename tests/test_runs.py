@@ -33,11 +33,12 @@ from cppmega import (
     tmux,
     trainer_options,
 )
+from cppmega.check import Context
 from cppmega.checkpoint_tracker import TRACKER
 from cppmega.errors import CppmegaError
 from cppmega.launch_folder import Launch
-from cppmega.overlay import Session
 from cppmega.receipt import PatchedPage, Receipt
+from cppmega.recipe import Recipe
 from cppmega.run_folder import Run
 from cppmega.run_options import RunOptions
 from tests.engine import Lab
@@ -468,6 +469,18 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
         launch.prepare(asked(tmp_path, resume="crashed", recipe="nam56r_h200_slice"))
 
 
+def unchecked(root: Path) -> Any:
+    """The launcher's preflight without a check; what it would know of the launch."""
+
+    def preflight(
+        asked: Launch, recipe: Recipe, options: RunOptions, *_: object
+    ) -> tuple[Context, dict[str, str]]:
+        arguments = asked.arguments
+        return Context(root=root, recipe=recipe, options=options, arguments=arguments), {}
+
+    return preflight
+
+
 @pytest.mark.parametrize(
     ("how", "error"),
     [({"nproc": 3}, "wrong-world-size"), ({"mock_data": True}, "not-supported")],
@@ -478,7 +491,7 @@ def test_what_the_loop_cannot_do_is_refused_before_it_starts(
     with pytest.raises(CppmegaError, match=error), monkeypatch.context() as patched:
         patched.setattr(launch, "_preflight", lambda *given: pytest.fail("it took a minute"))
         launch.prepare(asked(tmp_path / "runs", **how))
-    monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(pristine("0.19.2")), {}))
+    monkeypatch.setattr(launch, "_preflight", unchecked(pristine("0.19.2")))
     assert launch.prepare(asked(tmp_path / "runs")).options.load is None
     assert not (tmp_path / "runs").exists()
     # A folder of one's own that has checkpoints is gone on from, and the manifest says so.
@@ -498,7 +511,7 @@ def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_line_of_a_recipe_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as this machine can say it: the preflight would miss the GPU."""
     root = pristine("0.19.2")
-    monkeypatch.setattr(launch, "_preflight", lambda *given: (Session(root), {}))
+    monkeypatch.setattr(launch, "_preflight", unchecked(root))
     alone = launch.prepare(asked(tmp_path / "runs", recipe="dsv32_h200_slice", mock_data=True))
     # Where the host's own name has no address, torchrun would wait for ever.
     assert alone.torchrun[:3] == ("--standalone", "--local-addr", "127.0.0.1")

@@ -185,13 +185,14 @@ print("ANSWER" + json.dumps(out))
 
 @pytest.fixture(scope="module", name="corpus")
 def a_prepared_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Our own sources as bytes, and as bytes of somebody else without a card."""
+    """A made text as bytes, and as bytes of somebody else without a card."""
     folder = tmp_path_factory.mktemp("corpus")
     command = [sys.executable, "-W", "ignore", str(REPOSITORY / "scripts" / "prepare_data.py")]
     environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "", "OMP_NUM_THREADS": "1"}
-    source = str(REPOSITORY / "cppmega" / "errors.py"), str(REPOSITORY / "cppmega" / "recipe.py")
+    source = folder / "text.txt"
+    source.write_text("\n\n".join(f"Paragraph {n} of {n * n} in all." for n in range(800)))
     subprocess.run(
-        [*command, "--out", str(folder / "own"), *source],
+        [*command, "--out", str(folder / "own"), str(source)],
         check=True,
         env=environment,
         capture_output=True,
