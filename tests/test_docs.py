@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from cppmega import catalogue, readme
+from cppmega import catalogue
 from cppmega.catalogue_table import readme as catalogue_readme
 from cppmega.cli import cli
 from cppmega.run import run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+readme = importlib.import_module("readme_figures")
 
 
 def test_the_catalogue_table_is_the_catalogue() -> None:

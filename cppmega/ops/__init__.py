@@ -1,0 +1,4 @@
+"""Kernels and autograd functions, each with its plain reference.
+
+They know neither Megatron nor the engine.
+"""
