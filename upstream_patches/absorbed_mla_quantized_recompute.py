@@ -1,7 +1,7 @@
 """Recompute the up projection of DSA's attention in FP8 and FP4 too.
 
-What: `AbsorbedMLASelfAttention` no longer refuses `--recompute-modules mla_up_proj` with `--fp8-*`
-    or `--fp4-*`.
+What: `AbsorbedMLASelfAttention` no longer refuses `--recompute-modules mla_up_proj` with
+    `--fp8-format` or `--fp4-format`.
 Why: the first forward pass of such a run ends in `AssertionError: FP8/FP4 is not supported for
     AbsorbedMLA`, while every other MLA layer may be recomputed so. Nothing is missing: the only
     quantized product inside is the up projection of the query, the checkpoint is already told of
