@@ -1,0 +1,222 @@
+"""What differs between stock and patched, and the table of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from upstream_tests_plugin import NOT_RUN
+from upstream_tests_sides import Outcomes
+
+ABSENT = ("absent", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """A test that asserts what a page mends; it must differ in just this way."""
+
+    test: str
+    stock: str
+    patched: str
+    page: str
+    reason: str
+
+
+MEANT: tuple[Meant, ...] = ()
+"""The only differences that are no regression. One that is not seen any more fails the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One test with other outcomes on the two sides; several where it was run again."""
+
+    test: str
+    stock: tuple[str, ...]
+    patched: tuple[str, ...]
+    stock_reason: str
+    patched_reason: str
+
+    @property
+    def flaky(self) -> bool:
+        """Whether both sides can give the same outcome."""
+        return bool(set(self.stock) & set(self.patched))
+
+    @property
+    def meant(self) -> bool:
+        """Whether a page makes it on purpose."""
+        return any(
+            (self.test, (entry.stock,), (entry.patched,))
+            == (entry.test, tuple(sorted(set(self.stock))), tuple(sorted(set(self.patched))))
+            for entry in MEANT
+        )
+
+
+def differences(rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[Difference]:
+    """Tests that differ in the first round, with what the later rounds made of them.
+
+    Args:
+        rounds: (stock, patched) of the same tests, once or more.
+    """
+    stock, patched = rounds[0]
+    found = []
+    for test in sorted({*stock, *patched}):
+        if not _comparable(stock.get(test, ABSENT), patched.get(test, ABSENT)):
+            continue
+        seen = [(one.get(test, ABSENT), other.get(test, ABSENT)) for one, other in rounds]
+        left, right = (tuple(pair[side][0] for pair in seen) for side in (0, 1))
+        found.append(Difference(test, left, right, seen[0][0][1], seen[0][1][1]))
+    return found
+
+
+def _comparable(stock: tuple[str, str], patched: tuple[str, str]) -> bool:
+    """Whether two outcomes differ, and neither is only unknown."""
+    return stock[0] != patched[0] and NOT_RUN not in (stock[0], patched[0])
+
+
+def other_reasons(stock: Outcomes, patched: Outcomes) -> list[tuple[str, str, str]]:
+    """Tests that fail on both sides, for reasons that are told differently."""
+    return [
+        (test, stock[test][1], patched[test][1])
+        for test in sorted({*stock} & {*patched})
+        if stock[test][0] == patched[test][0] in ("failed", "error", "crashed")
+        and _plain(stock[test][1]) != _plain(patched[test][1])
+    ]
+
+
+def _plain(reason: str) -> str:
+    """Without addresses, numbers and paths, which differ between any two processes."""
+    return re.sub(r"0x[0-9a-f]+|[\d.]+(e[+-]\d+)?|/[\w/.-]+|\s+", "#", reason)
+
+
+def no_longer_seen(found: Iterable[Difference], stock: Outcomes, patched: Outcomes) -> list[Meant]:
+    """Entries of MEANT whose test ran as on stock then, and does not differ as it says."""
+    seen = {difference.test for difference in found if difference.meant}
+    return [
+        entry
+        for entry in MEANT
+        if entry.test in patched
+        and stock.get(entry.test, ABSENT)[0] == entry.stock
+        and entry.test not in seen
+    ]
+
+
+def counts(outcomes: Outcomes) -> dict[str, int]:
+    """Outcome -> tests."""
+    return dict(sorted(Counter(how for how, _ in outcomes.values()).items()))
+
+
+def summary(
+    facts: Mapping[str, Any],
+    rounds: Mapping[str, Sequence[tuple[Outcomes, Outcomes]]],
+    left_out: Sequence[str],
+) -> dict[str, Any]:
+    """All that goes into the result file.
+
+    Args:
+        facts: versions, date, device.
+        rounds: by file.
+        left_out: files for which there was no time.
+    """
+    stock, patched = (
+        {test: how for parts in rounds.values() for test, how in parts[0][side].items()}
+        for side in (0, 1)
+    )
+    found = [one for parts in rounds.values() for one in differences(parts)]
+    return {
+        **facts,
+        "counts": {"stock": counts(stock), "patched": counts(patched)},
+        "passed_on_both": sum(
+            how == "passed" == patched.get(test, ABSENT)[0] for test, (how, _) in stock.items()
+        ),
+        "differences": [asdict(one) for one in found if not (one.flaky or one.meant)],
+        "flaky": [asdict(one) for one in found if one.flaky],
+        "meant": [asdict(entry) for entry in MEANT if entry.test in {one.test for one in found}],
+        "no_longer_seen": [asdict(entry) for entry in no_longer_seen(found, stock, patched)],
+        "other_reasons": other_reasons(stock, patched),
+        "files": {
+            file: {"stock": counts(parts[0][0]), "patched": counts(parts[0][1])}
+            for file, parts in sorted(rounds.items())
+        },
+        "files_without_time": sorted(left_out),
+    }
+
+
+def fine(result: Mapping[str, Any]) -> bool:
+    """Nothing differs that should not, and something was compared at all."""
+    return bool(
+        result["passed_on_both"] and not result["differences"] and not result["no_longer_seen"]
+    )
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The Markdown that goes beside the JSON."""
+    kinds = sorted({kind for side in result["counts"].values() for kind in side})
+    rows = [
+        [side, *(str(result["counts"][side].get(kind, 0)) for kind in kinds)]
+        for side in ("stock", "patched")
+    ]
+    lines = [
+        "# Megatron's own unit tests, stock against patched",
+        "",
+        "Written by `benchmarks/upstream_tests.py`: the same tests in the same processes on a",
+        "pristine megatron-core and on a copy with the pages that `cppmega apply` puts in.",
+        "",
+        *(f"- {name}: {_shown(result[name])}" for name in FACTS if result.get(name)),
+        "",
+        _row(["tree", *kinds]),
+        "|---" * (1 + len(kinds)) + "|",
+        *map(_row, rows),
+        "",
+        f"{result['passed_on_both']} tests pass on both trees; "
+        f"{len(result['differences'])} differ.",
+        "",
+        *_section("Differences", result["differences"], _told),
+        *_section("Flaky: both trees give the same outcomes in turns", result["flaky"], _told),
+        *_section("Meant: the test asserts what a page mends", result["meant"], _told_meant),
+        *_section("Meant, and not seen any more", result["no_longer_seen"], _told_meant),
+        *_section("Files for which there was no time", result["files_without_time"], str),
+    ]
+    return "\n".join(lines)
+
+
+FACTS = (
+    *("date", "device", "megatron-core", "torch", "transformer-engine", "tilelang", "triton"),
+    *(
+        "python",
+        "cppmega",
+        "overlay",
+        "pages",
+        "gates",
+        "tests",
+        "stand-ins",
+        "processes",
+        "minutes",
+    ),
+)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _section(title: str, entries: Sequence[Any], told: Any) -> list[str]:
+    if not entries:
+        return []
+    return [f"## {title}", "", *(f"- {told(entry)}" for entry in entries), ""]
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    stock, patched = (", ".join(entry[side]) for side in ("stock", "patched"))
+    reason = entry["patched_reason"] or entry["stock_reason"]
+    return f"`{entry['test']}`: {stock} on stock, {patched} on patched: {reason}"
+
+
+def _told_meant(entry: Mapping[str, Any]) -> str:
+    return f"`{entry['test']}` ({entry['page']}): {entry['reason']}"
