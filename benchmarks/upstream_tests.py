@@ -82,9 +82,6 @@ class Work:
 
     def _serve(self, stock: Server, patched: Server) -> None:
         try:
-            for server in (stock, patched):
-                if server.process is None:  # both at once: they import for a long time
-                    server.launch()
             while time.monotonic() < self.until and not self.errors:
                 file = self.waiting.get_nowait()
                 both = (self._one(stock, file), self._one(patched, file))
@@ -199,6 +196,7 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
     help="The folder that holds a pristine megatron/ (default: where Python finds it).",
 )
 @click.option("--page", "pages", multiple=True, help="Apply this page alone; repeatable.")
+@click.option("--patches", type=_FOLDER, multiple=True, help="A catalogue of your own beside ours.")
 @click.option("--gated", is_flag=True, help="Also the pages that a variable turns on.")
 @click.option("--select", "wanted", multiple=True, help="Only files with this in their path.")
 @click.option("-k", "expression", help="Only tests that match, as for pytest.")
@@ -235,7 +233,9 @@ def compare(
 ) -> dict[str, Any]:
     """Run everything on both sides; what the result file will say."""
     sides.copy(site, scratch / "stock")
-    overlay = trees.patched(site, scratch / "patched", given["pages"], given["gated"])
+    overlay = trees.patched(
+        site, scratch / "patched", given["pages"], given["gated"], given["patches"]
+    )
     on_cpu = device.startswith("CPU")
     both = [
         Side(
@@ -261,6 +261,9 @@ def compare(
     shown = Shown(len(files))
     work = Work(pairs, limits, scratch / "jobs", more, until, shown)
     try:
+        for pair in pairs:  # all at once: they import for a long time
+            for server in pair:
+                server.launch()
         with shown.bar:
             work.run(files)
         again(work, given["reruns"])

@@ -63,12 +63,15 @@ class Side:
     stand_ins: bool
 
 
-def patched(site: Path, root: Path, pages: Sequence[str], gated: bool) -> Overlay:
+def patched(
+    site: Path, root: Path, pages: Sequence[str], gated: bool, catalogues: Sequence[Path] = ()
+) -> Overlay:
     """Copy a pristine tree and let the engine apply pages to it, as a user would.
 
     Args:
         pages: their names; empty for all of them.
         gated: also those that a variable turns on; pages that are named are turned on anyway.
+        catalogues: folders with more pages.
 
     Raises:
         CppmegaError: `not-applied`, with what the engine said.
@@ -76,12 +79,14 @@ def patched(site: Path, root: Path, pages: Sequence[str], gated: bool) -> Overla
     from cppmega import catalogue
 
     sides.copy(site, root)
-    loaded = catalogue.load()
+    loaded = catalogue.load(catalogues)
     chosen = [page for name, page in loaded.items() if name in pages or (gated and not pages)]
     gates = {page.patch.gate: "1" for page in chosen if page.patch.gate}
     command = [sys.executable, "-m", "cppmega", "apply", "--megatron", str(root), "--json"]
     for page in pages:
         command += ["--only", page]
+    for folder in catalogues:
+        command += ["--patches", str(folder)]
     done = subprocess.run(command, env=_environment(gates), capture_output=True, text=True)
     if done.returncode:
         raise CppmegaError(
@@ -149,7 +154,11 @@ class Server:
         """Whether files run in forks of it, or each in a fresh interpreter."""
 
     def launch(self) -> subprocess.Popen[str]:
-        """Start it; it then imports what every file needs, and answers when it is ready."""
+        """Start it; it then imports what every file needs, and answers when it is ready.
+
+        It ends with the thread that has started it.
+        """
+        self.close()
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(WORKER)],
@@ -246,7 +255,7 @@ def _job(folder: Path, file: str, limits: Limits, more: Sequence[str]) -> dict[s
     from importlib.util import find_spec
 
     plugins = [word for name, word in PLUGINS.items() if find_spec(name)]
-    arguments = ["-q", "-c", "pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider"]
+    arguments = ["-q", "--tb=line", "-c", "pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider"]
     for plugin in plugins:
         arguments += ["-p", plugin]
     temporary = folder / "tmp"

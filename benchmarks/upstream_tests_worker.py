@@ -96,12 +96,12 @@ def _refuse_downloads() -> None:
 
 def cuda_is_awake() -> bool:
     """Whether a fork of this process could not use the GPU, found by trying."""
+    if not Path("/dev/nvidiactl").exists():
+        return False
     import torch
 
     if torch.cuda.is_initialized():
         return True
-    if not Path("/dev/nvidiactl").exists():
-        return False
     child = os.fork()
     if child == 0:
         try:
