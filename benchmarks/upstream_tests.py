@@ -4,6 +4,7 @@ A patch must break nothing that stock can do. Megatron's repository has the test
 in no wheel and are not copied here, so this command takes their folder: `tests/unit_tests` of a
 checkout of the release that is installed.
 
+\b
     git -C Megatron-LM archive core_r0.19.0 tests | tar -x -C /tmp/upstream
     python benchmarks/upstream_tests.py --tests /tmp/upstream/tests/unit_tests
 
@@ -102,8 +103,7 @@ def ordered(suite: Path, patched_files: Sequence[str], wanted: Sequence[str]) ->
     Args:
         wanted: parts of paths; empty for every file.
     """
-    modules = [re.escape(path.removesuffix(".py").replace("/", ".")) for path in patched_files]
-    patterns = [re.compile(rf"\b{module}\b") for module in modules]
+    patterns = [_mention(path) for path in patched_files]
     scored = []
     for path in sorted((suite / "tests" / "unit_tests").rglob("test_*.py")):
         name = path.relative_to(suite).as_posix()
@@ -111,6 +111,14 @@ def ordered(suite: Path, patched_files: Sequence[str], wanted: Sequence[str]) ->
             text = path.read_text(errors="replace")
             scored.append((-sum(bool(p.search(text)) for p in patterns), name))
     return [name for _, name in sorted(scored)]
+
+
+def _mention(path: str) -> re.Pattern[str]:
+    """How a test speaks of a module: by its full name, or as a part of its package."""
+    whole = path.removesuffix(".py").replace("/", ".")
+    package, _, name = map(re.escape, whole.rpartition("."))
+    imported = rf"from {package} import (\([^)]*|[^\n]*)\b{name}\b"
+    return re.compile(rf"\b{re.escape(whole)}\b|{imported}")
 
 
 def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> dict[str, Any]:
@@ -204,6 +212,7 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--limit", type=float, default=0, help="Begin no file after so many minutes.")
 @click.option("--file-seconds", default=120.0, show_default=True, help="For one file on one side.")
 @click.option("--test-seconds", default=60.0, show_default=True, help="For one test.")
+@click.option("--fresh", is_flag=True, help="A fresh interpreter per file, never a fork.")
 @click.option("--reruns", default=2, show_default=True, help="Of files that differ.")
 @click.option(
     "--result", type=click.Path(path_type=Path), help="Write FILE.json and FILE.md (no suffix)."
@@ -244,6 +253,7 @@ def compare(
             trees.suite(tests, scratch / f"suite-{name}"),
             overlay.gates if name == "patched" else {},
             on_cpu,
+            given["fresh"],
         )
         for name in ("stock", "patched")
     ]

@@ -61,6 +61,8 @@ class Side:
     suite: Path
     gates: Mapping[str, str]
     stand_ins: bool
+    fresh: bool
+    """Each file in a fresh interpreter, where a fork would do."""
 
 
 def patched(
@@ -149,6 +151,7 @@ class Server:
         self.side = side
         self.log = log
         self.process: subprocess.Popen[str] | None = None
+        self.extensions = log.with_suffix(".extensions")
         self.ready = False
         self.forks = False
         """Whether files run in forks of it, or each in a fresh interpreter."""
@@ -166,13 +169,17 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=_environment(self.side.gates),
+                env={
+                    **_environment(self.side.gates),
+                    "TORCH_EXTENSIONS_DIR": str(self.extensions),
+                },
             )
         assert self.process.stdin is not None
         order = {
             "root": str(self.side.root),
             "suite": str(self.side.suite),
             "stand_ins": self.side.stand_ins,
+            "fresh": self.side.fresh,
         }
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -209,7 +216,11 @@ class Server:
         except BrokenPipeError:
             return "server ended"
         answer = self._answer(running)
-        return "server ended" if answer is None else str(answer["ended"])
+        ended = "server ended" if answer is None else str(answer["ended"])
+        if not ended.startswith("status"):  # nobody waits for the compiler of one that was killed
+            for lock in self.extensions.rglob("lock"):
+                lock.unlink()
+        return ended
 
     @staticmethod
     def _answer(running: subprocess.Popen[str]) -> dict[str, Any] | None:

@@ -2,7 +2,8 @@
 
 Started by `upstream_tests.py`. Reads an order and then one job per line on stdin, answers each job
 with one line on stdout. What every file imports anyway is imported once, before the first fork;
-where that has woken up CUDA, which does not survive a fork, each file gets a fresh interpreter.
+where that has woken up CUDA, which does not survive a fork, or where it is asked for, each file
+gets a fresh interpreter instead.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
     prepare(order)
     if "job" in order:  # a fresh interpreter for one file
         here(order, order["job"])
-    forks = order["stand_ins"] or not cuda_is_awake()
+    forks = not order["fresh"] and (order["stand_ins"] or not cuda_is_awake())
     answers.write(json.dumps({"forks": forks}) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(run(order, json.loads(line), forks)) + "\n")

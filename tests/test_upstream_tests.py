@@ -60,6 +60,7 @@ GIVEN: dict[str, Any] = {
     "file_seconds": 20,
     "test_seconds": 4,
     "reruns": 1,
+    "fresh": False,
 }
 
 
@@ -127,6 +128,13 @@ def test_the_result_names_the_overlay_and_no_path(
     assert str(tmp_path_factory.getbasetemp()) not in repr(result)
 
 
+def test_a_fresh_interpreter_sees_what_a_fork_sees(tmp_path: Path, result: dict[str, Any]) -> None:
+    found = compared(tmp_path, fresh=True, wanted=("values",), reruns=0)
+    assert (found["processes"], result["processes"]) == ("a fresh interpreter", "a fork")
+    (file,) = found["files"]
+    assert found["files"][file] == result["files"][file]
+
+
 def test_no_file_is_begun_after_the_limit_and_the_rest_is_named(tmp_path: Path) -> None:
     found = compared(tmp_path, limit=1e-9)
     assert len(found["files_without_time"]) == len(TESTS)
@@ -135,8 +143,10 @@ def test_no_file_is_begun_after_the_limit_and_the_rest_is_named(tmp_path: Path) 
 
 def test_tests_of_patched_modules_come_first(tmp_path: Path) -> None:
     write(tmp_path / "tests" / "unit_tests")
-    first, *_ = command.ordered(tmp_path, ["megatron/core/thing.py"], ())
-    assert first == "tests/unit_tests/test_values.py"
+    imported = tmp_path / "tests" / "unit_tests" / "test_zzz.py"
+    imported.write_text("from megatron.core import (\n    other,\n    thing,\n)\n")
+    first = command.ordered(tmp_path, ["megatron/core/thing.py"], ())[:2]
+    assert [Path(name).name for name in first] == ["test_values.py", "test_zzz.py"]
     chosen = command.ordered(tmp_path, [], ["sub/", "crash"])
     assert [Path(name).name for name in chosen] == ["test_flaky.py", "test_crash.py"]
 
