@@ -7,6 +7,7 @@ and a second process goes on with the tests that have no line yet.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,13 @@ def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
     """The first line of an exception's text, or why a test was skipped."""
     given = report.longrepr
     if isinstance(given, tuple):
-        return str(given[2]).strip().partition("\n")[0]
+        return without_folders(str(given[2]).strip().partition("\n")[0])
     crash = getattr(given, "reprcrash", None)
     text = str(crash.message if crash is not None else given or "").strip()
     lines = [line.removeprefix("E").strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if crash is not None else lines[-1]) if lines else ""
+    return without_folders((lines[0] if crash is not None else lines[-1]) if lines else "")
+
+
+def without_folders(text: str) -> str:
+    """Paths as the names of their files: folders say which machine it was, and differ by side."""
+    return re.sub(r"(?<![\w.])/(?:[^/\s'\"]+/)+", ".../", text)

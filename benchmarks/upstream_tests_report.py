@@ -87,8 +87,8 @@ def other_reasons(stock: Outcomes, patched: Outcomes) -> list[tuple[str, str, st
 
 
 def _plain(reason: str) -> str:
-    """Without addresses, numbers and paths, which differ between any two processes."""
-    return re.sub(r"0x[0-9a-f]+|[\d.]+(e[+-]\d+)?|/[\w/.-]+|\s+", "#", reason)
+    """Without addresses and numbers, which differ between any two processes."""
+    return re.sub(r"0x[0-9a-f]+|[\d.]+(e[+-]\d+)?", "#", reason)
 
 
 def no_longer_seen(found: Iterable[Difference], stock: Outcomes, patched: Outcomes) -> list[Meant]:
@@ -136,12 +136,17 @@ def summary(
         "meant": [asdict(entry) for entry in MEANT if entry.test in {one.test for one in found}],
         "no_longer_seen": [asdict(entry) for entry in no_longer_seen(found, stock, patched)],
         "other_reasons": other_reasons(stock, patched),
+        "cut_short": sorted(file for file, parts in rounds.items() if _cut_short(parts[0])),
         "files": {
             file: {"stock": counts(parts[0][0]), "patched": counts(parts[0][1])}
             for file, parts in sorted(rounds.items())
         },
         "files_without_time": sorted(left_out),
     }
+
+
+def _cut_short(both: tuple[Outcomes, Outcomes]) -> bool:
+    return any(how == NOT_RUN for side in both for how, _ in side.values())
 
 
 def fine(result: Mapping[str, Any]) -> bool:
@@ -177,6 +182,7 @@ def table(result: Mapping[str, Any]) -> str:
         *_section("Flaky: both trees give the same outcomes in turns", result["flaky"], _told),
         *_section("Meant: the test asserts what a page mends", result["meant"], _told_meant),
         *_section("Meant, and not seen any more", result["no_longer_seen"], _told_meant),
+        *_section("Files that ran into their own limit", result["cut_short"], str),
         *_section("Files for which there was no time", result["files_without_time"], str),
     ]
     return "\n".join(lines)

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import sides
-from upstream_tests_plugin import NOT_RUN, STARTED, outcomes
+from upstream_tests_plugin import (
+    LONGEST_REASON,
+    STARTED,
+    outcomes,
+    without_folders,
+)
 
 from cppmega import process
 from cppmega.errors import CppmegaError
@@ -298,9 +303,5 @@ def _whole(found: Outcomes, file: str, ended: str, log: Path) -> Outcomes:
     said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     word = "timed out" if ended.endswith("limit") else "crashed"
     outcome = "error" if ended.startswith("status") else word
-    return {file: (outcome, f"{ended}: {said[-1] if said else ''}"[:240])}
-
-
-def not_run(found: Outcomes) -> list[str]:
-    """Tests that were collected and never begun."""
-    return [test for test, (how, _) in found.items() if how == NOT_RUN]
+    last = without_folders(said[-1])[:LONGEST_REASON] if said else ""
+    return {file: (outcome, f"{ended}: {last}")}

@@ -47,7 +47,7 @@ TESTS = {
             runs = Path(__file__).parents[4] / "runs"
             count = len(runs.read_text()) if runs.exists() else 0
             runs.write_text("x" * (count + 1))
-            assert count % 4 in (0, 3), "this time"
+            assert count % 4 in (0, 3), f"this time {__file__}"
     """,
 }
 GIVEN: dict[str, Any] = {
@@ -125,6 +125,8 @@ def test_the_result_names_the_overlay_and_no_path(
     text = report.table({**result, "minutes": 1})
     assert "- pages: double_doubles" in text and "- tests: 5 files" in text
     assert "1 differ" in text and "assert 4 == 2" in text
+    (flaky,) = result["flaky"]
+    assert flaky["patched_reason"] == "AssertionError: this time .../test_flaky.py"
     assert str(tmp_path_factory.getbasetemp()) not in repr(result)
 
 
