@@ -50,6 +50,8 @@ from cppmega import __version__
 from cppmega.errors import CppmegaError
 
 RESULTS = Path(__file__).parent / "results"
+LAST = 0.25
+"""Of the time limit: for what has been begun, and to run again what differs."""
 STACK = ("torch", "transformer-engine", "tilelang", "triton")
 Round = tuple[Outcomes, Outcomes]
 
@@ -63,7 +65,9 @@ class Work:
     scratch: Path
     more: Sequence[str]
     until: float
-    """Nothing is begun after this, on the monotonic clock."""
+    """No file is begun after this, on the monotonic clock."""
+    end: float
+    """No file runs for longer."""
     tell: Callable[[str, Round], None]
     waiting: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     done: dict[str, list[Round]] = field(default_factory=dict)
@@ -85,16 +89,20 @@ class Work:
         try:
             while time.monotonic() < self.until and not self.errors:
                 file = self.waiting.get_nowait()
-                both = (self._one(stock, file), self._one(patched, file))
-                self.done.setdefault(file, []).append(both)
-                self.tell(file, both)
+                one = self._one(stock, file)
+                other = self._one(patched, file) if one is not None else None
+                if one is not None and other is not None:
+                    self.done.setdefault(file, []).append((one, other))
+                    self.tell(file, (one, other))
         except queue.Empty:
             pass
         except BaseException as error:  # told by the thread that waits for this one
             self.errors.append(error)
 
-    def _one(self, server: Server, file: str) -> Outcomes:
-        return trees.run_file(server, file, self.limits, self.scratch, self.more)
+    def _one(self, server: Server, file: str) -> Outcomes | None:
+        left = min(self.limits.file, self.end - time.monotonic())
+        limits = Limits(self.limits.test, left)
+        return trees.run_file(server, file, limits, self.scratch, self.more)
 
 
 def ordered(suite: Path, patched_files: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -209,7 +217,9 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--select", "wanted", multiple=True, help="Only files with this in their path.")
 @click.option("-k", "expression", help="Only tests that match, as for pytest.")
 @click.option("--jobs", type=click.IntRange(1), help="Files at a time (default: 2, on a GPU 8).")
-@click.option("--limit", type=float, default=0, help="Begin no file after so many minutes.")
+@click.option(
+    "--limit", type=float, default=0, help="End after so many minutes; what was not run is named."
+)
 @click.option("--file-seconds", default=120.0, show_default=True, help="For one file on one side.")
 @click.option("--test-seconds", default=60.0, show_default=True, help="For one test.")
 @click.option("--fresh", is_flag=True, help="A fresh interpreter per file, never a fork.")
@@ -265,11 +275,12 @@ def compare(
         (Server(both[0], scratch / f"stock{n}.log"), Server(both[1], scratch / f"patched{n}.log"))
         for n in range(jobs)
     ]
-    until = begun + given["limit"] * 60 if given["limit"] else float("inf")
+    seconds = given["limit"] * 60 or float("inf")
+    until, end = begun + (1 - LAST) * seconds, begun + seconds
     more = ["-k", given["expression"]] if given["expression"] else []
     limits = Limits(given["test_seconds"], given["file_seconds"])
     shown = Shown(len(files))
-    work = Work(pairs, limits, scratch / "jobs", more, until, shown)
+    work = Work(pairs, limits, scratch / "jobs", more, until, end, shown)
     try:
         for pair in pairs:  # all at once: they import for a long time
             for server in pair:
@@ -289,7 +300,8 @@ def compare(
 
 def again(work: Work, reruns: int) -> None:
     """Run files that differ on both sides again, one at a time."""
-    alone = Work(work.pairs[:1], work.limits, work.scratch, work.more, work.until, lambda *_: None)
+    pairs, silent = work.pairs[:1], lambda *_: None
+    alone = Work(pairs, work.limits, work.scratch, work.more, work.end, work.end, silent)
     alone.done = work.done
     differing = [file for file, rounds in work.done.items() if report.differences(rounds)]
     for _ in range(reruns):

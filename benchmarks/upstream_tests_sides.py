@@ -245,9 +245,9 @@ _NUMBERS = count()
 
 
 def run_file(
-    server: Server, file: str, limits: Limits, scratch: Path, more: Sequence[str] = ()
-) -> Outcomes:
-    """Run one file of tests, in as many processes as it ends."""
+    server: Server, file: str, limits: Limits, scratch: Path, more: Sequence[str]
+) -> Outcomes | None:
+    """Run one file of tests, in as many processes as it ends; None where no time was left."""
     with _folder(scratch) as folder:
         report = folder / "report.jsonl"
         until = time.monotonic() + limits.file
@@ -256,7 +256,10 @@ def run_file(
             ended = server.run(_job(folder, file, left, more))
             if ended.startswith("status") or not _blamed(report, ended):
                 break
-        return _whole(outcomes(report), file, ended, folder / "log")
+        found = outcomes(report)
+        if ended == "file limit" and not found:
+            return None
+        return _whole(found, file, ended, folder / "log")
 
 
 @contextmanager

@@ -137,10 +137,24 @@ def test_a_fresh_interpreter_sees_what_a_fork_sees(tmp_path: Path, result: dict[
     assert found["files"][file] == result["files"][file]
 
 
-def test_no_file_is_begun_after_the_limit_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_no_file_is_begun_late_and_the_rest_is_named(tmp_path: Path) -> None:
     found = compared(tmp_path, limit=1e-9)
     assert len(found["files_without_time"]) == len(TESTS)
     assert not report.fine(found), "nothing was compared"
+
+
+class Cut:
+    """A server whose every process runs into the limit before it has said anything."""
+
+    def run(self, job: dict[str, Any]) -> str:
+        assert job["file_seconds"] <= 7
+        return "file limit"
+
+
+def test_a_file_without_time_on_one_side_is_not_compared(tmp_path: Path) -> None:
+    limits = command.Limits(test=1, file=7)
+    assert command.trees.run_file(Cut(), "test_x.py", limits, tmp_path, ()) is None
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tests_of_patched_modules_come_first(tmp_path: Path) -> None:
