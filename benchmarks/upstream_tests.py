@@ -49,7 +49,6 @@ from upstream_tests_sides import Limits, Outcomes, Overlay, Server, Side
 from cppmega import __version__
 from cppmega.errors import CppmegaError
 
-RESULTS = Path(__file__).parent / "results"
 LAST = 0.25
 """Of the time limit: for what has been begun, and to run again what differs."""
 STACK = ("torch", "transformer-engine", "tilelang", "triton")

@@ -25,6 +25,7 @@ from upstream_tests_plugin import (
 
 from cppmega import process
 from cppmega.errors import CppmegaError
+from cppmega.state import FAILURES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("upstream_tests_worker.py")
@@ -95,14 +96,21 @@ def patched(
     for folder in catalogues:
         command += ["--patches", str(folder)]
     done = subprocess.run(command, env=_environment(gates), capture_output=True, text=True)
+    answer = json.loads(done.stdout)
     if done.returncode:
         raise CppmegaError(
             "not-applied",
-            (done.stdout + done.stderr).strip()[-1500:],
-            "Without a patched tree there is nothing to compare with stock.",
+            _complaint(answer),
+            "Without a pristine tree and a patched one there is nothing to compare.",
             f"cppmega apply --megatron {site} --check",
         )
-    return _overlay(root, json.loads(done.stdout), gates)
+    return _overlay(root, answer, gates)
+
+
+def _complaint(answer: Mapping[str, Any]) -> str:
+    failed = [page for page in answer["patches"] if page["state"] in FAILURES]
+    said = [f"{p['name']} is {p['state']} ({p['target']}) {p['detail']}" for p in failed]
+    return "; ".join(said) or str(answer.get("error", answer))
 
 
 def _overlay(root: Path, answer: Mapping[str, Any], gates: Mapping[str, str]) -> Overlay:

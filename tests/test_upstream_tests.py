@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from cppmega.errors import CppmegaError
 from tests import made
 from tests.support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 command = importlib.import_module("upstream_tests")
 report = importlib.import_module("upstream_tests_report")
+trees = importlib.import_module("upstream_tests_sides")
 
 TESTS = {
     "test_values.py": """
@@ -143,6 +145,16 @@ def test_no_file_is_begun_late_and_the_rest_is_named(tmp_path: Path) -> None:
     assert not report.fine(found), "nothing was compared"
 
 
+def test_a_tree_that_is_patched_already_is_no_stock(tmp_path: Path) -> None:
+    site = made.tree(tmp_path / "site")
+    pages = made.page(tmp_path / "pages").parent
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    trees.patched(site, once, ["double_doubles"], False, [pages])
+    with pytest.raises(CppmegaError, match="not-applied") as raised:
+        trees.patched(once, twice, ["double_doubles"], False, [pages])
+    assert "thing.py" in raised.value.what
+
+
 class Cut:
     """A server whose every process runs into the limit before it has said anything."""
 
@@ -153,7 +165,7 @@ class Cut:
 
 def test_a_file_without_time_on_one_side_is_not_compared(tmp_path: Path) -> None:
     limits = command.Limits(test=1, file=7)
-    assert command.trees.run_file(Cut(), "test_x.py", limits, tmp_path, ()) is None
+    assert trees.run_file(Cut(), "test_x.py", limits, tmp_path, ()) is None
     assert list(tmp_path.iterdir()) == []
 
 
