@@ -27,11 +27,13 @@ import os
 import platform
 import queue
 import re
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -163,8 +165,6 @@ def _version(name: str) -> str:
 
 def device_name() -> str:
     """The GPU, found by a process that ends: CUDA does not survive the forks to come."""
-    import subprocess
-
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or [""])[-1]
@@ -184,6 +184,13 @@ class Shown:
         self.task = self.bar.add_task("files of tests", total=total)
         self.told = time.monotonic()
         self.passed = 0
+
+    def __enter__(self) -> Shown:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
 
     def __call__(self, file: str, both: Round) -> None:
         """One file is done."""
@@ -249,13 +256,17 @@ def compare(
     given: Mapping[str, Any],
     begun: float,
 ) -> dict[str, Any]:
-    """Run everything on both sides; what the result file will say."""
+    """Run everything on both sides; what the result file will say.
+
+    Args:
+        given: the other options of the command line.
+        begun: when, on the monotonic clock.
+    """
     sides.copy(site, scratch / "stock")
-    overlay = trees.patched(
-        site, scratch / "patched", given["pages"], given["gated"], given["patches"]
-    )
+    pages, gated, catalogues = (given[name] for name in ("pages", "gated", "patches"))
+    overlay = trees.patched(site, scratch / "patched", pages, gated, catalogues)
     on_cpu = device.startswith("CPU")
-    both = [
+    stock, patched = (
         Side(
             name,
             scratch / name,
@@ -265,36 +276,52 @@ def compare(
             given["fresh"],
         )
         for name in ("stock", "patched")
-    ]
-    files = ordered(both[0].suite, overlay.files, given["wanted"])
+    )
+    files = ordered(stock.suite, overlay.files, given["wanted"])
     if not files:
         raise click.UsageError(f"no test_*.py to run in {tests.name}")
     jobs = min(given["jobs"] or (2 if on_cpu else 8), len(files))
-    pairs = [
-        (Server(both[0], scratch / f"stock{n}.log"), Server(both[1], scratch / f"patched{n}.log"))
-        for n in range(jobs)
-    ]
-    seconds = given["limit"] * 60 or float("inf")
-    until, end = begun + (1 - LAST) * seconds, begun + seconds
-    more = ["-k", given["expression"]] if given["expression"] else []
-    limits = Limits(given["test_seconds"], given["file_seconds"])
-    shown = Shown(len(files))
-    work = Work(pairs, limits, scratch / "jobs", more, until, end, shown)
-    try:
-        for pair in pairs:  # all at once: they import for a long time
-            for server in pair:
-                server.launch()
-        with shown.bar:
-            work.run(files)
+    with served(stock, patched, jobs, scratch) as pairs, Shown(len(files)) as shown:
+        work = planned(given, begun, pairs, scratch / "jobs", shown)
+        work.run(files)
         again(work, given["reruns"])
-    finally:
-        for pair in pairs:
-            for server in pair:
-                server.close()
     told = facts(overlay, tests, device, given["wanted"])
     told["processes"] = "a fork" if pairs[0][0].forks else "a fresh interpreter"
     left_out = [file for file in files if file not in work.done]
     return report.summary(told, work.done, left_out)
+
+
+@contextmanager
+def served(
+    stock: Side, patched: Side, jobs: int, scratch: Path
+) -> Iterator[list[tuple[Server, Server]]]:
+    """Pairs of processes; all are started at once, since they import for a long time."""
+    pairs = [
+        (Server(stock, scratch / f"stock{n}.log"), Server(patched, scratch / f"patched{n}.log"))
+        for n in range(jobs)
+    ]
+    servers = [server for pair in pairs for server in pair]
+    try:
+        for server in servers:
+            server.launch()
+        yield pairs
+    finally:
+        for server in servers:
+            server.close()
+
+
+def planned(
+    given: Mapping[str, Any],
+    begun: float,
+    pairs: Sequence[tuple[Server, Server]],
+    scratch: Path,
+    tell: Callable[[str, Round], None],
+) -> Work:
+    """The work within the limits of the command line."""
+    seconds = given["limit"] * 60 or float("inf")
+    more = ["-k", given["expression"]] if given["expression"] else []
+    limits = Limits(given["test_seconds"], given["file_seconds"])
+    return Work(pairs, limits, scratch, more, begun + (1 - LAST) * seconds, begun + seconds, tell)
 
 
 def again(work: Work, reruns: int) -> None:

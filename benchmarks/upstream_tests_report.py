@@ -63,17 +63,20 @@ def differences(rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[Difference]
     stock, patched = rounds[0]
     found = []
     for test in sorted({*stock, *patched}):
-        if not _comparable(stock.get(test, ABSENT), patched.get(test, ABSENT)):
+        pair = (stock.get(test, ABSENT), patched.get(test, ABSENT))
+        if pair[0][0] == pair[1][0] or not _is_known(pair):
             continue
         seen = [(one.get(test, ABSENT), other.get(test, ABSENT)) for one, other in rounds]
-        left, right = (tuple(pair[side][0] for pair in seen) for side in (0, 1))
+        known = [pair for pair in seen if _is_known(pair)]
+        left, right = (tuple(pair[side][0] for pair in known) for side in (0, 1))
         found.append(Difference(test, left, right, seen[0][0][1], seen[0][1][1]))
     return found
 
 
-def _comparable(stock: tuple[str, str], patched: tuple[str, str]) -> bool:
-    """Whether two outcomes differ, and neither is only unknown."""
-    return stock[0] != patched[0] and NOT_RUN not in (stock[0], patched[0])
+def _is_known(pair: tuple[tuple[str, str], tuple[str, str]]) -> bool:
+    """Whether a round tells anything of a test: begun on both sides, or gone on one."""
+    outcomes = {outcome for outcome, _ in pair}
+    return NOT_RUN not in outcomes and outcomes != {ABSENT[0]}
 
 
 def other_reasons(stock: Outcomes, patched: Outcomes) -> list[tuple[str, str, str]]:

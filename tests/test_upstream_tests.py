@@ -208,6 +208,13 @@ def test_a_test_that_is_gone_or_passes_only_now_differs() -> None:
     assert not summary(STOCK, {**STOCK, "c": ("not run", "")})["differences"]
 
 
+def test_a_second_round_without_time_makes_nothing_flaky() -> None:
+    late = dict.fromkeys(STOCK, ("not run", ""))
+    for second in ((late, late), ({}, {}), (late, PATCHED)):
+        (found,) = report.differences([(STOCK, PATCHED), second])
+        assert not found.flaky and (found.stock, found.patched) == (("passed",), ("failed",))
+
+
 def test_failing_otherwise_is_told() -> None:
     assert summary(STOCK, PATCHED)["other_reasons"] == []
     other = {**STOCK, "b": ("failed", "NameError: d_v")}
