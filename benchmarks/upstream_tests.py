@@ -142,7 +142,8 @@ def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> 
         "overlay": overlay.digest,
         "pages": list(overlay.pages),
         "gates": [f"{name}={value}" for name, value in overlay.gates.items()],
-        "tests": f"{fingerprint(tests)}{f', only {list(wanted)}' if wanted else ''}",
+        "tests": fingerprint(tests),
+        "selected": list(wanted),
         "stand-ins": "the CPU for the GPU, gloo for NCCL" if device.startswith("CPU") else "",
     }
 
@@ -231,16 +232,27 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--fresh", is_flag=True, help="A fresh interpreter per file, never a fork.")
 @click.option("--reruns", default=2, show_default=True, help="Of files that differ.")
 @click.option(
+    "--onto",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="An earlier result (.json): run what it had no time for, and put both together.",
+)
+@click.option(
     "--result", type=click.Path(path_type=Path), help="Write FILE.json and FILE.md (no suffix)."
 )
-def main(tests: Path, site: Path | None, result: Path | None, **given: Any) -> None:
+def main(
+    tests: Path, site: Path | None, onto: Path | None, result: Path | None, **given: Any
+) -> None:
     from cppmega.tree import find_root
 
     begun = time.monotonic()
     device = device_name()
+    earlier = json.loads(onto.read_text()) if onto is not None else None
+    given["only"] = earlier["files_without_time"] if earlier is not None else None
     with tempfile.TemporaryDirectory(prefix="upstream-tests-") as scratch:
         answer = compare(tests, site or find_root(), device, Path(scratch), given, begun)
     answer["minutes"] = round((time.monotonic() - begun) / 60, 1)
+    if earlier is not None:
+        answer = report.merged(earlier, answer)
     if result is not None:
         result.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
         result.with_suffix(".md").write_text(report.table(answer))
@@ -278,6 +290,8 @@ def compare(
         for name in ("stock", "patched")
     )
     files = ordered(stock.suite, overlay.files, given["wanted"])
+    if given["only"] is not None:
+        files = [file for file in files if file in given["only"]]
     if not files:
         raise click.UsageError(f"no test_*.py to run in {tests.name}")
     jobs = min(given["jobs"] or (2 if on_cpu else 8), len(files))

@@ -11,6 +11,8 @@ from typing import Any
 from upstream_tests_plugin import NOT_RUN
 from upstream_tests_sides import Outcomes
 
+from cppmega.errors import CppmegaError
+
 ABSENT = ("absent", "")
 
 
@@ -145,6 +147,42 @@ def summary(
             for file, parts in sorted(rounds.items())
         },
         "files_without_time": sorted(left_out),
+    }
+
+
+SAME = ("device", "megatron-core", "torch", "overlay", "gates", "tests", "selected")
+"""What two results must agree on to be put together."""
+_LISTS = ("differences", "flaky", "meant", "no_longer_seen", "other_reasons", "cut_short")
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier result, and that of the files for which it had no time.
+
+    Raises:
+        CppmegaError: `other-result`, where they are of different things.
+    """
+    other = [name for name in SAME if old.get(name) != new.get(name)]
+    if other:
+        raise CppmegaError(
+            "other-result",
+            f"the earlier result has another {', '.join(other)}.",
+            "Outcomes of different code or tests would be counted together.",
+            "run everything again, without --onto",
+        )
+    both = (old, new)
+    files = {**old["files"], **new["files"]}
+    return {
+        **new,
+        "minutes": round(sum(result.get("minutes", 0) for result in both), 1),
+        "counts": {
+            side: dict(
+                sorted(sum((Counter(file[side]) for file in files.values()), Counter()).items())
+            )
+            for side in ("stock", "patched")
+        },
+        "passed_on_both": sum(result["passed_on_both"] for result in both),
+        **{name: [entry for result in both for entry in result[name]] for name in _LISTS},
+        "files": dict(sorted(files.items())),
     }
 
 

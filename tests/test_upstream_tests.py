@@ -63,6 +63,7 @@ GIVEN: dict[str, Any] = {
     "test_seconds": 4,
     "reruns": 1,
     "fresh": False,
+    "only": None,
 }
 
 
@@ -133,7 +134,8 @@ def test_the_result_names_the_overlay_and_no_path(
 
 
 def test_a_fresh_interpreter_sees_what_a_fork_sees(tmp_path: Path, result: dict[str, Any]) -> None:
-    found = compared(tmp_path, fresh=True, wanted=("values",), reruns=0)
+    values = "tests/unit_tests/test_values.py"
+    found = compared(tmp_path, fresh=True, only=[values, "gone"], reruns=0)
     assert (found["processes"], result["processes"]) == ("a fresh interpreter", "a fork")
     (file,) = found["files"]
     assert found["files"][file] == result["files"][file]
@@ -206,6 +208,20 @@ def test_a_test_that_is_gone_or_passes_only_now_differs() -> None:
     assert named(summary(STOCK, {"a": STOCK["a"], "b": STOCK["b"]})["differences"]) == ["c"]
     assert named(summary(STOCK, {**STOCK, "b": ("passed", "")})["differences"]) == ["b"]
     assert not summary(STOCK, {**STOCK, "c": ("not run", "")})["differences"]
+
+
+def test_a_later_result_is_put_onto_an_earlier_one() -> None:
+    told = {"device": "one", "tests": "these", "minutes": 2.0}
+    old = report.summary(told, {"first": [(STOCK, PATCHED)]}, ["second"])
+    late = {"d": ("passed", "")}
+    new = report.summary(told, {"second": [(late, late)]}, [])
+    both = report.merged(old, new)
+    assert both["counts"]["stock"] == {"failed": 1, "passed": 3}
+    assert (both["passed_on_both"], both["minutes"]) == (2, 4.0)
+    assert named(both["differences"]) == ["a"] and not report.fine(both)
+    assert list(both["files"]) == ["first", "second"] and not both["files_without_time"]
+    with pytest.raises(CppmegaError, match="another device"):
+        report.merged({**old, "device": "two"}, new)
 
 
 def test_a_second_round_without_time_makes_nothing_flaky() -> None:
