@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -182,5 +183,10 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _replace(owner: Any, **stand_ins: Any) -> None:
+    """Each name gets an object of its own: torch._dynamo has rules by object, and one rule each."""
     for name, stand_in in stand_ins.items():
+        if isinstance(stand_in, type):
+            stand_in = type(name, (stand_in,), {})
+        elif stand_in is _nothing:
+            stand_in = types.FunctionType(stand_in.__code__, stand_in.__globals__, name)
         setattr(owner, name, stand_in)

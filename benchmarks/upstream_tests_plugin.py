@@ -6,8 +6,10 @@ and a second process goes on with the tests that have no line yet.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ class Recorder:
         """Every test of the file has a line before the first begins."""
         for item in session.items:
             self.write(item.nodeid, NOT_RUN)
+        gc.freeze()  # what was imported for the tests is not looked at after each of them
+        gc.disable()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module or class that cannot be collected counts as one test."""
@@ -55,7 +59,15 @@ class Recorder:
             item.config.option.experimental = item.get_closest_marker("experimental") is not None
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        """A test that ends the process never says more than this."""
+        """A test that ends the process never says more than this.
+
+        What the one before has left goes now, on both sides. Some of Megatron's tests destroy the
+        process groups in a `__del__`: run by Python's own collector, whose time depends on all the
+        code that was imported, it would hit another test.
+        """
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+            vars(sys).pop(name, None)
+        gc.collect()
         self.write(nodeid, STARTED)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -9,6 +9,7 @@ gets a fresh interpreter instead.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -177,6 +178,7 @@ def here(order: dict[str, Any], job: dict[str, Any]) -> None:
     os.environ |= {**job["environment"], "MASTER_PORT": str(_free_port())}
     tempfile.tempdir = None  # found anew, from the environment
     os.chdir(order["suite"])
+    gc.freeze()
     recorder = Recorder(Path(job["report"]))
     code = pytest.main(job["arguments"], plugins=[recorder])
     sys.stdout.flush()
@@ -185,10 +187,13 @@ def here(order: dict[str, Any], job: dict[str, Any]) -> None:
 
 
 def _free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this process alone: below those that the system hands out, by its number."""
+    first, count = 20000, 12000
+    for number in range(os.getpid(), os.getpid() + count):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", first + number % count))
+            return first + number % count
+    raise OSError("no free port")
 
 
 if __name__ == "__main__":

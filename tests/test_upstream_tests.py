@@ -43,6 +43,22 @@ TESTS = {
         def test_next(): pass
     """,
     "test_broken.py": "import what_is_not_there",
+    "test_left.py": """
+        import pytest
+        DONE = []
+        class Owner:
+            def __init__(self): self.me = self
+            def __del__(self): DONE.append("gone")
+        @pytest.mark.xfail
+        def test_leaves():
+            owner = Owner()
+            assert False
+        def test_finds_it_gone(): assert DONE == ["gone"]
+        def test_leaves_another(): Owner()
+        def test_nothing_goes_by_itself():
+            things = [[] for _ in range(100_000)]
+            assert DONE == ["gone", "gone"]
+    """,
     "sub/test_flaky.py": """
         from pathlib import Path
         def test_in_turns():
@@ -119,6 +135,7 @@ def test_a_crash_a_hang_and_a_broken_file_cost_nothing_but_themselves(
         assert files["test_crash.py"][side] == {"crashed": 1, "passed": 2}
         assert files["test_hang.py"][side] == {"passed": 1, "timed out": 1}
         assert files["test_broken.py"][side] == {"error": 1}
+    assert files["test_left.py"]["stock"] == {"passed": 3, "xfailed": 1}
     assert files["test_values.py"]["stock"] == {"passed": 2, "skipped": 1, "xfailed": 1}
 
 
@@ -126,7 +143,7 @@ def test_the_result_names_the_overlay_and_no_path(
     result: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     text = report.table({**result, "minutes": 1})
-    assert "- pages: double_doubles" in text and "- tests: 5 files" in text
+    assert "- pages: double_doubles" in text and "- tests: 6 files" in text
     assert "1 differ" in text and "assert 4 == 2" in text
     (flaky,) = result["flaky"]
     assert flaky["patched_reason"] == "AssertionError: this time .../test_flaky.py"
@@ -135,7 +152,7 @@ def test_the_result_names_the_overlay_and_no_path(
 
 def test_a_fresh_interpreter_sees_what_a_fork_sees(tmp_path: Path, result: dict[str, Any]) -> None:
     values = "tests/unit_tests/test_values.py"
-    found = compared(tmp_path, fresh=True, only=[values, "gone"], reruns=0)
+    found = compared(tmp_path, fresh=True, only=[values, "gone"], test_seconds=60, file_seconds=99)
     assert (found["processes"], result["processes"]) == ("a fresh interpreter", "a fork")
     (file,) = found["files"]
     assert found["files"][file] == result["files"][file]
@@ -200,6 +217,8 @@ def test_a_difference_on_purpose_is_named_and_must_stay_one(
     assert "it asserts the bug" in report.table(found)
     same = summary(STOCK, STOCK)
     assert not report.fine(same) and named(same["no_longer_seen"]) == ["a"]
+    earlier = {**summary(STOCK, STOCK), "files_without_time": [], "files": {}}
+    assert named(report.merged(found, {**earlier, "no_longer_seen": []})["meant"]) == ["a"]
     otherwise = summary(STOCK, {**PATCHED, "a": ("crashed", "")})
     assert not report.fine(otherwise) and named(otherwise["differences"]) == ["a"]
 
