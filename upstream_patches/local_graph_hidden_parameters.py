@@ -102,7 +102,8 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     # In 0.16 the warm-up never ends: nothing is recomputed, so nothing is hidden.
-    always_warm = "= False" not in source.text(f"{FILE}:_set_warmup_end")
+    end = source.text(f"{FILE}:_set_warmup_end")
+    always_warm = bool(end) and "= False" not in end
     return always_warm or "get_connected_params(warmup_outputs)" in source.text(
         f"{RUNNER}.create_fwd_graph"
     )
