@@ -127,6 +127,19 @@ def read(load: Path, *, deep: bool = False, advance: Advance = lambda count: Non
     return Saved(step, next((one for one in states if "args" in one), {}), {}, summed)
 
 
+def shapes(load: Path) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the newest checkpoint's tensors, by its index alone; empty where it has none.
+
+    Raises:
+        CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`.
+    """
+    index = newest(load)[1] / _INDEX
+    if not index.is_file():
+        return {}
+    with _naming(index):
+        return _index(index.read_bytes()).shapes
+
+
 def _state_of_file(path: Path, summed: bool) -> Mapping[str, Any]:
     with _naming(path), path.open("rb") as file:
         if summed:

@@ -90,6 +90,18 @@ def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
     return edit
 
 
+def appending(text: str) -> NodeEdit:
+    """Add statements at the end of the target's body."""
+    added = textwrap.dedent(text).strip()
+
+    def edit(node: cst.CSTNode) -> cst.CSTNode:
+        from cppmega import node_edits
+
+        return node_edits.with_last(node_edits.function(node), node_edits.statements(added))
+
+    return edit
+
+
 def adding_argument(callee: str, argument: str, times: int = 1) -> NodeEdit:
     """Append `name=value` to the calls of `callee` (`self.mtp`, `build_module`...)."""
 

@@ -314,6 +314,14 @@ def with_body(target: cst.FunctionDef, ours: cst.FunctionDef) -> cst.FunctionDef
     return target.with_changes(body=body.with_changes(body=new, footer=()))
 
 
+def with_last(target: cst.FunctionDef, added: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
+    """The target with statements after its last one."""
+    body = target.body
+    if not isinstance(body, cst.IndentedBlock):
+        raise mismatch(f"{target.name.value} has no body of its own lines")
+    return target.with_changes(body=body.with_changes(body=[*body.body, *added]))
+
+
 def with_parameter(target: cst.FunctionDef, parameter: str) -> cst.FunctionDef:
     """The target with one more parameter at the end of its signature."""
     added = cast(cst.FunctionDef, cst.parse_statement(f"def f({parameter}): ...")).params.params

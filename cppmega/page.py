@@ -7,9 +7,11 @@ the fix; `verify()` proves the behaviour with values. `cppmega new NAME` writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
+
+from cppmega.errors import CppmegaError
 
 Kind = Literal["source", "class-swap", "method-wrap", "function-swap"]
 """`source` is written to disk; the others are installed when the module is imported."""
@@ -82,6 +84,9 @@ class Patch:
     the patch is not applicable."""
     when: Callable[[Any], bool] | None = None
     """Over the run's arguments (Megatron's namespace): must this run reach the patch at all?"""
+    refuses: Callable[[Any, Mapping[str, tuple[int, ...]]], Iterable[CppmegaError]] | None = None
+    """Over the run's arguments, and the shapes of the tensors from which it resumes (none where it
+    starts afresh): what this page cannot serve. The preflight refuses the launch with it."""
     needs: tuple[str, ...] = ("cpu",)
     """What `verify` needs: cpu, cuda, sm_90, te, triton, tilelang, or an importable module."""
     gate: str | None = None

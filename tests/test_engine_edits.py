@@ -15,6 +15,7 @@ from cppmega import function_source, marks, rewrite
 from cppmega.edits import (
     adding_argument,
     adding_parameter,
+    appending,
     body_of,
     definition_of,
     in_order,
@@ -127,6 +128,8 @@ def test_inserting_and_adding() -> None:
     assert edited(text, inserting("z = x", before="y = x")) == text.replace(
         "    y = x", "    z = x\n    y = x"
     )
+    assert edited(text, appending("print(y)")) == f"{text}    print(y)\n"
+    fails("edit-mismatch", "def f(x): return x\n", appending("print(x)"))
     assert "g(x, k=1)" in edited(text, adding_argument("g", "k=1"))
     assert "def f(x, k=None):" in edited(text, adding_parameter("k=None"))
     both = in_order(adding_parameter("k=None"), adding_argument("g", "k=k"))

@@ -256,6 +256,40 @@ def test_a_checkpoint_that_says_nothing_still_has_shapes(tmp_path: Path) -> None
     assert f"hidden_size 8 and {SLICE.hidden_size}" in found.what
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
+    mamba = {"bf16": True, "hybrid_layer_pattern": "M*"}
+    fresh = tmp_path / "fresh"
+    assert "float16_keep_fp32" in holds("page_limits", resumed(fresh, **mamba))
+    aware = {"use_precision_aware_optimizer": True}
+    refuses("page_limits", "kept-fp32-precision-aware", resumed(fresh, **mamba, **aware))
+    holds("page_limits", resumed(fresh, bf16=True, hybrid_layer_pattern="*-", **aware))
+    unpatched = launch(None, "--lr", "1", root=pristine("0.19.2"))
+    unpatched.__dict__["process"] = {"line": {"args": {**mamba, **aware}}}
+    says_nothing("page_limits", unpatched)
+
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_({0}, {0}).bucket_idx_0.param"
+    moment, copy = (
+        f"optimizer.state.{key}.decoder.layers.mixer.A_log" for key in ("exp_avg", "fp32_param")
+    )
+    for at, (names, way_out) in enumerate(
+        (
+            ((bucket.format("torch.float32"),), "--dist-ckpt-optim-fully-reshardable"),
+            ((bucket.format("torch.bfloat16"),), ""),
+            ((moment,), "--no-load-optim"),
+            ((moment, copy), ""),
+        )
+    ):
+        checkpoint(tmp_path / str(at), dict.fromkeys(names, 4))
+        context = resumed(tmp_path / str(at), **mamba)
+        if not way_out:
+            holds("page_limits", context)
+            continue
+        found = refuses("page_limits", "checkpoint-of-split-optimizer", context)
+        assert names[0] in found.what and way_out in found.next
+        holds("page_limits", resumed(tmp_path / str(at), **mamba, no_load_optim=True))
+
+
 def of_the_loop(**other: int) -> dict[str, tuple[int, ...]]:
     """Tensors of the model of a CPU loop, as Megatron 0.19 names them."""
     has = {"layers": 2, "depths": 2, "hidden": 64, "ffn": 256, "rows": 257, "places": 128} | other

@@ -6,14 +6,18 @@ Why: The sum was divided by all layers (52 for NAM56R, of which 9 are DSA: the c
     too low); an MTP layer shares a slot with a decoder layer, or (0.16) indexes past the last slot
     and raises IndexError; a stage without DSA returned early and left the other stages waiting in
     the pipeline all-reduce. Each seen on CPU with two gloo ranks, 0.16.1 to 0.19.2.
-Upstream: Not sent: the dev branch fixed the hang and the slots for its own layers in other code.
+    The dev branch mended the hang and the slots; it still divides by all layers, DeepSeek-V4's
+    excepted, and a last stage without DSA logs what one context-parallel rank found.
+Upstream: Not sent: the dev branch is half-way there, in other code.
 Remove: when `track_indexer_metrics` divides by the layers that own an indexer.
 Numerics: none (bitwise); only the logged metric changes. With pipeline parallelism the host waits
-    for the device once more per step
+    for the device once more per step (on dev it does not)
 """
 
 # ruff: noqa: F821
-from cppmega.edits import body_of, replacing
+from textwrap import indent
+
+from cppmega.edits import body_of, in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
 HELPER = (
@@ -84,8 +88,18 @@ def reduce_loss_in_tracker():
     )
 
 
-def _edit(method, fingerprint, edit):
-    versions = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")  # and main
+DEV = ("dev-d48bd6be",)
+LAYERS_WITH_A_LOSS = """\
+# A layer saves one loss per microbatch, and `loss_scale` is one over their number.
+# Two layers may share a slot, so the slots in use are only a lower bound.
+counts = tracker.get("counts", indexer_loss_values != 0)
+{name} = torch.maximum((counts > 0).sum(), counts.sum() * loss_scale)
+{name} = {name}.clamp(min=1)
+"""
+
+
+def _edit(method, versions, fingerprint, edit):
     return Edit(
         target=f"{HELPER}.{method}",
         pins=dict.fromkeys(versions, fingerprint),
@@ -96,21 +110,90 @@ def _edit(method, fingerprint, edit):
 
 PATCH = Patch(
     edits=(
-        _edit("save_loss_to_tracker", "879894a0114ce2fb", body_of(save_loss_to_tracker)),
-        _edit("clean_loss_in_tracker", "c06ff6c1c8b9cd86", body_of(clean_loss_in_tracker)),
-        _edit("reduce_loss_in_tracker", "fd9f3cdb341be908", body_of(reduce_loss_in_tracker)),
+        _edit("save_loss_to_tracker", RELEASES, "879894a0114ce2fb", body_of(save_loss_to_tracker)),
+        _edit(
+            "clean_loss_in_tracker", RELEASES, "c06ff6c1c8b9cd86", body_of(clean_loss_in_tracker)
+        ),
+        _edit(
+            "reduce_loss_in_tracker", RELEASES, "fd9f3cdb341be908", body_of(reduce_loss_in_tracker)
+        ),
         _edit(
             "track_indexer_metrics",
+            RELEASES,
             "864d890809ae82dc",
             replacing(
                 "num_layers = indexer_loss_values.shape[0]",
+                LAYERS_WITH_A_LOSS.format(name="num_layers"),
+            ),
+        ),
+        # The dev branch: the stages agree on the slots once, and its caller may know the layers.
+        _edit("save_loss_to_tracker", DEV, "1d6f5702223dc908", body_of(save_loss_to_tracker)),
+        _edit(
+            "clean_loss_in_tracker",
+            DEV,
+            "720eb156fecb3646",
+            inserting(
                 """
-                # A layer saves one loss per microbatch, and `loss_scale` is one over their number.
-                # Two layers may share a slot, so the slots in use are only a lower bound.
-                counts = tracker.get("counts", indexer_loss_values != 0)
-                num_layers = torch.maximum((counts > 0).sum(), counts.sum() * loss_scale)
-                num_layers = num_layers.clamp(min=1)
+                if "counts" in tracker:
+                    tracker["counts"].zero_()
                 """,
+                after="""
+                if "values" in tracker:
+                    tracker["values"].zero_()
+                """,
+            ),
+        ),
+        _edit(
+            "reduce_loss_in_tracker",
+            DEV,
+            "fb0526277692ea03",
+            in_order(
+                replacing(
+                    """
+                    if "values" not in tracker:
+                        tracker["values"] = torch.zeros(size, device=torch.cuda.current_device())
+                    elif tracker["values"].shape[0] < size:
+                        grown = torch.zeros(
+                            size, device=tracker["values"].device, dtype=tracker["values"].dtype
+                        )
+                        grown[: tracker["values"].shape[0]] = tracker["values"]
+                        tracker["values"] = grown
+                    """,
+                    "_cppmega_grow_indexer_tracker(tracker, size)",
+                ),
+                replacing("torch.distributed.all_reduce(values, group=pp_group)", ""),
+                inserting(
+                    """
+                    # After the others: a stage without a DSA layer knows none of these groups.
+                    torch.distributed.all_reduce(values, group=pp_group)
+                    torch.distributed.all_reduce(tracker["counts"], group=pp_group)
+                    """,
+                    before="""
+                    torch.distributed.all_reduce(
+                        values,
+                        group=parallel_state.get_data_parallel_group(with_context_parallel=False),
+                        op=torch.distributed.ReduceOp.AVG,
+                    )
+                    """,
+                ),
+            ),
+        ),
+        _edit(
+            "track_indexer_metrics",
+            DEV,
+            "f43a6587d1fd8c49",
+            in_order(
+                # `max` of a tensor would wait for the device.
+                replacing("max(num_indexer_layers, 1)", "num_indexer_layers"),
+                replacing(
+                    """
+                    if num_indexer_layers is None:
+                        num_indexer_layers = indexer_loss_values.shape[0]
+                    """,
+                    "if num_indexer_layers is None:\n"
+                    + indent(LAYERS_WITH_A_LOSS.format(name="num_indexer_layers"), " " * 4)
+                    + "else:\n    num_indexer_layers = max(num_indexer_layers, 1)",
+                ),
             ),
         ),
     ),

@@ -57,11 +57,16 @@ def verify() -> None:
         torch.manual_seed(0)
         layer = DSAttention.__new__(DSAttention)
         torch.nn.Module.__init__(layer)
+        tp = SimpleNamespace(size=lambda: 1)
         layer.softmax_scale, layer.layer_number = 1.0, None
         layer.config = SimpleNamespace(
             dsa_indexer_loss_coeff=coefficient, dsa_indexer_use_sparse_loss=False, num_layers=1
         )
-        tp = SimpleNamespace(size=lambda: 1)
+        # What 0.19 asks besides.
+        layer.index_topk, layer.index_share, layer.skip_topk = 2, False, False
+        layer.cp_comm_type, layer.pg_collection = "p2p", SimpleNamespace(tp=None, cp=None)
+        layer.config.sequence_parallel = layer.config.calculate_per_token_loss = False
+        layer.config.attention_backend, layer.config.dsa_indexer_scoring_relu = "unfused", True
         q, k, w = (torch.randn(4, 1, *shape) for shape in ((2, 4), (4,), (2,)))
         scores = torch.einsum("sbhd,tbd,sbh->bst", q, k, w).tril() - torch.ones(4, 4).triu(1) * 1e9
         layer.indexer = SimpleNamespace(

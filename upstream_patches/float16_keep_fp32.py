@@ -1,38 +1,54 @@
-"""Keep A_log, D and dt_bias of Mamba mixers in fp32.
+"""Keep A_log, D and dt_bias of Mamba mixers and gated delta nets in fp32.
 
-What: `Float16Module`, and every later `.bfloat16()`, `.half()` or `.to(dtype)`, leaves these three
-    parameters of each `MambaMixer` in fp32; the optimizers save and load them in their own place.
-Why: the mixer creates A_log and D in fp32 and computes with all three in fp32, but `Float16Module`
-    rounds them (dt_bias is created in bf16): at the initial values the decay A is off by up to
-    0.8 %, and dt, once trained, by up to 1.6 % (computed on CPU). With fp32 parameters among bf16
-    ones the optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model shape
-    (8,)") and the distributed one cannot load its default format (both seen on CPU, on 0.16.1 and
-    0.19.2), so the page mends them too.
+What: `Float16Module`, and every later `.bfloat16()`, `.half()` or `.to(dtype)`, leaves these
+    parameters of each `MambaMixer`, and A_log and dt_bias of each `GatedDeltaNet`, in fp32. The
+    optimizers save them where stock does: a checkpoint of stock is resumed with the page, and one
+    of the page without it, in every `torch_dist` format, with the next step of a run that never
+    stopped. The layer-wise optimizer (Muon) gathers each dtype for itself.
+Why: the mixers compute with these in fp32, but `Float16Module` rounds them (dt_bias, and both of a
+    delta net, are created in bf16): at the initial values the decay A is off by up to 0.8 %, and
+    dt, once trained, by up to 1.6 % (computed on CPU). With fp32 parameters among bf16 ones the
+    optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model shape (8,)"), the
+    distributed one cannot load its default format, nor save it where a rank has no part of the
+    fp32 buffer, and the layer-wise one gathers two dtypes as one (all seen on CPU), so the page
+    mends them too.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5929 (the marker, on main) and
-    https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); none marks the mixer.
-Remove: when MambaMixer marks the three with `mark_keep_in_fp32` (main has it, for other modules)
-    and DistributedOptimizer.__init__ mends the order of mixed groups, as on dev.
-Numerics: changes results: the forward uses unrounded A_log, D and dt_bias.
+    https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); none marks the mixers.
+Remove: when both mixers mark theirs with `mark_keep_in_fp32` (main has it, for other modules) and
+    DistributedOptimizer.__init__ mends the order of mixed groups, as on dev; checkpoints must then
+    be `--dist-ckpt-optim-fully-reshardable`, because upstream divides its buckets by dtype.
+Numerics: changes results: the forward uses unrounded A_log, D and dt_bias. Under
+    `--use-torch-fsdp2`, which shards parameters of one dtype together, they are rounded as in
+    stock, with a warning. The preflight refuses `--use-precision-aware-optimizer` (FusedAdam saves
+    a copy of an fp32 parameter that it never steps), and checkpoints of earlier versions of the
+    page, which saved these parameters apart. With the legacy `--ckpt-format torch`, the state of
+    the distributed optimizer still loads only with the page where it was saved with it.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cppmega.edits import in_order, inserting, replacing
-from cppmega.page import Edit, Patch, Source, left_alone
+from cppmega.edits import inserting
+from cppmega.errors import CppmegaError
+from cppmega.mixed_optimizer_edits import EDITS, GIT, ORDER, RELEASES
+from cppmega.page import Edit, Patch, Source
 
+MIXERS = {
+    "megatron.core.ssm.mamba_mixer": "MambaMixer",
+    "megatron.core.ssm.gated_delta_net": "GatedDeltaNet",
+}
 KEPT = ("A_log", "D", "dt_bias")
+"""Of a gated delta net the first and the last."""
 WRAPPER = "megatron/core/transformer/module.py:Float16Module.__init__"
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer.__init__"
-OPTIMIZER = "megatron/core/optimizer"
-ORDER = f"{OPTIMIZER}/distrib_optimizer.py:DistributedOptimizer._build_optimizer_group_ranges"
-LOAD = f"{OPTIMIZER}/distrib_optimizer.py:DistributedOptimizer._set_main_param_and_optimizer_states"
-SAVE = f"{OPTIMIZER}/optimizer.py:Float16OptimizerWithFloat16Params.sharded_state_dict"
-OFFLOAD = (
-    f"{OPTIMIZER}/cpu_offloading/hybrid_optimizer.py:"
-    "HybridDeviceOptimizer._update_fp32_params_by_new_state"
+DELTA_NETS = (
+    "megatron/core/ssm/gated_delta_net/common.py:_GDNBase.__init__",
+    "megatron/core/ssm/gated_delta_net.py:GatedDeltaNet.__init__",
 )
-RELEASES = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-GIT = ("main-d98e8a64", "dev-d48bd6be")
+FSDP = (
+    "megatron/core/distributed/torch_fully_sharded_data_parallel.py:"
+    "TorchFullyShardedDataParallel.__init__"
+)
 
 
 def keep_mixers(init):  # type: ignore[no-untyped-def]
@@ -40,26 +56,36 @@ def keep_mixers(init):  # type: ignore[no-untyped-def]
     import sys
     import types
 
+    import torch
+
     @functools.wraps(init)
     def __init__(self, config, module):  # type: ignore[no-untyped-def]  # noqa: N807
-        mamba = sys.modules.get("megatron.core.ssm.mamba_mixer")  # not imported: no mixers
-        for mixer in module.modules() if mamba is not None else ():
-            if isinstance(mixer, mamba.MambaMixer):
+        # A module that was not imported has no mixers.
+        imported = [(sys.modules.get(module), name) for module, name in MIXERS.items()]
+        mixers = tuple(getattr(there, name) for there, name in imported if there is not None)
+        for mixer in module.modules():
+            if isinstance(mixer, mixers):
                 # On the mixer, where every conversion of a model around it arrives.
                 mixer._apply = types.MethodType(_apply, mixer)
-                for name in KEPT:
-                    parameter = getattr(mixer, name)
+                for parameter in kept_parameters(mixer):
                     parameter.data = parameter.data.float()
+                    parameter.stock_dtype = torch.float16 if config.fp16 else torch.bfloat16
         init(self, config, module)
 
     return __init__
+
+
+def kept_parameters(mixer):  # type: ignore[no-untyped-def]
+    """The parameters of a mixer that stay in fp32."""
+    found = (mixer._parameters.get(name) for name in KEPT)
+    return [parameter for parameter in found if parameter is not None]
 
 
 def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
     """`torch.nn.Module._apply` that moves the kept parameters, and does not round them."""
     import torch
 
-    parameters = [getattr(self, name) for name in KEPT]
+    parameters = kept_parameters(self)
     kept = [t for parameter in parameters for t in (parameter, parameter.grad) if t is not None]
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,45 +97,70 @@ def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
     return type(self)._apply(self, convert, recurse)
 
 
-def inner_params(optimizer):  # type: ignore[no-untyped-def]
-    """Model parameters in the order of the inner optimizer, and which of them have a main copy."""
-    model_param = {
-        id(main): param
-        for params, mains in zip(
-            optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
-        )
-        for param, main in zip(params, mains, strict=True)
-    }
-    inner = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
-    copied = {index for index, param in enumerate(inner) if id(param) in model_param}
-    return [model_param.get(id(param), param) for param in inner], copied
+def round_kept(module):  # type: ignore[no-untyped-def]
+    """Round what is kept, as stock does: FSDP2 shards parameters of one dtype together."""
+    for mixer in module.modules():
+        for name, param in mixer.named_parameters(recurse=False):
+            if hasattr(param, "stock_dtype"):
+                param.data = param.data.to(param.stock_dtype)
+                del param.stock_dtype
+                mixer.__dict__.pop("_apply", None)
+                warnings.warn(  # noqa: F821
+                    f"float16_keep_fp32: FSDP2 takes one dtype, so {name} is rounded",
+                    stacklevel=2,
+                )
 
 
-def saving_edit(pins: dict[str, str], groups: int) -> Edit:
-    edit = in_order(
-        inserting(
-            """
-            # State ids count the inner optimizer's parameters, the fp32 ones among them.
-            params, copied = inner_params(self)
-            """,
-            after="state_dict = self.state_dict()",
-        ),
-        replacing("self.float16_groups", "[params]", times=groups),
-        replacing(
-            "zip(state_group['params'], fp32_group)",
-            "zip(filter(copied.__contains__, state_group['params']), fp32_group)",
-        ),
-    )
-    return Edit(SAVE, pins, edit, helpers=(inner_params,))
-
-
-def rounds_mamba(args: Any) -> bool:
+def has_mixers(args: Any) -> bool:
+    """Whether the run has parameters that stock rounds."""
     if not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
         return False
+    if getattr(args, "experimental_attention_variant", None) == "gated_delta_net":
+        return True
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):  # the second until 0.16
         if getattr(args, name, None):
-            return "M" in getattr(args, name)
+            return not set("MG").isdisjoint(getattr(args, name))
     return bool(getattr(args, "is_hybrid_model", False))  # 0.16 without a pattern: all Mamba
+
+
+def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
+    """An optimizer with copies of its own, and checkpoints of this page as it once was."""
+    if not has_mixers(args):
+        return
+    if getattr(args, "use_precision_aware_optimizer", False):
+        yield CppmegaError(
+            "kept-fp32-precision-aware",
+            "--use-precision-aware-optimizer with parameters that float16_keep_fp32 keeps in fp32.",
+            "FusedAdam steps such a parameter and leaves its own fp32 copy of it as it was, and "
+            "that copy is what a checkpoint gets.",
+            "leave --use-precision-aware-optimizer out, or cppmega revert float16_keep_fp32",
+        )
+    if not getattr(args, "no_load_optim", None):
+        yield from _saved_apart(saved)
+
+
+def _saved_apart(saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
+    moments = "optimizer.state.exp_avg."
+    weights = [n.removeprefix(moments) for n in saved if n.startswith(moments) and n.endswith(KEPT)]
+    copies = ("fp32_param", "param")
+    found = {
+        "resume once with the cppmega that saved it and --dist-ckpt-optim-fully-reshardable, save, "
+        "and resume from that": [n for n in saved if ".dtype_(torch.float32, " in n],
+        "train on with the cppmega that saved it, or --no-load-optim": [
+            moments + weight
+            for weight in weights
+            if not {f"optimizer.state.{key}.{weight}" for key in copies} & set(saved)
+        ],
+    }
+    for way_out, names in found.items():
+        if names:
+            yield CppmegaError(
+                "checkpoint-of-split-optimizer",
+                f"The checkpoint holds {names[0]}: an earlier float16_keep_fp32 saved the "
+                "parameters that it keeps in fp32 apart from the others, where stock does not.",
+                "Every rank would end when it loads it: a key is missing, or a shape is another.",
+                way_out,
+            )
 
 
 PATCH = Patch(
@@ -123,59 +174,43 @@ PATCH = Patch(
             kind="method-wrap",
         ),
         Edit(
-            target=ORDER,
-            pins=dict.fromkeys((*RELEASES, *GIT), "14deb176c8a61d65"),
+            target=FSDP,
+            pins=dict.fromkeys((*RELEASES, *GIT), "e72e19e0f619a613")
+            | dict.fromkeys((RELEASES[-1], GIT[0]), "7613289739392c7a"),
             edit=inserting(
-                """
-                for group_index, group_range in enumerate(group_ranges):
-                    # As the groups of the optimizer will be: its states are found by this order.
-                    group_range["params"].sort(key=lambda param: param.dtype != torch.float32)
-                    for order, param in enumerate(group_range["params"]):
-                        local_param_group_map[param] = (group_index, order)
-                """,
-                before="return local_param_group_map, group_ranges",
+                "round_kept(module)", after="super().__init__(config=config, module=module)"
             ),
+            imports=("import warnings",),
+            helpers=(round_kept,),
+            mark="",
         ),
-        Edit(
-            target=LOAD,
-            pins=dict.fromkeys(RELEASES[:2], "73019c14cd7cf363")
-            | dict.fromkeys((*RELEASES[2:], GIT[0]), "c327f04d11887e39")
-            | {GIT[1]: "1aa5a9bb9c556b81"},
-            # The shard of a parameter that is fp32 already is a view of it, and not detached.
-            edit=replacing(
-                "dst_tensors[key].copy_(tensors[key])",
-                "dst_tensors[key].detach().copy_(tensors[key])",
-            ),
-        ),
-        saving_edit(dict.fromkeys(RELEASES[:-1], "c4eee9f7b8388000"), groups=1),
-        saving_edit({RELEASES[-1]: "58f25c8e62c51a52"}, groups=2),
-        Edit(SAVE, {GIT[0]: "a9e01e1cb16100dc", GIT[1]: "07e90954a959e1c2"}, left_alone),
-        Edit(
-            target=OFFLOAD,
-            pins=dict.fromkeys(RELEASES, "d716bff95c060f14"),
-            # A parameter that is fp32 already has no fp32 copy, but it may have one on the host.
-            edit=replacing("self.param_to_fp32_param[param]", "self.param_to_inner_param[param]"),
-        ),
-        Edit(OFFLOAD, dict.fromkeys(GIT, "ae3de6a04d4492dd"), left_alone),
+        *EDITS,
     ),
     reached="startup",
     feature=(WRAPPER, MIXER),
-    when=rounds_mamba,
+    when=has_mixers,
+    refuses=refuses,
 )
 
 
 def fixed_upstream(source: Source) -> bool:
     mixer = source.text(MIXER)
-    marked = all(
-        f"self.{name} = mark_keep_in_fp32(" in mixer or f"mark_keep_in_fp32(self.{name})" in mixer
-        for name in KEPT
+    nets = [net for net in map(source.text, DELTA_NETS) if net]
+    marked = all(_marks(mixer, name) for name in KEPT) and all(
+        _marks(net, name) for net in nets for name in ("A_log", "dt_bias")
     )
     # dev mends the order in __init__ already
     init = source.text(ORDER.rpartition(".")[0] + ".__init__")
     return marked and "model_param_group_index_map[" in init
 
 
+def _marks(text: str, name: str) -> bool:
+    return f"self.{name} = mark_keep_in_fp32(" in text or f"mark_keep_in_fp32(self.{name})" in text
+
+
 def verify() -> None:
+    from types import SimpleNamespace
+
     import torch
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -185,26 +220,35 @@ def verify() -> None:
     from megatron.core.transformer.module import Float16Module
 
     parameter = torch.nn.Parameter
-    mixer = MambaMixer.__new__(MambaMixer)  # its __init__ needs mamba_ssm
-    torch.nn.Module.__init__(mixer)
-    mixer.in_proj = torch.nn.Linear(4, 4)
-    drawn = {name: torch.full((4,), 1 / 3) for name in KEPT}
-    for name in KEPT:
-        setattr(mixer, name, parameter(drawn[name].clone()))
+    mixers = {MambaMixer: KEPT}
+    try:
+        from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+        mixers[GatedDeltaNet] = ("A_log", "dt_bias")
+    except ImportError:  # 0.15 has none
+        pass
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True)
-    wrapped = Float16Module(config, torch.nn.Sequential(mixer))
-    for _ in range(2):  # after Float16Module, and after the same conversion once more
-        assert mixer.in_proj.weight.dtype == torch.bfloat16
-        for name in KEPT:
-            assert getattr(mixer, name).dtype == torch.float32, f"{name} is rounded"
-            assert torch.equal(getattr(mixer, name), drawn[name])
-        wrapped.bfloat16()
+    for cls, kept in mixers.items():
+        mixer = cls.__new__(cls)  # its __init__ needs mamba_ssm, or fla
+        torch.nn.Module.__init__(mixer)
+        mixer.in_proj = torch.nn.Linear(4, 4)
+        drawn = {name: torch.full((4,), 1 / 3) for name in kept}
+        for name in kept:
+            setattr(mixer, name, parameter(drawn[name].clone()))
+        wrapped = Float16Module(config, torch.nn.Sequential(mixer))
+        for _ in range(2):  # after Float16Module, and after the same conversion once more
+            assert mixer.in_proj.weight.dtype == torch.bfloat16
+            for name in kept:
+                assert getattr(mixer, name).dtype == torch.float32, f"{name} is rounded"
+                assert torch.equal(getattr(mixer, name), drawn[name])
+            wrapped.bfloat16()
 
     norm, a_log = parameter(torch.ones(8, dtype=torch.bfloat16)), parameter(torch.ones(4))
     buffers = [{p.dtype: [{"param_map": {p: {}}}]} for p in (norm, a_log)]
     build = DistributedOptimizer._build_optimizer_group_ranges
     order, _ = build([{"params": [norm, a_log]}], buffers)
     assert order == {a_log: (0, 0), norm: (0, 1)}, "states would be taken from the wrong parameter"
+    a_log.stock_dtype = torch.bfloat16
 
     optimizer = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
     main = norm.detach().float()
@@ -218,4 +262,34 @@ def verify() -> None:
     state = optimizer.sharded_state_dict(model)
     keys = [state["optimizer"]["state"][index]["exp_avg"].key for index in (0, 1)]
     assert keys == ["optimizer.state.exp_avg.A", "optimizer.state.exp_avg.n"], keys
-    assert [t.key for t in state["fp32_from_fp16_params"][0]] == ["optimizer.state.fp32_param.n"]
+    keys = [tensor.key for tensor in state["fp32_from_fp16_params"][0]]
+    assert keys == ["optimizer.state.fp32_param.A", "optimizer.state.fp32_param.n"], keys
+
+    # One bucket, of A (4 elements) in front of n (8 elements, at the next 64th).
+    half = (torch.bfloat16, torch.bfloat16)
+    owned = [{"param_map": {p: {"param": SimpleNamespace(start=0)}}} for p in (norm, a_log)]
+    start, end = {"gbuf_local_start": 0}, {"gbuf_local_end": 0}
+    distributed = SimpleNamespace(
+        data_parallel_group=SimpleNamespace(rank=lambda: 0, size=lambda: 1),
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+        ddp_config=SimpleNamespace(
+            grad_reduce_in_fp32=False, pad_buckets_for_high_nccl_busbw=False
+        ),
+        model_chunks=[SimpleNamespace(parameters=lambda: [norm, a_log], bucket_size=None)],
+        buffers=[
+            SimpleNamespace(param_dtype=p.dtype, grad_dtype=p.dtype, params=[p])
+            for p in (norm, a_log)
+        ],
+        gbuf_ranges=[{half: [owned[0]]}, {(torch.float, torch.float): [owned[1]]}],
+        get_parameter_state_dp_reshardable=lambda: {
+            0: {half: [[{"param": main, **start, **end}]]},
+            1: {(torch.float, torch.float): [[{"param": a_log, **start, **end}]]},
+        },
+    )
+    state = DistributedOptimizer.sharded_param_state_dp_reshardable(distributed, {})
+    saved = [one[0][0]["param"] for i in (0, 1) for one in state[i].values()]
+    bucket = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_{half}.bucket_idx_0.param"
+    assert [t.key for t in saved] == [bucket] * 2, "saved where no run of stock looks"
+    places = [(t.global_offset, t.global_shape) for t in saved]
+    assert places == [((64,), (72,)), ((0,), (72,))], places

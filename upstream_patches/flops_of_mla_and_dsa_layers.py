@@ -151,11 +151,28 @@ PATCH = Patch(
             ),
             helpers=(_cppmega_mla_flops, _cppmega_dsa_flops, _cppmega_hybrid_latent_flops),
         ),
+        Edit(  # the dev branch has no `+`, and takes `D` for dense MLA
+            target=f"{FLOPS}.hybrid_flops",
+            pins={"dev-d48bd6be": "35c04b1123051acd"},
+            edit=replacing(
+                "return flops_fwd * 3",
+                """
+                # The counts above take a `D` for a dense MLA layer.
+                latent = _cppmega_hybrid_latent_flops(args, total_tokens, seqlen_squared_sum)
+                if latent:
+                    dense = sum(_cppmega_mla_flops(args, total_tokens, seqlen_squared_sum))
+                    latent -= args.hybrid_layer_pattern.count("D") * dense
+                return flops_fwd * 3 + latent
+                """,
+            ),
+            helpers=(_cppmega_mla_flops, _cppmega_dsa_flops, _cppmega_hybrid_latent_flops),
+        ),
         _gpt(
             {
                 "0.18.2": "61dac637e0d09ffb",
                 "0.19.2": "61dac637e0d09ffb",
                 "main-d98e8a64": "23b6ab2b95c79a2d",
+                "dev-d48bd6be": "a0dd509b50802bdd",
             },
             "total_real_tokens_in_batch",
             "seqlen_squared_sum_in_batch",
@@ -207,4 +224,5 @@ def verify() -> None:
     args.num_query_groups = args.moe_ffn_hidden_size = args.moe_router_topk = 1
     args.mamba_head_dim = args.gdp_num_householder = 1
     flops = num_floating_point_operations(args, 1)
-    assert flops in (3 * (3456 + 360 + 960), 3 * (3456 + 504 + 960)), flops
+    with_norms = 3 * (3624 + 504 + 960)  # the dev branch counts them in hybrid models too
+    assert flops in (3 * (3456 + 360 + 960), 3 * (3456 + 504 + 960), with_norms), flops

@@ -42,18 +42,14 @@ def verify() -> None:
     import torch
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    config = SimpleNamespace(
-        mtp_num_layers=1, mtp_loss_scaling_factor=0.1, calculate_per_token_loss=False
-    )
+    off = ("calculate_per_token_loss", "mtp_detach_heads", "cross_entropy_loss_fusion")
+    config = SimpleNamespace(**dict.fromkeys(off, False))
+    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 0.1
 
     def logged(mask, device="cpu"):  # type: ignore[no-untyped-def]
-        seen = []
         with (
-            mock.patch.object(
-                mtp.MTPLossLoggingHelper,
-                "save_loss_to_tracker",
-                lambda loss, *_, **__: seen.append(loss),
-            ),
+            mock.patch.object(mtp.MTPLossLoggingHelper, "tracker", {}) as tracker,
+            mock.patch.object(torch.cuda, "current_device", return_value=device),
             mock.patch.object(mtp.parallel_state, "get_data_parallel_group", lambda *_, **__: None),
         ):
             mtp.process_mtp_loss(
@@ -62,12 +58,14 @@ def verify() -> None:
                 loss_mask=torch.tensor([mask]).to(device),
                 output_layer=lambda hidden, **_: (hidden, None),
                 output_weight=None,
-                runtime_gather_output=None,
+                runtime_gather_output=True,
                 is_training=True,
                 compute_language_model_loss=lambda labels, logits: labels.float() + 1,
                 config=config,
             )
-        return seen[0]
+        names = {"values", "loss_values", "loss_sums"}  # of three versions
+        (losses,) = [tracker[name] for name in names & set(tracker)]
+        return losses[0]
 
     # A meta tensor has no values: whatever asks it for one raises.
     assert logged([1.0, 1.0, 1.0, 1.0], "meta").shape == ()

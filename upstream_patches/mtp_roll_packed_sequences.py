@@ -10,9 +10,10 @@ Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and pad
     2 3 0 4 0 5 P P, so a padding slot is trained on 4, token 4 on nothing, token 5 on itself. 100
     documents cost 1302 operators and 400 host syncs per roll, now 32 and none (counted on 0.19.2).
     Tokens behind the last boundary are counted, a local piece of 1 token raises IndexError, and
-    the exchange takes the world's process group, one pair of messages per document.
+    the exchange takes the world's process group, one pair of messages per document. The dev branch
+    is right without context parallelism, and has all of the latter with it.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6205 (padding) and
-    https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); the syncs are fixed on dev for CP=1.
+    https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); dev fixed CP=1.
 Remove: when a release reads the padded boundaries, sends in the group and has no loop over
     documents.
 Numerics: changes results: MTP labels, masks and token counts of padded packs and of tails; packs
@@ -24,7 +25,7 @@ from __future__ import annotations
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from cppmega.edits import adding_argument, adding_parameter, in_order, inserting
+from cppmega.edits import adding_argument, adding_parameter, in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source, left_alone
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ FILE = "megatron/core/transformer/multi_token_prediction.py"
 LAYER = f"{FILE}:MultiTokenPredictionLayer"
 
 
-def _cppmega_roll_documents(tensor, cu_seqlens, cu_seqlens_padded, cp_group):
-    """Along the last dimension: each token's successor in its document, 0 where it has none.
+def _cppmega_roll_documents(tensor, cu_seqlens, cu_seqlens_padded, cp_group, fill_value=0):
+    """Along the last dimension: each token's successor in its document, or `fill_value`.
 
     Nothing here waits for the device, so CUDA graphs can capture it. Under context parallelism
     documents lie as Transformer Engine partitions them: rank r of n has the pieces r and 2n-1-r of
@@ -87,29 +88,38 @@ def _cppmega_roll_documents(tensor, cu_seqlens, cu_seqlens_padded, cp_group):
         slot = (document + documents * in_back).clamp(max=2 * documents - 1)
         received = torch.cat((from_next, from_prev), dim=-1).index_select(-1, slot)
         rolled = torch.where(crosses, received, rolled)
-    return rolled.masked_fill(~has_successor, 0)
+    return rolled.masked_fill(~has_successor, fill_value)
 
 
 ONE_TOKEN = 'assert shifts == -1, "Packed sequence roll only supports a single-token left shift."\n'
+WHOLE_PIECES = """\
+# Each document must have been split into 2n equal pieces (or one token per rank); a pack that
+# was split as one sequence would be shifted across its documents.
+lengths, ranks = bounds.diff(), cp_group.size()
+torch._assert_async(
+    ((lengths % (2 * ranks) == 0) | (lengths == ranks)).all(),
+    "mtp_roll_packed_sequences: MTP under context parallelism needs documents padded to "
+    "multiples of 2 * CP and split one by one; --dataloader-inter-document-masking splits "
+    "the whole sequence",
+)
+"""
 PACKED = f"""\
 assert dims in (-1, tensor.dim() - 1), "Packed sequence roll only supports the last dimension."
 {ONE_TOKEN}cu_seqlens = packed_seq_params.cu_seqlens_q
 assert cu_seqlens is not None, "Packed sequence parameters must provide cu_seqlens_q."
+padded = packed_seq_params.cu_seqlens_q_padded
 if cp_group is not None and cp_group.size() > 1:
-    # Each document must have been split into 2n equal pieces (or one token per rank); a pack that
-    # was split as one sequence would be shifted across its documents.
-    bounds = packed_seq_params.cu_seqlens_q_padded
-    lengths = (cu_seqlens if bounds is None else bounds).diff()
-    ranks = cp_group.size()
-    torch._assert_async(
-        ((lengths % (2 * ranks) == 0) | (lengths == ranks)).all(),
-        "mtp_roll_packed_sequences: MTP under context parallelism needs documents padded to "
-        "multiples of 2 * CP and split one by one; --dataloader-inter-document-masking splits "
-        "the whole sequence",
-    )
-rolled_tensor = _cppmega_roll_documents(
-    tensor, cu_seqlens, packed_seq_params.cu_seqlens_q_padded, cp_group
-)
+    bounds = cu_seqlens if padded is None else padded
+{indent(WHOLE_PIECES, " " * 4)}\
+rolled_tensor = _cppmega_roll_documents(tensor, cu_seqlens, padded, cp_group)
+"""
+PACKED_ON_DEV = f"""\
+bounds = cu_seqlens
+{WHOLE_PIECES}\
+return [
+    _cppmega_roll_documents(tensor, bounds, None, cp_group, fill_value)
+    for tensor, fill_value in zip(tensors, fill_values)
+]
 """
 UNPACKED = """\
 # One document over all ranks; its boundaries are made on the device, because a copy would wait.
@@ -117,6 +127,17 @@ assert shifts == -1, "Context parallel roll only supports a single-token left sh
 cu_seqlens = torch.arange(2, device=tensor.device) * (tensor.size(dims) * cp_group.size())
 rolled_tensor = _cppmega_roll_documents(tensor.movedim(dims, -1), cu_seqlens, None, cp_group)
 rolled_tensor = rolled_tensor.movedim(-1, dims)
+"""
+UNPACKED_ON_DEV = """\
+# One document over all ranks; its boundaries are made on the device, because a copy would wait.
+assert shifts == -1, "Context parallel roll only supports a single-token left shift."
+cu_seqlens = torch.arange(2, device=tensors[0].device) * (tensors[0].size(dims) * cp_group.size())
+return [
+    _cppmega_roll_documents(
+        tensor.movedim(dims, -1), cu_seqlens, None, cp_group, fill_value
+    ).movedim(-1, dims)
+    for tensor, fill_value in zip(tensors, fill_values)
+]
 """
 
 
@@ -196,6 +217,39 @@ PATCH = Patch(
             pins=dict.fromkeys(("0.16.1", "0.17.1"), "3481911cc4e0f5ee"),
             edit=left_alone,
         ),
+        # The dev branch, which rolls several tensors at once, and is right without context
+        # parallelism. It hands over the padded boundaries alone: the loss mask hides padding.
+        Edit(
+            target=f"{FILE}:_roll_tensors_unpacked",
+            pins={"dev-d48bd6be": "2da0fd4dba660732"},
+            edit=replacing(
+                """
+                return [
+                    _roll_tensor_unpacked_zigzag_cp(
+                        tensor, shifts, dims, cp_group, fill_value=fill_value
+                    )
+                    for tensor, fill_value in zip(tensors, fill_values)
+                ]
+                """,
+                UNPACKED_ON_DEV,
+            ),
+            helpers=(_cppmega_roll_documents,),
+        ),
+        Edit(
+            target=f"{FILE}:_roll_tensors_packed_seq",
+            pins={"dev-d48bd6be": "6397fccf5b598146"},
+            edit=replacing(
+                """
+                return [
+                    _roll_tensor_packed_seq_zigzag_cp(
+                        tensor, shifts, dims, cu_seqlens, cp_group, fill_value=fill_value
+                    )
+                    for tensor, fill_value in zip(tensors, fill_values)
+                ]
+                """,
+                PACKED_ON_DEV,
+            ),
+        ),
         # The backport: 0.15 has neither the packed roll nor the way to it.
         Edit(
             target=f"{FILE}:roll_tensor",
@@ -273,14 +327,20 @@ def verify() -> None:
         real, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])
         return PackedSeqParams(cu_seqlens_q=real, cu_seqlens_q_padded=padded)
 
-    tokens = torch.tensor([[1, 2, 3, 9, 4, 5, 9, 9, 7]])  # 9 is padding, 7 the tail
-    shifted = [[2, 3, 0, 0, 5, 0, 0, 0, 0]]
-    rolled, total = mtp.roll_tensor(tokens, packed_seq_params=pack())
-    assert (rolled.tolist(), total.item()) == (shifted, 10), (rolled, total)
-    with FakeTensorMode():  # raises where the host needs a value
-        mtp.roll_tensor(torch.ones(1, 9), packed_seq_params=pack())
+    on_dev = "tensors" in inspect.signature(mtp.roll_tensor).parameters
 
-    # Rank 0 of 2 with one token: the group's other member sends what follows.
+    def roll(tensor, **given):
+        return mtp.roll_tensor([tensor] if on_dev else tensor, **given)[0]
+
+    tokens = torch.tensor([[1, 2, 3, 9, 4, 5, 9, 9, 7]])  # 9 is padding, 7 the tail
+    shifted = [[2, 3, 9, 0, 5, 9, 9, 0, 0]] if on_dev else [[2, 3, 0, 0, 5, 0, 0, 0, 0]]
+    rolled, *total = mtp.roll_tensor([tokens] if on_dev else tokens, packed_seq_params=pack())
+    assert rolled.tolist() == shifted and all(t.item() == 10 for t in total), (rolled, total)
+    with FakeTensorMode():  # raises where the host needs a value
+        roll(torch.ones(1, 9), packed_seq_params=pack())
+
+    # Rank 0 of 2, with a token of one document and the ends of two: the group's other member sends
+    # what follows, all of it at once.
     group, messages = SimpleNamespace(size=lambda: 2), []
 
     def exchange(ops):
@@ -297,10 +357,13 @@ def verify() -> None:
         P2POp=lambda kind, tensor, peer, group: SimpleNamespace(**locals()),
         batch_isend_irecv=exchange,
     ):
-        rolled, _ = mtp.roll_tensor(torch.tensor([[1]]), cp_group=group)
-    assert rolled.tolist() == [[2]], rolled
+        rolled = roll(torch.tensor([[1]]), cp_group=group)
+        ends = roll(torch.tensor([[1, 9, 4, 9]]), cp_group=group, packed_seq_params=pack())
+    assert (rolled.tolist(), ends.tolist()) == ([[2]], [[2, 0, 2, 0]]), (rolled, ends)
     kinds = (torch.distributed.isend, torch.distributed.irecv)
-    assert messages == [(kind, 6, group) for kind in kinds], messages
+    assert messages == [(kind, 6, group) for kind in kinds] * 2, messages
+    if on_dev:
+        return  # its layer and its loss are as they were
 
     # What the layer and the loss see.
     off = ("calculate_per_token_loss", "mtp_detach_heads", "sequence_parallel", "use_mup")

@@ -38,29 +38,34 @@ class OnCpu(TorchFunctionMode):
         return f"torch.cuda.{result[6:]}" if named else result
 
 
-class Momentum(torch.optim.Optimizer):
+class Adam(torch.optim.Optimizer):
     """It counts its steps per group as FusedAdam does; the distributed optimizer loads no other."""
 
-    def __init__(self, params: Any, lr: float, **ignored: Any) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, lr: float, betas: Any = (0.9, 0.95), **ignored: Any) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for p in group["params"]:
-                for key, given in (("exp_avg", p.grad), ("exp_avg_sq", p.grad.square())):
-                    self.state[p].setdefault(key, torch.zeros_like(p)).lerp_(given, 0.1)
-                p -= group["lr"] * self.state[p]["exp_avg"]
+                if p.grad is None:
+                    continue
+                for key in ("exp_avg", "exp_avg_sq"):
+                    self.state[p].setdefault(key, torch.zeros_like(p))
+                mean, square = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+                mean.lerp_(p.grad, 1 - group["betas"][0])
+                square.lerp_(p.grad.square(), 1 - group["betas"][1])
+                p -= group["lr"] / group["step"] * mean / (square.sqrt() + 1e-8)
 
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Where these optimizers work without a GPU, with `Momentum` in the place of Adam."""
+    """Where these optimizers work without a GPU, with `Adam` in the place of FusedAdam."""
     with (
         OnCpu(),
-        mock.patch.multiple(optimizers, Adam=Momentum, USING_PYTORCH_OPTIMIZER=False),
-        mock.patch.multiple(distrib_optimizer, Adam=Momentum, HAVE_APEX_OR_TE=True),
+        mock.patch.multiple(optimizers, Adam=Adam, USING_PYTORCH_OPTIMIZER=False),
+        mock.patch.multiple(distrib_optimizer, Adam=Adam, HAVE_APEX_OR_TE=True),
     ):
         yield
 

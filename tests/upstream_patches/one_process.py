@@ -18,17 +18,20 @@ from types import ModuleType
 from tests.support import made_once, patched, pristine, python
 
 PAGES = {
+    "absorbed_mla_quantized_recompute": ("0.19.2",),
     "combined_1f1b_autocast": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "fully_reshardable_bucket_padding": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "fused_cross_entropy_grad_dtype": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "hybrid_moe_metrics": ("0.17.1", "0.18.2", "0.19.2"),
     "hybrid_mtp_padding_mask": ("0.18.2", "0.19.2"),
+    "local_graph_hidden_parameters": ("0.17.1", "0.18.2", "0.19.2"),
     "log_second_line": ("0.17.1", "0.18.2", "0.19.2"),
     "mamba_packed_seq_idx": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "moe_expert_bias_padding_mask": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "moe_router_graph_no_host_sync": ("0.17.1", "0.18.2", "0.19.2"),
     "mtp_loss_no_host_sync": ("0.17.1",),
     "mtp_loss_of_no_tokens": ("0.16.1",),
+    "recompute_of_returned_input": ("0.17.1", "0.18.2", "0.19.2"),
     "scheduler_override_at_resume": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "rope_thd_no_host_sync": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }

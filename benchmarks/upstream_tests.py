@@ -1,0 +1,356 @@
+"""Megatron's own unit tests on a pristine megatron-core and on a patched copy of it.
+
+A patch must break nothing that stock can do. Megatron's repository has the tests for that; they are
+in no wheel and are not copied here, so this command takes their folder: `tests/unit_tests` of a
+checkout of the release that is installed.
+
+\b
+    git -C Megatron-LM archive core_r0.19.0 tests | tar -x -C /tmp/upstream
+    python benchmarks/upstream_tests.py --tests /tmp/upstream/tests/unit_tests
+
+Two copies of megatron-core are made; into one of them `cppmega apply` puts the patches. Every file
+of tests then runs on both, in a process of its own; those that mention patched modules come first.
+What became of each test is compared. Where the sides differ the file runs again on both, and a test
+whose outcomes overlap is called flaky. Everything else is a difference, and there must be none.
+
+Without a GPU the CPU stands in for it (see `upstream_tests_on_cpu.py`): what then still fails,
+fails on both sides. Exit status: 0 nothing differs, 1 something does, 2 wrong usage or an internal
+error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import sides
+import upstream_tests_report as report
+import upstream_tests_sides as trees
+from upstream_tests_sides import Limits, Outcomes, Overlay, Server, Side
+
+from cppmega import __version__
+from cppmega.errors import CppmegaError
+
+LAST = 0.25
+"""Of the time limit: for what has been begun, and to run again what differs."""
+STACK = ("torch", "transformer-engine", "tilelang", "triton")
+Round = tuple[Outcomes, Outcomes]
+
+
+@dataclass
+class Work:
+    """Files of tests, taken one by one by every pair of servers."""
+
+    pairs: Sequence[tuple[Server, Server]]
+    limits: Limits
+    scratch: Path
+    more: Sequence[str]
+    until: float
+    """No file is begun after this, on the monotonic clock."""
+    end: float
+    """No file runs for longer."""
+    tell: Callable[[str, Round], None]
+    waiting: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    done: dict[str, list[Round]] = field(default_factory=dict)
+    errors: list[BaseException] = field(default_factory=list)
+
+    def run(self, files: Sequence[str]) -> None:
+        """Run files on both sides, until all are done or the time is over."""
+        for file in files:
+            self.waiting.put(file)
+        threads = [threading.Thread(target=self._serve, args=pair) for pair in self.pairs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def _serve(self, stock: Server, patched: Server) -> None:
+        try:
+            while time.monotonic() < self.until and not self.errors:
+                file = self.waiting.get_nowait()
+                one = self._one(stock, file)
+                other = self._one(patched, file) if one is not None else None
+                if one is not None and other is not None:
+                    self.done.setdefault(file, []).append((one, other))
+                    self.tell(file, (one, other))
+        except queue.Empty:
+            pass
+        except BaseException as error:  # told by the thread that waits for this one
+            self.errors.append(error)
+
+    def _one(self, server: Server, file: str) -> Outcomes | None:
+        left = min(self.limits.file, self.end - time.monotonic())
+        limits = Limits(self.limits.test, left)
+        return trees.run_file(server, file, limits, self.scratch, self.more)
+
+
+def ordered(suite: Path, patched_files: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """The files of tests, those first that mention most of the patched modules.
+
+    Args:
+        wanted: parts of paths; empty for every file.
+    """
+    patterns = [_mention(path) for path in patched_files]
+    scored = []
+    for path in sorted((suite / "tests" / "unit_tests").rglob("test_*.py")):
+        name = path.relative_to(suite).as_posix()
+        if not wanted or any(part in name for part in wanted):
+            text = path.read_text(errors="replace")
+            scored.append((-sum(bool(p.search(text)) for p in patterns), name))
+    return [name for _, name in sorted(scored)]
+
+
+def _mention(path: str) -> re.Pattern[str]:
+    """How a test speaks of a module: by its full name, or as a part of its package."""
+    whole = path.removesuffix(".py").replace("/", ".")
+    package, _, name = map(re.escape, whole.rpartition("."))
+    imported = rf"from {package} import (\([^)]*|[^\n]*)\b{name}\b"
+    return re.compile(rf"\b{re.escape(whole)}\b|{imported}")
+
+
+def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> dict[str, Any]:
+    """What a result must say about where it comes from."""
+    return {
+        "date": date.today().isoformat(),
+        "device": device,
+        "megatron-core": overlay.version,
+        **{name: _version(name) for name in STACK},
+        "python": platform.python_version(),
+        "cppmega": __version__,
+        "overlay": overlay.digest,
+        "pages": list(overlay.pages),
+        "gates": [f"{name}={value}" for name, value in overlay.gates.items()],
+        "tests": fingerprint(tests),
+        "selected": list(wanted),
+        "stand-ins": "the CPU for the GPU, gloo for NCCL" if device.startswith("CPU") else "",
+    }
+
+
+def fingerprint(tests: Path) -> str:
+    """Names a folder of tests by the content of its Python files."""
+    files = sorted(tests.rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(tests).as_posix()}\n".encode() + path.read_bytes())
+    return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def device_name() -> str:
+    """The GPU, found by a process that ends: CUDA does not survive the forks to come."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    return last or f"CPU, {os.cpu_count()} cores"
+
+
+class Shown:
+    """A bar on stderr and a line for every difference; lines alone where stderr is a file."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        self.console = Console(stderr=True)
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=self.console)
+        self.task = self.bar.add_task("files of tests", total=total)
+        self.told = time.monotonic()
+        self.passed = 0
+
+    def __enter__(self) -> Shown:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, file: str, both: Round) -> None:
+        """One file is done."""
+        self.passed += report.counts(both[0]).get("passed", 0)
+        self.bar.update(self.task, advance=1, description=f"{self.passed} pass on stock")
+        for one in report.differences([both]):
+            self.console.print(f"differs: {one.test}: {one.stock[0]}, {one.patched[0]}")
+        if not self.console.is_terminal and time.monotonic() - self.told > 10:
+            self.told = time.monotonic()
+            task = self.bar.tasks[0]
+            self.console.print(
+                f"{task.completed:.0f} of {task.total:.0f} files, {self.passed} pass"
+            )
+
+
+_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
+@click.option("--tests", type=_FOLDER, required=True, help="Megatron's folder tests/unit_tests.")
+@click.option(
+    "--megatron",
+    "site",
+    type=_FOLDER,
+    help="The folder that holds a pristine megatron/ (default: where Python finds it).",
+)
+@click.option("--page", "pages", multiple=True, help="Apply this page alone; repeatable.")
+@click.option("--patches", type=_FOLDER, multiple=True, help="A catalogue of your own beside ours.")
+@click.option("--gated", is_flag=True, help="Also the pages that a variable turns on.")
+@click.option("--select", "wanted", multiple=True, help="Only files with this in their path.")
+@click.option("-k", "expression", help="Only tests that match, as for pytest.")
+@click.option("--jobs", type=click.IntRange(1), help="Files at a time (default: 2, on a GPU 8).")
+@click.option(
+    "--limit", type=float, default=0, help="End after so many minutes; what was not run is named."
+)
+@click.option("--file-seconds", default=120.0, show_default=True, help="For one file on one side.")
+@click.option("--test-seconds", default=60.0, show_default=True, help="For one test.")
+@click.option("--fresh", is_flag=True, help="A fresh interpreter per file, never a fork.")
+@click.option("--reruns", default=2, show_default=True, help="Of files that differ.")
+@click.option(
+    "--onto",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="An earlier result (.json): run what it had no time for, and put both together.",
+)
+@click.option(
+    "--result", type=click.Path(path_type=Path), help="Write FILE.json and FILE.md (no suffix)."
+)
+def main(
+    tests: Path, site: Path | None, onto: Path | None, result: Path | None, **given: Any
+) -> None:
+    from cppmega.tree import find_root
+
+    begun = time.monotonic()
+    device = device_name()
+    earlier = json.loads(onto.read_text()) if onto is not None else None
+    given["only"] = earlier["files_without_time"] if earlier is not None else None
+    with tempfile.TemporaryDirectory(prefix="upstream-tests-") as scratch:
+        answer = compare(tests, site or find_root(), device, Path(scratch), given, begun)
+    answer["minutes"] = round((time.monotonic() - begun) / 60, 1)
+    if earlier is not None:
+        answer = report.merged(earlier, answer)
+    if result is not None:
+        result.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
+        result.with_suffix(".md").write_text(report.table(answer))
+    click.echo(report.table(answer))
+    sys.exit(0 if report.fine(answer) else 1)
+
+
+def compare(
+    tests: Path,
+    site: Path,
+    device: str,
+    scratch: Path,
+    given: Mapping[str, Any],
+    begun: float,
+) -> dict[str, Any]:
+    """Run everything on both sides; what the result file will say.
+
+    Args:
+        given: the other options of the command line.
+        begun: when, on the monotonic clock.
+    """
+    sides.copy(site, scratch / "stock")
+    pages, gated, catalogues = (given[name] for name in ("pages", "gated", "patches"))
+    overlay = trees.patched(site, scratch / "patched", pages, gated, catalogues)
+    on_cpu = device.startswith("CPU")
+    stock, patched = (
+        Side(
+            name,
+            scratch / name,
+            trees.suite(tests, scratch / f"suite-{name}"),
+            overlay.gates if name == "patched" else {},
+            on_cpu,
+            given["fresh"],
+        )
+        for name in ("stock", "patched")
+    )
+    files = ordered(stock.suite, overlay.files, given["wanted"])
+    if given["only"] is not None:
+        files = [file for file in files if file in given["only"]]
+    if not files:
+        raise click.UsageError(f"no test_*.py to run in {tests.name}")
+    jobs = min(given["jobs"] or (2 if on_cpu else 8), len(files))
+    with served(stock, patched, jobs, scratch) as pairs, Shown(len(files)) as shown:
+        work = planned(given, begun, pairs, scratch / "jobs", shown)
+        work.run(files)
+        again(work, given["reruns"])
+    told = facts(overlay, tests, device, given["wanted"])
+    told["processes"] = "a fork" if pairs[0][0].forks else "a fresh interpreter"
+    left_out = [file for file in files if file not in work.done]
+    return report.summary(told, work.done, left_out)
+
+
+@contextmanager
+def served(
+    stock: Side, patched: Side, jobs: int, scratch: Path
+) -> Iterator[list[tuple[Server, Server]]]:
+    """Pairs of processes; all are started at once, since they import for a long time."""
+    pairs = [
+        (Server(stock, scratch / f"stock{n}.log"), Server(patched, scratch / f"patched{n}.log"))
+        for n in range(jobs)
+    ]
+    servers = [server for pair in pairs for server in pair]
+    try:
+        for server in servers:
+            server.launch()
+        yield pairs
+    finally:
+        for server in servers:
+            server.close()
+
+
+def planned(
+    given: Mapping[str, Any],
+    begun: float,
+    pairs: Sequence[tuple[Server, Server]],
+    scratch: Path,
+    tell: Callable[[str, Round], None],
+) -> Work:
+    """The work within the limits of the command line."""
+    seconds = given["limit"] * 60 or float("inf")
+    more = ["-k", given["expression"]] if given["expression"] else []
+    limits = Limits(given["test_seconds"], given["file_seconds"])
+    return Work(pairs, limits, scratch, more, begun + (1 - LAST) * seconds, begun + seconds, tell)
+
+
+def again(work: Work, reruns: int) -> None:
+    """Run files that differ on both sides again, one at a time."""
+    pairs, silent = work.pairs[:1], lambda *_: None
+    alone = Work(pairs, work.limits, work.scratch, work.more, work.end, work.end, silent)
+    alone.done = work.done
+    differing = [file for file, rounds in work.done.items() if report.differences(rounds)]
+    for _ in range(reruns):
+        alone.run(sorted(differing))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CppmegaError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(2)

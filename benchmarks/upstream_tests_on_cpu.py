@@ -1,0 +1,192 @@
+"""Stand-ins that let more of Megatron's unit tests run where there is no GPU, on both trees alike.
+
+Most of those tests put everything on `cuda` and would end in their first line. With the stand-ins
+the CPU answers in the GPU's place: a tensor asked for on `cuda` is made on the CPU, `.cuda()`
+changes nothing, the CPU's random generator is the GPU's, streams and events do nothing, and NCCL
+groups are gloo groups. torch.compile is off, since it would only cost time here. No test and no
+line of Megatron is changed; what needs a real kernel still fails, on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._dynamo  # before anything is replaced: it takes stock of torch's functions
+from torch.overrides import TorchFunctionMode
+
+PROPERTIES = SimpleNamespace(
+    name="none", major=9, minor=0, total_memory=2**34, multi_processor_count=132
+)
+"""What the absent GPU is said to be: most tests ask for Hopper or newer."""
+_MOVES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Every function of torch that is asked for a result on `cuda` gives one on the CPU."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        kinds: Any,
+        arguments: tuple[Any, ...] = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(named or {})
+        if function in _MOVES:
+            return arguments[0]
+        if "device" in named:
+            named["device"] = _cpu(named["device"])
+        if named.get("pin_memory"):
+            named["pin_memory"] = False
+        if function is torch.Tensor.to:
+            arguments = (arguments[0], *map(_cpu, arguments[1:2]), *arguments[2:])
+        return function(*arguments, **named)
+
+
+def _cpu(device: Any) -> Any:
+    """The CPU for a GPU by any of its names; anything else stays as it is."""
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int):
+        return torch.device("cpu")
+    if isinstance(device, str) and device.startswith("cuda"):
+        return torch.device("cpu")
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return torch.device("cpu")
+    return device
+
+
+class Stream:
+    """A stream or an event: nothing here runs by itself, so there is nothing to wait for."""
+
+    cuda_stream = device_index = priority = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Takes what a stream or an event takes."""
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the stream."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Everything is done already."""
+
+    wait_event = record = wait = wait_stream
+
+    def synchronize(self) -> None:
+        """Everything is done already."""
+
+    def record_event(self, event: Any = None) -> Stream:
+        """An event that has happened."""
+        return Stream()
+
+    def query(self) -> bool:
+        """Everything is done."""
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds."""
+        return 1.0
+
+
+def install() -> None:
+    """Put the stand-ins in; before anything of Megatron is imported, which copies names."""
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    _devices()
+    _streams()
+    _random_state()
+    _groups()
+    OnTheCpu().__enter__()
+
+
+def _devices() -> None:
+    _replace(
+        torch.cuda,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        init=_nothing,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=_nothing,
+        synchronize=_nothing,
+        empty_cache=_nothing,
+        mem_get_info=lambda device=None: (PROPERTIES.total_memory,) * 2,
+        get_device_properties=lambda device=None: PROPERTIES,
+        get_device_capability=lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
+        get_device_name=lambda device=None: PROPERTIES.name,
+        is_current_stream_capturing=lambda: False,
+        device=Stream,
+        _lazy_call=lambda call, **_: call(),
+    )
+    _replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing)
+
+
+def _streams() -> None:
+    _replace(
+        torch.cuda,
+        Stream=Stream,
+        Event=Stream,
+        ExternalStream=Stream,
+        current_stream=Stream,
+        default_stream=Stream,
+        set_stream=_nothing,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+    torch.Tensor.record_stream = _nothing  # type: ignore[assignment, method-assign]
+
+
+def _random_state() -> None:
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    torch.cuda.default_generators = (torch.default_generator,)
+    for module in (torch.cuda, torch.cuda.random):
+        _replace(
+            module,
+            get_rng_state=lambda device=None: torch.get_rng_state(),
+            set_rng_state=set_rng_state,
+            manual_seed=torch.default_generator.manual_seed,
+            manual_seed_all=torch.default_generator.manual_seed,
+            initial_seed=torch.default_generator.initial_seed,
+        )
+
+
+def _groups() -> None:
+    """NCCL's groups are gloo's."""
+    init, new = torch.distributed.init_process_group, torch.distributed.new_group
+
+    def init_process_group(backend: Any = None, *arguments: Any, **named: Any) -> None:
+        named.pop("device_id", None)
+        named.pop("pg_options", None)
+        init("gloo", *arguments, **named)
+
+    def new_group(*arguments: Any, **named: Any) -> Any:
+        named |= {"backend": "gloo", "pg_options": None}
+        named.pop("device_id", None)
+        return new(*arguments[:2], **named)
+
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        _replace(module, init_process_group=init_process_group, new_group=new_group)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Done."""
+
+
+def _replace(owner: Any, **stand_ins: Any) -> None:
+    """Each name gets an object of its own: torch._dynamo has rules by object, and one rule each."""
+    for name, stand_in in stand_ins.items():
+        if isinstance(stand_in, type):
+            stand_in = type(name, (stand_in,), {})
+        elif stand_in is _nothing:
+            stand_in = types.FunctionType(stand_in.__code__, stand_in.__globals__, name)
+        setattr(owner, name, stand_in)

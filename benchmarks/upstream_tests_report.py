@@ -1,0 +1,298 @@
+"""What differs between stock and patched, and the table of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from upstream_tests_plugin import NOT_RUN
+from upstream_tests_sides import Outcomes
+
+from cppmega.errors import CppmegaError
+
+ABSENT = ("absent", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """A test that a page makes differ on purpose; it must differ in just this way."""
+
+    test: str
+    stock: str
+    patched: str
+    page: str
+    reason: str
+
+
+_NO_MAKEFILE = "on stock, the dataset helpers are built with a Makefile that the wheel lacks"
+MEANT: tuple[Meant, ...] = tuple(
+    Meant(f"tests/unit_tests/{test}", stock, patched, "dataset_helpers_prebuilt", _NO_MAKEFILE)
+    for test, stock, patched in (
+        ("data/test_gpt_dataset.py::test_inter_document_masking", "failed", "passed"),
+        ("data/test_gpt_dataset.py::test_mock_gpt_dataset", "failed", "passed"),
+        ("data/test_multimodal_dataset.py::test_mock_multimodal_dataset", "failed", "passed"),
+        (
+            "export/trtllm/test_single_device_fp8.py::TestTRTLLMSingleDeviceConverterFP8::"
+            "test_get_model_weights_converter",
+            "error",
+            "skipped",
+        ),
+    )
+)
+"""The only differences that are no regression. One that is not seen any more fails the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One test with other outcomes on the two sides; several where it was run again."""
+
+    test: str
+    stock: tuple[str, ...]
+    patched: tuple[str, ...]
+    stock_reason: str
+    patched_reason: str
+
+    @property
+    def flaky(self) -> bool:
+        """Whether both sides can give the same outcome."""
+        return bool(set(self.stock) & set(self.patched))
+
+    @property
+    def meant(self) -> Meant | None:
+        """The entry of a page that makes it on purpose."""
+        sides = (self.test, {*self.stock}, {*self.patched})
+        return next((e for e in MEANT if (e.test, {e.stock}, {e.patched}) == sides), None)
+
+
+def differences(rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[Difference]:
+    """Tests that differ in the first round, with what the later rounds made of them.
+
+    Args:
+        rounds: (stock, patched) of the same tests, once or more.
+    """
+    stock, patched = rounds[0]
+    found = []
+    for test in sorted({*stock, *patched}):
+        pair = (stock.get(test, ABSENT), patched.get(test, ABSENT))
+        if pair[0][0] == pair[1][0] or not _is_known(pair):
+            continue
+        seen = [(one.get(test, ABSENT), other.get(test, ABSENT)) for one, other in rounds]
+        known = [pair for pair in seen if _is_known(pair)]
+        left, right = (tuple(pair[side][0] for pair in known) for side in (0, 1))
+        found.append(Difference(test, left, right, seen[0][0][1], seen[0][1][1]))
+    return found
+
+
+def _is_known(pair: tuple[tuple[str, str], tuple[str, str]]) -> bool:
+    """Whether a round tells anything of a test: begun on both sides, or gone on one."""
+    outcomes = {outcome for outcome, _ in pair}
+    return NOT_RUN not in outcomes and outcomes != {ABSENT[0]}
+
+
+def other_reasons(stock: Outcomes, patched: Outcomes) -> list[tuple[str, str, str]]:
+    """Tests that fail on both sides, for reasons that are told differently."""
+    return [
+        (test, stock[test][1], patched[test][1])
+        for test in sorted({*stock} & {*patched})
+        if stock[test][0] == patched[test][0] in ("failed", "error", "crashed")
+        and _plain(stock[test][1]) != _plain(patched[test][1])
+    ]
+
+
+def _plain(reason: str) -> str:
+    """Without addresses and numbers, which differ between any two processes."""
+    return re.sub(r"0x[0-9a-f]+|[\d.]+(e[+-]\d+)?", "#", reason)
+
+
+def no_longer_seen(found: Iterable[Difference], stock: Outcomes, patched: Outcomes) -> list[Meant]:
+    """Entries of MEANT whose test ran as on stock then, and does not differ as it says."""
+    seen = {difference.test for difference in found if difference.meant}
+    return [
+        entry
+        for entry in MEANT
+        if entry.test in patched
+        and stock.get(entry.test, ABSENT)[0] == entry.stock
+        and entry.test not in seen
+    ]
+
+
+def counts(outcomes: Outcomes) -> dict[str, int]:
+    """Outcome -> tests."""
+    return dict(sorted(Counter(how for how, _ in outcomes.values()).items()))
+
+
+def summary(
+    facts: Mapping[str, Any],
+    rounds: Mapping[str, Sequence[tuple[Outcomes, Outcomes]]],
+    left_out: Sequence[str],
+) -> dict[str, Any]:
+    """All that goes into the result file.
+
+    Args:
+        facts: versions, date, device.
+        rounds: by file.
+        left_out: files for which there was no time.
+    """
+    stock, patched = (
+        {test: how for parts in rounds.values() for test, how in parts[0][side].items()}
+        for side in (0, 1)
+    )
+    found = [one for parts in rounds.values() for one in differences(parts)]
+    return {
+        **facts,
+        "counts": {"stock": counts(stock), "patched": counts(patched)},
+        "passed_on_both": sum(
+            how == "passed" == patched.get(test, ABSENT)[0] for test, (how, _) in stock.items()
+        ),
+        **_sorted_out(found),
+        "no_longer_seen": [asdict(entry) for entry in no_longer_seen(found, stock, patched)],
+        "other_reasons": other_reasons(stock, patched),
+        "cut_short": sorted(file for file, parts in rounds.items() if _cut_short(parts[0])),
+        "files": {
+            file: {"stock": counts(parts[0][0]), "patched": counts(parts[0][1])}
+            for file, parts in sorted(rounds.items())
+        },
+        "files_without_time": sorted(left_out),
+    }
+
+
+def _sorted_out(found: Iterable[Difference]) -> dict[str, list[dict[str, Any]]]:
+    """Differences by what they mean."""
+    kinds: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS}
+    for one in found:
+        if one.meant is not None:
+            said = {"page": one.meant.page, "reason": one.meant.reason}
+            kinds["meant"].append({**asdict(one), **said})
+        else:
+            kinds["flaky" if one.flaky else "differences"].append(asdict(one))
+    return kinds
+
+
+def _read(entry: Mapping[str, Any]) -> Difference:
+    """A difference out of a result file."""
+    given = {name: entry[name] for name in Difference.__slots__}
+    return Difference(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+
+
+_KINDS = ("differences", "flaky", "meant")
+SAME = ("device", "megatron-core", "torch", "overlay", "gates", "tests", "selected")
+"""What two results must agree on to be put together."""
+_LISTS = ("no_longer_seen", "other_reasons", "cut_short")
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier result, and that of the files for which it had no time.
+
+    Raises:
+        CppmegaError: `other-result`, where they are of different things.
+    """
+    other = [name for name in SAME if old.get(name) != new.get(name)]
+    if other:
+        raise CppmegaError(
+            "other-result",
+            f"the earlier result has another {', '.join(other)}.",
+            "Outcomes of different code or tests would be counted together.",
+            "run everything again, without --onto",
+        )
+    both = (old, new)
+    files = {**old["files"], **new["files"]}
+    return {
+        **new,
+        "minutes": round(sum(result.get("minutes", 0) for result in both), 1),
+        "counts": {
+            side: dict(
+                sorted(sum((Counter(file[side]) for file in files.values()), Counter()).items())
+            )
+            for side in ("stock", "patched")
+        },
+        "passed_on_both": sum(result["passed_on_both"] for result in both),
+        **_sorted_out(_read(one) for result in both for kind in _KINDS for one in result[kind]),
+        **{name: [entry for result in both for entry in result[name]] for name in _LISTS},
+        "files": dict(sorted(files.items())),
+    }
+
+
+def _cut_short(both: tuple[Outcomes, Outcomes]) -> bool:
+    return any(how == NOT_RUN for side in both for how, _ in side.values())
+
+
+def fine(result: Mapping[str, Any]) -> bool:
+    """Nothing differs that should not, and something was compared at all."""
+    return bool(
+        result["passed_on_both"] and not result["differences"] and not result["no_longer_seen"]
+    )
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The Markdown that goes beside the JSON."""
+    kinds = sorted({kind for side in result["counts"].values() for kind in side})
+    rows = [
+        [side, *(str(result["counts"][side].get(kind, 0)) for kind in kinds)]
+        for side in ("stock", "patched")
+    ]
+    lines = [
+        "# Megatron's own unit tests, stock against patched",
+        "",
+        "Written by `benchmarks/upstream_tests.py`: the same tests in the same processes on a",
+        "pristine megatron-core and on a copy with the pages that `cppmega apply` puts in.",
+        "",
+        *(f"- {name}: {_shown(result[name])}" for name in FACTS if result.get(name)),
+        "",
+        _row(["tree", *kinds]),
+        "|---" * (1 + len(kinds)) + "|",
+        *map(_row, rows),
+        "",
+        f"{result['passed_on_both']} tests pass on both trees; "
+        f"{len(result['differences'])} differ.",
+        "",
+        *_section("Differences", result["differences"], _told),
+        *_section("Flaky: both trees give the same outcomes in turns", result["flaky"], _told),
+        *_section("Meant: a page makes it differ on purpose", result["meant"], _told_meant),
+        *_section("Meant, and not seen any more", result["no_longer_seen"], _told_meant),
+        *_section("Files that ran into their own limit", result["cut_short"], str),
+        *_section("Files for which there was no time", result["files_without_time"], str),
+    ]
+    return "\n".join(lines)
+
+
+FACTS = (
+    *("date", "device", "megatron-core", "torch", "transformer-engine", "tilelang", "triton"),
+    *(
+        "python",
+        "cppmega",
+        "overlay",
+        "pages",
+        "gates",
+        "tests",
+        "stand-ins",
+        "processes",
+        "minutes",
+    ),
+)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _section(title: str, entries: Sequence[Any], told: Any) -> list[str]:
+    if not entries:
+        return []
+    return [f"## {title}", "", *(f"- {told(entry)}" for entry in entries), ""]
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    stock, patched = (", ".join(entry[side]) for side in ("stock", "patched"))
+    reason = entry["patched_reason"] or entry["stock_reason"]
+    return f"`{entry['test']}`: {stock} on stock, {patched} on patched: {reason}"
+
+
+def _told_meant(entry: Mapping[str, Any]) -> str:
+    return f"`{entry['test']}` ({entry['page']}): {entry['reason']}"

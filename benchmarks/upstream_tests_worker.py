@@ -1,0 +1,200 @@
+"""The process that runs files of Megatron's unit tests against one tree, each in a fork of itself.
+
+Started by `upstream_tests.py`. Reads an order and then one job per line on stdin, answers each job
+with one line on stdout. What every file imports anyway is imported once, before the first fork;
+where that has woken up CUDA, which does not survive a fork, or where it is asked for, each file
+gets a fresh interpreter instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+from upstream_tests_plugin import Recorder
+
+from cppmega import process, receipt, runtime
+from cppmega.imported import only_from
+from cppmega.overlay import Session
+
+DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+IMPORTED_BY_ALL = (
+    "megatron.core",
+    "megatron.training.argument_utils",
+    "tests.unit_tests.test_utilities",
+    "tests.unit_tests.dist_checkpointing",
+)
+_PERIOD = 0.05
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    process.end_with_parent(number=signal.SIGKILL)
+    process.adopt_orphans()
+    order = json.loads(sys.stdin.readline())
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    prepare(order)
+    if "job" in order:  # a fresh interpreter for one file
+        here(order, order["job"])
+    forks = not order["fresh"] and (order["stand_ins"] or not cuda_is_awake())
+    answers.write(json.dumps({"forks": forks}) + "\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(run(order, json.loads(line), forks)) + "\n")
+
+
+def prepare(order: dict[str, Any]) -> None:
+    """Make the tree importable, arm its runtime patches, import what every file imports."""
+    warnings.simplefilter("ignore")
+    root = Path(order["root"])
+    if order["stand_ins"]:
+        import upstream_tests_on_cpu
+
+        upstream_tests_on_cpu.install()
+    sys.path[0] = order["suite"]  # where this script lies, there are modules of other names
+    only_from(root)
+    arm(root)
+    _refuse_downloads()
+    import pytest  # noqa: F401
+
+    for name in IMPORTED_BY_ALL:
+        with contextlib.suppress(Exception):  # the tests will say what is wrong
+            importlib.import_module(name)
+
+
+def arm(root: Path) -> None:
+    """The runtime patches of the tree's receipt; none on a pristine tree."""
+    session = Session(root)
+    applied = receipt.load(session.tree).receipt
+    if not applied.pages:
+        return
+    plan = session.plan(None, {**os.environ, **applied.gates})
+    for name in applied.pages:
+        runtime.arm(session.pages[name], plan.edits[name])
+
+
+def _refuse_downloads() -> None:
+    """Megatron's conftest fetches data sets from the network into /opt; it goes on without them."""
+
+    def download_and_extract_asset(**_: Any) -> None:
+        raise ImportError("nothing is downloaded in this run")
+
+    module = types.ModuleType(DOWNLOADS)
+    module.download_and_extract_asset = download_and_extract_asset  # type: ignore[attr-defined]
+    sys.modules[DOWNLOADS] = module
+
+
+def cuda_is_awake() -> bool:
+    """Whether a fork of this process could not use the GPU, found by trying."""
+    if not Path("/dev/nvidiactl").exists():
+        return False
+    import torch
+
+    if torch.cuda.is_initialized():
+        return True
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.zeros(1, device="cuda")
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def run(order: dict[str, Any], job: dict[str, Any], forks: bool) -> dict[str, Any]:
+    """Run one job to its end or its limit; answers how its process ended."""
+    begun = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        process.end_with_parent(number=signal.SIGKILL)
+        _redirect(Path(job["log"]))
+        if forks:
+            here(order, job)
+        _start_anew({**order, "job": job})
+    ended = _wait(child, job)
+    process.end_children()
+    return {"ended": ended, "seconds": time.monotonic() - begun}
+
+
+def _wait(child: int, job: dict[str, Any]) -> str:
+    """`status 0`, `signal 11`, or which limit it ran into."""
+    begun = time.monotonic()
+    report = Path(job["report"])
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            return f"signal {-code}" if code < 0 else f"status {code}"
+        now = time.monotonic()
+        if now - begun > job["file_seconds"]:
+            return "file limit"
+        if now - _last_word(report, begun) > job["test_seconds"]:
+            return "test limit"
+        time.sleep(_PERIOD)
+
+
+def _last_word(report: Path, begun: float) -> float:
+    """When the tests last wrote something, on the monotonic clock."""
+    try:
+        ago = time.time() - report.stat().st_mtime
+    except FileNotFoundError:
+        return begun
+    return max(begun, time.monotonic() - ago)
+
+
+def _redirect(log: Path) -> None:
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, number in ((nothing, 0), (target, 1), (target, 2)):
+        os.dup2(source, number)
+
+
+def _start_anew(order: dict[str, Any]) -> None:
+    """Become a fresh interpreter that runs this one job."""
+    reader, writer = os.pipe()
+    os.write(writer, json.dumps(order).encode() + b"\n")
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def here(order: dict[str, Any], job: dict[str, Any]) -> None:
+    """Run pytest in this process and end it: what a test left behind must not delay the end."""
+    import pytest
+
+    os.environ |= {**job["environment"], "MASTER_PORT": str(_free_port())}
+    tempfile.tempdir = None  # found anew, from the environment
+    os.chdir(order["suite"])
+    gc.freeze()
+    recorder = Recorder(Path(job["report"]))
+    code = pytest.main(job["arguments"], plugins=[recorder])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code))
+
+
+def _free_port() -> int:
+    """A TCP port of this process alone: below those that the system hands out, by its number."""
+    first, count = 20000, 12000
+    for number in range(os.getpid(), os.getpid() + count):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", first + number % count))
+            return first + number % count
+    raise OSError("no free port")
+
+
+if __name__ == "__main__":
+    main()

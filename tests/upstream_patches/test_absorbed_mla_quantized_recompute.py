@@ -1,0 +1,192 @@
+"""DSA's attention in a stand-in for FP8: the recomputed up projection is the one of the forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+
+from cppmega import catalogue
+from tests.upstream_patches import one_process
+
+torch = pytest.importorskip("torch")
+
+PAGE = "absorbed_mla_quantized_recompute"
+ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
+SHAPE = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 6,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 4,
+}
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("version", one_process.PAGES[PAGE])
+def test_recompute_is_quantized(version: str) -> None:
+    one_process.assert_passes(PAGE, version)
+
+
+def test_which_runs_must_reach_it() -> None:
+    when = catalogue.load()[PAGE].patch.when
+    run = {
+        "experimental_attention_variant": "dsa",
+        "fp8": "hybrid",
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mla_up_proj"],
+    }
+    assert when is not None and when(SimpleNamespace(**run))
+    hybrid = {"experimental_attention_variant": None, "hybrid_layer_pattern": "MDM"}
+    assert when(SimpleNamespace(**(run | hybrid)))
+    assert when(SimpleNamespace(**(run | {"fp8": None, "fp4": "e2m1"})))
+    for other in (
+        {"fp8": None},
+        {"experimental_attention_variant": None},
+        {"recompute_modules": ["core_attn"]},
+        {"recompute_granularity": None},
+    ):
+        assert not when(SimpleNamespace(**(run | other))), other
+
+
+def check(stock: one_process.Stock) -> None:
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+    from cppmega import cpu
+
+    cpu.init_distributed()
+    unpatched = stock.module(ABSORBED)
+    with transformer_engine():
+        plain = trained(absorbed_mla, levels=None)
+        for levels in (4, 16):
+            wanted = trained(absorbed_mla, levels)
+            assert not torch.equal(wanted[0], plain[0]), "nothing was quantized"
+            for quantized in ("fp8", "fp4"):
+                got = trained(absorbed_mla, levels, recompute=quantized)
+                assert all(map(torch.equal, got, wanted))
+                with pytest.raises(AssertionError, match="FP8/FP4 is not supported"):
+                    trained(unpatched, levels, recompute=quantized)
+        for module in (absorbed_mla, unpatched):  # without quantization stock recomputes too
+            assert all(map(torch.equal, trained(module, None, recompute="nothing"), plain))
+
+
+def trained(module: Any, levels: int | None, recompute: str = "") -> list[Any]:
+    """Output and gradients of one layer, with its products rounded to so many levels."""
+    torch.manual_seed(0)
+    layer = built(module, recompute)
+    given = torch.randn(5, 1, SHAPE["hidden_size"], requires_grad=True)
+    with Rounding.autocast(levels is not None, levels):
+        output, _ = layer(given, attention_mask=None)
+    output.square().sum().backward()
+    weights = [weight.grad for weight in layer.parameters()]
+    return [output.detach(), given.grad, *weights]
+
+
+def built(module: Any, recompute: str) -> Any:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    config = MLATransformerConfig(
+        num_layers=1,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        rope_type="rope",
+        recompute_granularity="selective" if recompute else None,
+        recompute_modules=["mla_up_proj"] if recompute else None,
+        **SHAPE,
+    )
+    config.fp8 = "hybrid" if recompute == "fp8" else None
+    config.fp4 = "e2m1" if recompute == "fp4" else None
+    linears = dict.fromkeys(("q_proj", "q_up_proj", "kv_up_proj", "proj"), rounded_linear())
+    linears |= dict.fromkeys(("q_down_proj", "kv_down_proj"), ColumnParallelLinear)
+    parts = module.AbsorbedMLASelfAttentionSubmodules(
+        **{f"linear_{name}": kind for name, kind in linears.items()},
+        core_attention=core(),
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
+    )
+    return module.AbsorbedMLASelfAttention(
+        config, parts, layer_number=1, attn_mask_type=AttnMaskType.causal
+    )
+
+
+class Rounding:
+    """In place of Transformer Engine's FP8 state: to how many levels a product is rounded."""
+
+    levels: ClassVar[int | None] = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def autocast(cls, enabled: bool, fp8_recipe: int | None) -> Iterator[None]:
+        before, cls.levels = cls.levels, fp8_recipe if enabled else None
+        try:
+            yield
+        finally:
+            cls.levels = before
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if cls.levels is None:
+            return value
+        return value + ((value * cls.levels).round() / cls.levels - value).detach()
+
+
+def rounded_linear() -> type:
+    class Linear(torch.nn.Linear):
+        def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+            super().__init__(inputs, outputs, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            weight, x = Rounding.of(self.weight), Rounding.of(x)
+            return torch.nn.functional.linear(x, weight), None
+
+    return Linear
+
+
+def core() -> type:
+    class Core(torch.nn.Module):
+        """Attention with one compressed key for all heads, whose first channels are the value."""
+
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+
+        def forward(self, query: Any, key: Any, *_: Any, **__: Any) -> Any:
+            weights = torch.einsum("snh,tnh->nst", query[:, 0], key[:, 0].expand_as(query[:, 0]))
+            value = key[:, 0, 0, : SHAPE["kv_lora_rank"]]
+            attended = torch.einsum("nst,th->snh", weights.tril().softmax(-1), value)
+            return attended.flatten(1).unsqueeze(1)
+
+    return Core
+
+
+@contextlib.contextmanager
+def transformer_engine() -> Iterator[None]:
+    """Where a quantized recompute works without a GPU, Transformer Engine and a compiler."""
+    from megatron.core.tensor_parallel import random
+
+    def share(output: Any, recomputed: Any) -> None:
+        storage, other = output.untyped_storage(), recomputed.untyped_storage()
+        storage.resize_(other.nbytes()).copy_(other)
+
+    state = SimpleNamespace(
+        is_fp8_enabled=lambda: Rounding.levels is not None,
+        get_fp8_recipe=lambda: Rounding.levels,
+    )
+    names = {
+        "_get_cuda_rng_state": lambda **_: None,
+        "_set_cuda_rng_state": lambda *_, **__: None,
+        "_get_share_storage": lambda: share,
+        "FP8GlobalStateManager": state,
+        "fp8_autocast": Rounding.autocast,
+        "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
+    }
+    with mock.patch.multiple(random, create=True, **names):
+        yield

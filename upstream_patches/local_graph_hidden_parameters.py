@@ -1,0 +1,199 @@
+"""Give parameters inside a recomputed part of a layer their gradients under local CUDA graphs.
+
+What: with `--cuda-graph-impl local` and recomputation, a layer's graphs are made for the parameters
+    that the warm-up reaches, and hand out what a nested backward left in `param.grad`.
+Why: a graph's parameters are looked for from the outputs of its capture, and what is recomputed
+    there (`layernorm`, `mla_up_proj`) hides its own. Their gradients stay in `param.grad` at
+    capture, where nothing reads them: replays leave the weights of these norms and projections
+    without a gradient, and `--overlap-grad-reduce` waits for parameters that are never ready (the
+    code run on CPU in place of a capture, 0.17.1 to 0.19.2). In 0.16 the warm-up never ends, so
+    nothing is recomputed and nothing is lost; 0.15 refuses with an exception.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (main, August 2026; in no release)
+Remove: when `create_fwd_graph` looks for the parameters in what the warm-up returned.
+Numerics: changes results of runs with local CUDA graphs and selective recomputation
+"""
+
+from cppmega.edits import in_order, inserting, replacing
+from cppmega.page import Edit, Patch, Source
+
+FILE = "megatron/core/transformer/cuda_graphs.py"
+RUNNER = f"{FILE}:_CudaGraphRunner"
+BACKWARD = """
+grad_inputs = torch.autograd.grad(
+    outputs=tuple(o for o in self.fwd_graph_output_surface if o.requires_grad),
+    inputs=tuple(i for i in self.fwd_graph_input_surface if i.requires_grad),
+    grad_outputs=tuple(o for o in self.static_grad_outputs if o is not None),
+    retain_graph=self.backward_retain_grad,
+    only_inputs=True,
+    allow_unused=True,
+)
+"""
+WITH_HIDDEN = in_order(
+    inserting(
+        """
+        # What a nested backward leaves in `param.grad` must not mix with what is there.
+        earlier_grads = [param.grad for param in self.params_to_backprop]
+        for param in self.params_to_backprop:
+            param.grad = None
+        """,
+        before=BACKWARD,
+    ),
+    inserting(
+        """
+        grad_inputs = list(grad_inputs)
+        first = len(grad_inputs) - len(self.params_to_backprop)
+        for at, param in enumerate(self.params_to_backprop, first):
+            hidden, param.grad = param.grad, earlier_grads[at - first]
+            if hidden is not None:
+                wgrad = grad_inputs[at]
+                grad_inputs[at] = hidden if wgrad is None else wgrad + hidden
+        """,
+        after=BACKWARD,
+    ),
+)
+FROM_WARMUP = in_order(
+    inserting(
+        """
+        # Nothing is recomputed in a warm-up, so its outputs hide no parameter.
+        recomputes = (
+            self.grad_enabled
+            and getattr(self.base_module.config, "recompute_granularity", None) is not None
+        )
+        """,
+        before="ctx = torch.no_grad() if not self.grad_enabled else nullcontext()",
+    ),
+    replacing(
+        "for _ in range(self.num_warmup_steps):",
+        "for _ in range(max(self.num_warmup_steps, int(recomputes))):",
+    ),
+    replacing(
+        "self.get_connected_params(fwd_graph_outputs)",
+        "self.get_connected_params(warmup_outputs if recomputes else fwd_graph_outputs)",
+    ),
+)
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=f"{RUNNER}.create_fwd_graph",
+            pins={
+                "0.17.1": "2a7135d07eccb866",
+                "0.18.2": "2cee9bf3883a5fb2",
+                "0.19.2": "f326d886e209a01c",
+                "dev-d48bd6be": "f16a5d7c84e36c43",
+            },
+            edit=FROM_WARMUP,
+        ),
+        Edit(
+            target=f"{RUNNER}.create_bwd_graph",
+            pins={
+                "0.17.1": "cf0ff2ee2cd008e3",
+                "0.18.2": "cd633cc57074675b",
+                "0.19.2": "efda9f87da913077",
+                "dev-d48bd6be": "383851bdbc267bda",
+            },
+            edit=WITH_HIDDEN,
+        ),
+    ),
+    reached="never",  # graphs are made after the first step, and in few runs
+    feature=(f"{RUNNER}.get_connected_params",),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    # In 0.16 the warm-up never ends: nothing is recomputed, so nothing is hidden.
+    end = source.text(f"{FILE}:_set_warmup_end")
+    always_warm = bool(end) and "= False" not in end
+    return always_warm or "get_connected_params(warmup_outputs)" in source.text(
+        f"{RUNNER}.create_fwd_graph"
+    )
+
+
+def verify() -> None:
+    from contextlib import ExitStack, nullcontext
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from megatron.core.transformer import cuda_graphs
+
+    from cppmega import cpu
+
+    cpu.shim()
+
+    class Recomputed(torch.autograd.Function):
+        """A linear layer without its own place in the autograd graph."""
+
+        @staticmethod
+        def forward(ctx, linear, x):  # type: ignore[no-untyped-def]
+            ctx.linear = linear
+            ctx.save_for_backward(x)
+            return linear(x)
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.linear(x)
+            torch.autograd.backward(y, grad)
+            return None, x.grad
+
+    class Layer(torch.nn.Module):
+        config = SimpleNamespace(recompute_granularity="selective")
+
+        def __init__(self):  # type: ignore[no-untyped-def]
+            super().__init__()
+            self.inner, self.outer = (torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            plain = cuda_graphs.is_graph_warmup()
+            return self.outer(self.inner(x) if plain else Recomputed.apply(self.inner, x))
+
+    def described(tensor, **kind):  # type: ignore[no-untyped-def]
+        meta = cuda_graphs.ArgMetadata(tensor)
+        meta.cg_buffer_metadata = cuda_graphs.CudagraphBufferMetadata(**kind)
+        return (meta,)
+
+    def buffer(meta):  # type: ignore[no-untyped-def]
+        return torch.ones(meta.shape, requires_grad=meta.requires_grad)
+
+    layer, x = Layer(), torch.ones(1, 2, requires_grad=True)
+    runner = cuda_graphs._CudaGraphRunner.__new__(cuda_graphs._CudaGraphRunner)
+    torch.nn.Module.__init__(runner)
+    off = ("fp8_enabled", "fp4_enabled", "gtp_remat", "use_stream", "backward_retain_grad")
+    for name in (*off, "is_last_layer", "fuse_wgrad_accumulation"):
+        setattr(runner, name, False)
+    runner.base_module, runner.func, runner.mempool = layer, layer.forward, None
+    runner.grad_enabled = runner.needs_recompute_param_discovery = True
+    runner.num_warmup_steps, runner.get_quantization_context = 0, nullcontext
+    runner.fwd_side_streams = runner.bwd_side_streams = ()
+    for param in layer.parameters():
+        param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
+
+    # Neither graphs nor their memory: what would be captured runs, on inputs and gradients of 1.
+    stand_ins = [
+        (torch.cuda, "CUDAGraph", mock.Mock()),
+        (torch.cuda, "graph", lambda *_, **__: nullcontext()),
+        (torch.cuda, "device_count", lambda: 0),
+        (cuda_graphs, "get_all_rng_states", dict),
+        (cuda_graphs, "alloc_tensor_from_graph_mempool", buffer),
+        (cuda_graphs, "_backup_grads_before_capture", lambda _: {}),
+        (cuda_graphs, "is_graph_capturing", lambda: True),
+        (cuda_graphs._CudagraphGlobalRecord, "tensor_reuse_pool", mock.Mock(get=buffer)),
+    ]
+    with ExitStack() as stack:
+        for where, name, stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(where, name, stand_in, create=True))
+        given, returned = (
+            described(x, is_cudagraph_input=True),
+            described(x, is_cudagraph_output=True),
+        )
+        runner.create_fwd_graph(given, {}, returned)
+        runner.create_bwd_graph()
+
+    layer.outer(layer.inner(torch.ones(1, 2))).sum().backward()
+    assert [id(p) for p in runner.params_to_backprop] == [id(p) for p in layer.parameters()]
+    handed_out = runner.static_grad_inputs[1:]  # to autograd, until 0.18
+    for at, param in enumerate(layer.parameters()):
+        got = handed_out[at] if handed_out else param.main_grad
+        assert torch.equal(got, param.grad), (got, param.grad)
