@@ -30,8 +30,9 @@ from typing import Any
 
 from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
-from cppmega.mixed_optimizer_edits import EDITS, GIT, ORDER, RELEASES
 from cppmega.page import Edit, Patch, Source
+
+from ._mixed_optimizer import EDITS, GIT, ORDER, RELEASES
 
 MIXERS = {
     "megatron.core.ssm.mamba_mixer": "MambaMixer",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
-from cppmega import checkpoint_files
-from cppmega.check import Context, NotApplicable, refuse
+from cppmega import checkpoint_files, checkpoint_tracker
+from cppmega.check import Context
 from cppmega.errors import CppmegaError
+from cppmega.findings import NotApplicable, refuse
 from cppmega.page import Page
 
 AFTER: tuple[str, ...] = ("patches", "line_parses", "checkpoint")
@@ -24,11 +25,10 @@ def check(context: Context) -> str:
         CppmegaError: what the page answers.
         NotApplicable: no page that is applied has one, or nothing that Megatron parses is launched.
     """
-    _ = context.line
+    args = SimpleNamespace(**context.megatron_args)
     asked = list(_limited(context))
     if not asked:
         raise NotApplicable("no applied patch has a limit")
-    args = SimpleNamespace(**context.process["line"]["args"])
     shapes = _resumed(context)
     refuse(error for page in asked for error in _refused(page, args, shapes))
     return ", ".join(page.name for page in asked)
@@ -50,7 +50,7 @@ def _refused(
 
 def _resumed(context: Context) -> Mapping[str, tuple[int, ...]]:
     """Names and shapes of the tensors that the run loads; none where it starts afresh."""
-    load = context.line.run.load
-    if load is None or not (load / checkpoint_files.TRACKER).is_file():
+    load = context.line.options.load
+    if load is None or not checkpoint_tracker.exists(load):
         return {}
     return checkpoint_files.shapes(load)
