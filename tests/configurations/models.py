@@ -25,7 +25,8 @@ from tests.configurations.batches import LENGTH, VOCABULARY
 from tests.configurations.settings import Configuration
 from tests.configurations.stand_ins import Norm
 
-LAYERS = "M*M-"
+LAYERS = ["M", "*-"]
+"""Of a hybrid model, by pipeline stage; a GPT has one layer in each."""
 MTP = "*-"
 
 
@@ -50,7 +51,7 @@ def configured(setting: Configuration) -> TransformerConfig:
     bf16 = setting.optimizer != "float32"
     dtype = torch.bfloat16 if bf16 else torch.float32
     return TransformerConfig(
-        num_layers=len(LAYERS),
+        num_layers=len("".join(LAYERS) if setting.model == "hybrid" else LAYERS),
         hidden_size=32,
         ffn_hidden_size=48,
         num_attention_heads=4,
@@ -116,11 +117,10 @@ def _gpt(setting: Configuration, given: dict[str, Any]) -> Any:
 def _hybrid(setting: Configuration, given: dict[str, Any]) -> Any:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    middle = len(LAYERS) // 2
-    stages = [LAYERS[:middle], LAYERS[middle:]] if setting.pipeline == 2 else [LAYERS]
+    stages = ("|" if setting.pipeline == 2 else "").join(LAYERS)
     return HybridModel(
         hybrid_stack_spec=_stack(),
-        hybrid_layer_pattern="/".join(["|".join(stages), *[MTP] * setting.mtp]),
+        hybrid_layer_pattern="/".join([stages, *[MTP] * setting.mtp]),
         position_embedding_type="rope" if setting.position == "rope" else "none",
         **given,
     )

@@ -152,7 +152,7 @@ def _be_a_rank(
         place = traceback.extract_tb(error.__traceback__)[-1]
         report["error"] = {
             "type": type(error).__name__,
-            "message": str(error)[:500],
+            "message": str(error).strip().rpartition("\n")[2][:300],
             "place": f"{Path(place.filename).name}:{place.name}",
             "time": time.time(),
         }
