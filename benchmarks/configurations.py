@@ -57,8 +57,10 @@ def main(version: str, count: int, seed: int, out: Path) -> None:
         chosen = drawn(count, seed)
         file = out / "configurations.json"
         result = _begun(file, version, digest)
-        run(chosen, pristine(version), root, result, file)
-    (out / "configurations.md").write_text(table(result))
+        try:
+            run(chosen, pristine(version), root, result, file)
+        finally:
+            (out / "configurations.md").write_text(table(result))
     bad = [row for row in result["rows"] if _kinds(row) & set(law.REGRESSIONS)]
     for row in bad:
         click.echo(f"{_named(row)}: {row['findings']}")
@@ -94,6 +96,8 @@ def run(
     """Run what is missing; the file has everything up to the last one at any time."""
     done = {tuple(row["configuration"].values()) for row in result["rows"]}
     missing = [c for c in chosen if tuple(asdict(c).values()) not in done]
+    if not missing:
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
     with shown, opened(stock, root) as (one, other):
@@ -150,7 +154,7 @@ def _named(row: dict[str, Any]) -> str:
 def _summary(result: dict[str, Any]) -> str:
     rows = result["rows"]
     kinds = Counter(kind for row in rows for kind in _kinds(row))
-    same = sum(not _kinds(row) - {"only patched"} for row in rows)
+    same = sum("stock" in row["completed"] and not _kinds(row) for row in rows)
     able = {name: sum(name in row["completed"] for row in rows) for name in ("stock", "patched")}
     return (
         f"{len(rows)} of {sum(1 for _ in every())} legal configurations on megatron-core "

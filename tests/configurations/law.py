@@ -99,7 +99,8 @@ class Finding:
 
     kind: str
     """`fails`: stock can do it. `differs`: no page excuses it, or not that much. `known`: see
-    `KNOWN`. `excused`: within the bound of the named pages. `only patched`: stock cannot do it."""
+    `KNOWN`. `excused`: within the bound of the named pages. `only patched`: stock cannot do it.
+    `neither`: both fail, at the same stage."""
     stage: str
     detail: str
 
@@ -140,6 +141,8 @@ def _side_by_side(setting: Configuration, stock: Record, patched: Record) -> Ite
         if stage not in stock["rows"]:
             yield Finding("only patched", stage, _said(stock))
             return
+    if stock["error"]:
+        yield Finding("neither", f"after {len(stock['rows'])} stages", _said(stock))
 
 
 def _resumed(stock: Record, patched: Record) -> Iterator[Finding]:
