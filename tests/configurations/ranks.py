@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,23 @@ def _answer(order: dict[str, Any]) -> dict[str, Any]:
     """Run an order's configuration on ranks of its own."""
     setting = Configuration(**order["configuration"])
     with tempfile.TemporaryDirectory() as scratch:
-        reports, seconds = _forked(setting, order, Path(scratch) / "store")
-    errors = [report["error"] for report in reports if report.get("error")]
-    stages = [set(report["rows"]) for report in reports]
+        ranks = _forked(setting, order, Path(scratch) / "store")
+    rows = [rank.rows for rank in ranks]
+    errors = [rank.error for rank in ranks if rank.error]
     return {
-        "rows": {name: _joined(reports, name) for name in order["stages"] if _all(stages, name)},
+        "rows": {name: _joined(rows, name) for name in order["stages"] if _all(rows, name)},
         "error": min(errors, key=lambda error: error["time"]) if errors else None,
-        "seconds": round(seconds, 2),
+        "seconds": round(sum(rank.seconds for rank in ranks), 2),
     }
 
 
-def _all(stages: list[set[str]], name: str) -> bool:
-    return all(name in stage for stage in stages)
+def _all(rows: list[dict[str, Any]], stage: str) -> bool:
+    return all(stage in row for row in rows)
 
 
-def _joined(reports: list[dict[str, Any]], stage: str) -> dict[str, Any]:
+def _joined(ranks: list[dict[str, Any]], stage: str) -> dict[str, Any]:
     """One row of all ranks; every pipeline's last stage has losses."""
-    rows = [report["rows"][stage] for report in reports]
+    rows = [rank[stage] for rank in ranks]
     return {
         "losses": [loss for row in rows for loss in row["losses"]],
         "gradient": rows[0]["gradient"],
@@ -92,52 +93,76 @@ def _joined(reports: list[dict[str, Any]], stage: str) -> dict[str, Any]:
     }
 
 
-def _forked(
-    setting: Configuration, order: dict[str, Any], store: Path
-) -> tuple[list[dict[str, Any]], float]:
-    """The report of each rank, nothing from one that hangs; and their processor time."""
-    ranks: dict[int, tuple[int, int]] = {}  # the file it reports to -> rank and process
-    for rank in range(setting.ranks):
+@dataclass
+class Rank:
+    """A forked process, and what it has told so far."""
+
+    process: int
+    reader: int
+    rows: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    seconds: float = 0.0
+    """Of processor time."""
+    ended: bool = False
+    _text: bytes = b""
+
+    def read(self) -> None:
+        """Take what has arrived; called when something has."""
+        new = os.read(self.reader, 2**16)
+        *lines, self._text = (self._text + new).split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            self.rows |= told.get("rows", {})
+            if "error" in told:
+                self.error, self.ended = told["error"], True
+        if not new:
+            message = "a rank ended without a report"
+            self.error = {"type": "Died", "message": message, "time": time.time()}
+            self.ended = True
+
+    def end(self) -> None:
+        """It waits for this, however it went."""
+        os.kill(self.process, signal.SIGKILL)
+        usage = os.wait4(self.process, 0)[2]
+        self.seconds = usage.ru_utime + usage.ru_stime
+        os.close(self.reader)
+
+
+def _forked(setting: Configuration, order: dict[str, Any], store: Path) -> list[Rank]:
+    """Run all ranks to their end, or to that of the first that fails and a little longer."""
+    ranks = []
+    for number in range(setting.ranks):
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            os.close(reader)
-            _be_a_rank(setting, order, store, rank, writer)
+            _be_a_rank(setting, order, store, number, writer)
         os.close(writer)
-        ranks[reader] = rank, child
-    reports: list[dict[str, Any]] = [{} for _ in ranks]
+        ranks.append(Rank(child, reader))
     deadline = time.monotonic() + LIMIT
-    missing = set(ranks)
-    while missing and (left := deadline - time.monotonic()) > 0:
-        for reader in select.select(list(missing), [], [], left)[0]:
-            missing.remove(reader)
-            text = os.fdopen(reader).readline()
-            report = json.loads(text) if text else {"rows": {}, "error": _died()}
-            reports[ranks[reader][0]] = report
-            if report.get("error"):
-                deadline = min(deadline, time.monotonic() + GRACE)
-    seconds = 0.0
-    for reader, (rank, child) in ranks.items():
-        os.kill(child, signal.SIGKILL)
-        usage = os.wait4(child, 0)[2]
-        seconds += usage.ru_utime + usage.ru_stime
-        if reader in missing:
-            os.close(reader)
-            reports[rank] = {"rows": {}, "error": None}
-    if missing and not any(report["error"] for report in reports):
-        reports[0]["error"] = {"type": "Hung", "message": f"after {LIMIT:.0f} s", "time": 0.0}
-    return reports, seconds
-
-
-def _died() -> dict[str, Any]:
-    return {"type": "Died", "message": "a rank ended without a report", "time": time.time()}
+    while (running := [rank for rank in ranks if not rank.ended]) and (
+        left := deadline - time.monotonic()
+    ) > 0:
+        ready = select.select([rank.reader for rank in running], [], [], left)[0]
+        for rank in running:
+            if rank.reader in ready:
+                rank.read()
+        if any(rank.error for rank in ranks):
+            deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in ranks:
+        rank.end()
+    if running and not any(rank.error for rank in ranks):
+        running[0].error = {"type": "Hung", "message": f"after {LIMIT:.0f} s", "time": 0.0}
+    return ranks
 
 
 def _be_a_rank(
     setting: Configuration, order: dict[str, Any], store: Path, rank: int, writer: int
 ) -> None:
     """Report to the file, and wait to be killed: a closed connection would fail the others too."""
-    report: dict[str, Any] = {"rows": {}, "error": None}
+
+    def tell(**what: Any) -> None:
+        os.write(writer, json.dumps(what).encode() + b"\n")
+
     try:
         process.end_with_parent(number=signal.SIGKILL)
         _join(setting, store, rank)
@@ -145,20 +170,24 @@ def _be_a_rank(
 
         stages = getattr(training, order["phase"])(setting, Path(order["folder"]))
         for name, row in stages:
-            report["rows"][name] = row
+            tell(rows={name: row})
+        tell(error=None)
     except BaseException as error:
         if "CONFIGURATIONS_TRACE" in os.environ:
             traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        report["error"] = {
-            "type": type(error).__name__,
-            "message": str(error).strip().rpartition("\n")[2][:300],
-            "place": f"{Path(place.filename).name}:{place.name}",
-            "time": time.time(),
-        }
-    os.write(writer, json.dumps(report).encode() + b"\n")
+        tell(error=_described(error))
     while True:
         signal.pause()
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return {
+        "type": type(error).__name__,
+        "message": str(error).strip().rpartition("\n")[2][:300],
+        "place": f"{Path(place.filename).name}:{place.name}",
+        "time": time.time(),
+    }
 
 
 def _join(setting: Configuration, store: Path, rank: int) -> None:
