@@ -87,6 +87,11 @@ KNOWN = (
     ),
     Known(
         "float16_keep_fp32",
+        ("continued",),  # it cannot be saved
+        lambda c: c.model == "hybrid" and c.optimizer == "dp_reshardable",
+    ),
+    Known(
+        "float16_keep_fp32",
         ("stock loads patched", "patched loads stock"),
         lambda c: c.model == "hybrid" and c.optimizer == "dp_reshardable",
     ),
