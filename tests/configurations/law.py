@@ -51,7 +51,7 @@ EXCUSES = (
     Excuse(
         ("float16_keep_fp32",),
         lambda c: c.model == "hybrid" and c.optimizer != "float32",
-        loss=2e-4,
+        loss=3e-3,  # 1e-3 was seen after two updates: stock rounds each of the three to 8 bits
         gradient=1e-2,
     ),
     Excuse(
@@ -79,23 +79,7 @@ class Known:
     when: Callable[[Configuration], bool]
 
 
-KNOWN = (
-    Known(
-        "float16_keep_fp32",
-        ("stock loads patched",),
-        lambda c: c.model == "hybrid" and c.optimizer == "float16",
-    ),
-    Known(
-        "float16_keep_fp32",
-        ("continued",),  # it cannot be saved
-        lambda c: c.model == "hybrid" and c.optimizer == "dp_reshardable",
-    ),
-    Known(
-        "float16_keep_fp32",
-        ("stock loads patched", "patched loads stock"),
-        lambda c: c.model == "hybrid" and c.optimizer == "dp_reshardable",
-    ),
-)
+KNOWN: tuple[Known, ...] = ()
 
 
 @dataclass(frozen=True)
