@@ -16,6 +16,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 LONGEST = (
     "test_needed.py",
+    "test_configurations.py",
     "test_launch.py",
     "test_smoke.py",
     "test_linear_ce_heads.py",

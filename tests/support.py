@@ -100,20 +100,14 @@ def python(
     With `nproc` > 1: one process per rank, with the variables that torchrun sets; the answer has
     every rank's output one after the other and the first exit status that is not 0.
     """
-    text = _ONE_ROOT + textwrap.dedent(code)
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
-    base |= {
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TORCH_CUDA_ARCH_LIST": "9.0",  # 0.15 compiles an extension when it is imported
+    base = {
+        **environment(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(nproc),
         **(env or {}),
     }
-    command = [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
+    command = command_of(root, code, fresh)
     ranks = [
         subprocess.Popen(
             command,
@@ -133,6 +127,24 @@ def python(
     code_ = next((p.returncode for p in ranks if p.returncode), 0)
     out, err = ("".join(part) for part in zip(*answers, strict=True))
     return subprocess.CompletedProcess(command, code_, out, err)
+
+
+def command_of(root: Path, code: str, fresh: bool = False) -> list[str]:
+    """A command whose `megatron` is exactly `root/megatron`; see `python`."""
+    text = _ONE_ROOT + textwrap.dedent(code)
+    return [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
+
+
+def environment() -> dict[str, str]:
+    """What the processes of `command_of` need, and nothing of this session's own settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
+    return kept | {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CUDA_ARCH_LIST": "9.0",  # 0.15 compiles an extension when it is imported
+    }
 
 
 def free_port() -> int:

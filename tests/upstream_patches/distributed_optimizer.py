@@ -31,6 +31,7 @@ class OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
         result = function(*args, **kwargs)

@@ -1,0 +1,193 @@
+"""Run many configurations on stock and on patched Megatron-core, and compare what came of them.
+
+    python -m benchmarks.configurations --count 300
+
+Small GPT and hybrid models train two steps on CPU ranks (gloo), save a checkpoint, take the next
+step, load the checkpoint and take that step again; then each tree loads what the other has saved.
+Losses, gradient norms and parameters must be equal to the bit, unless a page says under `Numerics:`
+that it changes them: then within the bound in tests/configurations/law.py. Configurations are drawn
+at random from all legal ones, after a cover of all pairs of settings. What was run already is
+kept in --out, and not run again on the same overlay: a command that was stopped resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cppmega import overlay
+from cppmega.receipt import load
+from tests.configurations import law
+from tests.configurations.settings import AXES, Configuration, cover, every
+from tests.configurations.trees import opened, records_of
+from tests.support import VERSIONS, patched, pristine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", default=VERSIONS[-1], show_default=True, help="Megatron-core's.")
+@click.option("--count", default=300, show_default=True, help="Configurations; 0: all of them.")
+@click.option("--seed", default=0, show_default=True, help="Of the draw.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=RESULTS,
+    show_default=True,
+    help="Folder for configurations.json and configurations.md.",
+)
+def main(version: str, count: int, seed: int, out: Path) -> None:
+    """Run, compare, and write the result; exits 1 where patched cannot do what stock can."""
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ.setdefault("TESTS_SCRATCH", scratch)
+        root = patched(version)
+        digest = load(overlay.Session(root).tree).receipt.digest
+        chosen = drawn(count, seed)
+        file = out / "configurations.json"
+        result = _begun(file, version, digest)
+        try:
+            run(chosen, pristine(version), root, result, file)
+        finally:
+            (out / "configurations.md").write_text(table(result))
+    bad = [row for row in result["rows"] if _kinds(row) & set(law.REGRESSIONS)]
+    for row in bad:
+        click.echo(f"{_named(row)}: {row['findings']}")
+    click.echo(_summary(result))
+    raise SystemExit(1 if bad else 0)
+
+
+def drawn(count: int, seed: int) -> list[Configuration]:
+    """The cover of all pairs, and then others at random, each once."""
+    first = cover()
+    rest = sorted(set(every()) - set(first), key=lambda setting: setting.name)
+    random.Random(seed).shuffle(rest)
+    return [*first, *rest][: count or None]
+
+
+def _begun(file: Path, version: str, digest: str) -> dict[str, Any]:
+    """The result so far, where it is of the same code; else an empty one."""
+    fresh = {"megatron-core": version, "overlay": digest, "axes": AXES, "rows": []}
+    if file.exists():
+        kept: dict[str, Any] = json.loads(file.read_text())
+        if all(kept[key] == fresh[key] for key in ("megatron-core", "overlay")):
+            return kept
+    return fresh
+
+
+def run(
+    chosen: Iterable[Configuration],
+    stock: Path,
+    root: Path,
+    result: dict[str, Any],
+    file: Path,
+) -> None:
+    """Run what is missing; the file has everything up to the last one at any time."""
+    done = {tuple(row["configuration"].values()) for row in result["rows"]}
+    missing = [c for c in chosen if tuple(asdict(c).values()) not in done]
+    if not missing:
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+    with shown, opened(stock, root) as (one, other):
+        task = shown.add_task("configurations", total=len(missing))
+        for setting in missing:
+            records = records_of(setting, one, other)
+            findings = law.judged(setting, records)
+            result["rows"].append(row_of(setting, records, findings))
+            result["date"] = date.today().isoformat()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = file.with_suffix(".new")
+            unfinished.write_text(_text(result))
+            unfinished.replace(file)
+            for finding in findings:
+                if finding.kind in law.REGRESSIONS:
+                    shown.console.print(f"{setting.name}: {finding}", markup=False)
+            shown.advance(task)
+
+
+def row_of(
+    setting: Configuration, records: dict[str, Any], findings: list[law.Finding]
+) -> dict[str, Any]:
+    """What is kept of a configuration."""
+    return {
+        "configuration": asdict(setting),
+        "completed": [name for name, record in records.items() if "resumed" in record["rows"]],
+        "steps": {
+            name: {
+                stage: [sum(row["losses"]), row["gradient"]]
+                for stage, row in record["rows"].items()
+            }
+            for name, record in records.items()
+        },
+        "findings": [list(asdict(finding).values()) for finding in findings],
+        "seconds": sum(record["seconds"] for record in records.values()),
+    }
+
+
+def _text(result: dict[str, Any]) -> str:
+    """JSON with a line for each configuration."""
+    head = {key: value for key, value in result.items() if key != "rows"}
+    rows = ",\n".join(json.dumps(row) for row in result["rows"])
+    return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n]}}\n'
+
+
+def _kinds(row: dict[str, Any]) -> set[str]:
+    return {kind for kind, _, _ in row["findings"]}
+
+
+def _named(row: dict[str, Any]) -> str:
+    return Configuration(**row["configuration"]).name
+
+
+def _summary(result: dict[str, Any]) -> str:
+    rows = result["rows"]
+    kinds = Counter(kind for row in rows for kind in _kinds(row))
+    same = sum("stock" in row["completed"] and not _kinds(row) for row in rows)
+    able = {name: sum(name in row["completed"] for row in rows) for name in ("stock", "patched")}
+    return (
+        f"{len(rows)} of {sum(1 for _ in every())} legal configurations on megatron-core "
+        f"{result['megatron-core']}, overlay {result['overlay']}, {result['date']}. Completed: "
+        f"{able['stock']} by stock, {able['patched']} by patched code. Equal to the bit: {same}; "
+        f"different within the bound of a named page: {kinds['excused']}. Stock can and patched "
+        f"cannot: {kinds['fails']}; different without an excuse: {kinds['differs']}; known and "
+        f"not mended: {kinds['known']}."
+    )
+
+
+def table(result: dict[str, Any]) -> str:
+    """The Markdown that goes with the JSON."""
+    lines = [_summary(result), "", "Settings: " + "; ".join(map(_axis, AXES)) + ".", ""]
+    lines += ["| what | configurations | example |", "|---|---|---|"]
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for row in result["rows"]:
+        for kind, stage, detail in row["findings"]:
+            text = detail.rpartition(": ")[2] if kind == "excused" else f"{stage}: {detail[:160]}"
+            groups.setdefault(f"{kind}: {text}", []).append((_named(row), stage))
+    for what, where in sorted(groups.items()):
+        names = {name for name, _ in where}
+        lines.append(f"| {_cell(what)} | {len(names)} | {min(names, key=len)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _axis(name: str) -> str:
+    return f"{name} " + "/".join(map(str, AXES[name]))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

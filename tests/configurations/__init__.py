@@ -1,0 +1,1 @@
+"""The law over configurations: whatever stock can do, patched can do, with the same results."""

@@ -1,0 +1,158 @@
+"""One configuration on this rank: train, save, load, train on; and what came of it.
+
+Imported in the process that runs a tree, never by pytest itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import optimizer as optimizers
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from tests.configurations import models
+from tests.configurations.batches import LENGTH, SAMPLES, Batch, micro_batch
+from tests.configurations.settings import Configuration
+from tests.upstream_patches.distributed_optimizer import on_cpu
+
+STEPS = 2
+"""Before the checkpoint; one more follows it."""
+MICRO_BATCHES = 2
+
+Row = dict[str, Any]
+
+
+def train(setting: Configuration, folder: Path) -> Iterator[tuple[str, Row]]:
+    """Train and save, then the next step twice: with the same model, and with a loaded one."""
+    with on_cpu():
+        run = Run(setting, seed=1)
+        for number in range(1, STEPS + 1):
+            yield f"step {number}", run.step(number)
+        run.save(folder)
+        yield "continued", run.step(STEPS + 1)
+    yield from resume(setting, folder)
+
+
+def resume(setting: Configuration, folder: Path) -> Iterator[tuple[str, Row]]:
+    """The step after a checkpoint, which the other tree may have saved."""
+    with on_cpu():
+        run = Run(setting, seed=7)
+        run.load(folder)
+        yield "resumed", run.step(STEPS + 1)
+
+
+class Run:
+    """A model with its optimizer."""
+
+    def __init__(self, setting: Configuration, seed: int) -> None:
+        self.setting = setting
+        self.config, self.model = models.build(setting, seed)
+        distributed = setting.optimizer in ("distributed", "dp_reshardable")
+        self.ddp = DistributedDataParallel(
+            self.config,
+            DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+            self.model,
+        )
+        self.optimizer = optimizers.get_megatron_optimizer(
+            optimizers.OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                bf16=self.config.bf16,
+                params_dtype=self.config.params_dtype,
+                use_distributed_optimizer=distributed,
+                clip_grad=1.0,
+            ),
+            [self.ddp],
+        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def step(self, number: int) -> Row:
+        """One training step by the tree's own schedule; this rank's part of the losses."""
+        torch.manual_seed(100 * number + parallel_state.get_data_parallel_rank())
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=iter(self._batches(number)),
+            model=[self.ddp],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=SAMPLES if self.setting.packing == "none" else 1,
+            forward_only=False,
+        )
+        done, norm, _ = self.optimizer.step()
+        assert done, "the optimizer took no step"
+        return {
+            "losses": [
+                loss for loss in losses if parallel_state.get_tensor_model_parallel_rank() == 0
+            ],
+            "gradient": float(norm),
+            "weights": self._digest(),
+        }
+
+    def _batches(self, step: int) -> list[Batch]:
+        replica = parallel_state.get_data_parallel_rank()
+        group = parallel_state.get_context_parallel_group()
+        return [
+            micro_batch(self.setting, step, number, replica, group.rank(), group)
+            for number in range(MICRO_BATCHES)
+        ]
+
+    def _forward(self, batches: Any, model: Any) -> Any:
+        batch: Batch = next(batches)
+        extra = {} if self.setting.mtp == 0 else {"loss_mask": batch.loss_mask}
+        out = model(
+            batch.tokens,
+            batch.positions,
+            None,
+            labels=batch.labels,
+            packed_seq_params=batch.pack,
+            **extra,
+        )
+        return out, partial(_loss, batch)
+
+    def _digest(self) -> str:
+        """Of all parameters of this rank, to the bit."""
+        digest = hashlib.sha256()
+        for _, parameter in sorted(self.model.named_parameters()):
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """A checkpoint in Megatron's format."""
+        dist_checkpointing.save(self._state(is_loading=False), str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Of this tree or another."""
+        loaded = dist_checkpointing.load(self._state(is_loading=True), str(folder))
+        self.model.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+    def _state(self, is_loading: bool) -> dict[str, Any]:
+        format_ = "dp_reshardable" if self.setting.optimizer == "dp_reshardable" else ""
+        metadata = {
+            "distrib_optim_sharding_type": format_ or "fully_reshardable",
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model = self.model.sharded_state_dict(metadata=metadata)
+        return {
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata),
+        }
+
+
+def _loss(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
+    total = (per_token.float() * batch.loss_mask).sum()
+    return total / LENGTH, float(total.detach())
