@@ -83,6 +83,8 @@ class Recorder:
 
 
 STARTED, NOT_RUN = "started", "not run"
+FILE_LIMIT = "file limit"
+"""How a process ended that ran into the time of its file."""
 
 
 def outcomes(file: Path) -> dict[str, tuple[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from upstream_tests_plugin import NOT_RUN
+from upstream_tests_plugin import FILE_LIMIT, NOT_RUN
 from upstream_tests_sides import Outcomes
 
 from cppmega.errors import CppmegaError
@@ -87,9 +87,14 @@ def differences(rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[Difference]
 
 
 def _is_known(pair: tuple[tuple[str, str], tuple[str, str]]) -> bool:
-    """Whether a round tells anything of a test: begun on both sides, or gone on one."""
+    """Whether a round tells anything of a test: begun on both sides, or gone on one.
+
+    The limit of a file meets whichever test happens to run, and says nothing of it; a test that
+    hangs meets its own limit before.
+    """
     outcomes = {outcome for outcome, _ in pair}
-    return NOT_RUN not in outcomes and outcomes != {ABSENT[0]}
+    cut = any(reason == FILE_LIMIT for _, reason in pair)
+    return NOT_RUN not in outcomes and outcomes != {ABSENT[0]} and not cut
 
 
 def other_reasons(stock: Outcomes, patched: Outcomes) -> list[tuple[str, str, str]]:

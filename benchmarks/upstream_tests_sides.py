@@ -17,6 +17,7 @@ from typing import Any
 
 import sides
 from upstream_tests_plugin import (
+    FILE_LIMIT,
     LONGEST_REASON,
     STARTED,
     outcomes,
@@ -265,7 +266,7 @@ def run_file(
             if ended.startswith("status") or not _blamed(report, ended):
                 break
         found = outcomes(report)
-        if ended == "file limit" and not found:
+        if ended == FILE_LIMIT and not found:
             return None
         return _whole(found, file, ended, folder / "log")
 
@@ -304,7 +305,7 @@ def _blamed(report: Path, ended: str) -> bool:
     with report.open("a") as lines:
         for test in begun:
             lines.write(json.dumps([test, word, ended]) + "\n")
-    return bool(begun) and ended != "file limit"
+    return bool(begun) and ended != FILE_LIMIT
 
 
 def _whole(found: Outcomes, file: str, ended: str, log: Path) -> Outcomes:

@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from upstream_tests_plugin import Recorder
+from upstream_tests_plugin import FILE_LIMIT, Recorder
 
 from cppmega import process, receipt, runtime
 from cppmega.imported import only_from
@@ -140,7 +140,7 @@ def _wait(child: int, job: dict[str, Any]) -> str:
             return f"signal {-code}" if code < 0 else f"status {code}"
         now = time.monotonic()
         if now - begun > job["file_seconds"]:
-            return "file limit"
+            return FILE_LIMIT
         if now - _last_word(report, begun) > job["test_seconds"]:
             return "test limit"
         time.sleep(_PERIOD)

@@ -36,7 +36,7 @@ def test_patched_does_what_stock_does() -> None:
                     wrong.append((setting.name, finding))
                 if finding.kind == "excused":
                     excused.update(finding.detail.rpartition(": ")[2].split(", "))
-    assert not wrong
+    assert not wrong, "\n".join(map(str, wrong))
     # It would hold of models that cannot run, and where no page is ever reached.
     assert able >= 0.8 * len(settings.cover())
     assert excused == {page for excuse in law.EXCUSES for page in excuse.pages}

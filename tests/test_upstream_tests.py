@@ -250,6 +250,15 @@ def test_a_second_round_without_time_makes_nothing_flaky() -> None:
         assert not found.flaky and (found.stock, found.patched) == (("passed",), ("failed",))
 
 
+def test_the_limit_of_a_file_is_no_outcome_of_the_test_that_met_it() -> None:
+    cut = {**PATCHED, "a": ("timed out", "file limit")}
+    assert report.differences([(STOCK, cut)]) == []
+    (found,) = report.differences([(STOCK, PATCHED), (STOCK, cut)])
+    assert not found.flaky and found.patched == ("failed",)
+    hangs = {**PATCHED, "a": ("timed out", "test limit")}
+    assert [found.test for found in report.differences([(STOCK, hangs)])] == ["a"]
+
+
 def test_failing_otherwise_is_told() -> None:
     assert summary(STOCK, PATCHED)["other_reasons"] == []
     other = {**STOCK, "b": ("failed", "NameError: d_v")}

@@ -51,7 +51,7 @@ EXCUSES = (
     Excuse(
         ("float16_keep_fp32",),
         lambda c: c.model == "hybrid" and c.optimizer != "float32",
-        loss=3e-3,  # 1e-3 was seen after two updates: stock rounds each of the three to 8 bits
+        loss=1e-3,
         gradient=1e-2,
     ),
     Excuse(
@@ -63,7 +63,7 @@ EXCUSES = (
     Excuse(
         ("mtp_roll_packed_sequences",),
         lambda c: c.packing == "padded" and c.mtp > 0,
-        loss=2e-4,
+        loss=2e-3,  # after an update: Adam follows the sign of a changed gradient
         gradient=1e-1,
         first_loss_is_same=True,
     ),

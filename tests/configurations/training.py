@@ -67,7 +67,7 @@ class Run:
         self.optimizer = optimizers.get_megatron_optimizer(
             optimizers.OptimizerConfig(
                 optimizer="adam",
-                lr=1e-2,
+                lr=1e-3,  # Adam moves everything by about this much, whatever the gradient
                 bf16=self.config.bf16,
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=distributed,
