@@ -146,7 +146,8 @@ def repin(made: CheckedModule, owner: Any, name: str) -> None:
     if owner is made.module:
         made.pins[name] = new
     for pinned in _all_pins(made):
-        if pinned.thing is owner and isinstance(owner, type):
+        # A module that only imports the class records no part of it.
+        if pinned.thing is owner and isinstance(owner, type) and pinned.parts:
             pinned.parts[name] = new
 
 

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from cppmega import live_code
+
 
 def shim() -> None:
     """Let megatron-core's CPU paths run: current device and stream, CUDA random state tracker.
@@ -35,12 +37,15 @@ def shim() -> None:
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-        block: Any = transformer_block
-        block.LayerNormImpl = WrappedTorchNorm
+        live_code.replace(transformer_block, "LayerNormImpl", WrappedTorchNorm)
 
-    tracker: Any = random.CudaRNGStatesTracker
-    tracker.fork = _no_fork
-    tracker.add = lambda self, name, seed: self.states_.setdefault(name, seed)
+    # Through `live_code`: pages edit these modules, and the guard compares what they define.
+    live_code.replace(random.CudaRNGStatesTracker, "fork", _no_fork)
+    live_code.replace(random.CudaRNGStatesTracker, "add", _remember_seed)
+
+
+def _remember_seed(self: Any, name: str, seed: int) -> None:
+    self.states_.setdefault(name, seed)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,9 @@ def work(x, scale=1):
 """
 EDIT = 'replacing("total * scale", "total * scale * 2")'
 
+SIGNATURE = ("parameter ", "returns ")
+"""How a change of a signature is told, which is on no line of its own."""
+
 
 def page(
     folder: Path,
@@ -532,9 +535,9 @@ def test_what_is_said_to_have_changed_has_changed_and_nothing_else(old: str, new
                 assert (before == after) == (not target.changes), target
                 for change in target.changes:
                     for line in change.old:
-                        assert line.startswith("parameter ") or line.strip() in before, change
+                        assert line.startswith(SIGNATURE) or line.strip() in before, change
                     for line in change.new:
-                        assert line.startswith("parameter ") or line.strip() in after, change
+                        assert line.startswith(SIGNATURE) or line.strip() in after, change
             elif target.word in ("moved", "gone"):
                 assert not after
             said += 1

@@ -13,6 +13,7 @@ from cppmega import (
     catalogue,
     fingerprint,
     overlay,
+    paths,
     process,
     proof_file,
     proof_process,
@@ -377,7 +378,7 @@ def test_a_record_in_an_installed_package_is_read_and_written(
     made.page(inside, patch=_NEEDS)
     monkeypatch.undo()
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    monkeypatch.setattr(catalogue, "_HERE", inside.parent)
+    monkeypatch.setattr(paths, "PACKAGE", inside.parent)
     root = made.tree(tmp_path / "root")
     assert overlay.apply(Session(root)).ok
     assert _record(tmp_path) == [inside / proof_file.NAME]
