@@ -24,6 +24,7 @@ def rewritten(text: str) -> str:
         "slice": training(),
         "linear": linear(),
         "cli": cli(),
+        "upstream": upstream(),
     }
     for name, part in parts.items():
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
@@ -126,6 +127,19 @@ def _range(values: list[float]) -> str:
     """`0.98 to 1.00`."""
     shown = sorted({f"{value:.2f}" if value < 2 else f"{value:.1f}" for value in values})
     return shown[0] if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
+
+
+def upstream() -> str:
+    """What Megatron's own unit tests say, on each device."""
+    said = []
+    for device in ("h200", "cpu"):
+        name = f"upstream_unit_tests_{device}"
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        said.append(
+            f"{result['passed_on_both']} pass on both trees on {device.upper()}, "
+            f"{len(result['differences'])} differ ([result](benchmarks/results/{name}.md))"
+        )
+    return "; ".join(said) + ".\n"
 
 
 def cli() -> str:
