@@ -1,5 +1,4 @@
 # ruff: noqa: F821
-# mypy: disable-error-code="name-defined, no-untyped-def, no-untyped-call, var-annotated"
 """Edits of Megatron's optimizers for a model in which some parameters are fp32.
 
 They mend the order of the states, and let a checkpoint be the one that stock writes and reads: a
