@@ -151,7 +151,8 @@ class Context:
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
         """
-        assert self.line.argv  # raises where there is no line
+        if not self.line.argv:
+            raise NotApplicable("the launch line has no words for Megatron")
         found: dict[str, Any] = self.process["line"]["args"]
         return found
 

@@ -16,10 +16,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from cppmega import cpu
+from cppmega.smoke_model import DocumentAttention
 from tests.configurations.batches import rows
 
 
@@ -54,23 +54,11 @@ class Norm:
         return norm
 
 
-class Attention(MegatronModule):  # type: ignore[misc]  # megatron has no types
+class Attention(DocumentAttention):
     """Causal attention within documents; a context rank gathers what the others hold.
 
     Megatron's own for the CPU takes neither packs nor context parallelism.
     """
-
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        **unused: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
 
     def forward(
         self,
