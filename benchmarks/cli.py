@@ -22,7 +22,8 @@ import time
 from datetime import date
 from pathlib import Path
 
-from cppmega import __version__, wheels
+from cppmega import __version__
+from cppmega.tree import wheels
 
 WHOLE_MODULE = """
 import sys, libcst

@@ -27,8 +27,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cppmega import overlay
-from cppmega.receipt import load
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.receipt import load
 from tests.configurations import law
 from tests.configurations.settings import AXES, Configuration, cover, every
 from tests.configurations.trees import opened, records_of

@@ -190,8 +190,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
 
-    from cppmega import imported, overlay
-    from cppmega.overlay import Session
+    from cppmega.overlay import verbs as overlay
+    from cppmega.overlay.verbs import Session
+    from cppmega.rank import imported
 
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "patched"

@@ -147,7 +147,7 @@ def loss() -> str:
 
 def worker(root: Path) -> None:
     """One side: what each attempt gave, as JSON."""
-    from cppmega import imported, reached_marks
+    from cppmega.rank import imported, reached_marks
 
     imported.only_from(root)
     import torch
@@ -182,8 +182,8 @@ def main() -> None:
         worker(options.worker)
     import torch
 
-    from cppmega import overlay
-    from cppmega.overlay import Session
+    from cppmega.overlay import verbs as overlay
+    from cppmega.overlay.verbs import Session
 
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:

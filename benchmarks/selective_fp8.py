@@ -192,7 +192,7 @@ def measure(watch: Watch, **given: Any) -> dict[str, Any]:
 
 def worker(root: Path) -> None:
     """One side: what each case gave, as JSON."""
-    from cppmega import imported
+    from cppmega.rank import imported
 
     imported.only_from(root)
     import torch
@@ -295,8 +295,8 @@ def main() -> None:
     import torch
     import transformer_engine
 
-    from cppmega import overlay
-    from cppmega.overlay import Session
+    from cppmega.overlay import verbs as overlay
+    from cppmega.overlay.verbs import Session
 
     result: dict[str, Any] = {"date": date.today().isoformat(), "sides": {}}
     result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}

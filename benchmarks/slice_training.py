@@ -34,8 +34,9 @@ from slice_report import END, KILL, SAVE, compared, draw, headline, losses, meas
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from cppmega import corpus, recipes_index  # noqa: E402
+from cppmega.data import corpus  # noqa: E402
 from cppmega.recipe import Recipe  # noqa: E402
+from cppmega.recipe import index as recipes_index  # noqa: E402
 
 STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
 """Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""

@@ -242,7 +242,7 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 def main(
     tests: Path, site: Path | None, onto: Path | None, result: Path | None, **given: Any
 ) -> None:
-    from cppmega.tree import find_root
+    from cppmega.tree.installed import find_root
 
     begun = time.monotonic()
     device = device_name()

@@ -24,9 +24,9 @@ from upstream_tests_plugin import (
     without_folders,
 )
 
-from cppmega import process
 from cppmega.errors import CppmegaError
-from cppmega.state import FAILURES
+from cppmega.host import process
+from cppmega.overlay.verdict import FAILURES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("upstream_tests_worker.py")
@@ -85,7 +85,7 @@ def patched(
     Raises:
         CppmegaError: `not-applied`, with what the engine said.
     """
-    from cppmega import catalogue
+    from cppmega.catalogue import loader as catalogue
 
     sides.copy(site, root)
     loaded = catalogue.load(catalogues)
@@ -115,8 +115,8 @@ def _complaint(answer: Mapping[str, Any]) -> str:
 
 
 def _overlay(root: Path, answer: Mapping[str, Any], gates: Mapping[str, str]) -> Overlay:
-    from cppmega import receipt
-    from cppmega.tree import Tree
+    from cppmega.overlay import receipt
+    from cppmega.tree.installed import Tree
 
     applied = receipt.load(Tree(root)).receipt
     return Overlay(

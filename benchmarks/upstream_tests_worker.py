@@ -25,9 +25,11 @@ from typing import Any
 
 from upstream_tests_plugin import FILE_LIMIT, Recorder
 
-from cppmega import process, receipt, runtime
-from cppmega.imported import only_from
-from cppmega.overlay import Session
+from cppmega.host import process
+from cppmega.overlay import receipt
+from cppmega.overlay.verbs import Session
+from cppmega.rank import swaps
+from cppmega.rank.imported import only_from
 
 DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 IMPORTED_BY_ALL = (
@@ -82,7 +84,7 @@ def arm(root: Path) -> None:
         return
     plan = session.plan(None, {**os.environ, **applied.gates})
     for name in applied.pages:
-        runtime.arm(session.pages[name], plan.edits[name])
+        swaps.arm(session.pages[name], plan.edits[name])
 
 
 def _refuse_downloads() -> None:

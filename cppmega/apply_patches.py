@@ -2,10 +2,10 @@
 
 import sys
 
-from cppmega import python
+from cppmega.host import python
 
 if __name__ == "__main__":
     python.working_directory_last()
-    from cppmega.cli import main
+    from cppmega.cli.main import main
 
     main(["apply", *sys.argv[1:]])

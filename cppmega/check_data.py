@@ -10,9 +10,12 @@ from pathlib import Path
 
 import click
 
-from cppmega import corpus, data_reading, data_record, progress, tokens
-from cppmega.corpus import Corpus
+from cppmega.data import corpus, tokenizers
+from cppmega.data import reading as data_reading
+from cppmega.data import record as data_record
+from cppmega.data.corpus import Corpus
 from cppmega.errors import CppmegaError
+from cppmega.host import progress
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,7 +41,7 @@ def main(
     written), and counts for launches until one of the files changes. Exit status 0 if all is well.
     """
     try:
-        given = tokens.load(tokenizer, eod).vocab_size if tokenizer is not None else None
+        given = tokenizers.load(tokenizer, eod).vocab_size if tokenizer is not None else None
         for prefix in prefixes:
             print(_read(prefix, vocab_size or given, zeros_are_data), flush=True)
     except CppmegaError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from cppmega.function_source import function_text
+from cppmega.rewriting.function_source import function_text
 
 if TYPE_CHECKING:
     import libcst as cst
@@ -29,7 +29,7 @@ def body_of(page_function: Callable[..., Any]) -> NodeEdit:
     """Give the target the body of a page's function; signature and docstring stay upstream's."""
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         ours = node_edits.parsed_function(function_text(page_function))
         return node_edits.with_body(node_edits.function(node), ours)
@@ -44,7 +44,7 @@ def definition_of(page_function: Callable[..., Any]) -> NodeEdit:
     """
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         ours = node_edits.parsed_function(function_text(page_function))
         return node_edits.function(node).with_changes(
@@ -65,7 +65,7 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         return node_edits.exactly(node_edits.swap_for(old, new), node, old, times)
 
@@ -78,7 +78,7 @@ def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
     added = textwrap.dedent(text).strip()
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         def join(found: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
             new = node_edits.statements(added)
@@ -95,7 +95,7 @@ def appending(text: str) -> NodeEdit:
     added = textwrap.dedent(text).strip()
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         return node_edits.with_last(node_edits.function(node), node_edits.statements(added))
 
@@ -106,7 +106,7 @@ def adding_argument(callee: str, argument: str, times: int = 1) -> NodeEdit:
     """Append `name=value` to the calls of `callee` (`self.mtp`, `build_module`...)."""
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         swap = node_edits.ArgumentSwap(callee, argument)
         return node_edits.exactly(swap, node, f"{callee}(...)", times)
@@ -118,7 +118,7 @@ def adding_parameter(parameter: str) -> NodeEdit:
     """Append a parameter with a default (`padding_mask=None`) to the target's signature."""
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         return node_edits.with_parameter(node_edits.function(node), parameter)
 

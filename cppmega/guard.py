@@ -40,27 +40,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cppmega import (
+from cppmega.catalogue import gates
+from cppmega.errors import CppmegaError
+from cppmega.live import training_watch
+from cppmega.overlay import receipt
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.compute import overlay_digest
+from cppmega.overlay.receipt import Receipt
+from cppmega.overlay.verbs import Session
+from cppmega.page import Edit
+from cppmega.rank import (
     child_processes,
-    gates,
     imported,
     interpreter,
-    overlay,
     provenance,
     reached,
     reached_marks,
-    receipt,
     roll_call,
     run_ledger,
-    runtime,
-    training_watch,
+    swaps,
     witness,
 )
-from cppmega.errors import CppmegaError
-from cppmega.overlay import Session
-from cppmega.page import Edit
-from cppmega.receipt import Receipt
-from cppmega.result import overlay_digest
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     _GUARD = Guard(session, loaded.receipt, plan.edits)
     imported.watch(session.tree.root, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
-        runtime.arm(session.pages[name], plan.edits[name])
+        swaps.arm(session.pages[name], plan.edits[name])
     _watch_megatron()
     roll_call.watch()
     _pass_on(_GUARD)

@@ -90,7 +90,11 @@ def run(
 
 def _execute(asked: Asked) -> int:
     """Run the script to its end, and look whether it was one; answers the exit status."""
-    from cppmega import accepted, allocator, guard, run_end, vouched
+    from cppmega import guard
+    from cppmega.ending import judge as run_end
+    from cppmega.host import allocator
+    from cppmega.live import vouched
+    from cppmega.tree import accepted
 
     if not (asked.is_module or sys.flags.safe_path):
         # What `python SCRIPT` would have: the script's folder first, not the working directory.
@@ -131,10 +135,12 @@ def _ending_options(words: Sequence[str]) -> list[str]:
 
 def main() -> NoReturn:
     """Run, with errors as four lines that name host and rank."""
-    from cppmega import end_record, failure, run_end
+    from cppmega.ending import judge as run_end
+    from cppmega.ending import record as end_record
+    from cppmega.rank import error_file
 
     if end_record.node_of_this_rank() is not None:
-        from cppmega.process import end_with_parent
+        from cppmega.host.process import end_with_parent
 
         end_with_parent()
     try:
@@ -147,7 +153,7 @@ def main() -> NoReturn:
         from cppmega import guard
 
         run_end.failed()
-        failure.record(error)
+        error_file.record(error)
         print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
         sys.exit(1)
     except click.ClickException as error:
@@ -158,7 +164,7 @@ def main() -> NoReturn:
         raise
     except BaseException as error:
         run_end.failed()
-        failure.record(error)
+        error_file.record(error)
         raise
 
 

@@ -20,28 +20,25 @@ from typing import Any
 
 import click
 
-from cppmega import (
-    accepted,
-    failure,
-    finite,
-    gates,
-    guard,
-    imported,
-    live_code,
-    overlay_record,
-    receipt,
-    recipes_index,
-    trainer_options,
-)
-from cppmega import trainer_checks as checks
-from cppmega.arguments import Rendered, render
-from cppmega.arithmetic import flops, megatron_flops, parameters
+from cppmega import guard
+from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
-from cppmega.overlay import Session
+from cppmega.live import live_code
+from cppmega.overlay import receipt
+from cppmega.overlay import record as overlay_record
+from cppmega.overlay.verbs import Session
+from cppmega.rank import error_file, imported
 from cppmega.recipe import Recipe
-from cppmega.run_options import RunOptions
-from cppmega.trainer_batch import DataTokens, dataset_provider
-from cppmega.trainer_log import MOCK, Log, append
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
+from cppmega.recipe.render import Rendered, render
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training import nonfinite
+from cppmega.training import options as trainer_options
+from cppmega.training import requirements as checks
+from cppmega.training.batch import DataTokens, dataset_provider
+from cppmega.training.log import MOCK, Log, append
+from cppmega.tree import accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ def train(
     changed = recipes_index.with_text(recipes_index.load(recipe), options.changes).plus(*arguments)
     accepted.accept(accepted.asked(changed.accepted_edits, options.accept))
     if changed.kind == "loop" and not dry_run:
-        from cppmega import smoke_loop
+        from cppmega.smoke import loop as smoke_loop
 
         checks.check_checkpoint(options.load)
         smoke_loop.train(changed, options)
@@ -183,8 +180,8 @@ def launch(ready: Plan) -> None:
 
     from megatron.core.enums import ModelType
 
-    from cppmega.trainer_model import model_config, model_provider
-    from cppmega.trainer_step import ForwardStep
+    from cppmega.training.model import model_config, model_provider
+    from cppmega.training.step import ForwardStep
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     step = ForwardStep(ready.recipe, ready.data.eod, device, fresh=ready.options.load is None)
@@ -274,7 +271,7 @@ def _hear(training: Any, checkpointing: Any, ready: Plan, step: Any, torch: Any)
     )
     replaced = log.around(training.print_rank_last, last_rank)
     live_code.replace(training, "print_rank_last", replaced)
-    live_code.replace(training, "train_step", finite.around_train_step(training.train_step))
+    live_code.replace(training, "train_step", nonfinite.around_train_step(training.train_step))
     # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
     told = _telling_overlay(checkpointing.check_checkpoint_args, _record(ready))
     live_code.replace(checkpointing, "check_checkpoint_args", told)
@@ -338,7 +335,7 @@ def main() -> None:
     try:
         train.main(prog_name="train", standalone_mode=False)
     except CppmegaError as error:
-        failure.record(error)
+        error_file.record(error)
         print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
         sys.exit(1)
     except click.ClickException as error:

@@ -1,6 +1,6 @@
 """The slice on 4 H200 with its experts spread: NCCL, EP and the sharded optimizer in one run."""
 
-from cppmega.recipes_index import load
+from cppmega.recipe.index import load
 
 RECIPE = load("nam56r_h200_slice").with_(
     name="nam56r_h200_4gpu_ep4",

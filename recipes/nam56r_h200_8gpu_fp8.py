@@ -1,6 +1,6 @@
 """The whole NAM56R on one host of 8 H200 with FP8 matrix products (per-tensor scaling)."""
 
-from cppmega.recipes_index import load
+from cppmega.recipe.index import load
 
 RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     name="nam56r_h200_8gpu_fp8",

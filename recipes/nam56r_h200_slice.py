@@ -1,6 +1,6 @@
 """NAM56R's widths on one H200, with the layers that Megatron releases have: the measuring run."""
 
-from cppmega.recipes_index import load
+from cppmega.recipe.index import load
 
 RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     name="nam56r_h200_slice",

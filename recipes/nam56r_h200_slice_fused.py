@@ -3,7 +3,7 @@
 TileLang's indexer has the sparse loss alone, over the chosen keys: not the loss of the other slice.
 """
 
-from cppmega.recipes_index import load
+from cppmega.recipe.index import load
 
 _SLICE = load("nam56r_h200_slice")
 

@@ -1,6 +1,6 @@
 """Turn text, JSONL or source trees into a Megatron dataset; see `--help`."""
 
-from cppmega.prepare import main
+from cppmega.data.command import main
 
 if __name__ == "__main__":
     main()

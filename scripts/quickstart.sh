@@ -31,7 +31,7 @@ step "6/6 both models on the true labels"
 
 cat <<EOF
 
-overlay $digest is in $("$python" -c 'from cppmega.tree import find_root; print(find_root())')
+overlay $digest is in $("$python" -c 'from cppmega.tree.installed import find_root; print(find_root())')
 next:
   $python -m cppmega list              every patch, one line each
   $python -m cppmega explain NAME      what one does, and why

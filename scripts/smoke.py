@@ -1,6 +1,6 @@
 """Train a small GPT with MTP on CPU; see `python scripts/smoke.py --help`."""
 
-from cppmega.smoke import cli
+from cppmega.smoke.command import cli
 
 if __name__ == "__main__":
     cli()

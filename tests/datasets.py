@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cppmega.corpus import with_suffix
+from cppmega.data.corpus import with_suffix
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 

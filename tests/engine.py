@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
-from cppmega import catalogue, fingerprint, overlay, receipt, source
-from cppmega.overlay import Outcome, Session
-from cppmega.state import Verdict
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import receipt
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.verbs import Outcome, Session
+from cppmega.overlay.verdict import Verdict
+from cppmega.rewriting import fingerprint, source
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 A, B = "megatron/core/a.py", "megatron/core/b.py"
@@ -293,10 +296,11 @@ class Lab:
         code = f"""
 import sys
 from pathlib import Path
-from cppmega import catalogue, transaction
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import transaction
 catalogue.builtin_folder = lambda: Path({str(self.pages)!r})
 {textwrap.dedent(prelude)}
-from cppmega.cli import main
+from cppmega.cli.main import main
 main(sys.argv[1:])
 """
         return [sys.executable, "-c", code, *arguments]

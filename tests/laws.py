@@ -7,13 +7,16 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from cppmega import catalogue, marks, overlay, plan
-from cppmega import source as sources
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import plan
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.compute import changes_of
+from cppmega.overlay.plan import Plan
+from cppmega.overlay.receipt import Loaded, Receipt
 from cppmega.page import Page, left_alone
-from cppmega.plan import Plan
-from cppmega.receipt import Loaded, Receipt
-from cppmega.result import changes_of
-from cppmega.tree import Tree, sha256
+from cppmega.rewriting import marks
+from cppmega.rewriting import source as sources
+from cppmega.tree.installed import Tree, sha256
 from tests.support import OLD, UNPINNED, VERSIONS, pristine
 
 EVERY = (*VERSIONS, *OLD, *UNPINNED)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from megatron.core import thing, user
 
-from cppmega import guard, vouched
+from cppmega import guard
+from cppmega.live import vouched
 from tests.live_scenes import Scene, play_all
 
 SCENES: dict[str, Scene] = {}

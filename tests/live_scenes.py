@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 
-from cppmega import guard, vouched
+from cppmega import guard
 from cppmega.errors import CppmegaError
+from cppmega.live import vouched
 
 Scene = Callable[[], Iterator[None]]
 """Changes something, yields, puts it back."""

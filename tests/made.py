@@ -7,7 +7,7 @@ import hashlib
 import textwrap
 from pathlib import Path
 
-from cppmega import fingerprint
+from cppmega.rewriting import fingerprint
 
 THING = """\
 import os

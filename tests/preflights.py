@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from cppmega import preflight, recipes_index, trainer_options
-from cppmega.check import Context
-from cppmega.findings import Finding
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Finding
 from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
+from cppmega.training import options as trainer_options
 from tests.support import patched
 
 SLICE = recipes_index.load("nam56r_h200_slice")

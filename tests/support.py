@@ -15,7 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from cppmega import overlay, wheels
+from cppmega.overlay import verbs as overlay
+from cppmega.tree import wheels
 from tests import forkserver
 
 REPOSITORY = Path(__file__).resolve().parent.parent

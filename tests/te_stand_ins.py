@@ -14,9 +14,9 @@ def install() -> None:
     """Replace Transformer Engine in every module of the imported megatron that names it."""
     import torch
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     te: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
     plain: Any = importlib.import_module("megatron.core.transformer.dot_product_attention")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cppmega import recipes_index
-from cppmega.arguments import missing, release_line, render
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
-from cppmega.run_options import RunOptions
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.render import missing, release_line, render
+from cppmega.recipe.run_options import RunOptions
 from tests.support import patched, python
 
 VERSIONS = ("0.17.1", "0.18.2", "0.19.2")

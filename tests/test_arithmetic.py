@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cppmega import recipes_index
-from cppmega.arguments import render
-from cppmega.arithmetic import flops, megatron_flops, parameters
-from cppmega.memory import GIB, estimate
 from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
+from cppmega.recipe.memory import GIB, estimate
+from cppmega.recipe.render import render
 from tests.support import patched, pristine, python
 
 TOKENS = 64

@@ -18,8 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cppmega import checkpoint_files, checkpoint_shapes, inert_pickle, saved_archive
-from cppmega.checkpoint_files import TRACKER, Saved
+from cppmega.checkpoints import files as checkpoint_files
+from cppmega.checkpoints import inert_pickle, saved_archive
+from cppmega.checkpoints import shapes as checkpoint_shapes
+from cppmega.checkpoints.files import TRACKER, Saved
 from cppmega.errors import CppmegaError
 from tests.support import REPOSITORY, pristine, python
 
@@ -31,8 +33,8 @@ import io, pathlib, signal, sys, warnings
 from argparse import Namespace
 from types import SimpleNamespace
 import numpy, torch
-from cppmega import cpu
-cpu.init_distributed()
+from cppmega.proof import cpu_shims
+cpu_shims.init_distributed()
 from megatron.core import dist_checkpointing as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -212,7 +214,8 @@ def test_a_checkpoint_that_runs_code_is_named(tmp_path: Path, where: str) -> Non
 
 def test_reading_imports_nothing_that_a_checkpoint_names(written: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from cppmega import checkpoint_files\n"
+        "import sys; from pathlib import Path\n"
+        "from cppmega.checkpoints import files as checkpoint_files\n"
         "found = checkpoint_files.read(Path(sys.argv[1]))\n"
         "assert found.arguments['hidden_size'] == 64\n"
         "print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import child_processes, process
+from cppmega.host import process
+from cppmega.rank import child_processes
 from tests import made
 from tests.support import free_port
 from tests.test_guard import Bench, finish
@@ -250,8 +251,8 @@ def test_a_preflight_that_hangs_up_takes_its_worker_along(tmp_path: Path) -> Non
     root = bench.tree(files={"megatron/core/thing.py": made.THING + slow})
     order = {"root": str(root), "expected": str(root), "argv": None, "world": None, "load": None}
     ask = (
-        "import os\nfrom cppmega import children\n"
-        f"children.ask('cppmega.preflight_worker', {order!r}, dict(os.environ))"
+        "import os\nfrom cppmega.preflight import ask as children\n"
+        f"children.ask('cppmega.preflight.workers.rank', {order!r}, dict(os.environ))"
     )
     asking = subprocess.Popen([sys.executable, "-c", ask], env=bench.environment)
     try:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cppmega import catalogue, overlay
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import verbs as overlay
 from tests import made
 from tests.configurations import law, settings
 from tests.configurations.law import Excuse, Finding

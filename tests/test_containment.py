@@ -16,8 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from cppmega import containment, gates, recipes_index, rewrite
+from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
+from cppmega.loading import containment
+from cppmega.recipe import index as recipes_index
+from cppmega.rewriting import rewrite
 from tests.engine import Lab, snapshot
 
 
@@ -66,14 +69,14 @@ ACTS = {
     "stderr": ("import sys; sys.stderr = None", "replaces sys.stderr"),
     "module": ("import sys, json; sys.modules['json'] = None", "replaces the module json"),
     "engine": (
-        "from cppmega import rewrite; rewrite._check = lambda *a: None",
-        "changes cppmega.rewrite._check",
+        "from cppmega.rewriting import rewrite; rewrite._check = lambda *a: None",
+        "changes cppmega.rewriting.rewrite._check",
     ),
     "engine's code": (
-        "from cppmega import rewrite\n"
+        "from cppmega.rewriting import rewrite\n"
         "def nothing(old, new, path, cuts, groups, extra): pass\n"
         "rewrite._check.__code__ = nothing.__code__",
-        "changes the code of cppmega.rewrite._check",
+        "changes the code of cppmega.rewriting.rewrite._check",
     ),
     "hashes": ("import hashlib; hashlib.sha256 = None", "changes hashlib.sha256"),
     "builtin": ("import builtins; builtins.left = 1", "adds left to Python's builtins"),
@@ -191,7 +194,9 @@ def test_fixed_upstream_answers_true_or_false(lab: Lab) -> None:
 
 # -- what does not end --------------------------------------------------------------------------
 
-_SLOW = "from cppmega import containment\ncontainment.LIMIT = 0.3\ncontainment.GRACE = 0.3\n"
+_SLOW = (
+    "from cppmega.loading import containment\ncontainment.LIMIT = 0.3\ncontainment.GRACE = 0.3\n"
+)
 ENDLESS = {
     "sleep": "import time; time.sleep(600)",
     "loop": "while True: pass",
@@ -332,7 +337,7 @@ def test_a_page_may_load_a_recipe(lab: Lab) -> None:
     lab.page(
         code="""
         from cppmega.errors import CppmegaError
-        from cppmega.recipes_index import load
+        from cppmega.recipe.index import load
         load("smoke_cpu")
         """
     )

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from cppmega import corpus, data, tokens
+from cppmega.data import corpus
+from cppmega.data import prepare as data
+from cppmega.data import tokenizers as tokens
 from cppmega.errors import CppmegaError
 from tests.datasets import write
 from tests.support import REPOSITORY
@@ -141,7 +143,7 @@ def test_a_run_killed_at_any_rename_goes_on_and_ends_the_same(
 def test_kill_9_in_a_process_of_its_own(tmp_path: Path, sources: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
-        "from cppmega import data, tokens\n"
+        "from cppmega.data import prepare as data, tokenizers as tokens\n"
         "data._BATCH = 4\n"
         "out, sources = map(pathlib.Path, sys.argv[1:])\n"
         "seen = []\n"

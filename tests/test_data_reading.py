@@ -15,10 +15,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cppmega import check_data, corpus, data_reading, data_record, progress
-from cppmega.corpus import Corpus, with_suffix
-from cppmega.data_reading import Allowance, TooLong
+from cppmega import check_data
+from cppmega.data import corpus
+from cppmega.data import reading as data_reading
+from cppmega.data import record as data_record
+from cppmega.data.corpus import Corpus, with_suffix
+from cppmega.data.reading import Allowance, TooLong
 from cppmega.errors import CppmegaError
+from cppmega.host import progress
 from tests.datasets import write
 from tests.support import REPOSITORY
 

@@ -10,9 +10,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from cppmega import catalogue
-from cppmega.catalogue_table import readme as catalogue_readme
-from cppmega.cli import cli
+from cppmega.authoring.catalogue_readme import readme as catalogue_readme
+from cppmega.catalogue import loader as catalogue
+from cppmega.cli.main import cli
 from cppmega.run import run
 
 REPOSITORY = Path(__file__).resolve().parent.parent

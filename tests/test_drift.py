@@ -15,22 +15,18 @@ from textwrap import indent
 
 import pytest
 
-from cppmega import (
-    catalogue,
-    cli,
-    drift,
-    drift_report,
-    fingerprint,
-    given,
-    nearest,
-    overlay,
-    statements,
-)
-from cppmega.drift import Drift, PageDrift, TargetDrift
+from cppmega.authoring import drift, drift_report, statements
+from cppmega.authoring import similar as nearest
+from cppmega.authoring.drift import Drift, PageDrift, TargetDrift
+from cppmega.catalogue import loader as catalogue
+from cppmega.cli import main as cli
 from cppmega.errors import CppmegaError
-from cppmega.overlay import Session
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.verbs import Session
 from cppmega.page import Page
-from cppmega.tree import Tree
+from cppmega.rewriting import fingerprint
+from cppmega.tree import resolve as given
+from cppmega.tree.installed import Tree
 from tests import made
 from tests.support import REPOSITORY, VERSIONS, pristine
 
@@ -443,10 +439,10 @@ def test_a_version_is_not_a_path() -> None:
 RUN = """
 import sys
 from pathlib import Path
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 folder = Path(sys.argv.pop(1))
 catalogue.builtin_folder = lambda: folder
-from cppmega.cli import main
+from cppmega.cli.main import main
 try:
     main()
 finally:

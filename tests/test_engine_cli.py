@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from cppmega import catalogue, cli
+from cppmega.catalogue import loader as catalogue
+from cppmega.cli import main as cli
 from cppmega.errors import CppmegaError
 from tests.engine import REPOSITORY, A, B, Lab, snapshot
 from tests.support import VERSIONS, copy
@@ -145,7 +146,7 @@ def test_unexpected_error_is_two_and_json(
     lab: Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug of ours: still one object on stdout, and the traceback on stderr."""
-    from cppmega import plan
+    from cppmega.overlay import plan
 
     lab.wheel()
     lab.page()
@@ -159,7 +160,7 @@ def test_unexpected_error_is_two_and_json(
 def test_interrupt_is_130_and_json(
     lab: Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cppmega import plan
+    from cppmega.overlay import plan
 
     def interrupt(pages: object) -> None:
         raise KeyboardInterrupt

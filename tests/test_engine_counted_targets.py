@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import imported, live_code
 from cppmega.errors import CppmegaError
+from cppmega.live import live_code
+from cppmega.rank import imported
 from tests.engine import TARGET, A, Lab
 
 _EITHER = b"""\

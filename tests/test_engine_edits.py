@@ -11,7 +11,6 @@ from typing import Any
 import libcst as cst
 import pytest
 
-from cppmega import function_source, marks, rewrite
 from cppmega.edits import (
     adding_argument,
     adding_parameter,
@@ -24,7 +23,8 @@ from cppmega.edits import (
 )
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
-from cppmega.rewrite import Step
+from cppmega.rewriting import function_source, marks, rewrite
+from cppmega.rewriting.rewrite import Step
 from tests.engine import FILES, REPOSITORY, A, Lab, edit_text, pin
 
 
@@ -447,7 +447,8 @@ def test_result_does_not_depend_on_the_process(lab: Lab) -> None:
     code = f"""
 import sys, hashlib
 from pathlib import Path
-from cppmega import catalogue, overlay
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import verbs as overlay
 catalogue.builtin_folder = lambda: Path({str(lab.pages)!r})
 session = overlay.Session(Path({str(lab.root)!r}))
 outcome = overlay.apply(session, check=True, environment={{}})

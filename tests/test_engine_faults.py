@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from cppmega import transaction
 from cppmega.errors import CppmegaError
+from cppmega.overlay import transaction
 from tests.engine import FILES, REPOSITORY, A, B, Lab, leftovers, snapshot
 
 
@@ -30,8 +30,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
 _WORKER = """
 import json, os, signal, sys
 from pathlib import Path
-import cppmega.rewrite  # what every child needs is imported once
-from cppmega import catalogue, overlay, transaction
+import cppmega.rewriting.rewrite  # what every child needs is imported once
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import transaction, verbs as overlay
 from cppmega.errors import CppmegaError
 
 def child(order):
@@ -504,7 +505,7 @@ def test_processes_that_apply_and_revert_at_once(lab: Lab) -> None:
 def test_lock_of_a_killed_process_is_free(lab: Lab) -> None:
     lab.wheel()
     lab.page()
-    code = "from cppmega import transaction as t; import os, signal\n"
+    code = "from cppmega.overlay import transaction as t; import os, signal\n"
     prelude = code + "t.step = lambda name: os.kill(os.getpid(), signal.SIGKILL)"
     assert lab.run("apply", prelude=prelude).returncode == -signal.SIGKILL
     assert (lab.root / ".cppmega" / "lock").exists()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cppmega import rewrite
 from cppmega.edits import body_of, inserting, replacing
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
-from cppmega.rewrite import Step
+from cppmega.rewriting import rewrite
+from cppmega.rewriting.rewrite import Step
 from tests.engine import A, Lab, snapshot
 
 _FILE = """\

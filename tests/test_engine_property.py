@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cppmega import fingerprint, marks, rewrite, source
 from cppmega.edits import replacing
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
-from cppmega.rewrite import Step
+from cppmega.rewriting import fingerprint, marks, rewrite, source
+from cppmega.rewriting.rewrite import Step
 from tests.engine import FILES, TARGET, A, Lab, pin, snapshot
 
 QUICK = settings(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import fingerprint, plan
 from cppmega.errors import CppmegaError
+from cppmega.overlay import plan
+from cppmega.rewriting import fingerprint
 from tests.engine import (
     FILES,
     TARGET,
@@ -500,7 +501,7 @@ def test_class_swap_and_an_edit_below_it(lab: Lab) -> None:
 
 
 def _class_pin(data: bytes, symbol: str, *methods: str) -> str:
-    from cppmega import source
+    from cppmega.rewriting import source
 
     text = source.decode(data, "x")
     tree = source.parse(text, "x")

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import overlay, tree
 from cppmega.edits import replacing
 from cppmega.errors import CppmegaError
+from cppmega.overlay import verbs as overlay
 from cppmega.page import Edit, Page, Patch
-from cppmega.tree import Tree
+from cppmega.tree import installed as tree
+from cppmega.tree.installed import Tree
 from tests.engine import FILES, REPOSITORY, A, B, Lab, dist_info, pin, snapshot, write
 
 
@@ -185,7 +186,7 @@ def _found(lab: Lab, *path: Path, site: Path | None = None) -> subprocess.Comple
     """`status --json` of a process with these folders on its path, without --megatron."""
     # Whatever this machine has installed is off the path once our own code is imported.
     prelude = """
-    import cppmega.cli, cppmega.overlay, cppmega.console, cppmega.rewrite
+    import cppmega.cli.main, cppmega.overlay.verbs, cppmega.host.console, cppmega.rewriting.rewrite
     import dulwich.object_store, dulwich.refs
     sys.path[:] = [path for path in sys.path if "site-packages" not in path]
     """
@@ -236,7 +237,9 @@ def test_foreign_portions_of_the_namespace_do_not_matter(lab: Lab, tmp_path: Pat
 def test_no_megatron_at_all(lab: Lab, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    code = "from cppmega import tree; tree.importlib.util.find_spec = lambda name: None"
+    code = (
+        "from cppmega.tree import installed\ninstalled.importlib.util.find_spec = lambda name: None"
+    )
     done = subprocess.run(
         lab.command("status", "--json", prelude=code),
         env=lab.environment(),
@@ -517,7 +520,8 @@ def _as_stranger(lab: Lab, how: dict[str, object], *arguments: str) -> dict[str,
 import io, os, shutil, sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from cppmega import catalogue, cli
+from cppmega.catalogue import loader as catalogue
+from cppmega.cli import main as cli
 catalogue.builtin_folder = lambda: Path({str(lab.pages)!r})
 for verb in ("apply", "status", "revert"):
     try:

@@ -54,7 +54,7 @@ class Bench:
         site.mkdir()
         # Every Python of these tests takes the made catalogue for the built-in one.
         (site / "sitecustomize.py").write_text(
-            "from pathlib import Path\nfrom cppmega import catalogue\n"
+            "from pathlib import Path\nfrom cppmega.catalogue import loader as catalogue\n"
             f"catalogue.builtin_folder = lambda: Path({str(self.pages)!r})\n"
         )
         self.environment = {

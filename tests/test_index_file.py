@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cppmega import corpus, index_file
-from cppmega.corpus import with_suffix
+from cppmega.data import corpus, index_file
+from cppmega.data.corpus import with_suffix
 from cppmega.errors import CppmegaError
 from tests.datasets import CODES, write
 

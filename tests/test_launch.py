@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cppmega.run_folder import Run
+from cppmega.runs.folder import Run
 from tests.support import REPOSITORY, patched
 from tests.test_supervise import needs_tmux, until
 

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, hash_seeds, overlay, proof_process
-from cppmega import source as sources
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.verdict import FAILURES
 from cppmega.page import Page, left_alone
-from cppmega.state import FAILURES
-from cppmega.tree import Tree, sha256
+from cppmega.proof import hash_seeds, proof_process
+from cppmega.rewriting import source as sources
+from cppmega.tree.installed import Tree, sha256
 from tests import laws
 from tests.engine import leftovers
 from tests.support import NOT_NEEDED, VERSIONS, copy, pristine

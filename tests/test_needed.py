@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, verify
-from cppmega.overlay import Session
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay.verbs import Session
+from cppmega.proof import verify
 from tests import forkserver
 from tests.support import VERSIONS, copy
 

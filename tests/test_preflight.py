@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 
-from cppmega import checks, cli, cli_findings, preflight
-from cppmega.check import Context
+from cppmega import checks
+from cppmega.cli import findings as cli_findings
+from cppmega.cli import main as cli
 from cppmega.errors import CppmegaError
-from cppmega.findings import Finding, NotApplicable, Refused, Remark
-from cppmega.run_options import RunOptions
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Finding, NotApplicable, Refused, Remark
+from cppmega.recipe.run_options import RunOptions
 from tests.preflights import launch
 from tests.support import REPOSITORY, patched
 
@@ -31,7 +34,7 @@ def test_every_check_is_in_the_order_once_and_behind_what_it_needs() -> None:
     files = {path.stem for path in (REPOSITORY / "cppmega" / "checks").glob("[a-z]*.py")}
     assert sorted(checks.ORDER) == sorted(files)
     for at, name in enumerate(checks.ORDER):
-        module = importlib.import_module(f"cppmega.checks.{name}")
+        module = importlib.import_module(f"cppmega.preflight.checks.{name}")
         assert set(module.AFTER) <= set(checks.ORDER[:at]), name
         assert module.__doc__ and module.check.__doc__, name
 
@@ -137,7 +140,7 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
 
 def test_progress_is_one_line_that_grows_or_changes() -> None:
     script = (
-        "from cppmega import console\n"
+        "from cppmega.host import console\n"
         "with console.Progress('preflight') as progress:\n"
         "    for name in ('one', 'two'): progress(name)\n"
     )

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppmega import check, corpus, data_reading, recipes_index
-from cppmega.check import Context
-from cppmega.checkpoint_tracker import TRACKER
-from cppmega.corpus import Card, with_suffix
+from cppmega.checkpoints.tracker import TRACKER
+from cppmega.data import corpus
+from cppmega.data import reading as data_reading
+from cppmega.data.corpus import Card, with_suffix
 from cppmega.errors import CppmegaError
+from cppmega.preflight import context as check
+from cppmega.preflight.context import Context
+from cppmega.recipe import index as recipes_index
 from tests.datasets import write
 from tests.preflights import SLICE, SMOKE, holds, launch, refuses, says_nothing
 from tests.support import REPOSITORY, patched, pristine
@@ -54,8 +57,7 @@ def test_recipe_complete(tmp_path: Path) -> None:
 def test_a_file_with_the_name_of_a_shipped_recipe(tmp_path: Path) -> None:
     file = tmp_path / "nam56r_h200_slice.py"
     file.write_text(
-        "from cppmega.recipes_index import load\n"
-        "RECIPE = load('nam56r_h200_slice').with_(lr=1e-3)\n"
+        "from cppmega.recipe.index import load\nRECIPE = load('nam56r_h200_slice').with_(lr=1e-3)\n"
     )
     mine = recipes_index.load(str(file))
     found = refuses("recipe_complete", "two-recipes", on(None, recipe=mine, recipe_file=file))

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import overlay, preflight, receipt
-from cppmega.check import Context
-from cppmega.overlay import Session
-from cppmega.receipt import Receipt
-from cppmega.run_options import RunOptions
-from cppmega.tree import Tree, sha256
+from cppmega.overlay import receipt
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.receipt import Receipt
+from cppmega.overlay.verbs import Session
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.context import Context
+from cppmega.recipe.run_options import RunOptions
+from cppmega.tree.installed import Tree, sha256
 from tests.engine import Lab
 from tests.preflights import (
     SLICE,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cppmega import preflight
-from cppmega.check import Context
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.context import Context
 from cppmega.recipe import Recipe
 from tests.preflights import FUSED, SLICE, V32, holds, launch, refuses, says_nothing
 from tests.support import patched, python
@@ -87,8 +87,8 @@ import megatron.training.arguments
 sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 transformer_config.is_te_min_version = lambda *a, **k: True
 transformer_config._validate_dsa_kernel_backend_dependencies = lambda *a: None
-from cppmega import allocator
-from cppmega.preflight_worker import _parse
+from cppmega.host import allocator
+from cppmega.preflight.workers.rank import _parse
 with contextlib.redirect_stdout(sys.stderr):
     found = {}
     for name, (argv, world, environment) in json.loads(os.environ["CASES"]).items():

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
-from cppmega import devices as devices_module
-from cppmega import parity, preflight, process, stack
-from cppmega.check import Context, gpu_here
-from cppmega.checkpoint_tracker import TRACKER
-from cppmega.checks import kernel_parity, limits
-from cppmega.checks.limits import Host
-from cppmega.devices import Device, Devices
+from cppmega.checkpoints.tracker import TRACKER
+from cppmega.host import packages as stack
+from cppmega.host import process
+from cppmega.preflight import devices as devices_module
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.checks import kernel_parity, limits
+from cppmega.preflight.checks.limits import Host
+from cppmega.preflight.context import Context, gpu_here
+from cppmega.preflight.devices import Device, Devices
+from cppmega.preflight.workers import parity
 from tests.engine import Lab
 from tests.preflights import (
     SLICE,

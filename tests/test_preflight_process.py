@@ -17,9 +17,9 @@ from tests.support import REPOSITORY, patched, pristine
 WORKER = """
 import sys
 from pathlib import Path
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 catalogue.builtin_folder = lambda: Path(sys.argv[1])
-from cppmega.preflight_worker import main
+from cppmega.preflight.workers.rank import main
 main()
 """
 SWAP = """

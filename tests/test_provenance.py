@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from cppmega import imported, provenance, pyc, witness
 from cppmega.errors import CppmegaError
-from cppmega.provenance import Judged
-from cppmega.receipt import PatchedFile, Receipt
-from cppmega.tree import sha256
+from cppmega.overlay.receipt import PatchedFile, Receipt
+from cppmega.rank import imported, provenance, witness
+from cppmega.rank.provenance import Judged
+from cppmega.tree import pyc
+from cppmega.tree.installed import sha256
 from tests.engine import dist_info
 
 A, B = "megatron/core/a.py", "megatron/core/b.py"

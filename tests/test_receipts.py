@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from cppmega import overlay, receipt, transaction
-from cppmega.cli_base import carrying
+from cppmega.cli.group import carrying
 from cppmega.errors import CppmegaError
+from cppmega.overlay import receipt, transaction
+from cppmega.overlay import verbs as overlay
 from tests.engine import FILES, A, B, Lab
 
 OTHER = ("other", f"{B}:single", 'replacing("return x", "return 1 * x")')

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, dsa_widths, pattern, recipes_index, recipes_list
+from cppmega.catalogue import loader as catalogue
+from cppmega.cli import recipes_list
 from cppmega.errors import CppmegaError
-from cppmega.memory import estimate
-from cppmega.recipe import Recipe
-from cppmega.smoke_loop import learning_rate
-from cppmega.wanted import provided, wanted_patches
+from cppmega.overlay.wanted import provided, wanted_patches
+from cppmega.recipe import Recipe, dsa_widths, layer_pattern
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.memory import estimate
+from cppmega.smoke.loop import learning_rate
 
 SLICE = recipes_index.load("nam56r_h200_slice")
 V32 = recipes_index.load("dsv32_h200_slice")
@@ -157,10 +159,10 @@ def test_the_full_pattern_is_the_one_the_model_is_defined_by() -> None:
 
 
 def test_what_a_release_does_not_know_depends_on_the_release() -> None:
-    layout = pattern.parse("DE+EM-R/D-")
-    assert pattern.unknown_to(layout, (0, 17)) == ["D", "+", "M", "R"]
-    assert pattern.unknown_to(layout, (0, 18)) == ["+", "M", "R"]
-    assert pattern.unknown_to(layout, (0, 19)) == ["M", "R"]
+    layout = layer_pattern.parse("DE+EM-R/D-")
+    assert layer_pattern.unknown_to(layout, (0, 17)) == ["D", "+", "M", "R"]
+    assert layer_pattern.unknown_to(layout, (0, 18)) == ["+", "M", "R"]
+    assert layer_pattern.unknown_to(layout, (0, 19)) == ["M", "R"]
     assert layout.without("D+MR").render() == "EE-/-"
 
 
@@ -185,7 +187,7 @@ def test_an_unknown_recipe_names_the_nearest_one() -> None:
 
 def test_a_recipe_is_loaded_by_path_and_must_carry_its_file_name(tmp_path: Path) -> None:
     text = (
-        "from cppmega.recipes_index import load\n"
+        "from cppmega.recipe.index import load\n"
         "RECIPE = load('smoke_cpu').with_(name='{name}', train_iters=3)\n"
     )
     own = tmp_path / "mine.py"
@@ -258,7 +260,7 @@ def test_a_loop_without_a_warm_up_begins_at_its_rate() -> None:
 
 def test_listing_imports_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys; from cppmega.recipes_list import list_recipes; list_recipes();"
+        "import sys; from cppmega.cli.recipes_list import list_recipes; list_recipes();"
         "print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,9 @@ from types import ModuleType
 import pytest
 
 import cppmega
-from cppmega import code_text, receipt, revision
+from cppmega.catalogue import revision
+from cppmega.overlay import receipt
+from cppmega.rewriting import code_text
 from tests.engine import B, Lab, write
 
 KERNEL = """\

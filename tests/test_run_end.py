@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import failures, run_folder
-from cppmega.run_folder import Run
+from cppmega.runs import failures
+from cppmega.runs import folder as run_folder
+from cppmega.runs.folder import Run
 from tests import made
 from tests.support import REPOSITORY
 from tests.test_guard import Bench
@@ -278,7 +279,7 @@ class Launched:
         manifest = {"nodes": 1, "nproc": 2, "torchrun": [*words, *place, str(script)]}
         run_folder.write_json(run.manifest_file, manifest)
         done = subprocess.run(
-            [sys.executable, "-m", "cppmega.supervise", str(node.path)],
+            [sys.executable, "-m", "cppmega.launch.supervise", str(node.path)],
             env=self.bench.environment,
             capture_output=True,
             text=True,

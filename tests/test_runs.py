@@ -16,31 +16,27 @@ from typing import Any
 
 import pytest
 
-from cppmega import (
-    agent,
-    cli,
-    compare,
-    gates,
-    launch,
-    launch_folder,
-    launch_record,
-    overlay_record,
-    process,
-    recipes_index,
-    redact,
-    run_control,
-    run_folder,
-    tmux,
-    trainer_options,
-)
-from cppmega.check import Context
-from cppmega.checkpoint_tracker import TRACKER
+from cppmega.catalogue import gates
+from cppmega.checkpoints.tracker import TRACKER
+from cppmega.cli import main as cli
 from cppmega.errors import CppmegaError
-from cppmega.launch_folder import Launch
-from cppmega.receipt import PatchedPage, Receipt
+from cppmega.host import process, redact
+from cppmega.launch import agent
+from cppmega.launch import folder as launch_folder
+from cppmega.launch import prepare as launch
+from cppmega.launch import record as launch_record
+from cppmega.launch.folder import Launch
+from cppmega.overlay import record as overlay_record
+from cppmega.overlay.receipt import PatchedPage, Receipt
+from cppmega.preflight.context import Context
 from cppmega.recipe import Recipe
-from cppmega.run_folder import Run
-from cppmega.run_options import RunOptions
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.run_options import RunOptions
+from cppmega.runs import compare, tmux
+from cppmega.runs import control as run_control
+from cppmega.runs import folder as run_folder
+from cppmega.runs.folder import Run
+from cppmega.training import options as trainer_options
 from tests.engine import Lab
 from tests.support import REPOSITORY, pristine
 

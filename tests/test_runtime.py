@@ -38,7 +38,7 @@ def run(x):
 """
 PRELUDE = """
 import sys
-from cppmega import reached_marks, runtime
+from cppmega.rank import reached_marks, swaps
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page, Patch
 
@@ -48,7 +48,7 @@ def page(name, **given):
     return Page(name, Patch((edit,), "forward"), "", "r", "", "")
 
 def arm(one):
-    runtime.arm(one, one.patch.edits)
+    swaps.arm(one, one.patch.edits)
 
 def triple(original):
     def scale(x, factor=2):
@@ -131,9 +131,9 @@ def test_patch_import_unpatch_restores_identity(run) -> None:
     run("""
     arm(FUNCTION); arm(METHOD)
     import pkg.target as t
-    before = [(i.owner, i.name, i.original) for i in runtime.installed()]
+    before = [(i.owner, i.name, i.original) for i in swaps.installed()]
     assert len(before) == 2 and t.scale is not before[0][2]
-    runtime.disarm()
+    swaps.disarm()
     for owner, name, original in before:
         assert vars(owner)[name] is original
     assert t.scale(1) == 2 and t.Mixer(1).forward(1) == 2
@@ -144,23 +144,23 @@ def test_patch_patch_import_patches_once(run) -> None:
     run("""
     arm(FUNCTION); arm(FUNCTION)
     import pkg.target as t
-    assert t.scale(1) == 6 and len(runtime.installed()) == 1
+    assert t.scale(1) == 6 and len(swaps.installed()) == 1
     """)
 
 
 def test_patch_unpatch_import_leaves_the_original(run) -> None:
     run("""
-    arm(FUNCTION); runtime.disarm()
+    arm(FUNCTION); swaps.disarm()
     import pkg.target as t
-    assert t.scale(1) == 2 and not runtime.installed()
+    assert t.scale(1) == 2 and not swaps.installed()
     """)
 
 
 def test_patch_unpatch_patch_import_patches_once(run) -> None:
     run("""
-    arm(FUNCTION); runtime.disarm(); arm(FUNCTION)
+    arm(FUNCTION); swaps.disarm(); arm(FUNCTION)
     import pkg.target as t
-    assert t.scale(1) == 6 and len(runtime.installed()) == 1
+    assert t.scale(1) == 6 and len(swaps.installed()) == 1
     """)
 
 
@@ -178,7 +178,7 @@ def test_every_copy_of_a_module_is_patched(run) -> None:
     for module in (first, second, third):
         assert module.scale(1) == 6 and module.Mixer(1).forward(1) == 12
     assert len({first, second, third}) == 3
-    runtime.check()
+    swaps.check()
     """)
 
 
@@ -191,7 +191,7 @@ def test_a_copy_that_was_not_imported_is_refused(run) -> None:
     sys.modules["copied"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.scale(1) == 2
-    error = refused("unpatched-copy", runtime.check)
+    error = refused("unpatched-copy", swaps.check)
     assert "copied" in error.what and "scale" in error.what
     """)
 
@@ -199,9 +199,9 @@ def test_a_copy_that_was_not_imported_is_refused(run) -> None:
 def test_armed_targets_wait_for_their_import(run) -> None:
     run("""
     arm(FUNCTION)
-    assert runtime.waiting() == ["pkg/target.py:scale"]
+    assert swaps.waiting() == ["pkg/target.py:scale"]
     import pkg.target
-    assert runtime.waiting() == []
+    assert swaps.waiting() == []
     """)
 
 
@@ -250,9 +250,9 @@ def test_a_late_setattr_is_found(run) -> None:
     run("""
     arm(FUNCTION)
     import pkg.target as t
-    runtime.check()
+    swaps.check()
     t.scale = lambda x, factor=2: x
-    refused("patch-undone", runtime.check)
+    refused("patch-undone", swaps.check)
     """)
 
 
@@ -343,7 +343,7 @@ def _marked_module() -> str:
     """A file as the engine writes it."""
     from cppmega.edits import replacing
     from cppmega.page import Edit
-    from cppmega.rewrite import Step, rewrite
+    from cppmega.rewriting.rewrite import Step, rewrite
 
     text = b"import torch\n\n\ndef double(x):\n    return x\n"
     edit = Edit("pkg/marked.py:double", {"1": "0" * 16}, replacing("return x", "return 2 * x"))

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import catalogue, fingerprint, overlay, pin_text, scaffold, verify, wheels
-from cppmega import pin as pinning
+from cppmega.authoring import pin as pinning
+from cppmega.authoring import pin_source, scaffold
+from cppmega.authoring.pin import Pinned
+from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
-from cppmega.overlay import Session
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.verbs import Session
 from cppmega.page import Page
-from cppmega.pin import Pinned
-from cppmega.tree import Tree
+from cppmega.proof import verify
+from cppmega.rewriting import fingerprint
+from cppmega.tree import wheels
+from cppmega.tree.installed import Tree
 from tests import made
 from tests.support import REPOSITORY, pristine
 from tests.test_drift import command
@@ -247,16 +252,16 @@ def spelt(folder: Path, pins: str) -> Page:
 def test_a_pin_is_added_and_every_other_byte_stays(tmp_path: Path, spelling: str) -> None:
     wanted, before, after = SPELLINGS[spelling]
     page = spelt(tmp_path / "pages", before)
-    text = pin_text.with_pins(page, wanted, "3.0", tmp_path / "scratch").decode()
+    text = pin_source.with_pins(page, wanted, "3.0", tmp_path / "scratch").decode()
     assert text == SPELT % after
 
 
 def test_the_argument_of_a_function_is_a_place_for_a_pin(tmp_path: Path) -> None:
     page = spelt(tmp_path / "pages", f'{{"1.0": "{A}"}}')
-    text = pin_text.with_pins(page, {1: C}, "3.0", tmp_path / "scratch").decode()
+    text = pin_source.with_pins(page, {1: C}, "3.0", tmp_path / "scratch").decode()
     assert text.count("3.0") == 1
-    new = pin_text.copy_with(page, text.encode(), tmp_path / "new")
-    assert pin_text.pins_of(new) == pin_text.pins_of(page) | {(1, "3.0"): C}
+    new = pin_source.copy_with(page, text.encode(), tmp_path / "new")
+    assert pin_source.pins_of(new) == pin_source.pins_of(page) | {(1, "3.0"): C}
 
 
 def test_one_constant_may_pin_several_edits(tmp_path: Path) -> None:
@@ -268,7 +273,7 @@ def test_one_constant_may_pin_several_edits(tmp_path: Path) -> None:
         .replace('{"1.0": "dddddddddddddddd"}', f'dict.fromkeys(VERSIONS, "{B}")')
     )
     page = catalogue.load_page("spelt", path, "made")
-    text = pin_text.with_pins(page, {0: A, 1: B}, "3.0", tmp_path / "scratch").decode()
+    text = pin_source.with_pins(page, {0: A, 1: B}, "3.0", tmp_path / "scratch").decode()
     changed = list(difflib.ndiff(path.read_text().split("\n"), text.split("\n")))
     assert [line for line in changed if line.startswith("+ ")] == [
         '+ VERSIONS = ("1.0", "2.0", "3.0")  # stays as it is'
@@ -289,7 +294,7 @@ def test_pins_that_are_computed_are_refused_with_what_to_write(tmp_path: Path) -
     page = catalogue.load_page("spelt", path, "made")
     before = path.read_bytes()
     with pytest.raises(CppmegaError) as caught:
-        pin_text.with_pins(page, OTHER, "3.0", tmp_path / "scratch")
+        pin_source.with_pins(page, OTHER, "3.0", tmp_path / "scratch")
     assert caught.value.name == "pins-not-found" and f'"3.0": "{C}"' in caught.value.next
     assert path.read_bytes() == before
 
@@ -301,14 +306,14 @@ def test_pages_of_ours_can_be_pinned_further(tmp_path: Path) -> None:
         newest = [v for edit in page.patch.edits for v in edit.pins if v[0].isdigit()][-1]
         wanted = {i: e.pins[newest] for i, e in enumerate(page.patch.edits) if newest in e.pins}
         try:
-            data = pin_text.with_pins(page, wanted, "99.0", tmp_path / name)
+            data = pin_source.with_pins(page, wanted, "99.0", tmp_path / name)
         except CppmegaError as error:
             assert error.name == "pins-not-found"
             refused.append(name)
             continue
-        new = pin_text.pins_of(pin_text.copy_with(page, data, tmp_path / name))
+        new = pin_source.pins_of(pin_source.copy_with(page, data, tmp_path / name))
         added = {(index, "99.0"): pin for index, pin in wanted.items()}
-        assert new == pin_text.pins_of(page) | added, name
+        assert new == pin_source.pins_of(page) | added, name
     assert len(refused) * 5 <= len(pages), refused
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from cppmega import recipes_index
+from cppmega.recipe import index as recipes_index
 from tests.support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

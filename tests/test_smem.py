@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import smem
 from cppmega.errors import CppmegaError
+from cppmega.preflight import smem
 
 KEY = "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE"
 ON = f"{{tilelang.PassConfigKey.{KEY}: True}}"

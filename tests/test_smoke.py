@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import overlay
-from cppmega.overlay import Session
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.verbs import Session
 from tests import forkserver
 from tests.support import REPOSITORY, copy, pristine, python
 
@@ -34,8 +34,9 @@ def train(root: Path, out: Path, data: Path, steps: int = STEPS, guarded: bool =
     executable = forkserver.executable()
     command = [executable, "-m", "cppmega.run", "--megatron", str(root), script, *arguments]
     if not guarded:
-        only = "import sys; from pathlib import Path; from cppmega import imported, smoke;\n"
-        only += f"imported.only_from(Path({str(root)!r})); smoke.cli({arguments!r})"
+        only = "from pathlib import Path; from cppmega.rank import imported\n"
+        only += "from cppmega.smoke import command\n"
+        only += f"imported.only_from(Path({str(root)!r})); command.cli({arguments!r})"
         command = [executable, "-c", only]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CPPMEGA_")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
@@ -96,9 +97,11 @@ def test_a_run_resumed_from_its_checkpoint_goes_on_with_the_same_curve(
 LOOP = """
 import json, math, os
 from pathlib import Path
-from cppmega import overlay_record, smoke, smoke_loop, smoke_model, smoke_state
+from cppmega.overlay import record as overlay_record
+from cppmega.smoke import checkpoint as smoke_state, command as smoke
+from cppmega.smoke import loop as smoke_loop, model as smoke_model
 from cppmega.errors import CppmegaError
-from cppmega.smoke_loop import Loop, of_a_rank
+from cppmega.smoke.loop import Loop, of_a_rank
 
 out, folder, data = {}, Path(os.environ["FOLDER"]), Path(os.environ["DATA"])
 recipe = smoke.recipe().with_(num_layers=2, mtp_num_layers=1)

@@ -21,10 +21,13 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import failures, process, run_control, run_folder, tmux
 from cppmega.errors import CppmegaError
-from cppmega.run_folder import Node, Run
-from cppmega.supervise import Supervisor
+from cppmega.host import process
+from cppmega.launch.supervise import Supervisor
+from cppmega.runs import control as run_control
+from cppmega.runs import failures, tmux
+from cppmega.runs import folder as run_folder
+from cppmega.runs.folder import Node, Run
 from tests.support import REPOSITORY, free_port
 
 needs_tmux = pytest.mark.skipif(
@@ -35,7 +38,8 @@ needs_tmux = pytest.mark.skipif(
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from cppmega import failure, process
+from cppmega.host import process
+from cppmega.rank import error_file
 process.end_with_parent()
 run, rank = Path(os.environ["CPPMEGA_RUN"]), os.environ["RANK"]
 asked = []
@@ -56,7 +60,7 @@ if mode == "fails":
             time.sleep(0.01)
         raise ConnectionError("the other rank is gone")
     except Exception as error:
-        failure.record(error)
+        error_file.record(error)
         raise
 if mode == "helped" and rank == "0":
     import subprocess
@@ -128,7 +132,7 @@ class Bench:
         """In this terminal, so to say."""
         made = [
             subprocess.Popen(
-                [*before, sys.executable, "-m", "cppmega.supervise", str(node.path)],
+                [*before, sys.executable, "-m", "cppmega.launch.supervise", str(node.path)],
                 env=self.environment,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -140,7 +144,7 @@ class Bench:
 
     def start_in_tmux(self, run: Run) -> None:
         """As `cppmega launch --tmux` does."""
-        command = [sys.executable, "-m", "cppmega.supervise", str(run.nodes()[0].path)]
+        command = [sys.executable, "-m", "cppmega.launch.supervise", str(run.nodes()[0].path)]
         with tmux.reserve(run.manifest["tmux"]) as session:
             session.run(command, self.folder, self.environment)
 
@@ -302,7 +306,7 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
     while tmux.exists("mine"):
         assert time.monotonic() < until_gone
     reserve = (
-        "import os; from cppmega import tmux;"
+        "import os; from cppmega.runs import tmux;"
         "session = tmux.reserve('killed'); session.__enter__(); os.kill(os.getpid(), 9)"
     )
     environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder)}

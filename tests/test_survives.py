@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import durable, failures, liveness, process, run_control, run_folder
 from cppmega.errors import CppmegaError
-from cppmega.run_folder import Run
-from cppmega.run_manifest import read_json
-from cppmega.supervise import Supervisor
+from cppmega.host import durable, process
+from cppmega.launch.supervise import Supervisor
+from cppmega.runs import control as run_control
+from cppmega.runs import failures, liveness
+from cppmega.runs import folder as run_folder
+from cppmega.runs.folder import Run
+from cppmega.runs.manifest import read_json
 from tests.support import REPOSITORY
 from tests.test_supervise import Bench, bench, gone, ranks, ready, until
 
@@ -51,7 +54,7 @@ def test_a_status_is_written_on_a_full_disk(
 _ON_A_FULL_DISK = """
 mount -t tmpfs -o size=300k none "$1" || exit 77
 cp -a "$2"/. "$1" && cd "$1" || exit 78
-{python} -m cppmega.supervise "$1/runs/full/nodes/0" < /dev/null &
+{python} -m cppmega.launch.supervise "$1/runs/full/nodes/0" < /dev/null &
 while ! ls runs/full/ready-1 > /dev/null 2>&1; do sleep 0.1; done
 cat /dev/zero > filler 2> /dev/null
 kill -TERM $!
@@ -94,7 +97,7 @@ def test_the_folder_deleted_and_the_terminal_closed_or_stuck(bench: Bench) -> No
         bench.run(name, mode)
         for name, mode in (("deleted", "long"), ("closed", "short"), ("stuck", "short"))
     )
-    command = [sys.executable, "-m", "cppmega.supervise"]
+    command = [sys.executable, "-m", "cppmega.launch.supervise"]
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     while True:
@@ -159,8 +162,8 @@ def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -
 
 _ORPHAN = """
 import os, subprocess, sys, time
-from cppmega import process
-from cppmega.agent_watch import Watch
+from cppmega.host import process
+from cppmega.launch.agent_watch import Watch
 watch = Watch(os.getppid(), float(sys.argv[1]), lambda: os._exit(0))
 process.end_with_parent()
 watch.start()

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from cppmega import recipes_index
-from cppmega.arithmetic import flops, parameters
 from cppmega.errors import CppmegaError
-from cppmega.packing import Packed, pack
-from cppmega.trainer_log import MOCK, Log
-from cppmega.trainer_step import check_first_loss, expected_first_loss
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.arithmetic import flops, parameters
+from cppmega.training.log import MOCK, Log
+from cppmega.training.packing import Packed, pack
+from cppmega.training.step import check_first_loss, expected_first_loss
 from tests.support import REPOSITORY, pristine, python
 from tests.test_arithmetic import BASE, EXPERTS, GPT
 
@@ -213,7 +213,7 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
     own = ["nam56r_h200_slice", "--data", str(folder / "own")]
     gate = folder / "gated.py"
     gate.write_text(
-        "from cppmega.recipes_index import load\n"
+        "from cppmega.recipe.index import load\n"
         "RECIPE = load('nam56r_h200_slice').with_(\n"
         "    name='gated', gates=(('CPPMEGA_LINEAR_CE_KERNEL', 'triton'),))\n"
     )
@@ -304,12 +304,15 @@ import torch
 from tests.te_stand_ins import install
 
 install()
-from cppmega import finite, overlay_record, recipes_index, trainer
-from cppmega.arguments import render
-from cppmega.run_options import RunOptions
+from cppmega import trainer
+from cppmega.overlay import record as overlay_record
+from cppmega.recipe import index as recipes_index
+from cppmega.training import nonfinite
+from cppmega.recipe.render import render
+from cppmega.recipe.run_options import RunOptions
 from cppmega.errors import CppmegaError
-from cppmega.trainer_batch import DataTokens, dataset_provider, next_batch
-from cppmega.trainer_step import ForwardStep
+from cppmega.training.batch import DataTokens, dataset_provider, next_batch
+from cppmega.training.step import ForwardStep
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -437,7 +440,7 @@ watch.begin(model)
 watch.passed(model)
 model.decoder.layers[0](torch.ones(4, 1, 64), attention_mask=None)
 out["kept"].append(len(watch._outputs))
-graphs = finite.Watch()
+graphs = nonfinite.Watch()
 hooks = len(model.decoder.layers[0]._forward_hooks)
 config.cuda_graph_impl = "transformer_engine"
 graphs.begin(model)
@@ -457,14 +460,14 @@ def train_step(forward_step, data_iterator, model):  # what Megatron's raises wi
     raise RuntimeError("Rank 0: Unexpected result nan (message='found NaN in local grad norm')")
 
 
-out["nan gradient"] = named(lambda: finite.around_train_step(train_step)(step, None, [model]))
+out["nan gradient"] = named(lambda: nonfinite.around_train_step(train_step)(step, None, [model]))
 # An MTP depth that is lost leaves the main loss as it was.
 model.zero_grad()
 hook = model.mtp.layers[0].register_forward_hook(lambda m, i, o: (o[0] * poison, *o[1:]))
 output, loss = resumed(iter(loader), model)
 loss(output)[0].backward()
 hook.remove()
-out["nan mtp"] = named(lambda: finite.around_train_step(train_step)(step, None, [model]))
+out["nan mtp"] = named(lambda: nonfinite.around_train_step(train_step)(step, None, [model]))
 model.zero_grad()
 
 rows = torch.tensor([[1, 2, 256, 3, 4, 5, 6, 256, 7], [8, 9, 10, 11, 256, 12, 13, 14, 15]])
@@ -602,9 +605,9 @@ import torch
 from tests.te_stand_ins import install
 
 install()
-from cppmega import recipes_index
+from cppmega.recipe import index as recipes_index
 from cppmega.recipe import Recipe
-from cppmega.trainer_model import model_config, model_provider
+from cppmega.training.model import model_config, model_provider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import arguments, global_vars
 
@@ -634,10 +637,10 @@ from unittest import mock
 
 import megatron.training
 from cppmega import trainer
-from cppmega.arguments import render
-from cppmega.run_options import RunOptions
-from cppmega.trainer_batch import DataTokens
-from cppmega.trainer_step import ForwardStep
+from cppmega.recipe.render import render
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training.batch import DataTokens
+from cppmega.training.step import ForwardStep
 
 seen = {}
 
@@ -685,7 +688,7 @@ print("ANSWER" + json.dumps(out))
 def test_every_release_builds_the_models_and_is_handed_the_run(
     version: str, tmp_path: Path
 ) -> None:
-    from cppmega.arguments import missing, render
+    from cppmega.recipe.render import missing, render
 
     recipes = {
         "hybrid": BASE.with_(pattern="*E-/*-", **EXPERTS),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.trainer_batch import check_batch, next_batch
+from cppmega.training.batch import check_batch, next_batch
 from tests.preflights import SLICE
 
 torch = pytest.importorskip("torch")

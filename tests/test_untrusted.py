@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import overlay, receipt
 from cppmega.errors import CppmegaError
-from cppmega.tree import Tree
+from cppmega.overlay import receipt
+from cppmega.overlay import verbs as overlay
+from cppmega.tree.installed import Tree
 from tests import made
 from tests.engine import FILES, REPOSITORY, A, Lab, snapshot, write
 from tests.test_engine_trees import _checkout, _git

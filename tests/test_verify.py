@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import (
-    catalogue,
-    fingerprint,
-    overlay,
-    paths,
-    process,
-    proof_file,
-    proof_process,
-    receipt,
-    revision,
-    verify,
-)
+from cppmega.catalogue import loader as catalogue
+from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError
-from cppmega.overlay import Session
+from cppmega.host import paths, process
+from cppmega.overlay import receipt
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.verbs import Session
+from cppmega.proof import proof_file, proof_process, verify
+from cppmega.rewriting import fingerprint
 from tests import made
 
 _THING = "megatron/core/thing.py"

@@ -88,9 +88,9 @@ def verify() -> None:
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     (field,) = (
         f for f in dataclasses.fields(ModelParallelConfig) if f.name == "cross_entropy_fusion_impl"
     )

@@ -63,9 +63,9 @@ def verify() -> None:
     from megatron.core.transformer.moe import moe_utils
     from megatron.training import training
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
 
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker

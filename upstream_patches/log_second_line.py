@@ -60,9 +60,9 @@ def verify() -> None:
     from megatron.core import timers as core_timers
     from megatron.training import training
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     tensor = torch.tensor
 
     class Quiet(SimpleNamespace):

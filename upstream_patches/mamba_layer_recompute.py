@@ -56,7 +56,7 @@ def _body_into_function(node: Any) -> Any:
     """All that follows the treatment of `inference_params` becomes a function of the input."""
     import libcst as cst
 
-    from cppmega import node_edits
+    from cppmega.rewriting import node_edits
 
     before = "inference_context = deprecate_inference_params(inference_context, inference_params)"
     first = node_edits.shape(node_edits.statements(before)[0])

@@ -67,7 +67,7 @@ def _loop_into_function(node: Any) -> Any:
     """
     import libcst as cst
 
-    from cppmega import node_edits
+    from cppmega.rewriting import node_edits
 
     found = 0
     loop_head = node_edits.shape(cst.parse_statement("for layer in self.layers: pass"))

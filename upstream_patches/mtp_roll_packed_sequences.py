@@ -147,7 +147,7 @@ def _replacing_run(first: str, last: str, new: str) -> Any:
     def edit(node: Any) -> Any:
         import libcst as cst
 
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         body = list(node.body.body)
         code = [cst.Module([]).code_for_node(s.with_changes(leading_lines=())) for s in body]
@@ -319,9 +319,9 @@ def verify() -> None:
     from megatron.core.transformer import multi_token_prediction as mtp
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.shim()
+    cpu_shims.shim()
 
     def pack() -> PackedSeqParams:
         real, padded = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])

@@ -53,7 +53,7 @@ def then(text: str) -> Any:
     """Append statements to the target."""
 
     def edit(node: Any) -> Any:
-        from cppmega import node_edits
+        from cppmega.rewriting import node_edits
 
         body = node.body.with_changes(body=[*node.body.body, *node_edits.statements(text)])
         return node.with_changes(body=body)

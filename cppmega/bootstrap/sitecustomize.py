@@ -23,7 +23,7 @@ def _run_the_next_one() -> None:
 def _join() -> None:
     if importlib.util.find_spec("cppmega") is None:
         sys.path.append(_PACKAGE)
-    from cppmega import guard_child
+    from cppmega.ending import child as guard_child
 
     guard_child.join_or_die()
 

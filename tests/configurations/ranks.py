@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cppmega import process, receipt, runtime
-from cppmega.overlay import Session
+from cppmega.host import process
+from cppmega.overlay import receipt
+from cppmega.overlay.verbs import Session
+from cppmega.rank import swaps
 from tests.configurations.settings import Configuration
 
 GRACE = 2.0
@@ -52,14 +54,14 @@ def _import(root: Path) -> None:
     applied = receipt.load(session.tree).receipt  # of stock: empty
     edits = session.plan(None, applied.gates).edits
     for name in applied.pages:
-        runtime.arm(session.pages[name], edits[name])
+        swaps.arm(session.pages[name], edits[name])
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from tests.configurations import stand_ins, training
 
     assert training
     stand_ins.install()
-    runtime.check()
+    swaps.check()
     # It would start a process for the results of writers that are other processes.
     filesystem_async._results_queue = queue.Queue()
     logging.disable(logging.CRITICAL)

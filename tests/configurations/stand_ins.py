@@ -18,14 +18,14 @@ from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from cppmega import cpu
-from cppmega.smoke_model import DocumentAttention
+from cppmega.proof import cpu_shims
+from cppmega.smoke.model import DocumentAttention
 from tests.configurations.batches import rows
 
 
 def install() -> None:
     """Replace them in the imported megatron."""
-    cpu.shim()
+    cpu_shims.shim()
     mock.patch.object(random, "_get_cuda_rng_state", return_value=None).start()
     mock.patch.object(random, "_set_cuda_rng_state").start()
     backends: Any = importlib.import_module("megatron.core.models.backends")

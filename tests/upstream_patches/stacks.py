@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
 try:
     from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
@@ -34,7 +34,7 @@ PATTERN = "MM*M*M"
 
 def start() -> None:
     """What these layers need of a GPU, on the CPU."""
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     mock.patch.object(random, "_get_cuda_rng_state", return_value=None).start()
     mock.patch.object(random, "_set_cuda_rng_state").start()
     fused_softmax.get_default_causal_mask = lambda n: torch.ones(n, n).triu(1).bool()

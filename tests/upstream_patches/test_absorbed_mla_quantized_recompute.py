@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 from tests.upstream_patches import one_process
 
 torch = pytest.importorskip("torch")
@@ -58,9 +58,9 @@ def test_which_runs_must_reach_it() -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module(ABSORBED)
     with transformer_engine():
         plain = trained(absorbed_mla, levels=None)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 from tests.support import VERSIONS, patched, pristine, python
 
 NAME = "dsa_hadamard_transform"
@@ -15,12 +15,12 @@ import importlib.util
 from unittest import mock
 
 import torch
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.experimental_attention_variant import dsa
 
-cpu.init_distributed()
+cpu_shims.init_distributed()
 torch.manual_seed(0)
 
 

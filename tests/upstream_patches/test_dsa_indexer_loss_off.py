@@ -13,9 +13,9 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
-cpu.init_distributed()
+cpu_shims.init_distributed()
 mock.patch.object(dsa, "rotate_activation", lambda x: x).start()
 
 

@@ -14,9 +14,9 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
-cpu.init_distributed()
+cpu_shims.init_distributed()
 zeros = torch.zeros
 torch.zeros = lambda *size, device=None, **named: zeros(*size, **named)  # the schedule says "cuda"
 scaler = dsa.DSAIndexerLossAutoScaler

@@ -13,9 +13,9 @@ import torch
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
-cpu.init_distributed()
+cpu_shims.init_distributed()
 dsa.rotate_activation = lambda x: x  # a rotation of both sides: no scores change
 ROPE, DIM, HEADS = 4, 6, 2
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from cppmega import reached_marks
+from cppmega.rank import reached_marks
 
 tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
 tilelang.language.prim_func = lambda function: function

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 from tests.support import VERSIONS, patched, pristine, python
 
 NAME = "float16_keep_fp32"
@@ -14,11 +14,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from cppmega import catalogue, cpu, runtime
+from cppmega.catalogue import loader as catalogue
+from cppmega.proof import cpu_shims
+from cppmega.rank import swaps
 
 page = catalogue.load()["float16_keep_fp32"]
-runtime.arm(page, [edit for edit in page.patch.edits if VERSION in edit.pins])
-cpu.init_distributed()
+swaps.arm(page, [edit for edit in page.patch.edits if VERSION in edit.pins])
+cpu_shims.init_distributed()
 
 from megatron.core.optimizer import distrib_optimizer, layer_wise_optimizer, optimizer
 from megatron.core.transformer.module import Float16Module
@@ -95,7 +97,7 @@ with torch.no_grad():
     was = model.delta(token, None)[0]
     model.delta.A_log.add_(2**-10)
     assert not torch.equal(model.delta.A_log.bfloat16().float(), model.delta.A_log)
-runtime.check()
+swaps.check()
 
 # How DDP divides parameters, with shared embeddings and all sizes of buckets.
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -235,7 +237,7 @@ offloaded = mock.Mock(
 )
 hybrid_optimizer.HybridDeviceOptimizer._update_fp32_params_by_new_state(offloaded)
 assert on_host.tolist() == [2.0, 2.0]
-runtime.check()
+swaps.check()
 """
 
 FOUR_RANKS = """

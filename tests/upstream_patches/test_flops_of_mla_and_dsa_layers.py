@@ -23,9 +23,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training import training
 
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
-cpu.init_distributed()
+cpu_shims.init_distributed()
 mock.patch.object(dsa, "rotate_activation", lambda x: x).start()  # wants a package nobody can build
 
 SHAPE = dict(hidden_size=32, num_attention_heads=4, q_lora_rank=16, kv_lora_rank=24, qk_head_dim=8,

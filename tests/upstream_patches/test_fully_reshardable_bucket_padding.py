@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 from tests.upstream_patches import one_process
 
 torch = pytest.importorskip("torch")
@@ -25,10 +25,10 @@ def test_saved_state(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.optimizer import distrib_optimizer as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
     from tests.upstream_patches import distributed_optimizer as small
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module("megatron.core.optimizer.distrib_optimizer")
     with small.on_cpu():
         trained = small.Run(0, lr=0.1, buckets=60)

@@ -28,9 +28,9 @@ def test_training_log(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.training import training as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module("megatron.training.training")
     for pattern, of_stock in (
         (NAM56R, 3 * 24 / 26),

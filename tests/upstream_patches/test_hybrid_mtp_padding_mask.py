@@ -24,9 +24,9 @@ def test_hybrid_model(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.models.hybrid import hybrid_model as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module("megatron.core.models.hybrid.hybrid_model")
 
     padding = torch.zeros(2, 8, dtype=torch.bool)

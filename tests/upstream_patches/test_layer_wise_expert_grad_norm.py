@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 from tests.support import VERSIONS, patched, pristine, python
 
 PAGE = "layer_wise_expert_grad_norm"
@@ -16,9 +16,9 @@ import math
 from unittest import mock
 
 import torch
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
-cpu.shim()
+cpu_shims.shim()
 torch.distributed.init_process_group("gloo")
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig

@@ -29,9 +29,9 @@ def test_gradients(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.transformer import cuda_graphs as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.shim()
+    cpu_shims.shim()
     unpatched = stock.module("megatron.core.transformer.cuda_graphs")
     expected = gradients_of(layer_of(patched))
     for earlier in (None, 5.0):  # somebody else's gradient stays as it was

@@ -27,9 +27,9 @@ def test_training_log(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.training import training as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module("megatron.training.training")
     every_line(patched, unpatched)
     the_window_of_a_first_step_that_ends_none(patched, unpatched)

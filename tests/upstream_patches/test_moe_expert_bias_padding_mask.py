@@ -23,9 +23,9 @@ def test_router(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.transformer.moe import router as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module("megatron.core.transformer.moe.router")
     for experts, tokens, batch in ((8, 5, 2), (4, 2, 2), (4, 6, 1)):
         given = torch.randn(tokens, batch, 16, generator=torch.Generator().manual_seed(4))

@@ -25,9 +25,9 @@ def test_mtp_loss(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.models.gpt import gpt_model as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module("megatron.core.models.gpt.gpt_model")
     weights = torch.tensor([[1.0, 0.5, 0.0, 0.25, 0.0, 0.0], [0.0] * 6])
     for per_token in (False, True):

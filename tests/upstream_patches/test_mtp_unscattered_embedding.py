@@ -12,9 +12,9 @@ CODE = """
 from types import SimpleNamespace
 
 import torch
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
-cpu.init_distributed(tensor=2)
+cpu_shims.init_distributed(tensor=2)
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer import TransformerConfig

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from cppmega import catalogue
+from cppmega.catalogue import loader as catalogue
 from tests.support import VERSIONS, pristine, python
 from tests.upstream_patches import one_process
 
@@ -85,9 +85,9 @@ def trained(recompute: list[str] | None) -> list[Any]:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     config = TransformerConfig(
         num_layers=2,
         hidden_size=8,

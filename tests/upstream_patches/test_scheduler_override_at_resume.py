@@ -24,10 +24,10 @@ def test_resumed_rates(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core import optimizer_param_scheduler as patched
 
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
     from tests.upstream_patches import distributed_optimizer as small
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     unpatched = stock.module("megatron.core.optimizer_param_scheduler")
     with small.on_cpu():
         for distributed in (False, True):

@@ -49,9 +49,9 @@ REFUSED = {
 
 def main() -> None:
     """In the process of a tree: print what every layer of every case did."""
-    from cppmega import cpu
+    from cppmega.proof import cpu_shims
 
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     cases = {name: given for name, given in CASES.items() if name != "hybrid" or _has_hybrid()}
     answers = {name: record(**given) for name, given in cases.items()}
     print(json.dumps([answers, {name: refusal(**given) for name, given in REFUSED.items()}]))

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cppmega import overlay, smem, verify, wheels
+from cppmega.overlay import verbs as overlay
+from cppmega.preflight import smem
+from cppmega.proof import verify
+from cppmega.tree import wheels
 from tests.support import patched, pristine, python
 
 VERSION = "0.19.2"

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cppmega import cpu
+from cppmega.proof import cpu_shims
 
 S, B, H, V = 8, 2, 8, 48
 
@@ -74,7 +74,7 @@ def config(**options: Any) -> Any:
 
 def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
     """A GPTModel; needs a process group."""
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -99,7 +99,7 @@ def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
 
 def hybrid(tied: bool = False, **options: Any) -> Any:
     """A model of one attention and one MLP layer: HybridModel, or MambaModel before 0.18."""
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -183,7 +183,7 @@ def head(model: Any) -> None:
 
 def mtp() -> None:
     """The MTP loss comes without logits; its gradient is that of the masked mean."""
-    cpu.init_distributed()
+    cpu_shims.init_distributed()
     from megatron.core.transformer import multi_token_prediction as module
 
     from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule

@@ -1,0 +1,1 @@
+"""Writing pages: scaffolds, pins, drift between versions, and the laws that a page must keep."""

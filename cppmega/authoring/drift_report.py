@@ -1,0 +1,315 @@
+"""What `cppmega drift` says: what changed, as a short diff, and what the user has to do."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cppmega.authoring.drift import MEANING, Drift, PageDrift, Side, TargetDrift
+from cppmega.authoring.statements import Change
+from cppmega.host.console import NOTHING, coloured
+from cppmega.overlay.verdict import NEEDED
+from cppmega.tree.resolve import label_of
+
+APPLY = "python -m cppmega.apply_patches"
+
+_COLOURS = {"lost-again": "1;31", "newly-needed": "33", "upstreamed": "36", "same": "32"}
+_SIGNS = {"replaced": "!", "beside": "~", "elsewhere": " ", "unknown": " "}
+LEGEND = "! upstream changed what our edit replaces   ~ it changed something right beside that"
+_WIDTH = 110
+_LINES_KNOWN, _LINES = 8, 48
+"""Lines of a diff that are printed where the page knows the new text, and where it does not."""
+
+
+def as_json(drift: Drift) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {
+        **NOTHING,
+        "ok": drift.safe,
+        "megatron": {"version": drift.new.tree.version, "root": str(drift.new.tree.root)},
+        "old": _side_json(drift.old),
+        "new": _side_json(drift.new),
+        "patches": [_page_json(page, drift) for page in drift.pages],
+    }
+
+
+def _side_json(side: Side) -> dict[str, str]:
+    return {"given": side.given, "version": side.tree.version, "root": str(side.tree.root)}
+
+
+def _page_json(page: PageDrift, drift: Drift) -> dict[str, Any]:
+    sentence, command = advice(page, drift)
+    return {
+        "name": page.page.name,
+        "kind": page.page.patch.kind,
+        "gate": page.page.patch.gate,
+        "change": page.word,
+        "safe": page.safe,
+        "old": page.old.state,
+        "new": page.new.state,
+        "detail": page.new.detail,
+        "proof": page.proof,
+        "proved": page.proved,
+        "targets": [target.as_json() for target in page.targets],
+        "todo": sentence,
+        "next": command,
+    }
+
+
+def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
+    """What the user has to do about one patch, in a sentence, and the command to type."""
+    name, new = page.page.name, drift.new
+    if page.word == "lost-again" and page.safe:
+        return (
+            f"upstream lost its own fix; apply puts ours in after the upgrade. Tell upstream "
+            f"({page.page.labels.get('Upstream', '')})"
+        ), APPLY
+    if page.word == "newly-needed":
+        return "apply puts it in after the upgrade", APPLY
+    if page.word == "upstreamed":
+        if page.proof is None:
+            return "apply would leave it out after the upgrade; --prove says whether rightly", ""
+        return "nothing; apply leaves it out after the upgrade", ""
+    if page.word == "not-fixed":
+        return (
+            f"fixed_upstream() in {page.page.path} takes another text for the fix: correct it, "
+            "and add an Edit for the text that is there"
+        ), f"cppmega explain {name}"
+    if page.word == "not-compared":
+        return "nothing; compare two folders that hold that package to see it", ""
+    if page.safe:
+        return "nothing", ""
+    if page.word == "foreign":
+        return "restore upstream's file, then compare again", page.new.next
+    if page.word == "conflict":
+        return f"{page.new.next}: {page.new.detail}", f"cppmega explain {name}"
+    return _repair(page, pin_command(name, new))
+
+
+def _repair(page: PageDrift, pin: str) -> tuple[str, str]:
+    """What to do with a text that no pin knows."""
+    file = page.page.path
+    moved = next((target for target in page.targets if target.word == "moved"), None)
+    if moved is not None:
+        place = moved.places[0]
+        text = "the same text" if not moved.changes else "another text"
+        return (
+            f"it stands in {place} now, with {text}: add an Edit with that target to {file}, "
+            "then pin it"
+        ), pin
+    gone = next((target for target in page.targets if target.word == "gone"), None)
+    if gone is not None:
+        like = (
+            f"look into {gone.nearest[0].target}" if gone.nearest else "look for what replaced it"
+        )
+        return (
+            f"{like}: if the bug lives on there, add an Edit for it to {file} and pin it; if not, "
+            "let fixed_upstream() or `feature` say so"
+        ), pin
+    misfit = next((target for target in page.targets if target.fits is False), None)
+    if misfit is not None:
+        return f"write an Edit for the new text into {file} ({misfit.misfit}), then pin it", pin
+    unknown = [target for target in page.targets if target.word == "changed" and not target.known]
+    if any(change.meets == "replaced" for target in unknown for change in target.changes):
+        return (
+            f"the edit still fits, but upstream changed what it replaces (marked !): bring {file} "
+            "up to date, then pin it"
+        ), pin
+    if unknown and all(target.fits for target in unknown):
+        return "the edit still fits, and upstream changed other statements: pin the new text", pin
+    return f"read the new text, see to it that {file} has an edit for it, and pin it", pin
+
+
+def pin_command(name: str, new: Side) -> str:
+    """How to pin the text of NEW."""
+    label = label_of(new.tree)
+    command = f"cppmega pin {name} {label}"
+    if new.given != label:
+        command += f" --from {shlex.quote(new.given)}"
+    return command
+
+
+def lines(drift: Drift) -> Iterator[str]:
+    """The answer for people, without the closing line."""
+    width = max((len(page.page.name) for page in drift.pages), default=0)
+    quiet: dict[str, list[str]] = {}
+    for page in drift.pages:
+        if page.safe and page.word in ("same", "not-needed", "not-compared"):
+            retired = page.new.state == "upstreamed"
+            word = f"upstreamed{_proof(page)}" if retired else page.word
+            quiet.setdefault(word, []).append(page.page.name)
+            continue
+        yield f"{_word(page)} {page.page.name:<{width}}  {_summary(page, drift)}".rstrip()
+        for target in page.targets:
+            yield from _target_lines(target, page)
+        sentence, command = advice(page, drift)
+        if sentence != "nothing":
+            yield f"    to do: {sentence}"
+        if command:
+            yield f"    next:  {command}"
+    for word, names in quiet.items():
+        head, _, rest = word.partition(" ")
+        said = " ".join(filter(None, [rest, ", ".join(names)]))
+        yield f"{coloured(f'{head:<15}', _COLOURS.get(head, ''))} {said}"
+
+
+def _proof(page: PageDrift) -> str:
+    """How it is known that NEW has the fix."""
+    known = {None: "by text, not proved", "passed": "proved"}
+    return f" ({known.get(page.proof, page.proved)})"
+
+
+def _word(page: PageDrift) -> str:
+    code = _COLOURS.get(page.word, "") if page.safe else "31"
+    return coloured(f"{page.word:<15}", _COLOURS["lost-again"] if "lost" in page.word else code)
+
+
+def _summary(page: PageDrift, drift: Drift) -> str:
+    old, new = drift.old.label, drift.new.label
+    if page.word == "lost-again":
+        if page.safe:
+            return f"UPSTREAM LOST ITS FIX AGAIN: {old} has it, {new} has the bug"
+        return f"UPSTREAM MAY HAVE LOST ITS FIX: {old} has it, {new} is neither fixed nor known"
+    if page.word == "changed" and page.safe:
+        was = "" if page.old.state in NEEDED else f"; it did not know that of {old}"
+        return "the page knows the new text" + was
+    if page.word == "not-fixed":
+        return page.proved
+    if page.word == "upstreamed":
+        return f"upstreamed{_proof(page)}; {page.new.detail or MEANING[page.word]}"
+    if page.word == "not-applicable" or not page.safe:
+        said = page.new.detail or MEANING[page.word]
+        if page.old.state == "upstreamed" and not page.safe:
+            said += f"; {old} has upstream's fix"
+        return said
+    return MEANING[page.word]
+
+
+def _target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
+    if page.word in ("upstreamed", "not-fixed") or (
+        page.word == "not-applicable" and not target.nearest
+    ):
+        return
+    if target.word == "same" and page.safe:
+        return
+    said: dict[str, str] = {
+        "same": "the same text",
+        "moved": f"now {' or '.join(target.places)}",
+        "gone": "gone" + _nearest(target),
+        "added": "edited in NEW only",
+        "left": "edited in OLD only",
+        "ambiguous": target.misfit,
+        "unreadable": target.misfit,
+    }
+    known = f" (pinned: {target.known})" if target.known else ""
+    if target.word == "changed" or target.changes:
+        moved = f"{said['moved']}, " if target.word == "moved" else ""
+        yield f"    {target.target}: {moved}{_counted(target.changes)}{known}"
+        if target.fits is False:
+            yield f"      our edit no longer fits: {target.misfit}"
+        yield from _limited(target.changes, _LINES_KNOWN if page.safe else _LINES)
+    else:
+        yield f"    {target.target}: {said[target.word]}{known}"
+
+
+def _nearest(target: TargetDrift) -> str:
+    if not target.nearest:
+        return "; nothing like it is left"
+    like = [f"{match.target} ({match.likeness:.0%} alike)" for match in target.nearest]
+    return "; nearest: " + ", ".join(like) + ("; the first has the fix" * target.fixed_there)
+
+
+def _counted(changes: Sequence[Change]) -> str:
+    """`5 statements changed, 2 of them replaced by our edit`."""
+    if not changes:
+        return "the layout changed, and no statement"
+    counts = {"replaced": 0, "beside": 0}
+    for change in changes:
+        if change.meets in counts:
+            counts[change.meets] += 1
+    places = f"changed in {len(changes)} place{'s' if len(changes) > 1 else ''}"
+    if all(change.meets == "unknown" for change in changes):
+        return places
+    if not any(counts.values()):
+        return f"{places}, none of them near our edit"
+    said = []
+    if counts["replaced"]:
+        said.append(f"{counts['replaced']} in what our edit replaces")
+    if counts["beside"]:
+        said.append(f"{counts['beside']} right beside it")
+    return f"{places}: {', '.join(said)}"
+
+
+def _limited(changes: Sequence[Change], limit: int) -> Iterator[str]:
+    """The diff; where it is long, what meets our edit is kept and the rest counted."""
+    blocks = [(change, list(_change_lines(change))) for change in changes]
+    left = limit
+    hidden = 0
+    chosen: set[int] = set()
+    for at in sorted(range(len(blocks)), key=lambda at: (blocks[at][0].meets == "elsewhere", at)):
+        size = len(blocks[at][1])
+        if size <= left or not chosen:
+            chosen.add(at)
+            left -= size
+    for at, (_, block) in enumerate(blocks):
+        if at not in chosen:
+            hidden += len(block) - 1
+            continue
+        shown = block[: max(limit, 4)]
+        hidden += len(block) - len(shown)
+        yield from shown
+    if hidden:
+        yield f"        ... {hidden} more lines; --json has them all"
+
+
+def _change_lines(change: Change) -> Iterator[str]:
+    yield f"        {coloured(_cut(f'after: {change.after}' if change.after else 'first:'), '36')}"
+    sign = _SIGNS[change.meets]
+    old, new = in_sight(change.old, change.new)
+    yield from (coloured(f"      {sign} - {_cut(text)}", "31") for text in old)
+    yield from (coloured(f"      {sign} + {_cut(text)}", "32") for text in new)
+
+
+def in_sight(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Long statements without what they share with their counterpart, so that they still differ."""
+    before, after = list(old), list(new)
+    free = set(range(len(new)))
+    for at, text in enumerate(old):
+        alike = {j: _shared(text, new[j]) for j in free}
+        j = max(alike, key=lambda other: alike[other], default=-1)
+        indent = " " * (len(text) - len(text.lstrip()))
+        if j < 0 or alike[j] < len(indent) + 12:
+            continue
+        free.discard(j)
+        start = alike[j] - 30
+        if start > len(indent) and max(len(text), len(new[j])) > _WIDTH:
+            before[at] = f"{indent}... {text[start:]}"
+            after[j] = f"{indent}... {new[j][start:]}"
+    return before, after
+
+
+def _shared(first: str, second: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 4] + " ..."
+
+
+def closing(drift: Drift) -> str:
+    """The last line: may the upgrade go ahead?"""
+    new = drift.new.label
+    unsafe = [page.page.name for page in drift.pages if not page.safe]
+    also = ""
+    for said, safe in (("upstream lost its fix again", True), ("may have lost its fix", False)):
+        lost = [p.page.name for p in drift.pages if p.word == "lost-again" and p.safe is safe]
+        also += f"; {said}: {', '.join(lost)}" if lost else ""
+    total = f"{len(drift.pages)} patches"
+    if unsafe:
+        return f"not safe: {len(unsafe)} of {total} need work for {new}: {', '.join(unsafe)}{also}"
+    return (
+        f"safe: all {total} are known on {new}, or not needed there{also}; upgrade, then: {APPLY}"
+    )

@@ -1,0 +1,148 @@
+"""A definition that is gone: which of the definitions that are there is most like it?"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from typing import Any
+
+from cppmega.authoring import statements
+from cppmega.errors import CppmegaError
+from cppmega.overlay.survey import Survey, ask
+from cppmega.page import Page
+from cppmega.rewriting.source import Definition, decode, definitions, parse
+from cppmega.tree.installed import Tree
+
+_WORD = re.compile(r"[A-Za-z_]\w+")
+_FILES = 6
+"""Files beside the definition's own that are looked into; parsing all would take seconds."""
+_RARE = 16
+"""So many of the longest names of a definition tell the files that may hold it now."""
+_ALIKE = 0.7
+"""Less than that is another function: half of the words are those of any code around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A definition of the tree, and how much of the text it shares with the one that is gone."""
+
+    target: str
+    likeness: float
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `nearest` in the JSON answer."""
+        return {"target": self.target, "likeness": round(self.likeness, 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A tree as it would be had a definition kept its old name: what `fixed_upstream` asks."""
+
+    survey: Survey
+    old: str
+    new: str
+
+    def text(self, target: str) -> str:
+        """A symbol's code; that of the old name stands under the new one."""
+        if target == self.old or target.startswith(f"{self.old}."):
+            target = self.new + target.removeprefix(self.old)
+        return self.survey.text(target)
+
+    def file(self, path: str) -> str:
+        """The text of a file; where the definition went elsewhere, that of its new one too."""
+        text, there = self.survey.file(path), self.new.partition(":")[0]
+        moved = path == self.old.partition(":")[0] and there != path
+        return text + self.survey.file(there) if moved else text
+
+
+def is_fixed_there(page: Page, survey: Survey, target: str, match: Match) -> bool:
+    """Whether the page would call upstream fixed, were the match the target under its old name."""
+    if page.fixed_upstream is None:
+        return False
+    try:
+        return ask(page, Renamed(survey, target, match.target))
+    except CppmegaError:  # it was not written for this question
+        return False
+
+
+def nearest(tree: Tree, target: str, lines: Sequence[str], limit: int = 3) -> list[Match]:
+    """Definitions that are most like the one that had these statements, best first.
+
+    Text counts most; of two that are equally like it the one with the more similar name wins.
+    """
+    path, _, symbol = target.partition(":")
+    words = set(_WORD.findall("\n".join(lines)))
+    is_class = any(line.startswith("class ") for line in lines[:4])
+    scored: list[tuple[float, Match]] = []
+    for file in _likely_files(tree, path, words):
+        for name, node in _definitions(tree, file):
+            if isinstance(node, ast.ClassDef) != is_class or (file == path and name == symbol):
+                continue
+            likeness = _likeness(lines, words, node)
+            if likeness >= _ALIKE:
+                names = SequenceMatcher(None, symbol, name).ratio()
+                match = Match(f"{file}:{name}", likeness)
+                scored.append((likeness + names / 4, match))
+    scored.sort(key=lambda item: (-item[0], item[1].target))
+    return [match for _, match in scored[:limit]]
+
+
+def similar_names(tree: Tree, target: str) -> list[str]:
+    """What a mistyped target may have meant: by the name alone."""
+    path, _, symbol = target.partition(":")
+    if tree.read(path) is None:
+        files = tree.python_files
+        same = [file for file in files if file.rpartition("/")[2] == path.rpartition("/")[2]]
+        return [f"{file}:{symbol}" for file in same[:3] or get_close_matches(path, files, n=3)]
+    names = [name for name, _ in _definitions(tree, path)]
+    last = symbol.rpartition(".")[2]
+    found = [name for name in names if name.rpartition(".")[2] == last]
+    return [f"{path}:{name}" for name in found[:3] or get_close_matches(symbol, names, n=3)]
+
+
+def _likely_files(tree: Tree, path: str, words: set[str]) -> list[str]:
+    rare = [word.encode() for word in sorted(words, key=lambda w: (-len(w), w))[:_RARE]]
+    hits: list[tuple[int, str]] = []
+    package = path.partition("/")[0] + "/"
+    for file in tree.python_files:
+        if file != path and file.startswith(package):
+            data = tree.read(file) or b""
+            hits.append((-sum(word in data for word in rare), file))
+    hits.sort()
+    enough = [file for count, file in hits[:_FILES] if -count * 2 >= len(rare)]
+    return [path, *enough]
+
+
+def _definitions(tree: Tree, path: str) -> Iterator[tuple[str, Definition]]:
+    """Every definition of a file with its qualified name; none where it is no Python."""
+    data = tree.read(path)
+    if data is None:
+        return
+    try:
+        module = parse(decode(data, path), path)
+    except CppmegaError:
+        return
+    pending: list[tuple[str, ast.AST]] = [("", module)]
+    while pending:
+        prefix, scope = pending.pop()
+        for node in definitions(scope):
+            yield prefix + node.name, node
+            pending.append((f"{prefix}{node.name}.", node))
+
+
+def _likeness(lines: Sequence[str], words: set[str], node: Definition) -> float:
+    """Share of the statements' words that stand in both, in the same order."""
+    theirs = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    theirs |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    # Few shared names: not worth the long comparison.
+    if len(theirs & words) * 3 < min(len(theirs), len(words)):
+        return 0.0
+    ours = _WORD.findall("\n".join(lines))
+    other = _WORD.findall("\n".join(statements.of_definition(node)))
+    matcher = SequenceMatcher(None, ours, other, autojunk=False)
+    if matcher.real_quick_ratio() < _ALIKE or matcher.quick_ratio() < _ALIKE:
+        return 0.0
+    return matcher.ratio()

@@ -1,0 +1,1 @@
+"""Catalogues: folders of pages, loaded and checked, their gates, and what their revisions cover."""

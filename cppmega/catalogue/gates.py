@@ -1,0 +1,157 @@
+"""The `CPPMEGA_*` variables: which exist, which are set, and which are typing mistakes."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.loading.containment import contained
+from cppmega.page import Page
+
+OWN = {
+    "CPPMEGA_CACHE": "folder for downloaded wheels (default: the user's cache folder)",
+    "CPPMEGA_OVERLAY": "set by cppmega.run for its child processes",
+    "CPPMEGA_ROOT": "set by cppmega.run for its child processes",
+    "CPPMEGA_GUARDED_BY": "set by cppmega.run for its child processes",
+    "CPPMEGA_ALLOW_WRAPPER": "wrappers of patched code that are meant: module:qualname,...",
+    "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
+    "CPPMEGA_LINEAR_CE_UPSTREAM": "arbitrary: the loss weighs tokens by more than its mask",
+    "CPPMEGA_RUNS": "folder of the run folders (default: ./runs)",
+    "CPPMEGA_RUN": "set by cppmega launch for its ranks: the run folder",
+}
+"""Variables that the package itself reads."""
+
+NOT_IN_THIS_RELEASE = {
+    "CPPMEGA_INDEX_CACHE",
+    "CPPMEGA_LEMYX_DSA",
+    "CPPMEGA_FP8_PARAM_GATHER",
+    "CPPMEGA_DUALPIPEV",
+    "CPPMEGA_MTP_NATIVE_HOPPER_CE",
+    "CPPMEGA_MAMBA3_P1",
+    "CPPMEGA_PREFER_NATIVE_HOPPER_CE",
+}
+"""Switches of the earlier overlay that people still have in their launch scripts."""
+
+GIVES_NAN = {
+    "CPPMEGA_MTP_NATIVE_HOPPER_CE": "it filled the gradients of the MTP heads with NaN",
+}
+"""Switches of the earlier overlay that broke runs: who sets one copies a broken run."""
+
+_ON, _OFF = {"1", "true", "on", "yes"}, {"", "0", "false", "off", "no"}
+
+
+def declared(pages: Iterable[Page]) -> set[str]:
+    """Every variable that a page or the package declares."""
+    names = set(OWN)
+    for page in pages:
+        names |= {*page.patch.variables, *filter(None, [page.patch.gate])}
+    return names
+
+
+def check(pages: Iterable[Page], environment: Mapping[str, str] = os.environ) -> None:
+    """Stop on a variable that nothing declares.
+
+    Raises:
+        CppmegaError: `unknown-variable`, with the nearest name.
+    """
+    for problem in problems(pages, environment):
+        raise problem
+
+
+def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[CppmegaError]:
+    """Every variable that nothing declares, as the error that says so."""
+    known = declared(pages)
+    for name in sorted(environment):
+        if not name.startswith("CPPMEGA_") or name in known:
+            continue
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        if name in NOT_IN_THIS_RELEASE:
+            hint = "It is a switch of an earlier overlay and not in this release."
+        elif near:
+            hint = f"Did you mean {near[0]}?"
+        else:
+            hint = "No page declares it."
+        yield CppmegaError(
+            "unknown-variable",
+            f"{name} is set, and nothing reads it. {hint}",
+            "You would believe that a switch is on which does nothing.",
+            f"unset {name}" + (f"; export {near[0]}={environment[name]}" if near else ""),
+        )
+
+
+def is_on(page: Page, environment: Mapping[str, str]) -> bool:
+    """Whether the page's gate is open; a page without a gate is always on.
+
+    Raises:
+        CppmegaError: `bad-gate-value`.
+    """
+    if page.patch.gate is None:
+        return True
+    value = environment.get(page.patch.gate, "").strip().lower()
+    if value in _ON:
+        return True
+    if value in _OFF:
+        return False
+    raise CppmegaError(
+        "bad-gate-value",
+        f"{page.patch.gate}={value!r} is neither on nor off.",
+        "A guess would turn a patch on or off behind your back.",
+        f"export {page.patch.gate}=1 (or 0)",
+    )
+
+
+def wanted(page: str, when: Callable[[Any], bool], args: Any) -> bool:
+    """Whether a run with these arguments must reach a page, by the page's own `when`.
+
+    Raises:
+        CppmegaError: `bad-when`, where it answers with neither True nor False.
+    """
+
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
+            "bad-when",
+            f"`when` of {page} {what}.",
+            "Without its answer nobody knows whether this run must reach the patch.",
+            "correct the page; `when` gets the run's arguments and answers True or False",
+        )
+
+    with contained(failed):
+        answer = when(args)
+    if not isinstance(answer, bool):
+        raise failed(f"answers with a {type(answer).__name__}, neither True nor False")
+    return answer
+
+
+def values(pages: Iterable[Page], environment: Mapping[str, str]) -> dict[str, str]:
+    """Gate -> "1" or "0", as the receipt stores them."""
+    return {
+        page.patch.gate: "1" if is_on(page, environment) else "0"
+        for page in pages
+        if page.patch.gate is not None
+    }
+
+
+def check_applied(
+    pages: Iterable[Page], applied: Mapping[str, str], environment: Mapping[str, str], where: str
+) -> None:
+    """Does the environment of a run say what it said when the patches were applied?
+
+    Args:
+        applied: the gates in the receipt.
+        where: whose environment it is.
+
+    Raises:
+        CppmegaError: `gate-differs`.
+    """
+    for name, value in values(pages, environment).items():
+        if applied.get(name, "0") != value:
+            raise CppmegaError(
+                "gate-differs",
+                f"{where}: {name} is {value} here and was {applied.get(name, '0')} when "
+                "the patches were applied.",
+                "The run would not do what its environment says.",
+                f"export {name}={applied.get(name, '0')}, or apply again with {name}={value}",
+            )

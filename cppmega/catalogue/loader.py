@@ -1,0 +1,252 @@
+"""Catalogues: folders of pages, loaded by path, their headers checked.
+
+The name of a page is the name of its file (or of its folder, where it must carry a second file).
+`upstream_patches` is too common a name to import, so pages are loaded by path under a private one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cppmega.catalogue import revision
+from cppmega.errors import CppmegaError
+from cppmega.host import paths
+from cppmega.loading import load_file
+from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
+from cppmega.rewriting.code_text import code_of
+from cppmega.tree.installed import PACKAGES
+
+LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
+NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
+BUILTIN = "builtin"
+_HEAVY = {"torch", "megatron", "libcst", "triton", "tilelang", "transformer_engine"}
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+def builtin_folder() -> Path:
+    """The catalogue that ships with the package."""
+    return paths.shipped("upstream_patches")
+
+
+def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
+    """Every page of our catalogue and of the given folders, by name.
+
+    Raises:
+        CppmegaError: `bad-page` (the header law), `page-failed`, `duplicate-page`,
+            `no-catalogue`, `unknown-page` (in an `after`), `after-cycle`.
+    """
+    pages: dict[str, Page] = {}
+    for folder, label in [(builtin_folder(), BUILTIN), *((f, str(f)) for f in extra)]:
+        if not folder.is_dir():
+            raise CppmegaError(
+                "no-catalogue",
+                f"{folder} is not a folder.",
+                "The patches it should hold would silently not be there.",
+                "pass an existing folder as --patches, or `cppmega revert` to start anew",
+            )
+        for name, path in page_files(folder):
+            page = load_page(name, path, label)
+            if name in pages:
+                raise CppmegaError(
+                    "duplicate-page",
+                    f"{name} is in {pages[name].catalogue} and in {label}.",
+                    "One of them would silently win.",
+                    "rename one of the two files",
+                )
+            pages[name] = page
+    for page in pages.values():
+        for other in page.patch.after:
+            if other not in pages:
+                raise _unknown(other, pages, f"{page.name} says after={other!r}")
+    _refuse_cycle(pages)
+    return pages
+
+
+def _refuse_cycle(pages: Mapping[str, Page]) -> None:
+    from graphlib import CycleError, TopologicalSorter
+
+    try:
+        TopologicalSorter({name: page.patch.after for name, page in pages.items()}).prepare()
+    except CycleError as error:
+        raise CppmegaError(
+            "after-cycle",
+            f"Each of these pages is to come after the next: {' -> '.join(error.args[1][::-1])}.",
+            "No order satisfies them, and another order is other code.",
+            "take one of them out of the other's `after`",
+        ) from None
+
+
+def page_files(folder: Path) -> list[tuple[str, Path]]:
+    """(name, file) of every page of a folder, sorted."""
+    found = []
+    for entry in sorted(folder.iterdir()):
+        if entry.stem.startswith("_"):  # what pages share
+            continue
+        if entry.is_dir() and (entry / "__init__.py").is_file():
+            found.append((entry.name, entry / "__init__.py"))
+        elif entry.suffix == ".py":
+            found.append((entry.stem, entry))
+    return found
+
+
+def get(pages: dict[str, Page], name: str) -> Page:
+    """A page by name; the error for a typo names the nearest ones."""
+    if name not in pages:
+        raise _unknown(name, pages, "you asked for it")
+    return pages[name]
+
+
+def _unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
+    import difflib
+
+    near = difflib.get_close_matches(name, list(pages), n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    return CppmegaError(
+        "unknown-page",
+        f"There is no page {name} ({who}).{hint}",
+        "What is asked for and not applied must stop the run.",
+        "cppmega list",
+    )
+
+
+def load_page(name: str, path: Path, label: str) -> Page:
+    """Load one page and check its header.
+
+    Raises:
+        CppmegaError: `bad-page` with every violation, `page-failed` where it cannot be imported.
+    """
+    module = _load_module(name, path)
+    patch = getattr(module, "PATCH", None)
+    problems = header_problems(name, path, module)
+    if problems or not isinstance(patch, Patch):
+        raise CppmegaError(
+            "bad-page",
+            f"{name} ({path}): " + "; ".join(problems or ["it has no PATCH"]) + ".",
+            "A page that does not say what it is cannot be checked.",
+            "correct the page; `cppmega new NAME` writes a complete one",
+        )
+    doc = module.__doc__ or ""
+    made_of = revision.of_page(path, patch.edits)
+    return Page(
+        name=name,
+        patch=patch,
+        doc=doc,
+        revision=made_of.code,
+        path=str(path),
+        catalogue=label,
+        fixed_upstream=getattr(module, "fixed_upstream", None),
+        verify=getattr(module, "verify", None),
+        labels=labels(doc),
+        text=made_of.text,
+        reached=made_of.reached,
+    )
+
+
+def _load_module(name: str, path: Path) -> ModuleType:
+    qualified = f"{package_of(path.parent)}.{name}"
+    below = [str(path.parent)] if path.stem == "__init__" else None
+
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
+            "page-failed",
+            f"{path} cannot be loaded: it {what}.",
+            "Its patch would not be applied.",
+            "correct the page",
+        )
+
+    return load_file.load(qualified, path, failed, below)
+
+
+def package_of(folder: Path) -> str:
+    """The private package as whose modules the pages of a folder are loaded.
+
+    A page imports what it shares with another one relatively, from a module or folder that begins
+    with `_`.
+    """
+    name = f"_cppmega_pages_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+    load_file.package(name, folder)
+    return name
+
+
+def labels(doc: str) -> dict[str, str]:
+    """The labelled paragraphs of a page's docstring, each joined to one line."""
+    found: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for line in doc.splitlines():
+        head, colon, rest = line.partition(":")
+        if colon and head in LABELS:
+            current = found.setdefault(head, [])
+            current.append(rest.strip())
+        elif current is not None and line.strip():
+            current.append(line.strip())
+    return {label: " ".join(lines).strip() for label, lines in found.items()}
+
+
+def header_problems(name: str, path: Path, module: Any) -> list[str]:
+    """Everything that is wrong with a page's header, one sentence each; empty when complete."""
+    said = labels(module.__doc__ or "")
+    problems = [f"the docstring lacks {label}:" for label in LABELS if not said.get(label)]
+    if list(said) != [label for label in LABELS if label in said]:
+        problems.append(f"the labels stand in another order than {', '.join(LABELS)}")
+    title = (module.__doc__ or "").strip().partition("\n")[0]
+    if not title or title.startswith("What:"):
+        problems.append("the docstring does not begin with a one-line title")
+    upstream = said.get("Upstream", "https://")
+    if not re.match(r"https://|Not sent: \S", upstream):
+        problems.append("Upstream: is neither a link nor `Not sent: reason`")
+    if not said.get("Numerics", NUMERICS[0]).startswith(NUMERICS):
+        problems.append(f"Numerics: does not begin with {' | '.join(NUMERICS)}")
+    if not _NAME.match(name):
+        problems.append("the file name is not snake_case")
+    for heavy in sorted({*code_of(path.read_bytes()).loads} & _HEAVY):
+        problems.append(f"it imports {heavy} at top level")
+    for function in ("fixed_upstream", "verify"):
+        if not callable(getattr(module, function, None)):
+            problems.append(f"it has no {function}()")
+    patch = getattr(module, "PATCH", None)
+    if not isinstance(patch, Patch):
+        return [*problems, "it has no PATCH"]
+    return problems + _patch_problems(patch)
+
+
+def _patch_problems(patch: Patch) -> list[str]:
+    problems = []
+    if not patch.edits:
+        problems.append("PATCH has no edits")
+    if patch.reached not in REACHED:
+        problems.append(f"reached={patch.reached!r} is none of {', '.join(REACHED)}")
+    for name in (*filter(None, [patch.gate]), *patch.variables):
+        if not name.startswith("CPPMEGA_"):
+            problems.append(f"the variable {name} does not begin with CPPMEGA_")
+    seen: set[tuple[str, str]] = set()
+    for edit in patch.edits:
+        if not re.match(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z", edit.target):
+            problems.append(f"target {edit.target!r} is not path.py:Symbol")
+        package = PACKAGES.get(edit.distribution)
+        if package is None:
+            known = ", ".join(PACKAGES)
+            problems.append(f"distribution {edit.distribution!r} is none of {known}")
+        elif not edit.target.startswith(f"{package}/"):
+            problems.append(f"target {edit.target!r} is not below {package}/, {edit.distribution}")
+        if edit.kind not in KINDS:
+            problems.append(f"kind {edit.kind!r} is none of {', '.join(KINDS)}")
+        if not edit.pins:
+            problems.append(f"{edit.target} has no pins")
+        for version, pin in edit.pins.items():
+            if not re.match(r"[0-9a-f]{16}\Z", pin):
+                problems.append(f"pin {version}: {pin!r} is no fingerprint")
+            if (edit.target, version) in seen:
+                problems.append(f"two edits pin {edit.target} for {version}")
+            seen.add((edit.target, version))
+        if edit.mark == "" and edit.kind != "source":
+            problems.append(f"mark='' leaves no mark on {edit.target}, which kind source alone can")
+    for version in sorted({version for _, version in seen}):
+        done = [e for e in patch.edits if version in e.pins and e.edit is not left_alone]
+        if done and patch.reached != "never" and not any(map(patch.marks, done)):
+            problems.append(f"a run on {version} must reach it, and no edit carries a mark")
+    return problems

@@ -1,0 +1,195 @@
+"""What decides what a page, or the engine, does: hashes of the code that each of them reaches.
+
+Imports are followed through the whole package, those inside functions and relative ones too, and
+files that a page reads count with it. Comments and docstrings do not, unless code that is reached
+reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cppmega.host.paths import PACKAGE as PACKAGE_FOLDER
+from cppmega.page import Edit
+from cppmega.rewriting.code_text import LENGTH, PACKAGE, Code, code_of
+
+_ENTRANCES = (f"{PACKAGE}.rewriting.rewrite", f"{PACKAGE}.overlay.survey")
+"""The engine's: what makes the text of a file, and what answers the questions about one."""
+
+Hashes = dict[str, str]
+"""Module -> hash of its code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """What a page is made of."""
+
+    code: str
+    """One hash of its code and of all that this reaches outside of the engine."""
+    text: str
+    """One hash of its own files as they are, comments included: they are written into Megatron's
+    files with the functions that they are in."""
+    reached: Hashes
+    """The modules of this package that it imports, without the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """One module of this package."""
+
+    code: Code
+    text: str
+    """Hash of the file as it is."""
+    imports: tuple[str, ...]
+    data: tuple[Path, ...]
+    """Files beside it that it reads."""
+
+    def hash(self, whole: bool) -> str:
+        """Hash of its code, or of all of its text, and of the files that it reads."""
+        mine = self.text if whole else self.code.bare
+        read = {file.name: _raw(file.read_bytes()) for file in self.data}
+        return _joined({"": mine, **read}) if read else mine
+
+
+@functools.cache
+def engine_revision() -> str:
+    """Hash of the modules that decide what a patched file looks like."""
+    return _joined(reached(_ENTRANCES))
+
+
+def of_page(path: Path, edits: Iterable[Edit]) -> Revision:
+    """What a page is made of: its files, its helpers' files, and what they import and read."""
+    own = _own_files(path, edits)
+    codes = [code_of(data) for file, data in own if file.suffix == ".py"]
+    covered = _closure(_ENTRANCES)
+    modules = _closure(tuple(sorted({name for code in codes for name in code.imports})))
+    modules = {name: module for name, module in modules.items() if name not in covered}
+    whole = _reads_text([*codes, *(module.code for module in modules.values())])
+    hashes = {name: module.hash(whole) for name, module in modules.items()}
+    rows, raw = {}, {}
+    for at, (file, data) in enumerate(own):
+        raw[f"{at} {file.name}"] = _raw(data)
+        bare = file.suffix == ".py" and not whole
+        rows[f"{at} {file.name}"] = code_of(data).bare if bare else _raw(data)
+    return Revision(_joined(rows | hashes)[:12], _joined(raw)[:12], hashes)
+
+
+def reached(names: Iterable[str]) -> Hashes:
+    """The modules of this package that importing these ones may run, with their hashes."""
+    modules = _closure(tuple(names))
+    whole = _reads_text(module.code for module in modules.values())
+    return {name: module.hash(whole) for name, module in modules.items()}
+
+
+def reached_from(data: bytes) -> Hashes:
+    """The modules of this package that a patched file imports, with all that they reach."""
+    return reached(code_of(data).imports) if f"{PACKAGE}.".encode() in data else {}
+
+
+def changed(then: Mapping[str, str]) -> list[str]:
+    """Of the modules that something reached when it was applied: those with other code now."""
+    now = reached(then)
+    return [name for name in sorted(then) if now.get(name) != then[name]]
+
+
+def _reads_text(codes: Iterable[Code]) -> bool:
+    return any(code.reads_text for code in codes)
+
+
+@functools.cache
+def _closure(names: tuple[str, ...]) -> dict[str, _Module]:
+    """Modules by name, in alphabetical order: these ones and all that they import."""
+    found: dict[str, _Module] = {}
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        module = _module(name) if name not in found else None
+        if module is not None:
+            found[name] = module
+            pending += module.imports
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def _module(name: str) -> _Module | None:
+    """A module of this package; None for any other name. Read once: a process runs one version."""
+    if not name.startswith(f"{PACKAGE}."):
+        return None
+    below = PACKAGE_FOLDER.joinpath(*name.split(".")[1:])
+    for file in (below / "__init__.py", below.with_name(f"{below.name}.py")):
+        if file.is_file():
+            data = file.read_bytes()
+            code = code_of(data)
+            package = name if file.stem == "__init__" else name.rpartition(".")[0]
+            imports = {*_parents(name), *_absolute(code.imports, package)}
+            return _Module(code, _raw(data), tuple(sorted(imports)), tuple(_beside(file, code)))
+    return None
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Packages whose `__init__` an import runs too; the outermost holds the version alone."""
+    parts = name.split(".")
+    yield from (".".join(parts[:count]) for count in range(2, len(parts)))
+
+
+def _absolute(names: Iterable[str], package: str) -> Iterator[str]:
+    """Names of imports, the relative ones as seen from a package."""
+    parts = package.split(".")
+    for name in names:
+        plain = name.lstrip(".")
+        above = parts[: len(parts) + 1 - (len(name) - len(plain))]
+        yield name if plain == name else ".".join([*above, plain]).rstrip(".")
+
+
+def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
+    """The page's file, or all of its folder; its helpers' files; what they import relatively, and
+    the files that they name."""
+    files = {path}
+    if path.stem == "__init__":
+        inside = (file for file in path.parent.rglob("*") if file.is_file())
+        files |= {file for file in inside if "__pycache__" not in file.parts}
+    for edit in edits:
+        for helper in edit.helpers:
+            module = sys.modules.get(getattr(helper, "__module__", ""))
+            files |= {Path(file) for file in [getattr(module, "__file__", None)] if file}
+    pending = [file for file in files if file.suffix == ".py"]
+    while pending:
+        file = pending.pop()
+        code = code_of(file.read_bytes())
+        further = {*_relative(file, code)} - files
+        files |= {*further, *_beside(file, code)}
+        pending += further
+    return sorted(((file, file.read_bytes()) for file in files), key=lambda f: (f[0].name, f[1]))
+
+
+def _relative(file: Path, code: Code) -> Iterator[Path]:
+    """Files that a page's file imports from its own folder, and the `__init__` of those below."""
+    for name in code.imports:
+        parts = name.lstrip(".").split(".")
+        folder = file.parent
+        for _ in range(len(name) - len(name.lstrip(".")) - 1):
+            folder = folder.parent
+        for count in range(1, len(parts) + 1) if name.startswith(".") else ():
+            below = folder.joinpath(*parts[:count])
+            for found in (below / "__init__.py", below.with_name(f"{below.name}.py")):
+                if found.is_file():
+                    yield found
+
+
+def _beside(file: Path, code: Code) -> Iterator[Path]:
+    """Files that the code of one reads by their names, from its own folder."""
+    yield from (file.parent / name for name in code.beside if (file.parent / name).is_file())
+
+
+def _raw(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:LENGTH]
+
+
+def _joined(hashes: Mapping[str, str]) -> str:
+    rows = "\n".join(f"{name} {value}" for name, value in hashes.items())
+    return _raw(rows.encode())

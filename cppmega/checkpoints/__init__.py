@@ -1,0 +1,1 @@
+"""Checkpoints on disk, read without running the code that they name."""

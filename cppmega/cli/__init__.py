@@ -1,0 +1,5 @@
+"""The command line: options, status codes, and one module for each group of commands."""
+
+from cppmega.cli.main import main
+
+__all__ = ["main"]

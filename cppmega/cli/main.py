@@ -1,0 +1,87 @@
+"""The console: `cppmega`, `python -m cppmega` and `python -m cppmega.apply_patches`.
+
+Commands import what they need when they run, so that `list`, `explain`, `status` and `diff` start
+fast and work in a broken environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from cppmega.cli import preflight as cli_preflight
+from cppmega.cli import proof as cli_proof
+from cppmega.cli import recipes as cli_recipes
+from cppmega.cli import runs as cli_runs
+from cppmega.cli import tree as cli_tree
+from cppmega.cli.group import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
+from cppmega.errors import CppmegaError
+from cppmega.host import process
+from cppmega.loading import containment
+
+STOPPED = 130
+"""As a shell says it of a process that ended on Ctrl-C."""
+
+__all__ = ["cli", "cli_preflight", "cli_proof", "cli_recipes", "cli_runs", "cli_tree", "main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command; every error is four lines on stderr, or one JSON object with `--json`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    process.hold_standard_streams()
+    containment.last_words = partial(_print, given)
+    try:
+        code = cli.main(given, prog_name="cppmega", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else FINE)
+    except CppmegaError as error:
+        _fail(error, NOT_AS_IT_MUST_BE, given)
+    except click.exceptions.Abort:
+        what = "Stopped from the keyboard."
+        stopped = CppmegaError("stopped", what, "The work is not done.", "run the command again")
+        _fail(stopped, STOPPED, given)
+    except click.ClickException as error:
+        what = error.format_message()
+        wrong = CppmegaError("wrong-usage", what, "Nothing was done.", "cppmega --help")
+        _fail(wrong, INTERNAL, given)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FINE)
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and _folder_gone():
+            what = "The folder that this shell stands in is gone."
+            gone = CppmegaError("folder-gone", what, "Nothing can be found from it.", "cd ~")
+            _fail(gone, NOT_AS_IT_MUST_BE, given)
+        import traceback
+
+        traceback.print_exc()
+        what = f"{type(error).__name__}: {error}"
+        broken = CppmegaError("internal-error", what, "This is a bug.", "report it with the above")
+        _fail(broken, INTERNAL, given)
+
+
+def _folder_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:
+    _print(given, error)
+    sys.exit(code)
+
+
+def _print(given: Sequence[str], error: CppmegaError) -> None:
+    from cppmega.host import console
+
+    if "--json" in given:
+        console.print_json(console.error_json(error))
+    else:
+        console.say(error.render())

@@ -1,0 +1,238 @@
+"""Commands that prove: verify, drift, new, pin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cppmega.cli.group import (
+    FINE,
+    NOT_AS_IT_MUST_BE,
+    carrying,
+    cli,
+    patches_option,
+    session_of,
+    tree_options,
+)
+
+
+@cli.command()
+@click.argument("names", nargs=-1)
+@tree_options
+@click.option(
+    "--record",
+    is_flag=True,
+    help="Keep the proofs that need more than a CPU in a file with the pages, for machines that "
+    "cannot make them.",
+)
+def verify(
+    names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool, record: bool
+) -> None:
+    """Run every page's proof: it must pass on patched code, fail on stock and on a mutant.
+
+    Where upstream has the fix, it must pass on stock. Without NAMES, exit status 1 also where a
+    page is in a failure state, which `cppmega status` shows.
+    """
+    from cppmega.host import console
+    from cppmega.proof import verify as proofs
+
+    session = session_of(root, patches)
+    recorded: list[Path] = []
+    proved = proofs.verify(session, names, recorded if record else None)
+    ok = all(one.proof not in ("failed", "stale") for one in proved)
+    if as_json:
+        rows = [one.as_json() for one in proved]
+        files = [str(path) for path in recorded]
+        console.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
+    else:
+        width = max((len(one.name) for one in proved), default=0)
+        for one in proved:
+            code = {"passed": "32", "failed": "31", "stale": "31"}.get(one.proof, "33")
+            click.echo(
+                f"{console.coloured(f'{one.proof:<11}', code)} {one.name:<{width}}  {one.detail}"
+            )
+        for path in recorded:
+            console.say(f"recorded in {path}: commit it with the pages")
+    sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
+
+
+@cli.command()
+@click.argument("old")
+@click.argument("new")
+@patches_option
+@click.option(
+    "--prove",
+    is_flag=True,
+    help="Run the proofs of patches that NEW has by its text, on NEW's code: imports it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
+    """What an upgrade from OLD to NEW would do to every patch; run it before you upgrade.
+
+    OLD and NEW are each a version (0.19.2; its wheel is downloaded with pip, once), a .whl file,
+    or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing is
+    imported.
+
+    \b
+    same          the text that the patch edits did not change
+    changed       it did: which statements, and whether our edit replaces them (!) or is beside (~)
+    moved, gone   where it stands now, or what is most like it
+    upstreamed    NEW has the fix, the patch retires itself; --prove says whether it works
+    not-fixed     NEW has the fix by its text, and does not pass the proof
+    newly-needed  NEW needs it, OLD did not
+    lost-again    OLD has the fix, NEW has the bug again
+
+    Exit status 0: after the upgrade every patch is known, fixed upstream or not applicable.
+    """
+    import tempfile
+
+    from cppmega.authoring import drift as drifting
+    from cppmega.authoring import drift_report
+    from cppmega.catalogue import loader as catalogue
+    from cppmega.host import console
+    from cppmega.tree import resolve as given
+
+    pages = catalogue.load(patches)
+    with tempfile.TemporaryDirectory(prefix="cppmega-drift-") as scratch:
+        sides = [
+            (name, given.tree_of(name, Path(scratch) / place, console.say))
+            for name, place in ((old, "old"), (new, "new"))
+        ]
+        found = drifting.compare(sides[0], sides[1], pages)
+        if prove:
+            from cppmega.proof import verify
+
+            found = drifting.proved(found, verify.upstreamed(found.new.plan, console.say))
+        if as_json:
+            answer = drift_report.as_json(found)
+            for row in answer["patches"]:
+                row["next"] = carrying(row["next"], patches)
+            console.print_json(answer)
+        else:
+            for line in drift_report.lines(found):
+                click.echo(carrying(line, patches))
+            if any(target.changes for page in found.pages for target in page.targets):
+                console.say(drift_report.LEGEND)
+            console.say(drift_report.closing(found))
+    sys.exit(FINE if found.safe else NOT_AS_IT_MUST_BE)
+
+
+@cli.command()
+@click.argument("name")
+@click.argument("version")
+@click.option(
+    "--from",
+    "source",
+    metavar="ROOT|WHEEL",
+    help="Where the text is read: a folder that holds megatron/, or a wheel (default: the wheel "
+    "of VERSION, downloaded with pip).",
+)
+@click.option(
+    "--like",
+    default="",
+    metavar="VERSION",
+    help="Use the edits that the page has for this version.",
+)
+@click.option(
+    "--unverified", is_flag=True, help="Pin although the proof cannot run on this machine."
+)
+@patches_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def pin(
+    name: str,
+    version: str,
+    source: str | None,
+    like: str,
+    unverified: bool,
+    patches: Sequence[Path],
+    as_json: bool,
+) -> None:
+    """Add a Megatron version to page NAME, after every law passed on that version's code.
+
+    The page's edit is applied to the new text, applied again and reverted, and its proof must pass
+    with the patch, fail without it, and fail on a patch that does nothing. If one of them does not,
+    nothing is written. Only the pin is added to the page's file; everything else stays as it is.
+    """
+    import tempfile
+
+    from cppmega.authoring import pin as pinning
+    from cppmega.catalogue import loader as catalogue
+    from cppmega.host import console
+    from cppmega.tree import resolve as given
+
+    page = catalogue.get(catalogue.load(patches), name)
+    with tempfile.TemporaryDirectory(prefix="cppmega-pin-") as folder:
+        scratch = Path(folder)
+        tree = given.tree_of(source or version, scratch / "given", console.say)
+        done = pinning.pin(
+            page, version, tree, scratch, console.say, like=like, unverified=unverified
+        )
+    if as_json:
+        console.print_json({**console.NOTHING, **done.as_json()})
+        return
+    word = console.coloured("pinned" if done.added else "already pinned", "32")
+    click.echo(f"{word} {name} for {version} in {done.path}")
+    for target, fingerprint in done.added.items():
+        click.echo(f"    {target}  {fingerprint}")
+    for note in done.notes:
+        console.say(f"note: {note}")
+
+
+@cli.command()
+@click.argument("name")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="PATH:SYMBOL",
+    help="The function, method or class to patch; may be given more than once.",
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the page (default: upstream_patches of a checkout, else ./patches).",
+)
+@click.option(
+    "--megatron",
+    "root",
+    type=click.Path(path_type=Path),
+    metavar="ROOT",
+    help="Where the target is looked up (default: the Megatron that Python would import).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def new(
+    name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
+) -> None:
+    """Write the page of a new patch: a file that loads, with TODO where you have to fill in.
+
+    With --target megatron/core/transformer/mlp.py:MLP.forward the text of the installed Megatron is
+    pinned. The edit, and the proof that it works, are yours to write.
+    """
+    from cppmega.authoring import scaffold
+    from cppmega.catalogue import loader as catalogue
+    from cppmega.host import console
+    from cppmega.tree.installed import Tree, find_root
+
+    where = folder or scaffold.default_folder()
+    beside = where.resolve() != catalogue.builtin_folder().resolve()
+    pages = catalogue.load([where] if beside and where.is_dir() else [])
+    tree = Tree(root or find_root()) if targets else None
+    path = scaffold.new(name, where, targets, tree, pages)
+    extra = f" --patches {where}" if beside else ""
+    steps = [
+        f"write the edit and the proof: {path}",
+        f"see what it changes: cppmega diff {name}{extra}",
+        f"prove it: cppmega verify {name}{extra}",
+        f"add a Megatron version: cppmega pin {name} VERSION{extra}",
+    ]
+    if as_json:
+        written = {"ok": True, "changed": [str(path)], "page": str(path), "steps": steps}
+        console.print_json({**console.NOTHING, **written})
+        return
+    click.echo(str(path))
+    for number, step in enumerate(steps, 1):
+        console.say(f"{number}. {step}")

@@ -1,0 +1,163 @@
+"""Commands on runs: launch, runs, attach, logs, stop, compare."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cppmega.cli.group import FINE, cli
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training.options import options
+
+_runs = click.option(
+    "--runs",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the run folders (default: $CPPMEGA_RUNS, else ./runs).",
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@cli.command()
+@click.argument("recipe")
+@options
+@_runs
+@click.option("--name", help="Name of the run folder [recipe and time].")
+@click.option("--tmux", metavar="NAME", help="Run in a tmux session of that name, detached.")
+@click.option("--resume", metavar="RUN", help="Go on from the newest checkpoint of another run.")
+@click.option("--nproc", type=click.IntRange(1), help="Ranks per host [the recipe's GPUs; CPU: 2].")
+@click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Hosts.")
+@click.option("--rdzv", metavar="HOST:PORT", help="Where several hosts find each other.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the line, start nothing.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    recipe: str,
+    folder: Path | None,
+    name: str | None,
+    tmux: str | None,
+    resume: str | None,
+    nproc: int | None,
+    nodes: int,
+    rdzv: str | None,
+    dry_run: bool,
+    arguments: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Start RECIPE, a shipped name or a path, after the preflight, in a run folder of its own.
+
+    The folder keeps what was launched (manifest.json), each rank's output, the metrics, the
+    checkpoints and the exit status. Without --tmux the run stays in this terminal: Ctrl-C saves a
+    checkpoint and ends it. ARGUMENTS behind `--` are Megatron's own, and are added to the recipe's.
+
+    \b
+    cppmega launch smoke_cpu --tmux demo
+    cppmega launch nam56r_h200_slice --data PREFIX --tmux big
+    cppmega launch RECIPE --nnodes 2 --rdzv HOST:29500 --name big --runs SHARED   (on every host)
+    """
+    from cppmega.launch import prepare as launching
+    from cppmega.launch.folder import Launch
+
+    asked = Launch(
+        recipe=recipe,
+        options=RunOptions(**given),
+        arguments=arguments,
+        runs=folder,
+        name=name,
+        tmux=tmux,
+        nodes=nodes,
+        rdzv=rdzv,
+        nproc=nproc,
+        resume=resume,
+    )
+    sys.exit(launching.launch(asked, dry_run=dry_run))
+
+
+@cli.command()
+@_runs
+@click.option("--all", "everything", is_flag=True, help="Also those beyond the newest twenty.")
+@_as_json
+def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
+    """All runs, the newest first: state, exit status, step, loss, and what one crashed of."""
+    from cppmega.host import console
+    from cppmega.runs import control as run_control
+    from cppmega.runs import folder as run_folder
+
+    found = run_folder.everyone(run_folder.root(folder))
+    shown = found if everything or as_json else found[:20]
+    rows = [run_control.row_of(run) for run in shown]
+    if as_json:
+        console.print_json({**console.NOTHING, "ok": True, "runs": rows})
+        return
+    for line in run_control.table(rows):
+        click.echo(line)
+    if len(found) > len(shown):
+        console.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
+
+
+@cli.command()
+@click.argument("run", required=False)
+@_runs
+def attach(run: str | None, folder: Path | None) -> None:
+    """Look at a run in its tmux session; Ctrl-B D leaves it running. Default: the newest run.
+
+    RUN, here and below, is a name, the start of one, a tmux session, or a folder.
+    """
+    from cppmega.runs import control as run_control
+    from cppmega.runs import folder as run_folder
+
+    run_control.attach(run_folder.find(run_folder.root(folder), run))
+
+
+@cli.command()
+@click.argument("run", required=False)
+@_runs
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("--rank", type=int, help="One rank's own output instead of what the terminal shows.")
+def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -> None:
+    """What a run printed; a crashed one's first failing rank comes first. Default: the newest."""
+    from cppmega.runs import control as run_control
+    from cppmega.runs import folder as run_folder
+
+    run_control.logs(run_folder.find(run_folder.root(folder), run), rank, follow)
+
+
+@cli.command()
+@click.argument("run", required=False)
+@_runs
+@click.option("--now", is_flag=True, help="End at once, without a checkpoint.")
+@click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds.")
+def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
+    """Save a checkpoint, then end the run. Default: the newest run."""
+    from cppmega.runs import control as run_control
+    from cppmega.runs import folder as run_folder
+
+    run_control.stop(run_folder.find(run_folder.root(folder), run), now=now, wait=wait)
+
+
+@cli.command()
+@click.argument("one")
+@click.argument("other")
+@_runs
+@click.option("--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves.")
+@_as_json
+def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_json: bool) -> None:
+    """What differed between two runs, and their loss and throughput curves side by side."""
+    from cppmega.host import console
+    from cppmega.runs import compare as comparing
+    from cppmega.runs import folder as run_folder
+
+    root = run_folder.root(folder)
+    first, second = run_folder.find(root, one), run_folder.find(root, other)
+    found = comparing.compare(first, second)
+    if as_json:
+        console.print_json({**console.NOTHING, "ok": True, **found})
+    else:
+        for line in comparing.lines(found):
+            click.echo(line)
+    if plot is not None:
+        comparing.plot(first, second, plot)
+        console.say(f"curves: {plot}")
+    sys.exit(FINE)

@@ -1,0 +1,130 @@
+"""Commands on a tree: apply, list, explain, status, diff, revert."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cppmega.cli.group import answer, cli, patches_option, session_of, tree_options
+
+
+@cli.command()
+@tree_options
+@click.option("--only", multiple=True, metavar="NAME", help="Apply these pages and no others.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
+def apply(
+    root: Path | None, patches: Sequence[Path], as_json: bool, only: Sequence[str], check: bool
+) -> None:
+    """Put every patch into the installed Megatron, or change nothing."""
+    import gc
+
+    from cppmega.host import console
+    from cppmega.overlay import verbs as overlay
+    from cppmega.overlay import verdict as state
+
+    gc.disable()  # the process is short, and collecting takes a tenth of its time
+    session = session_of(root, patches)
+    if not as_json:
+        console.say(f"megatron-core {session.tree.version} in {session.root}")
+    outcome = overlay.apply(session, only=only, check=check)
+    ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
+    verb = "would change" if check else "changed"
+    closing = f"{state.summary(outcome.verdicts)}; {verb} {len(outcome.changed)} files"
+    if outcome.plan.failures:
+        closing = f"{state.summary(outcome.verdicts)}; nothing was changed"
+    elif outcome.digest:
+        closing += f"; overlay {outcome.digest}"
+    answer(session, outcome, as_json, ok, closing)
+
+
+@cli.command(name="list")
+@patches_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def list_pages(patches: Sequence[Path], as_json: bool) -> None:
+    """Every page of the catalogue: name, kind, what it does."""
+    from cppmega.catalogue import loader as catalogue
+    from cppmega.host import console
+
+    pages = catalogue.load(patches)
+    if as_json:
+        rows = [
+            {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
+            for p in pages.values()
+        ]
+        console.print_json({**console.NOTHING, "ok": True, "patches": rows})
+        return
+    width = max((len(name) for name in pages), default=0)
+    for name, page in sorted(pages.items()):
+        gate = f" [{page.patch.gate}=1]" if page.patch.gate else ""
+        click.echo(f"{name:<{width}}  {page.doc.strip().splitlines()[0]}{gate}")
+
+
+@cli.command()
+@click.argument("name")
+@patches_option
+def explain(name: str, patches: Sequence[Path]) -> None:
+    """What a page does, why, and which texts it knows."""
+    from cppmega.catalogue import loader as catalogue
+
+    page = catalogue.get(catalogue.load(patches), name)
+    click.echo(f"{name} ({page.patch.kind}), revision {page.revision}\n")
+    click.echo(page.doc.strip() + "\n")
+    click.echo(f"Reached:  {page.patch.reached}")
+    click.echo(f"Gate:     {page.patch.gate or 'always on'}")
+    click.echo(f"Verify needs: {', '.join(page.patch.needs)}")
+    for edit in page.patch.edits:
+        click.echo(f"Target:   {edit.target}")
+        for version, pin in edit.pins.items():
+            click.echo(f"          {version:<14} {pin}")
+
+
+@cli.command()
+@tree_options
+def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+    """The state of every patch; writes nothing."""
+    from cppmega.overlay import verbs as overlay
+    from cppmega.overlay import verdict as state
+
+    session = session_of(root, patches)
+    outcome = overlay.status(session)
+    closing = state.summary(outcome.verdicts)
+    if outcome.digest:
+        closing += f"; overlay {outcome.digest}"
+    answer(session, outcome, as_json, outcome.ok, closing)
+
+
+@cli.command()
+@click.argument("name", required=False)
+@tree_options
+def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+    """The change to the pristine text: of every patch, or of one."""
+    from cppmega.host import console
+    from cppmega.overlay import verbs as overlay
+
+    session = session_of(root, patches)
+    text = overlay.diff(session, name, os.environ)
+    if as_json:
+        megatron = {"version": session.tree.version, "root": str(session.root)}
+        console.print_json({**console.NOTHING, "megatron": megatron, "ok": True, "diff": text})
+        return
+    for line in text.splitlines():
+        code = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
+        click.echo(console.coloured(line, code))
+
+
+@cli.command()
+@click.argument("names", nargs=-1)
+@tree_options
+def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+    """Restore the exact bytes of upstream: of every patch, or take single patches out."""
+    from cppmega.overlay import verbs as overlay
+    from cppmega.overlay import verdict as state
+
+    session = session_of(root, patches)
+    outcome = overlay.revert(session, names)
+    ok = not outcome.plan.failures and (outcome.ok or not names)
+    closing = f"{state.summary(outcome.verdicts)}; changed {len(outcome.changed)} files"
+    answer(session, outcome, as_json, ok, closing)

@@ -1,0 +1,43 @@
+"""How verdicts are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cppmega.host.console import coloured
+from cppmega.overlay.verbs import Outcome
+from cppmega.overlay.verdict import FAILURES, MEANING, Verdict
+
+_COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
+
+
+def print_verdicts(verdicts: Iterable[Verdict]) -> None:
+    """State, name, detail; failures with what they mean and the command that helps."""
+    rows = list(verdicts)
+    width = max((len(v.name) for v in rows), default=0)
+    for v in rows:
+        code = "31" if v.state in FAILURES else _COLOURS.get(v.state, "")
+        state = coloured(f"{v.state:<15}", code)
+        detail = v.detail or (f"proof {v.proof}" if v.state in ("applied", "armed") else v.target)
+        print(f"{state} {v.name:<{width}}  {detail}".rstrip())
+        if v.state in FAILURES:
+            print(f"{'':<15} {'':<{width}}  {v.target}: {MEANING[v.state]}")
+            if v.next:
+                print(f"{'':<15} {'':<{width}}  next: {v.next}")
+
+
+def as_json(outcome: Outcome, ok: bool) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {
+        "schema": 1,
+        "megatron": {
+            "version": outcome.plan.tree.version,
+            "root": str(outcome.plan.tree.root),
+        },
+        "digest": outcome.digest,
+        "ok": ok,
+        "changed": outcome.changed,
+        "notes": outcome.notes,
+        "patches": [verdict.as_json() for verdict in outcome.verdicts],
+    }

@@ -1,0 +1,1 @@
+"""Indexed datasets: tokenized, written, read whole, and recorded."""

@@ -1,0 +1,56 @@
+"""The command that turns text into a dataset; `scripts/prepare_data.py` wraps it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from cppmega.data import prepare as data
+from cppmega.data import tokenizers
+from cppmega.errors import CppmegaError
+from cppmega.host import progress
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Path without suffix.")
+@click.option("--tokenizer", default="byte", show_default=True, help="byte, or a tokenizer.json.")
+@click.option("--eod", help="The token that ends a document, where the tokenizer does not say it.")
+@click.option("--key", default="text", show_default=True, help="Field of a JSON line.")
+@click.option("--suffix", multiple=True, help="In folders, only files that end so; repeatable.")
+def main(
+    inputs: tuple[Path, ...],
+    out: Path,
+    tokenizer: str,
+    eod: str | None,
+    key: str,
+    suffix: tuple[str, ...],
+) -> None:
+    """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
+
+    A run that was stopped resumes where it was; a finished dataset is never overwritten.
+    """
+    try:
+        _run(inputs, out, tokenizer, eod, key, suffix)
+    except CppmegaError as error:
+        print(error.render(), file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(
+    inputs: tuple[Path, ...],
+    out: Path,
+    tokenizer: str,
+    eod: str | None,
+    key: str,
+    suffix: tuple[str, ...],
+) -> None:
+    chosen = tokenizers.load(tokenizer, eod)
+    total = sum(path.stat().st_size for path in data.files(inputs, suffix))
+    with progress.of_bytes(f"preparing {out.name}", total) as advance:
+        card = data.prepare(out, inputs, chosen, key=key, suffixes=suffix, advance=advance)
+    for reason, count in card.skipped.items():
+        print(f"left out: {count} documents ({reason})", file=sys.stderr)
+    print(f"{out} {card.fingerprint} {card.documents} documents {card.tokens} tokens")

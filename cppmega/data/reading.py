@@ -1,0 +1,225 @@
+"""The whole of a dataset, read once: every number of its index, every id, and its hashes.
+
+Files are read rather than mapped: one that shrinks meanwhile is an error, and does not end the
+process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cppmega.data import corpus, index_file
+from cppmega.data import record as data_record
+from cppmega.data.corpus import Corpus
+from cppmega.data.record import Reading
+from cppmega.errors import CppmegaError
+from cppmega.host import progress
+from cppmega.host.progress import Advance
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BLOCK = 1 << 16
+"""Bytes whose ids are compared together."""
+_CHUNK = 1 << 23
+"""Bytes read together; a multiple of a block."""
+_LEARN = 2.0
+"""Seconds of reading after which the rest is estimated."""
+
+
+class TooLong(Exception):  # noqa: N818  (an answer, not an error)
+    """Reading all of it would take longer than was granted."""
+
+    def __init__(self, seconds: float, speed: float) -> None:
+        self.seconds, self.speed = seconds, speed
+        super().__init__(f"{seconds:.0f} s at {speed / 1e9:.2f} GB/s")
+
+
+def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
+    """Whether what was read can be trained on.
+
+    Raises:
+        CppmegaError: `token-out-of-vocabulary`, `data-changed`, `data-has-holes`.
+    """
+    corpus.check_id(found, reading.highest, reading.highest_at, vocab_size)
+    corpus.check_id(found, reading.lowest, reading.lowest_at, vocab_size)
+    card = found.card
+    if card is not None:
+        if (card.bin_sha256, card.idx_sha256) != (reading.bin_sha256, reading.idx_sha256):
+            raise CppmegaError(
+                "data-changed",
+                f"{found.prefix} is not what its card describes: its hash is another one.",
+                "The run would be filed under the fingerprint of other data.",
+                "prepare the data again, under another name",
+            )
+    elif reading.zeros and not reading.zeros_are_data:
+        raise CppmegaError(
+            "data-has-holes",
+            f"{found.data_file} has {reading.zeros} blocks of 64 KiB that are all zeros.",
+            "A download or a copy that did not finish looks like that, and trains.",
+            "compare it with its source; if token 0 fills them: "
+            f"python -m cppmega.check_data --zeros-are-data {found.prefix}",
+        )
+
+
+def check_unread(found: Corpus, vocab_size: int) -> None:
+    """What can be said of a dataset that was not read whole: its index, and the ids at both ends.
+
+    Raises:
+        CppmegaError: `data-broken`, `token-out-of-vocabulary`.
+    """
+    index_file.check_all(found.index, found.data_file.stat().st_size)
+    corpus.check_ids(found, vocab_size)
+
+
+def read(
+    found: Corpus,
+    *,
+    advance: Advance = lambda count: None,
+    seconds: float | None = None,
+    zeros_are_data: bool = False,
+) -> Reading:
+    """Read all of a dataset, and keep what was found.
+
+    Args:
+        found: the dataset.
+        advance: told how many bytes were read.
+        seconds: what it may take; None: as long as it takes.
+        zeros_are_data: whether blocks of zeros are what somebody wanted to train on.
+
+    Raises:
+        CppmegaError: `data-broken`, `data-being-written`, `data-not-readable`.
+        TooLong: it would take more than `seconds`.
+    """
+    begun, before = time.monotonic(), data_record.states(found)
+    index_file.check_all(found.index, found.data_file.stat().st_size)
+    with index_file.readable(found.index.path), found.index.path.open("rb") as file:
+        index_hash = hashlib.file_digest(file, "sha256").hexdigest()
+    advance(found.index.path.stat().st_size)
+    with ThreadPoolExecutor(1) as hashing:
+        ids = _Ids(found, hashing)
+        for chunk in _chunks(found):
+            ids.add(chunk)
+            advance(len(chunk))
+            _refuse_too_long(begun, ids.bytes, found, seconds)
+    reading = Reading(
+        *(ids.lowest, ids.lowest_at, ids.highest, ids.highest_at, ids.zeros),
+        bin_sha256=ids.hash.hexdigest(),
+        idx_sha256=index_hash,
+        data=data_record.stamp(found.data_file),
+        index=data_record.stamp(found.index.path),
+        seconds=time.monotonic() - begun,
+        zeros_are_data=zeros_are_data,
+    )
+    if data_record.states(found) != before:
+        raise _being_written(found)
+    data_record.keep(found.prefix, reading)
+    return reading
+
+
+class Allowance:
+    """Time for the first reading of datasets; those for which there was too little are left."""
+
+    def __init__(self, seconds: float | None, say: Callable[[str], None]) -> None:
+        """Make it.
+
+        Args:
+            seconds: for all datasets together; None: as long as it takes.
+            say: told every ten seconds how far it is.
+        """
+        self._left, self._say = seconds, say
+        self.left_out: dict[Path, TooLong] = {}
+        self.read_now: list[Reading] = []
+
+    def read(self, found: Corpus) -> Reading | None:
+        """What an earlier reading found, or this one; None where there is no time for it."""
+        known = data_record.kept(found)
+        if known is not None:
+            return known
+        begun = time.monotonic()
+        try:
+            telling = progress.lines(f"reading {found.prefix}", found.size, self._say)
+            reading = read(found, advance=telling, seconds=self._left)
+        except TooLong as too_long:
+            self.left_out[found.prefix] = too_long
+            return None
+        finally:
+            if self._left is not None:
+                self._left = max(0.0, self._left - (time.monotonic() - begun))
+        self.read_now.append(reading)
+        return reading
+
+
+class _Ids:
+    """What all ids of a data file have been so far."""
+
+    def __init__(self, found: Corpus, hashing: ThreadPoolExecutor) -> None:
+        self._found, self._hashing = found, hashing
+        self.hash = hashlib.sha256()
+        self.bytes = self.zeros = 0
+        self.lowest, self.lowest_at = 2**63, 0
+        self.highest, self.highest_at = -(2**63), 0
+
+    def add(self, chunk: np.ndarray[Any, Any]) -> None:
+        """Go through the next bytes of the file."""
+        hashed = self._hashing.submit(self.hash.update, chunk)  # it does not hold the interpreter
+        in_a_block = _BLOCK // self._found.index.token_bytes
+        ids = chunk.view(self._found.dtype)
+        whole = len(ids) // in_a_block * in_a_block
+        first = self.bytes // self._found.index.token_bytes
+        if whole:
+            lows, highs = self._compare(ids[:whole].reshape(-1, in_a_block), first)
+            self.zeros += int(((lows == 0) & (highs == 0)).sum())
+        if whole < len(ids):
+            self._compare(ids[whole:].reshape(1, -1), first + whole)
+        hashed.result()
+        self.bytes += len(chunk)
+
+    def _compare(self, blocks: np.ndarray[Any, Any], first: int) -> tuple[Any, Any]:
+        """The lowest and the highest id of each block."""
+        import numpy as np
+
+        lows, highs = blocks.min(axis=1), blocks.max(axis=1)
+        if int(lows.min()) < self.lowest:
+            self.lowest, self.lowest_at = int(lows.min()), first + int(np.argmin(blocks))
+        if int(highs.max()) > self.highest:
+            self.highest, self.highest_at = int(highs.max()), first + int(np.argmax(blocks))
+        return lows, highs
+
+
+def _chunks(found: Corpus) -> Iterator[np.ndarray[Any, Any]]:
+    """The data's bytes, read rather than mapped: a file that shrinks meanwhile ends no process."""
+    import numpy as np
+
+    left = found.tokens * found.index.token_bytes
+    with index_file.readable(found.data_file), found.data_file.open("rb") as file:
+        while left:
+            chunk = np.fromfile(file, np.uint8, count=min(_CHUNK, left))
+            if len(chunk) < min(_CHUNK, left):
+                raise _being_written(found)
+            yield chunk
+            left -= len(chunk)
+
+
+def _being_written(found: Corpus) -> CppmegaError:
+    return CppmegaError(
+        "data-being-written",
+        f"{found.prefix} changed while it was read.",
+        "Every rank would read another state of it.",
+        "wait until whatever writes it has ended",
+    )
+
+
+def _refuse_too_long(begun: float, done: int, found: Corpus, seconds: float | None) -> None:
+    elapsed = time.monotonic() - begun
+    if seconds is None or elapsed < min(_LEARN, seconds):
+        return
+    speed = (done + found.index.path.stat().st_size) / elapsed
+    whole = found.size / speed
+    if whole > seconds:
+        raise TooLong(whole, speed)

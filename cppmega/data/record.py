@@ -1,0 +1,157 @@
+"""What the reading of a whole dataset found, kept next to the data for later launches.
+
+It is in `PREFIX.checked.json`, or in the user's cache where the folder of the data cannot be
+written, and counts for as long as both files have the size, the time of their last change and the
+sampled hash that they had then: a later launch reads a few MiB of them.
+
+The sample is 32 blocks of 64 KiB, evenly spaced. Other bytes under the same size and time, which
+takes a tool that restores times, are found with certainty where they are one stretch longer than a
+31st of the file, and otherwise with 32 times the probability of hitting it with one block; a file
+of up to 2 MiB is compared as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from cppmega.data.corpus import Corpus, with_suffix
+from cppmega.tree import wheels
+
+_SCHEMA = 1
+_BLOCK = 1 << 16
+_SAMPLES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """By what a file is known again without reading it."""
+
+    size: int
+    changed: int
+    """Time of the last change, ns."""
+    sample: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the whole of a dataset was found to hold."""
+
+    lowest: int
+    lowest_at: int
+    highest: int
+    highest_at: int
+    """Position of the first such token."""
+    zeros: int
+    """Blocks of 64 KiB with nothing but zeros: what a copy that did not finish leaves."""
+    bin_sha256: str
+    idx_sha256: str
+    data: Stamp
+    index: Stamp
+    seconds: float
+    zeros_are_data: bool = False
+    """Confirmed by the user, with `--zeros-are-data`."""
+    schema: int = _SCHEMA
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second."""
+        return (self.data.size + self.index.size) / max(self.seconds, 1e-9)
+
+
+def kept(found: Corpus) -> Reading | None:
+    """What an earlier reading found, if both files are still the ones that were read."""
+    for place in _places(found.prefix):
+        reading = _load(place)
+        if reading is not None and _unchanged(found, reading):
+            return reading
+    return None
+
+
+def name(found: Corpus) -> str:
+    """One name for the content of a dataset: its card's, else a hash of a sample."""
+    if found.card is not None:
+        return found.card.fingerprint
+    both = sample(found.data_file) + sample(found.index.path)
+    return hashlib.sha256(both.encode()).hexdigest()[:16]
+
+
+def states(found: Corpus) -> list[tuple[int, int]]:
+    """Size and time of the last change of both files."""
+    stats = [path.stat() for path in (found.data_file, found.index.path)]
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+
+def stamp(path: Path) -> Stamp:
+    """By what a file is known from now on."""
+    stat = path.stat()
+    return Stamp(stat.st_size, stat.st_mtime_ns, sample(path))
+
+
+def sample(path: Path) -> str:
+    """A hash of the size and of evenly spaced blocks, the first and the last among them."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    digest.update(str(size).encode())
+    if size <= _SAMPLES * _BLOCK:
+        digest.update(path.read_bytes())
+        return digest.hexdigest()
+    with path.open("rb", buffering=0) as file:
+        for number in range(_SAMPLES):
+            digest.update(
+                os.pread(file.fileno(), _BLOCK, (size - _BLOCK) * number // (_SAMPLES - 1))
+            )
+    return digest.hexdigest()
+
+
+def _unchanged(found: Corpus, reading: Reading) -> bool:
+    pairs = ((found.data_file, reading.data), (found.index.path, reading.index))
+    before = [(then.size, then.changed) for _, then in pairs]
+    return before == states(found) and all(sample(path) == then.sample for path, then in pairs)
+
+
+def _places(prefix: Path) -> tuple[Path, Path]:
+    """Next to the data, and in the user's cache."""
+    own = hashlib.sha256(os.fsencode(prefix.resolve())).hexdigest()[:24]
+    return with_suffix(prefix, ".checked.json"), wheels.cache() / "data" / f"{own}.json"
+
+
+def _load(place: Path) -> Reading | None:
+    """A record; None where there is none, none that is whole, or another release's."""
+    try:
+        raw = json.loads(place.read_text())
+        seal = raw.pop("seal")
+        if seal != _seal(raw) or raw["schema"] != _SCHEMA:
+            return None
+        raw["data"], raw["index"] = Stamp(**raw["data"]), Stamp(**raw["index"])
+        return Reading(**raw)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    """A hash of the record's own text: one that was damaged or edited does not count."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def keep(prefix: Path, reading: Reading) -> None:
+    """Write the record to the first place that takes it."""
+    record = asdict(reading)
+    text = json.dumps({**record, "seal": _seal(record)}, indent=1) + "\n"
+    for place in _places(prefix):
+        new = place.with_name(f"{place.name}.{uuid4().hex}.new")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(text)
+            new.replace(place)
+        except OSError:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            continue
+        return

@@ -1,0 +1,246 @@
+"""The end of a guarded process, whatever way it comes: was every step of it checked?
+
+A script ends by returning, by `sys.exit`, by an exception, or later: when its last thread or its
+last worker process ends. The first three are judged at once, the last when Python itself ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cppmega import guard
+from cppmega.ending import record as end_record
+from cppmega.errors import CppmegaError
+from cppmega.rank import error_file, roll_call, run_ledger
+from cppmega.runs.folder import Node
+
+
+@dataclass
+class _End:
+    """What is known of the end of a run's first process."""
+
+    pid: int
+    words: Sequence[str]
+    no_steps: bool
+    node: Node | None
+    status: int = 0
+    judged: bool = False
+    reason: str = ""
+    """Why no step was seen."""
+    help_shown: bool = False
+
+
+_END: _End | None = None
+
+
+def watch(words: Sequence[str], *, no_steps: bool) -> None:
+    """From here on this process cannot end unseen, but by `os._exit`.
+
+    Args:
+        words: the script's arguments.
+        no_steps: whether the user said that it does not train.
+    """
+    global _END
+    _END = _End(os.getpid(), words, no_steps, end_record.node_of_this_rank())
+    if _END.node is not None:
+        end_record.begin(_END.node)
+    elif os.environ.get(end_record.RUN):
+        left = f"ignoring {end_record.RUN}: the launch of that run has not started this process"
+        print(f"cppmega: {left}", file=sys.stderr, flush=True)
+    watch_ranks()
+    atexit.register(_last_look)
+
+
+def returned(stop: SystemExit | None) -> int:
+    """The script has ended by itself: judge it; answers the exit status.
+
+    Args:
+        stop: how it ended, if not by returning.
+
+    Raises:
+        CppmegaError: `child-refused`, and what `guard.finish` raises.
+    """
+    assert _END is not None
+    status = _status(stop)
+    if os.getpid() != _END.pid:
+        return status  # a fork that has run on to the script's end
+    _END.status = status
+    # A click command that was called as a function returns; `-h` may mean something else there.
+    _END.help_shown = "--help" in _END.words or (stop is not None and "-h" in _END.words)
+    if status == 0 and not _others_work():
+        _judge(_END)
+    return status
+
+
+def failed() -> None:
+    """The process ends with an error, which is shown already: no way out says otherwise."""
+    if _END is None or os.getpid() != _END.pid:
+        return
+    _END.status, _END.judged = 1, True
+    # What the script registered with atexit still runs; forks of it end as they like.
+    leave, me = os._exit, os.getpid()
+    os._exit = lambda status: leave(status or int(os.getpid() == me))
+
+
+def _status(stop: SystemExit | None) -> int:
+    """As Python itself turns the argument of `sys.exit` into a status."""
+    if stop is None or stop.code is None:
+        return 0
+    return stop.code & 0xFF if isinstance(stop.code, int) else 1
+
+
+def _others_work() -> bool:
+    """Whether Python would wait, before it ends, for threads or processes of the script."""
+    threads = [t for t in threading.enumerate() if not t.daemon]
+    multiprocessing = sys.modules.get("multiprocessing")
+    workers = multiprocessing.active_children() if multiprocessing is not None else []
+    return len(threads) > 1 or any(not worker.daemon for worker in workers)
+
+
+def _judge(end: _End) -> None:
+    end.judged = True
+    lines = run_ledger.below(end.pid)
+    for line in lines:
+        if line["what"] == "refused":
+            error = CppmegaError(**line["error"])
+            error.what = f"process {line['pid']} ({line['where']}): {error.what}"
+            raise error
+    held = guard.active()
+    if held is not None and not held.stepped:
+        end.reason = "--no-steps" if end.no_steps else _reason(held, lines, end.help_shown)
+    if not end.no_steps:
+        _refuse_silent_ranks(lines)
+    guard.finish(end.reason)
+    if end.reason:
+        print(f"cppmega: no step was seen: {end.reason}", file=sys.stderr, flush=True)
+
+
+def _refuse_silent_ranks(lines: Sequence[dict[str, Any]]) -> None:
+    fine = {line["pid"] for line in lines if line["what"] in ("stepped", "excused")}
+    silent = {line["pid"]: line["rank"] for line in lines if line["what"] == "joined"}
+    silent = {pid: rank for pid, rank in silent.items() if pid not in fine}
+    if silent:
+        named = ", ".join(f"process {pid} (rank {rank})" for pid, rank in silent.items())
+        raise CppmegaError(
+            "no-step-seen",
+            f"{guard.where()}: {named} joined a process group and ended, and no step was seen.",
+            "Neither the imports nor the ranks nor the reached patches were checked there.",
+            "write `for batch in cppmega.guard.steps(loader, args):` in the function that is "
+            "spawned, or pass --no-steps for a script that does not train",
+        )
+
+
+def _reason(held: guard.Guard, lines: Sequence[dict[str, Any]], help_shown: bool) -> str:
+    """Why a process had no step to take; empty: it should have taken one."""
+    stepped = {line["pid"] for line in lines if line["what"] == "stepped"}
+    if stepped:
+        return f"processes that this one started took their own ({len(stepped)} of them)"
+    if held.excuse:
+        return held.excuse
+    if help_shown:
+        return "--help was asked for"
+    for line in lines:
+        if line["what"] == "excused":
+            return str(line["reason"])
+    return _reason_of_arguments(held.arguments or _megatrons_arguments())
+
+
+def _reason_of_arguments(args: Any) -> str:
+    named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+    if named.get("skip_train"):
+        return "evaluation alone was asked for (--skip-train)"
+    done, asked = named.get("iteration"), named.get("train_iters")
+    if isinstance(done, int) and isinstance(asked, int) and done >= asked:
+        return f"the checkpoint has {done} steps, and {asked} are asked for"
+    return ""
+
+
+def _megatrons_arguments() -> Any:
+    variables: Any = sys.modules.get("megatron.training.global_vars")
+    with contextlib.suppress(Exception):  # it asserts that there are some
+        return variables.get_args() if variables is not None else None
+    return None
+
+
+def _last_look() -> None:
+    """Python ends: threads and workers have, and what the script registered was done."""
+    end = _END
+    if end is None or os.getpid() != end.pid:
+        return
+    refused = False
+    if not end.judged and end.status == 0:
+        try:
+            _judge(end)
+        except CppmegaError as error:
+            refused, end.status = True, 1
+            _tell(error)
+    close_gloo()
+    if end.node is not None:
+        end_record.write(end.node, end.status, end.reason)
+    if refused:
+        _exit(1)
+
+
+def _tell(error: CppmegaError) -> None:
+    error_file.record(error)
+    print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
+
+
+def _exit(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def close_gloo() -> None:
+    """Close what a script left open: gloo's threads abort a process that ends around them.
+
+    One run in five so ended with SIGABRT after its last step. NCCL does not, and closing it in a
+    rank that failed would wait for the others.
+    """
+    distributed = roll_call.distributed()
+    if distributed is not None and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
+
+
+def watch_ranks() -> None:
+    """Look at the end of processes that a script starts, too, once they have become ranks."""
+    roll_call.on_join(_watch_end_of_rank)
+
+
+def _watch_end_of_rank() -> None:
+    if _END is not None and os.getpid() == _END.pid:
+        return  # it is judged as a whole
+    atexit.register(_end_of_rank)
+    if "multiprocessing.process" in sys.modules:
+        from multiprocessing import util
+
+        # A forked worker ends without what atexit holds.
+        util.Finalize(None, _end_of_rank, exitpriority=-1)
+
+
+def _end_of_rank() -> None:
+    """A rank that the script started has ended: what it says of itself reaches the first one."""
+    held, error = guard.active(), sys.exc_info()[1]
+    fails = error is not None and not (isinstance(error, SystemExit) and _status(error) == 0)
+    if held is None or fails:
+        return
+    reason = "" if held.stepped else _reason_of_arguments(held.arguments or _megatrons_arguments())
+    if reason:
+        run_ledger.write("excused", reason=reason)
+    if not (held.stepped or reason):
+        return  # the first process knows that this one joined a group, and says so
+    try:
+        guard.finish(reason)
+    except CppmegaError as refusal:
+        guard.refuse(refusal)
+        _tell(refusal)
+        _exit(1)

@@ -1,0 +1,1 @@
+"""This machine: processes, console, files, installed packages. Knows nothing of Megatron."""

@@ -1,0 +1,1 @@
+"""Starting a recipe: validation, run folder, torchrun, supervision."""

@@ -1,0 +1,86 @@
+"""What must be known of a launch to say later what ran: stack, GPUs, sources."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from cppmega import __version__
+from cppmega.host import packages as stack
+from cppmega.host.paths import PACKAGE
+
+_MORE_PACKAGES = ("numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "cuda")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the driver and the packages that train; nothing is imported."""
+    found = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "driver": _driver(),
+    }
+    for name in (*stack.NAMES, *_MORE_PACKAGES):
+        version = stack.version(name)
+        if version is not None:
+            found[name] = version
+    return {name: version for name, version in found.items() if version}
+
+
+def _driver() -> str:
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+    return next((word for word in first.split() if word[:1].isdigit() and "." in word), first)
+
+
+def gpus() -> list[str]:
+    """Names and memory of this host's GPUs, as the driver's tool says them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def file_state(path: Path) -> dict[str, Any]:
+    """A source file: its hash, and what its git repository says of it."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"path": str(path.resolve()), "sha256": digest, "git": git_state(path)}
+
+
+def tool_state() -> dict[str, Any]:
+    """This package: its version, and its commit where it is a checkout."""
+    return {"version": __version__, "git": git_state(PACKAGE)}
+
+
+def git_state(path: Path) -> dict[str, Any] | None:
+    """Commit of the repository around a path, and whether the path differs from it; None: none."""
+    folder = path if path.is_dir() else path.parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None or _git(folder, "ls-files", "--", str(path.resolve())) in (None, ""):
+        return None  # no repository, or one that does not know the file
+    changed = _git(folder, "status", "--porcelain", "--", str(path.resolve()))
+    return {"commit": commit, "changed": bool(changed)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            # The repository may be another user's: run nothing that its configuration names, fetch
+            # nothing, write nothing.
+            ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words],
+            env={**os.environ, "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,229 @@
+"""One execution of a patched file: compiled from bytes that were checked, and recorded whole.
+
+What the file's own decorators made is what a clean import gives, and is recorded as it is, provided
+that it comes from the packages that the file imports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.live import file_facts
+from cppmega.live.compiled import nested
+from cppmega.live.file_facts import Facts
+from cppmega.live.pinned import MISSING, Change, Pin, changes, is_fixed, layers, pin, runs
+from cppmega.loading.load_file import FromSource
+from cppmega.tree.installed import sha256
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedFile:
+    """What a file must hold."""
+
+    path: str
+    """Relative to ROOT."""
+    digest: str
+    pages: str
+    """Names of the pages in it."""
+
+
+@dataclass(slots=True, eq=False)
+class CheckedModule:
+    """A patched module as its execution left it."""
+
+    file: WatchedFile
+    module: types.ModuleType
+    name: str
+    facts: Facts
+    codes: dict[int, types.CodeType]
+    """Every code object of the file."""
+    pins: dict[str, Pin]
+    kind: type
+    """The module's class; a subclass may answer for any attribute."""
+    foreign: list[Change]
+    """What was there when the import ended and does not come from the file."""
+    bound: bool = True
+    """False once the module was reloaded: its names mean new objects, these live on in copies."""
+
+    def changes(self) -> Iterator[Change]:
+        """What is not, or no longer, what a clean import gives."""
+        yield from self.foreign
+        if type(self.module) is not self.kind:
+            yield Change(("__class__",), self.kind, type(self.module))
+        now = vars(self.module)
+        seen: set[int] = set()
+        for name, pinned in self.pins.items():
+            live = now.get(name, MISSING) if self.bound else pinned.thing
+            for change in changes(pinned, live, seen):
+                yield Change((name, *change.path), change.then, change.now)
+        if self.bound:
+            yield from self._shadowed_builtins(now)
+
+    def _shadowed_builtins(self, now: dict[str, Any]) -> Iterator[Change]:
+        for name in now.keys() & self.pins["__builtins__"].thing.keys():
+            if name not in self.pins and not name.startswith("__"):
+                yield Change((name,), MISSING, now[name])
+
+
+class CheckedLoader(FromSource):
+    """Compiles a patched file from the bytes whose hash it has just compared."""
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        file: WatchedFile,
+        done: Callable[[CheckedModule], None],
+        failed: Callable[[CppmegaError], None],
+    ) -> None:
+        super().__init__(name, path)
+        self.file, self.done, self.failed = file, done, failed
+        self.loaded = file.digest
+        """SHA-256 of the source that is compiled."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Execute the module and record what came of it.
+
+        Raises:
+            CppmegaError: `file-changed`.
+        """
+        code = self._compiled()
+        exec(code, module.__dict__)
+        self.done(record(self.file, module, code))
+
+    def _compiled(self) -> types.CodeType:
+        data = self.get_data(self.path)
+        if sha256(data) != self.file.digest:
+            error = file_changed(self.path, self.file.pages)
+            self.failed(error)  # whoever imports it may catch every exception
+            raise error
+        with warnings.catch_warnings():
+            # Invalid escapes of upstream's: Python reports them once and then reads its bytecode.
+            warnings.simplefilter("ignore")
+            return compile(data, self.path, "exec", dont_inherit=True)
+
+
+def file_changed(path: str, pages: str) -> CppmegaError:
+    """A patched file whose bytes are not what was applied."""
+    return CppmegaError(
+        "file-changed",
+        f"{path} is not what was applied; it carries {pages}.",
+        "It was changed between the check at the start and now.",
+        "cppmega status",
+    )
+
+
+def record(file: WatchedFile, module: types.ModuleType, code: types.CodeType) -> CheckedModule:
+    """Take down what the execution of a file has left in its module."""
+    codes = {id(each): each for each in nested(code)}
+    facts = file_facts.of(codes.values(), module.__name__.partition(".")[0])
+    made = CheckedModule(file, module, module.__name__, facts, codes, {}, type(module), [])
+    seen: dict[int, Pin] = {}
+    for name, value in vars(module).items():
+        if name == "__builtins__":
+            made.pins[name] = Pin(value)
+        elif is_fixed(value) and name not in facts.declared_global and not name.startswith("__"):
+            made.pins[name] = _pinned(made, name, value, seen)
+    for pinned in seen.values():
+        if isinstance(pinned.thing, type):
+            _forget_state(pinned, facts.assigned_attributes)
+    made.foreign = list(_foreign(made))
+    return made
+
+
+def repin(made: CheckedModule, owner: Any, name: str) -> None:
+    """Take what is there now for what has to be there: a replacement of the overlay's own."""
+    value = vars(owner)[name]
+    new = pin(value, lambda cls: _is_own(made, cls))
+    if owner is made.module:
+        made.pins[name] = new
+    for pinned in _all_pins(made):
+        # A module that only imports the class records no part of it.
+        if pinned.thing is owner and isinstance(owner, type) and pinned.parts:
+            pinned.parts[name] = new
+
+
+def _all_pins(made: CheckedModule) -> Iterator[Pin]:
+    pending, seen = list(made.pins.values()), set[int]()
+    while pending:
+        pinned = pending.pop()
+        if id(pinned) not in seen:
+            seen.add(id(pinned))
+            pending.extend(pinned.parts.values())
+            yield pinned
+
+
+def _pinned(made: CheckedModule, name: str, value: Any, seen: dict[int, Pin]) -> Pin:
+    function = type(value) is types.FunctionType and value.__globals__ is vars(made.module)
+    if function or _is_own(made, value) or name in made.facts.defined:
+        return pin(value, lambda cls: _is_own(made, cls), seen)
+    return Pin(value)  # another module's: only which object it is
+
+
+def _is_own(made: CheckedModule, value: Any) -> bool:
+    return isinstance(value, type) and value.__module__ == made.name
+
+
+def _forget_state(pinned: Pin, assigned: set[str]) -> None:
+    for label in assigned & pinned.parts.keys():
+        if not runs(pinned.parts[label].thing):
+            del pinned.parts[label]
+
+
+def _foreign(made: CheckedModule) -> Iterator[Change]:
+    """Definitions that are, or are wrapped by, what comes from elsewhere.
+
+    The module's own text ran, so only a replaced decorator, or a name taken over during the import,
+    can have put it there.
+    """
+    trusted = _trusted_folders(made.facts.packages)
+    for name in sorted(made.facts.defined & made.pins.keys()):
+        thing = made.pins[name].thing
+        members = vars(thing) if _is_own(made, thing) else {"": thing}
+        for label, member in members.items():
+            for layer in layers(member) if is_fixed(member) else ():
+                if not _comes_from(layer, made.codes, trusted):
+                    yield Change((name, label) if label else (name,), MISSING, layer)
+
+
+def _trusted_folders(packages: set[str]) -> list[str]:
+    """Where the packages lie that a file imports; torch, because jit fusion is torch.compile."""
+    found = []
+    for name in {*packages, "torch"}:
+        module = sys.modules.get(name)
+        found += list(getattr(module, "__path__", None) or [getattr(module, "__file__", None)])
+    return [os.path.realpath(folder) for folder in found if isinstance(folder, str)]
+
+
+def _comes_from(thing: Any, codes: dict[int, types.CodeType], trusted: list[str]) -> bool:
+    if type(thing) is types.FunctionType:
+        if id(thing.__code__) in codes:
+            return True
+        if not thing.__code__.co_filename.startswith("<"):
+            return _lies_in(thing.__code__.co_filename, trusted)
+        home = sys.modules.get(str(thing.__globals__.get("__name__")))
+        if home is None or vars(home) is not thing.__globals__:
+            return True  # generated, as the methods of a named tuple are
+    else:
+        home = sys.modules.get(type(thing).__module__)
+    if home is None:
+        return True  # a type of an extension that is no module by that name
+    file = getattr(home, "__file__", None)
+    builtin = home.__name__ in sys.builtin_module_names
+    return builtin or (isinstance(file, str) and _lies_in(file, trusted))
+
+
+def _lies_in(file: str, folders: list[str]) -> bool:
+    file = os.path.realpath(file)
+    if any(file == folder or file.startswith(folder + os.sep) for folder in folders):
+        return True
+    library = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+    return file.startswith(library) and "-packages" + os.sep not in file.removeprefix(library)

@@ -1,0 +1,94 @@
+"""Copies of patched functions and classes in other modules: `from MODULE import NAME`.
+
+A copy keeps what it was when it was made. It is right as long as it is one of the objects that a
+checked import gave, or that the overlay itself put in its place.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cppmega.live import file_facts
+from cppmega.live.pinned import Pin, layers
+
+PACKAGES = ("megatron", "mamba_ssm", "liger_kernel", "transformer_engine")
+"""Packages whose modules train."""
+
+
+class Names:
+    """The definitions of all patched modules, and every object that is a right one for them."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, dict[str, list[Pin]]] = {}
+        """Name -> module that defines it -> what its imports gave."""
+        self.modules: set[str] = set()
+        self.right: dict[int, Pin] = {}
+
+    def add(self, module: str, name: str, pinned: Pin) -> None:
+        """One definition of a patched module."""
+        self.modules.add(module)
+        self.of.setdefault(name, {}).setdefault(module, []).append(pinned)
+        self.learn(pinned.thing)
+
+    def learn(self, thing: Any) -> None:
+        """Another object that may be met under one of the names."""
+        self.right[id(thing)] = Pin(thing)
+
+    def claimed(self, thing: Any) -> list[Pin]:
+        """What a function or class must be if it is what it says it is; empty if it is not ours."""
+        if thing.__module__ not in self.modules:
+            return []
+        return self.of.get(thing.__qualname__, {}).get(thing.__module__, [])
+
+    def imported(self, module: types.ModuleType, name: str, thing: Any) -> list[Pin]:
+        """What a module's name must be if its text imports it from a patched module."""
+        if id(thing) in self.right or getattr(thing, "__module__", None) == module.__name__:
+            return []
+        for _ in range(10):  # packages hand names on in their `__init__`
+            file = vars(module).get("__file__") or ""
+            source, name = _imports(file, module.__name__).get(name, ("", ""))
+            if source in self.of.get(name, {}):
+                return self.of[name][source]
+            if source not in sys.modules:
+                return []
+            module = sys.modules[source]
+        return []
+
+
+def wrong_copies(names: Names) -> Iterator[tuple[str, str, Any, Any]]:
+    """Module, name, the object that it should be and the one that it is."""
+    for module in list(sys.modules.values()):
+        if type(module) is not types.ModuleType:
+            continue
+        trains = module.__name__.partition(".")[0] in PACKAGES
+        for name, thing in list(vars(module).items()):
+            right = []
+            if type(thing) is types.FunctionType or issubclass(type(thing), type):
+                right = names.claimed(thing)
+            if not right and trains and name in names.of and callable(thing):
+                right = names.imported(module, name, thing)
+            if right and id(thing) not in names.right and not _is_a_layer(thing, right):
+                yield module.__name__, name, right[-1].thing, thing
+
+
+def _is_a_layer(thing: Any, right: list[Pin]) -> bool:
+    """The plain function below a decorator is met as well, under another name."""
+    return any(thing is layer for one in right for layer in (one.thing, *layers(one.thing)))
+
+
+@functools.cache
+def _imports(file: str, module: str) -> dict[str, tuple[str, str]]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    return file_facts.imports_of(tree, module, Path(file).name == "__init__.py")

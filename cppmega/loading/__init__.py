@@ -1,0 +1,1 @@
+"""Pages and recipes: loaded by path, and watched while their code runs."""

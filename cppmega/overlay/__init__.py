@@ -1,0 +1,1 @@
+"""The patches of a tree: planned, written in one transaction, recorded, reverted."""

@@ -1,0 +1,168 @@
+"""What becomes of every file, and the receipt that goes with it; computed in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cppmega import __version__
+from cppmega.catalogue import revision
+from cppmega.errors import CppmegaError
+from cppmega.overlay import receipt, remembered
+from cppmega.overlay.diagnose import restoring
+from cppmega.overlay.plan import Plan, comes_after
+from cppmega.overlay.receipt import PatchedFile, PatchedPage, Receipt
+from cppmega.overlay.transaction import Change, interrupted
+from cppmega.overlay.verdict import NEEDED
+from cppmega.rewriting import code_text
+from cppmega.tree.installed import sha256
+
+_STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
+
+
+def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change], bytes, str]:
+    """Compute every file in memory, and the receipt that goes with them."""
+    new = Receipt(
+        tool=__version__,
+        engine=revision.engine_revision(),
+        identity=plan.tree.identity,
+        megatron=plan.tree.version,
+        gates=plan.gates,
+        excluded=list(plan.excluded),
+        only=plan.only,
+        catalogues=[str(folder) for folder in catalogues],
+        catalogue_hashes=remembered.pins(catalogues),
+        stack=stack(),
+        proofs=plan.loaded.receipt.proofs,
+    )
+    changes = dict(restored(plan, keep=set(plan.work)))
+    after: dict[str, str] = {}
+    for path, work in plan.work.items():
+        file = plan.views[path]
+        assert file.pristine is not None
+        data, prints, inserted = rewritten(plan, path)
+        after |= prints
+        new.files[path] = PatchedFile(
+            sha256(file.pristine),
+            sha256(data),
+            file.origin,
+            work.steps,
+            inserted,
+            revision.reached_from(data),
+        )
+        if data != file.current:
+            changes[path] = Change(data, file.pristine)
+    for name, edits in plan.edits.items():
+        if plan.verdicts[name].state not in NEEDED:
+            continue
+        runtime = all(edit.kind != "source" for edit in edits)
+        new.pages[name] = PatchedPage(
+            revision=plan.pages[name].revision,
+            state="armed" if runtime else "applied",
+            kind=plan.pages[name].patch.kind,
+            targets={
+                edit.target: {
+                    "before": plan.before[name][edit.target],
+                    "after": after.get(edit.target, "runtime"),
+                }
+                for edit in edits
+            },
+            text=plan.pages[name].text,
+            reached=dict(plan.pages[name].reached),
+        )
+    new.digest = overlay_digest(new)
+    new.survey = dict(sorted(plan.survey.used.items()))
+    new.code = code_text.known()
+    return changes, new.dump(), new.digest
+
+
+def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str], str]:
+    """New bytes of a file, the fingerprints of its targets, and the hash of what they need."""
+    from cppmega.rewriting.rewrite import Step, rewrite
+
+    file, work = plan.views[path], plan.work[path]
+    assert file.pristine is not None
+    steps = [Step.of(page, edit) for page, edit in work.edits]
+    done = rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
+    after = {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
+    return done.data, after, done.inserted
+
+
+def reached_by(plan: Plan, name: str) -> dict[str, str]:
+    """Modules of this package that one page's new texts run, and all that these reach."""
+    from cppmega.rewriting.rewrite import Step, rewrite
+
+    found: dict[str, str] = {}
+    for path, work in plan.work.items():
+        file = plan.views[path]
+        names = {page.name for page, _ in work.edits}
+        # Its edits may be written for what the pages that it follows leave.
+        wanted = {name, *(other for other in names if comes_after(plan.pages, name, other))}
+        if name in names and file.pristine is not None:
+            steps = [Step.of(page, edit) for page, edit in work.edits if page.name in wanted]
+            parsed = plan.survey.parse(file.pristine, path)
+            found |= revision.reached_from(rewrite(file.pristine, path, steps, parsed).data)
+    return found
+
+
+def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
+    """Files that earlier applies wrote and that no active page edits any more."""
+    files = plan.loaded.receipt.files
+    for path in sorted({*files, *interrupted(plan.tree)} - keep):
+        file = plan.views[path]
+        if file.ours and file.pristine is not None:
+            yield path, Change(file.pristine, file.pristine)
+        elif file.orphaned and file.story:
+            raise CppmegaError(
+                "patched-text-committed",
+                f"{path}: {file.story}.",
+                "Upstream's text is in an earlier commit, and which one is for you to say.",
+                restoring(plan.tree, file),
+            )
+        elif path in files and files[path].after == sha256(file.current or b""):
+            raise CppmegaError(
+                "original-missing",
+                f"The kept original of {path} is gone from {receipt.FOLDER}/originals.",
+                "Its exact bytes cannot be restored from here.",
+                restoring(plan.tree, file),
+            )
+        elif file.foreign:
+            raise CppmegaError(
+                "foreign-edit",
+                f"{path} was edited by somebody else after we patched it.",
+                "Restoring the original would lose that edit.",
+                "save the edit, then: " + restoring(plan.tree, file),
+            )
+
+
+def overlay_digest(new: Receipt) -> str:
+    """One hash of the code that trains: no path of the machine, no time, no comment of ours.
+
+    Of a file: upstream's text, what was inserted, and with its pages the text of the targets. Of
+    this package: every module that the new texts and the pages reach.
+    """
+    lines = []
+    for path, entry in new.files.items():
+        lines.append(f"file {path} {entry.before} {entry.inserted}")
+        lines += [f"runs {path} {module} {code}" for module, code in entry.runs.items()]
+    for name, page in new.pages.items():
+        lines.append(f"page {name} {page.state}")
+        lines += [f"reaches {name} {module} {code}" for module, code in page.reached.items()]
+        lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
+        if any(prints["after"] == "runtime" for prints in page.targets.values()):
+            lines.append(f"runtime {name} {page.revision}")
+    lines += [f"gate {name}={value}" for name, value in new.gates.items()]
+    return sha256("\n".join(sorted(lines)).encode())[:16]
+
+
+def stack() -> dict[str, str]:
+    """Versions of the packages that train, read from their metadata, not by importing them."""
+    from importlib import metadata
+
+    found = {}
+    for name in _STACK:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,259 @@
+"""One page on one tree: is its text known, and if not, what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cppmega.overlay.receipt import FOLDER, Loaded, original
+from cppmega.overlay.survey import MISSING, Survey
+from cppmega.overlay.verdict import State, Verdict
+from cppmega.page import Edit, Page, left_alone
+from cppmega.rewriting.marks import COMMENT
+from cppmega.tree.installed import Origin, Tree, reinstall, sha256
+
+_FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
+"""What every text of ours carries, whoever lost the receipt."""
+COMMITTED = "the commit holds our patched text: it was committed after an apply"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Hashes of a file before and after one of our writes."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileView:
+    """A file as the engine sees it: what is there, what was there, who says so."""
+
+    path: str
+    current: bytes | None
+    pristine: bytes | None
+    """The text that pins are compared with; None where it cannot be had."""
+    origin: Origin
+    ours: bool
+    """The current bytes are what an earlier apply wrote."""
+    story: str = ""
+    """What became of a file that we wrote: edited since, or its original lost."""
+
+    @property
+    def foreign(self) -> bool:
+        """Neither pristine nor ours."""
+        return self.current is not None and self.pristine != self.current and not self.ours
+
+    @property
+    def orphaned(self) -> bool:
+        """The file carries our text, and nothing says how it came there."""
+        told = self.ours or self.story not in ("", COMMITTED)
+        return not told and carries_ours(self.current)
+
+
+def carries_ours(data: bytes | None) -> bool:
+    """Whether bytes carry our text."""
+    return any(mark in (data or b"") for mark in _FOOTPRINTS)
+
+
+def view(
+    tree: Tree, loaded: Loaded, path: str, interrupted: Mapping[str, Sequence[Written]]
+) -> FileView:
+    """Look at one file.
+
+    Args:
+        interrupted: what transactions that did not finish wrote or were about to write.
+    """
+    current = tree.read(path)
+    origin, wanted = tree.pristine(path)
+    entry = loaded.receipt.files.get(path)
+    if current is None:
+        return FileView(path, None, None, origin, False)
+    now = sha256(current)
+    written = list(interrupted.get(path, ()))
+    written += [Written(entry.before, entry.after)] if entry is not None else []
+    if origin == "unverified":
+        # Nobody vouches for the file: what we found before our first edit counts as pristine.
+        wanted = written[-1].before if written else now
+    if now == wanted:
+        committed = origin == "git" and carries_ours(current)
+        return FileView(path, current, current, origin, False, COMMITTED if committed else "")
+    kept = original(tree, wanted) or tree.git_blob(path)
+    ours = kept is not None and any(w.after == now and w.before == wanted for w in written)
+    story = ""
+    if written and not ours:
+        story = f"{path} was edited after we patched it"
+        if written[-1].after == now:
+            story = f"{path} is as we patched it, but the kept original of it is gone"
+    return FileView(path, current, kept, origin, ours, story)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The edits that fit a tree, or the verdict that says why none does."""
+
+    edits: tuple[Edit, ...] = ()
+    before: Mapping[str, str] | None = None
+    verdict: Verdict | None = None
+
+
+def diagnose(
+    page: Page, tree: Tree, loaded: Loaded, survey: Survey, views: Mapping[str, FileView]
+) -> Diagnosis:
+    """Find the edits of a page that this tree needs."""
+    found = {e.target: _look(page, e, views[e.path], survey, loaded) for e in page.patch.edits}
+    shape = _fitting(page, found)
+    if shape is not None:
+        edits = tuple(known[found[target]] for target, known in shape.items())
+        edits = tuple(edit for edit in edits if edit.edit is not left_alone)
+        strange = [edit for edit in edits if views[edit.path].foreign]
+        if strange:
+            return Diagnosis(verdict=_foreign(page, strange[0], tree, views))
+        if not edits:
+            return _no(page, "upstreamed", "its texts are known to need no edit")
+        return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
+    files = [views[edit.path] for edit in page.patch.edits]
+    torn = any(text.startswith("!") for text in found.values())
+    if torn or any(file.foreign or file.orphaned for file in files):
+        # Neither the absence of a feature nor a fix counts as upstream's in a file that is not.
+        return Diagnosis(verdict=_failure(page, tree, survey, found, views))
+    for distribution in dict.fromkeys(edit.distribution for edit in page.patch.edits):
+        if not tree.has(distribution):
+            return _no(page, "not-applicable", f"{distribution} is not installed here")
+    for target in page.patch.feature:
+        if not survey.exists(target) and not survey.elsewhere(target):
+            return _no(page, "not-applicable", f"there is no {target}")
+    if survey.fixed(page):
+        return _no(page, "upstreamed", "the code has the fix")
+    return Diagnosis(verdict=_failure(page, tree, survey, found, views))
+
+
+def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, Edit]] | None:
+    """The shape that the tree has, if every text is known.
+
+    A shape that fits does not count while a larger part of the page recognises some text here and
+    stumbles over another, or edits one that this shape leaves out: then a target has drifted, or a
+    pin is missing, and the page would be applied by half.
+    """
+    shapes = page.patch.shapes()
+    for shape in shapes:
+        if any(found[target] not in known for target, known in shape.items()):
+            continue
+        rivals = [s for s in shapes if any(found[target] in s[target] for target in s)]
+        drifted = {t for s in rivals for t in s if found[t] != MISSING and found[t] not in s[t]}
+        left_out = {
+            t
+            for s in rivals
+            for t in set(s) - set(shape)
+            if found[t] in s[t] and s[t][found[t]].edit is not left_alone
+        }
+        if not drifted - set(shape) and not left_out:
+            return shape
+    return None
+
+
+def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded) -> str:
+    """Fingerprint of the target: in the pristine text if the file is ours, else as it stands.
+
+    A target that still has the text we gave it, in a file that was edited since, counts as known:
+    what is wrong there is the file.
+    """
+    if file.ours:
+        return survey.fingerprint(file.pristine, edit)
+    now = survey.fingerprint(file.current, edit)
+    applied = loaded.receipt.pages.get(page.name)
+    prints = applied.targets.get(edit.target) if applied is not None else None
+    if prints and file.foreign and now == prints.get("after"):
+        return prints["before"]
+    return now
+
+
+def _no(page: Page, state: State, detail: str) -> Diagnosis:
+    edit = page.patch.edits[0]
+    return Diagnosis(verdict=Verdict(page.name, page.patch.kind, state, edit.target, detail))
+
+
+def _failure(
+    page: Page,
+    tree: Tree,
+    survey: Survey,
+    found: Mapping[str, str],
+    views: Mapping[str, FileView],
+) -> Verdict:
+    """No shape fits: name the first target of the nearest one that does not, and what it is."""
+    shapes = page.patch.shapes()
+    # The shape with the fewest missing targets; of these, the one with the fewest unknown texts.
+    shape = min(
+        shapes,
+        key=lambda s: (
+            sum(found[t] == MISSING for t in s),
+            sum(found[t] not in known for t, known in s.items()),
+        ),
+    )
+    unknown = [target for target, known in shape.items() if found[target] not in known]
+    known_somewhere = {t for s in shapes for t in s if found[t] in s[t]}
+    others = [t for t, text in found.items() if text != MISSING and t not in known_somewhere]
+    for target in unknown or others[:1]:
+        print_ = found[target]
+        state, detail, command = _why(page, target, print_, tree, survey, views)
+        return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
+    target = next(iter(shape))
+    detail = "its symbols are known one by one, but no version has them together"
+    command = f"cppmega drift OLD {tree.version}"
+    return Verdict(page.name, page.patch.kind, "drifted", target, detail, next=command)
+
+
+def _why(
+    page: Page,
+    target: str,
+    print_: str,
+    tree: Tree,
+    survey: Survey,
+    views: Mapping[str, FileView],
+) -> tuple[State, str, str]:
+    path = target.partition(":")[0]
+    explain = f"cppmega explain {page.name}"
+    restore = restoring(tree, views[path])
+    if views[path].story:
+        return "drifted", views[path].story, restore
+    if views[path].orphaned:
+        detail = "it carries our patch, and no receipt says what of it is upstream's"
+        return "drifted", detail, restore
+    if print_ == MISSING:
+        places = survey.elsewhere(target)
+        if places:
+            return "moved", f"it now stands in {', '.join(places)}", explain
+        what = "the file is gone" if views[path].current is None else "the symbol is gone"
+        return "absent", what, explain
+    if print_.startswith("?"):
+        return "ambiguous", f"it is defined {print_[1:]} times", explain
+    if print_.startswith("!"):
+        return "drifted", print_[1:].rstrip("."), restore
+    if views[path].foreign:
+        detail = "its text is not upstream's: it was edited by hand or by another tool"
+        return "drifted", detail, restore
+    edits = [edit for edit in page.patch.edits if edit.target == target]
+    versions = dict.fromkeys(version for edit in edits for version in edit.pins)
+    return "drifted", f"its text is none of those known ({', '.join(versions)})", explain
+
+
+def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) -> Verdict:
+    file = views[edit.path]
+    who = "the wheel's RECORD" if file.origin == "record" else "the commit"
+    detail = file.story or f"{edit.path} differs from {who} outside of the target"
+    kind = page.patch.kind
+    return Verdict(
+        page.name, kind, "foreign", edit.target, detail, next=restoring(tree, views[edit.path])
+    )
+
+
+def restoring(tree: Tree, file: FileView) -> str:
+    """The command that brings upstream's file back."""
+    if file.origin == "record":
+        return reinstall(tree.root, tree.version)
+    if file.story == COMMITTED:
+        log = f"git -C {tree.root} log --oneline -S_cppmega_reached -- {file.path}"
+        return f"{log}; git revert the commit that it names, then apply again"
+    if file.origin == "git":
+        return f"git -C {tree.root} checkout HEAD -- {file.path}"
+    return f"unpack upstream's {file.path} again, and remove {tree.root / FOLDER}"

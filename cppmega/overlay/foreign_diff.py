@@ -1,0 +1,91 @@
+"""Edits that are not ours in an installed tree: the diff to what should stand there."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay import plan as planning
+from cppmega.overlay import receipt
+from cppmega.overlay.compute import rewritten
+from cppmega.overlay.recovery import Mended
+from cppmega.tree import wheels
+from cppmega.tree.installed import Tree, reinstall, sha256
+
+if TYPE_CHECKING:
+    from cppmega.preflight.context import Context
+
+_LINES = 40
+"""Of a diff: more belongs into a pager."""
+
+
+def difference(context: Context, path: str, pristine: bytes | None, now: bytes | None) -> str:
+    """What was changed, as a diff where the right text can be had.
+
+    Args:
+        path: of the file, relative to ROOT.
+        pristine: upstream's text; ours is made from it where pages edit the file.
+        now: what stands there.
+    """
+    if now is None:
+        return "the file is gone."
+    if pristine is None:
+        return "no copy of upstream's text is on this machine to show the edit."
+    wanted = _as_applied(context, path, pristine)
+    if wanted is None:
+        return "its patched text cannot be made again with these pages to show the edit."
+    lines = list(
+        difflib.unified_diff(
+            wanted.decode(errors="replace").splitlines(),
+            now.decode(errors="replace").splitlines(),
+            f"a/{path}",
+            f"b/{path}",
+            lineterm="",
+            n=1,
+        )
+    )
+    if not lines and wanted != now:
+        return "only its line ends, or bytes that are no UTF-8, differ."
+    more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
+    return "the edit:\n" + "\n".join(lines[:_LINES] + more)
+
+
+def upstream_text(tree: Tree, path: str) -> bytes | None:
+    """The bytes that RECORD or the commit has, if they are on this machine."""
+    _, wanted = tree.pristine(path)
+    kept = receipt.original(tree, wanted) or tree.git_blob(path)
+    if kept is not None:
+        return kept
+    try:
+        data = (wheels.cache() / "trees" / tree.version / path).read_bytes()
+    except OSError:
+        return None
+    return data if sha256(data) == wanted else None
+
+
+def restore(tree: Tree, path: str) -> str:
+    """The command that brings upstream's file back."""
+    if tree.git_blob(path) is not None:
+        return f"git -C {tree.root} checkout HEAD -- {path}"
+    return reinstall(tree.root, tree.version)
+
+
+def _as_applied(context: Context, path: str, pristine: bytes) -> bytes | None:
+    """What the pages of the receipt make of a file."""
+    applied = context.receipt
+    if path not in applied.files:
+        return pristine
+    tree = Mended(context.session.tree.root, {path: pristine})
+    try:
+        plan = planning.make(
+            tree,
+            receipt.Loaded(receipt.Receipt()),
+            context.session.pages,
+            excluded=dict.fromkeys(set(context.session.pages) - set(applied.pages), "not applied"),
+            environment=applied.gates,
+        )
+        data = rewritten(plan, path)[0]
+    except (CppmegaError, KeyError):
+        return None
+    return data if sha256(data) == applied.files[path].after else None

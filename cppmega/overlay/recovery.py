@@ -1,0 +1,62 @@
+"""A lost receipt made again from what is left: the kept originals, and the pages.
+
+Originals are kept under the hash of their bytes, and the wheel or the commit says which hash is
+upstream's. What the pages make of such an original is our work if it is what stands there, byte for
+byte; a file that somebody edited since is not, and stays nobody's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay import plan as planning
+from cppmega.overlay import receipt
+from cppmega.overlay.compute import rewritten
+from cppmega.overlay.diagnose import carries_ours
+from cppmega.overlay.receipt import Loaded, PatchedFile, Receipt
+from cppmega.page import Page
+from cppmega.tree.installed import Tree, sha256
+
+
+class Mended(Tree):
+    """A tree as it would be with some files put right."""
+
+    def __init__(self, root: Path, files: Mapping[str, bytes]) -> None:
+        super().__init__(root)
+        self._files = files
+
+    def read(self, path: str) -> bytes | None:
+        return self._files[path] if path in self._files else super().read(path)
+
+
+def recovered(tree: Tree, loaded: Loaded, pages: Mapping[str, Page]) -> Loaded:
+    """The same receipt, and in it the files that can only be ours; costs nothing if none is lost.
+
+    Every page counts as applied, with the gates of this environment: with others, or with pages
+    taken out, the bytes differ and nothing is claimed.
+    """
+    if loaded.receipt.files:
+        return loaded
+    kept: dict[str, bytes] = {}
+    for path in sorted({edit.path for page in pages.values() for edit in page.patch.edits}):
+        if carries_ours(tree.read(path)):
+            original = receipt.original(tree, tree.pristine(path)[1])
+            if original is not None:
+                kept[path] = original
+    if not kept:
+        return loaded
+    mended = Mended(tree.root, kept)
+    files: dict[str, PatchedFile] = {}
+    try:
+        plan = planning.make(mended, Loaded(Receipt()), pages, environment=os.environ)
+        for path, original in kept.items():
+            data = rewritten(plan, path)[0] if path in plan.work else original
+            if data == tree.read(path):
+                origin, steps = tree.pristine(path)[0], plan.work[path].steps
+                files[path] = PatchedFile(sha256(original), sha256(data), origin, steps)
+    except CppmegaError:  # the verbs say what is wrong with the pages or the gates
+        return loaded
+    return Loaded(Receipt(files=files), loaded.problem, loaded.exists)

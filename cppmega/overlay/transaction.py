@@ -1,0 +1,369 @@
+"""Write a set of files so that a kill at any instant loses nothing.
+
+Everything that needs room on the disk is written before the first file changes: originals, new
+texts under temporary names beside their targets, the new receipt. Then the journal, then nothing
+but renames and unlinks. Whoever finds a journal knows which bytes are ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay.diagnose import Written
+from cppmega.overlay.receipt import FOLDER, folder, refuse_link
+from cppmega.tree.installed import Tree, sha256
+
+SUFFIX = ".cppmega-new"
+UNFINISHED = "unfinished"
+"""Stands in our folder while a transaction runs; after a kill it tells the next run to clean up."""
+LOCK_SECONDS = 120
+
+Step = Callable[[str], None]
+
+
+def _no_step(name: str) -> None:
+    """Called before every step; the fault tests put a kill here."""
+
+
+step: Step = _no_step
+
+
+@contextmanager
+def locked(tree: Tree, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the tree's lock; other processes wait for it.
+
+    Raises:
+        CppmegaError: `read-only-tree`, `locked-tree`, `linked-receipt`.
+    """
+    refuse_link(tree)
+    place = folder(tree)
+    with _named_faults(tree):
+        handle = _acquire(place, say)
+    try:
+        yield
+    finally:
+        # Whoever waits notices that the file is gone, and takes a new one.
+        if not any(entry.name != "lock" for entry in place.iterdir()):
+            shutil.rmtree(place, ignore_errors=True)
+        os.close(handle)
+
+
+def _acquire(place: Path, say: Callable[[str], None]) -> int:
+    """The open lock file, locked and still in its place. A killed process leaves no lock behind."""
+    began = time.monotonic()
+    said = False
+    while time.monotonic() - began < LOCK_SECONDS:
+        try:
+            place.mkdir(exist_ok=True)
+            handle = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            continue  # its last user removed the folder just now
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_nlink:
+                return handle
+        except BlockingIOError:
+            if not said and time.monotonic() - began > 0.2:
+                say(f"waiting for another process that patches {place.parent}")
+                said = True
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+        time.sleep(0.02)
+    raise CppmegaError(
+        "locked-tree",
+        f"Another process has held {place / 'lock'} for {LOCK_SECONDS} seconds.",
+        "Two writers at once would tear files.",
+        "wait for it, or end it, then run `python -m cppmega.apply_patches` again",
+    )
+
+
+def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
+    """Hashes of what unfinished transactions wrote or were about to write, by path.
+
+    The journal is put in place by a rename, so it is whole or not there.
+    """
+    data = tree.read(f"{FOLDER}/journal.json")
+    if data is None:
+        return {}
+    try:
+        raw = json.loads(data)
+        return {path: tuple(Written(*pair) for pair in rows) for path, rows in raw["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CppmegaError(
+            "torn-journal",
+            f"{folder(tree) / 'journal.json'} cannot be read: {error}.",
+            "It says which files an interrupted run was writing.",
+            "reinstall megatron-core, remove the folder .cppmega beside it, and apply again",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of one file."""
+
+    data: bytes
+    pristine: bytes
+
+
+def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> None:
+    """Replace files, then the receipt; on any failure put everything back.
+
+    Args:
+        changes: path -> new bytes, and the pristine bytes that are kept for later.
+        receipt: the new receipt; None removes it and all that was kept.
+
+    Raises:
+        CppmegaError: `disk-full`, `read-only-tree`, `linked-tree`, `write-failed`, `torn-write`,
+            `changed-meanwhile`, `rollback-failed`.
+    """
+    place = folder(tree)
+    before = interrupted(tree)
+    with _named_faults(tree):
+        try:
+            (place / UNFINISHED).touch()
+            _clean_up(tree, before)
+            _stage_all(tree, changes, receipt, before)
+        except BaseException:
+            _unstage(tree, journal=bool(before))
+            raise
+        replaced: list[str] = []
+        try:
+            _replace_all(tree, changes, receipt, replaced)
+        except BaseException:
+            _roll_back(tree, replaced, journal=bool(before))
+            raise
+    with _named_faults(tree, "The change itself is complete."):
+        step("forget originals")
+        _forget(place, receipt)
+        step("forget journal")
+        (place / "journal.json").unlink(missing_ok=True)
+        (place / UNFINISHED).unlink(missing_ok=True)
+
+
+def _stage_all(
+    tree: Tree,
+    changes: Mapping[str, Change],
+    receipt: bytes | None,
+    before: Mapping[str, tuple[Written, ...]],
+) -> None:
+    """Everything that needs room on the disk; the journal comes last."""
+    place = folder(tree)
+    for path, change in changes.items():
+        _refuse_link(tree, path)
+        step(f"original {path}")
+        kept = place / "originals" / sha256(change.pristine)
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            _write(kept, change.pristine)
+        step(f"stage {path}")
+        _stage(tree.root / path, change.data)
+    step("stage receipt")
+    if receipt is not None:
+        _write_temporary(place / "receipt.json", receipt)
+    step("journal")
+    # What an earlier run left stays in the book until this one is through.
+    written = {path: [(w.before, w.after) for w in rows] for path, rows in before.items()}
+    for path, change in changes.items():
+        written.setdefault(path, []).append((sha256(change.pristine), sha256(change.data)))
+    _write(place / "journal.json", json.dumps({"files": written}).encode())
+
+
+def _refuse_link(tree: Tree, path: str) -> None:
+    parent = (tree.root / path).parent
+    if parent.resolve() != tree.root.resolve() / Path(path).parent:
+        raise CppmegaError(
+            "linked-tree",
+            f"{parent} is, or lies below, a link: it is {parent.resolve()}.",
+            "Patching through the link would change whoever else uses that folder.",
+            "install a copy (uv: --link-mode=copy)",
+        )
+    file = tree.root / path
+    if file.is_symlink() and tree.pristine(path)[0] != "record":
+        # An installer may link single files into its cache; there RECORD says what they hold.
+        raise CppmegaError(
+            "linked-tree",
+            f"{file} is a link to {file.resolve()}, and no RECORD says what it holds.",
+            "The patch would take the place of the link, and the file behind it would stay as it "
+            "is for everybody who looks there.",
+            f"put a copy in its place: cp --remove-destination {file.resolve()} {file}",
+        )
+
+
+def _clean_up(tree: Tree, before: Iterable[str]) -> None:
+    """Remove what killed runs left: temporary files, and bytecode of what they replaced."""
+    for place in (folder(tree), *tree.packages):
+        for where, _, files in os.walk(place):
+            for name in files:
+                if name.endswith(SUFFIX):
+                    (Path(where) / name).unlink(missing_ok=True)
+    for path in before:
+        drop_bytecode(tree.root / path)
+
+
+def _unstage(tree: Tree, journal: bool) -> None:
+    """Undo the staging; the journal stays if an earlier run needs it."""
+    with contextlib.suppress(OSError):
+        _clean_up(tree, ())
+    if not journal:
+        (folder(tree) / "journal.json").unlink(missing_ok=True)
+        (folder(tree) / UNFINISHED).unlink(missing_ok=True)
+        if not (folder(tree) / "receipt.json").exists():
+            _forget(folder(tree), None)
+
+
+def drop_bytecode(path: Path) -> None:
+    """Remove the bytecode of one source file, for every Python version.
+
+    A file rewritten within one second at the same size would otherwise keep its old bytecode.
+    """
+    import importlib.util
+
+    for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        stale.unlink(missing_ok=True)
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def _replace_all(
+    tree: Tree, changes: Mapping[str, Change], receipt: bytes | None, replaced: list[str]
+) -> None:
+    for path in changes:
+        step(f"replace {path}")
+        if (tree.root / path).read_bytes() != tree.read(path):
+            raise CppmegaError(
+                "changed-meanwhile",
+                f"{path} was changed by somebody else while it was being patched.",
+                "Their change would be lost without a trace.",
+                "let pip or the other tool finish, then run `python -m cppmega.apply_patches`",
+            )
+        replaced.append(path)
+        _temporary(tree.root / path).replace(tree.root / path)
+        step(f"bytecode {path}")
+        drop_bytecode(tree.root / path)
+    for path, change in changes.items():
+        step(f"read back {path}")
+        if (tree.root / path).read_bytes() != change.data:
+            raise CppmegaError(
+                "torn-write",
+                f"{path} does not hold what was just written to it.",
+                "Another process writes the same file, or the disk is failing.",
+                "end the other process and run `python -m cppmega.apply_patches` again",
+            )
+    place = folder(tree)
+    step("receipt")
+    if receipt is None:
+        (place / "receipt.json").unlink(missing_ok=True)
+    else:
+        _temporary(place / "receipt.json").replace(place / "receipt.json")
+    _sync_folder(place)
+
+
+def _roll_back(tree: Tree, replaced: Iterable[str], journal: bool) -> None:
+    try:
+        for path in replaced:
+            data = tree.read(path)
+            if data is not None and (tree.root / path).read_bytes() != data:
+                _stage(tree.root / path, data)
+                _temporary(tree.root / path).replace(tree.root / path)
+            drop_bytecode(tree.root / path)
+    except OSError as error:
+        raise CppmegaError(
+            "rollback-failed",
+            f"A write failed, and so did putting the files back: {error}.",
+            "Some files are patched and some are not; the journal knows which.",
+            "mend the cause and run `python -m cppmega.apply_patches` again, or `cppmega revert`",
+        ) from error
+    _unstage(tree, journal)
+
+
+def _forget(place: Path, receipt: bytes | None) -> None:
+    """Drop the originals that no receipt names any more."""
+    files = json.loads(receipt)["files"].values() if receipt is not None else ()
+    named = {entry["before"] for entry in files}
+    for kept in (place / "originals").glob("*"):
+        if kept.name not in named:
+            kept.unlink(missing_ok=True)
+    if not named:
+        shutil.rmtree(place / "originals", ignore_errors=True)
+
+
+def _stage(target: Path, data: bytes) -> None:
+    """New bytes beside the target, with its permissions and owner."""
+    temporary = _temporary(target)
+    _write_temporary(target, data)
+    before = target.stat()
+    temporary.chmod(before.st_mode & 0o7777)
+    if before.st_uid != os.geteuid() or before.st_gid != os.getegid():
+        with contextlib.suppress(PermissionError):
+            os.chown(temporary, before.st_uid, before.st_gid)
+
+
+def _write(target: Path, data: bytes) -> None:
+    _write_temporary(target, data)
+    _temporary(target).replace(target)
+
+
+def _write_temporary(target: Path, data: bytes) -> None:
+    with _temporary(target).open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}{SUFFIX}")
+
+
+def _sync_folder(place: Path) -> None:
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems sync no folders
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _named_faults(tree: Tree, done: str = "Nothing was changed.") -> Iterator[None]:
+    """Turn the operating system's refusals into named errors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CppmegaError(
+                "disk-full",
+                f"There is no room left below {tree.root}. {done}",
+                "A half-written file would break the import of megatron.",
+                "free some space and run `python -m cppmega.apply_patches` again",
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise CppmegaError(
+                "read-only-tree",
+                f"{error.filename or tree.root} cannot be written. {done}",
+                "The patches cannot be put where Python imports megatron from.",
+                "use an environment of your own: python -m venv, or copy the tree and pass "
+                "--megatron",
+            ) from error
+        raise CppmegaError(
+            "write-failed",
+            f"{error.strerror}: {error.filename or tree.root}. {done}",
+            "The patches could not be written as a whole.",
+            (
+                f"move {error.filename} away: it stands where a folder of ours must be"
+                if isinstance(error, FileExistsError | NotADirectoryError)
+                else "mend the cause"
+            )
+            + "; then `python -m cppmega.apply_patches` again",
+        ) from error

@@ -1,0 +1,359 @@
+"""The verbs: apply, status, diff and revert on one tree."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from cppmega.catalogue import gates
+from cppmega.catalogue import loader as catalogue
+from cppmega.catalogue.revision import engine_revision
+from cppmega.errors import CppmegaError
+from cppmega.overlay import plan as planning
+from cppmega.overlay import receipt, remembered, transaction
+from cppmega.overlay.compute import changes_of, overlay_digest, restored, rewritten
+from cppmega.overlay.diagnose import restoring
+from cppmega.overlay.plan import Plan
+from cppmega.overlay.receipt import Receipt
+from cppmega.overlay.recovery import recovered
+from cppmega.overlay.survey import Survey
+from cppmega.overlay.verdict import DONE, FAILURES, NEEDED, Verdict
+from cppmega.page import Page
+from cppmega.rewriting import code_text
+from cppmega.tree.installed import Tree, find_root
+
+Say = Callable[[str], None]
+
+NOT_WHOLE = FAILURES | {"pending"}
+"""States with which a run must not start."""
+
+
+def _silent(message: str) -> None:
+    """Progress that nobody asked for."""
+
+
+@dataclass
+class Session:
+    """One tree and its catalogues; every verb starts here."""
+
+    root: Path | None = None
+    catalogues: Sequence[Path] | None = None
+    """Folders given by `--patches`; None: those that the receipt remembers."""
+    say: Say = _silent
+    _survey: Survey | None = None
+    _pinned: Mapping[str, str] | None = None
+    """Hashes of remembered catalogues; None where the user has named the folders now."""
+
+    def __post_init__(self) -> None:
+        self.root = self.root if self.root is not None else find_root()
+        tree = self.tree
+        old = receipt.load(tree).receipt
+        code_text.remember(old.code)
+        written = {path: {entry.after} for path, entry in old.files.items()}
+        for path, entries in transaction.interrupted(tree).items():
+            written.setdefault(path, set()).update(entry.after for entry in entries)
+        tree.check(written)
+        kept = [Path(p) for p in old.catalogues]
+        if self.catalogues is None and kept:
+            self.say("also patching from " + ", ".join(map(str, kept)) + " (the receipt)")
+            self._pinned = old.catalogue_hashes
+        chosen = kept if self.catalogues is None else self.catalogues
+        self.catalogues = [folder.resolve() for folder in chosen]
+
+    @cached_property
+    def pages(self) -> dict[str, Page]:
+        """Every page of the catalogues, by name.
+
+        Raises:
+            CppmegaError: `catalogue-changed`, and what `catalogue.load` raises.
+        """
+        if self._pinned is not None:
+            assert self.root is not None
+            remembered.refuse_changed(self.catalogues or (), self._pinned, self.root)
+        return catalogue.load(self.catalogues or ())
+
+    @property
+    def tree(self) -> Tree:
+        """A fresh look at the files: a verb that writes looks again under the lock."""
+        assert self.root is not None
+        return Tree(self.root)
+
+    def plan(self, excluded: Mapping[str, str] | None, environment: Mapping[str, str]) -> Plan:
+        """Diagnose the tree as it stands.
+
+        Args:
+            excluded: pages that are left out -> why; None: those of the receipt.
+        """
+        tree = self.tree
+        loaded = recovered(tree, receipt.load(tree), self.pages)
+        plan = planning.make(
+            tree,
+            loaded,
+            self.pages,
+            excluded=left_out(loaded.receipt) if excluded is None else excluded,
+            environment=environment,
+            interrupted=transaction.interrupted(tree),
+            earlier=self._survey,
+        )
+        self._survey = plan.survey
+        return plan
+
+
+@dataclass
+class Outcome:
+    """What a verb found or did."""
+
+    plan: Plan
+    digest: str
+    changed: list[str] = field(default_factory=list)
+    """Files written (or, with `check`, that would be)."""
+    receipt_changed: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """One per page, by name."""
+        return list(self.plan.verdicts.values())
+
+    @property
+    def ok(self) -> bool:
+        """Everything is as it must be."""
+        return self.plan.finished and not self.notes
+
+
+def status(session: Session) -> Outcome:
+    """The state of every page; writes nothing.
+
+    Gates are those of the last apply, where there was one: that is what is in the files.
+    """
+    tree = session.tree
+    loaded = receipt.load(tree)
+    gates.check(session.pages.values())
+    environment = {**os.environ, **loaded.receipt.gates}
+    plan = session.plan(None, environment)
+    notes = [loaded.problem] if loaded.problem else []
+    whole = loaded.exists and not loaded.problem
+    if whole and loaded.receipt.digest != overlay_digest(loaded.receipt):
+        notes.append("the receipt was changed by hand, or torn: cppmega apply writes it again")
+    if transaction.interrupted(tree):
+        notes.append("an apply or revert was interrupted; run it again to finish or undo it")
+    notes += [
+        f"{file.path}: {file.story or _ORPHAN}" for file in plan.views.values() if file.orphaned
+    ]
+    return Outcome(plan, loaded.receipt.digest if plan.finished else "", notes=notes)
+
+
+def apply(
+    session: Session,
+    *,
+    only: Sequence[str] = (),
+    check: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> Outcome:
+    """Make the tree f(pristine, active pages), or change nothing at all.
+
+    Args:
+        only: the active set; empty: every page.
+        check: compute everything, write nothing.
+
+    Raises:
+        CppmegaError: anything that makes writing unsafe. Pages in a failure state are no
+            exception: they are in the outcome, and nothing was written.
+    """
+    gates.check(session.pages.values(), environment)
+    for name in only:
+        page = catalogue.get(session.pages, name)
+        if not gates.is_on(page, environment):
+            raise CppmegaError(
+                "gate-closed",
+                f"{name} was asked for by name, but its gate {page.patch.gate} is not set.",
+                "What is asked for and not applied must stop the run.",
+                f"export {page.patch.gate}=1",
+            )
+    others = set(session.pages) - set(only) if only else set()
+    chosen = Receipt(excluded=sorted(others), only=sorted(only))
+    return _make_it_so(session, lambda _: (chosen, environment), check)
+
+
+def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
+    """Take pages out, all of them or some, restoring the exact pristine bytes.
+
+    Raises:
+        CppmegaError: `foreign-edit`, where somebody edited a patched file since; `unknown-page`.
+    """
+    loaded = receipt.load(session.tree)
+    begun = bool(transaction.interrupted(session.tree))
+    for name in names:
+        if name not in loaded.receipt.pages:
+            catalogue.get(session.pages, name)
+    if names and (loaded.receipt.pages or begun):
+        return _make_it_so(session, lambda old: _without(old, names), check=False)
+    if not names:
+        try:
+            _ = session.pages
+        except CppmegaError as error:
+            session.say(f"{error}; reverting by the receipt alone")
+            session.pages = {}
+        if receipt.folder(session.tree).is_dir():  # perhaps only what a killed run left there
+            return _revert_all(session)
+    session.say("nothing is applied")
+    plan = _bare_plan(session)
+    _refuse_orphans(plan, ())
+    return Outcome(plan, "", notes=[loaded.problem] if loaded.problem else [])
+
+
+def _revert_all(session: Session) -> Outcome:
+    with transaction.locked(session.tree, session.say):
+        plan = _bare_plan(session)
+        changes = dict(restored(plan, keep=set()))
+        _refuse_orphans(plan, changes)
+        transaction.commit(plan.tree, changes, None)
+    return Outcome(_bare_plan(session), "", sorted(changes))
+
+
+def _bare_plan(session: Session) -> Plan:
+    """The tree without any page."""
+    return session.plan(dict.fromkeys(session.pages, "reverted"), {})
+
+
+_ORPHAN = "it carries our patch, and no receipt says what of it is upstream's"
+
+
+def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
+    for path, file in plan.views.items():
+        if file.orphaned and path not in restored:
+            raise CppmegaError(
+                "receipt-missing",
+                f"{path}: {file.story or _ORPHAN}.",
+                "Without them nobody can say which part of the file is upstream's.",
+                restoring(plan.tree, file),
+            )
+
+
+def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> str:
+    """Unified diff from the pristine text to the text with every active page, or with one page."""
+    excluded: dict[str, str] | None = None
+    if name is not None:
+        catalogue.get(session.pages, name)
+        excluded = dict.fromkeys(set(session.pages) - {name}, "not shown")
+    plan = session.plan(excluded, environment)
+    _refuse(plan, [v for v in plan.failures if name in (None, v.name)])
+    if name is not None and plan.verdicts[name].state not in NEEDED:
+        session.say(f"{name} is {plan.verdicts[name].state}: {plan.verdicts[name].detail}")
+    pieces: list[str] = []
+    for path, work in plan.work.items():
+        pristine = plan.views[path].pristine
+        assert pristine is not None
+        data = rewritten(plan, path)[0]
+        if work.edits:
+            pieces.extend(
+                difflib.unified_diff(
+                    pristine.decode(errors="replace").splitlines(keepends=True),
+                    data.decode(errors="replace").splitlines(keepends=True),
+                    f"a/{path}",
+                    f"b/{path}",
+                )
+            )
+    return "".join(pieces)
+
+
+def _refuse(plan: Plan, failures: Sequence[Verdict]) -> None:
+    for verdict in failures:
+        raise CppmegaError(
+            f"patch-{verdict.state}",
+            f"{verdict.name}: {verdict.target}: {verdict.detail}.",
+            "There is no text to show the change on.",
+            verdict.next or f"cppmega explain {verdict.name}",
+        )
+
+
+def left_out(chosen: Receipt) -> dict[str, str]:
+    """Pages that a receipt leaves out -> why."""
+    asked = f"left out: --only asked for {', '.join(chosen.only)}"
+    alone = set(chosen.only) or set(chosen.excluded)
+    return {name: "taken out by name" if name in alone else asked for name in chosen.excluded}
+
+
+_Choice = tuple[Receipt, Mapping[str, str]]
+"""What a verb wants to be left out, and the environment that opens the gates."""
+
+
+def _without(old: Receipt, names: Sequence[str]) -> _Choice:
+    chosen = Receipt(excluded=sorted({*old.excluded, *names}), only=old.only)
+    return chosen, {**os.environ, **old.gates}
+
+
+def _make_it_so(session: Session, choose: Callable[[Receipt], _Choice], check: bool) -> Outcome:
+    """Bring the tree to what the choice asks for.
+
+    Args:
+        choose: from the receipt as it is when the tree is planned.
+    """
+    plan = _planned(session, choose)
+    if plan.failures:
+        plan = _settled(session, choose)
+    if plan.failures:
+        return Outcome(plan, "")
+    _refuse_orphans(plan, ())
+    if not _needs_writing(session, plan):
+        return Outcome(plan, plan.loaded.receipt.digest)
+    if check:
+        changes, _, digest = changes_of(plan, session.catalogues or ())
+        return Outcome(plan, digest, sorted(changes), receipt_changed=True)
+    with transaction.locked(session.tree, session.say):
+        plan = _planned(session, choose)  # the tree may have changed while we waited
+        if plan.failures:
+            return Outcome(plan, "")
+        if not _needs_writing(session, plan):
+            return Outcome(plan, plan.loaded.receipt.digest)
+        changes, new, digest = changes_of(plan, session.catalogues or ())
+        if plan.loaded.problem:
+            session.say(f"{plan.loaded.problem}; writing a new one")
+        transaction.commit(plan.tree, changes, new)
+    return Outcome(_planned(session, choose), digest, sorted(changes), True)
+
+
+def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
+    chosen, environment = choose(receipt.load(session.tree).receipt)
+    plan = session.plan(left_out(chosen), environment)
+    plan.only = chosen.only
+    return plan
+
+
+def _settled(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
+    """The plan again, when no other process is writing: half of its work looks foreign."""
+    if not receipt.folder(session.tree).is_dir():
+        return _planned(session, choose)
+    try:
+        with transaction.locked(session.tree, session.say):
+            return _planned(session, choose)
+    except CppmegaError as error:
+        if error.name != "read-only-tree":
+            raise
+        return _planned(session, choose)
+
+
+def _needs_writing(session: Session, plan: Plan) -> bool:
+    """Cheap: true unless the receipt proves that there is nothing to do."""
+    old = plan.loaded.receipt
+    done = {v.name for v in plan.verdicts.values() if v.state in DONE}
+    return (
+        not plan.loaded.exists
+        or bool(plan.loaded.problem)
+        or old.digest != overlay_digest(old)
+        or not plan.finished
+        or (receipt.folder(plan.tree) / transaction.UNFINISHED).exists()
+        or old.gates != plan.gates
+        or old.excluded != list(plan.excluded)
+        or old.only != plan.only
+        or old.engine != engine_revision()
+        or old.catalogues != [str(folder) for folder in session.catalogues or []]
+        or old.catalogue_hashes != remembered.pins(session.catalogues or ())
+        or set(old.pages) != done
+        or any(old.pages[name].text != plan.pages[name].text for name in done)
+        or any(path not in plan.work for path in old.files)
+    )

@@ -1,0 +1,83 @@
+"""No old bytecode stands in for a patched file.
+
+Python trusts a `.pyc` whose source has the same second and the same size. Where that is so, the
+code in it is compared with what the source compiles to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import marshal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import refuse
+
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
+
+_HEADER = 16
+
+
+def check(context: Context) -> str:
+    """Look at the bytecode of every patched file that this interpreter would use.
+
+    Raises:
+        CppmegaError: `stale-bytecode`.
+    """
+    looked: list[Path] = []
+    refuse(_stale(context, looked))
+    return f"{len(looked)} bytecode files belong to their sources"
+
+
+def _stale(context: Context, looked: list[Path]) -> Iterator[CppmegaError]:
+    root = context.session.tree.root
+    for path in context.receipt.files:
+        source = root / path
+        for cached, optimize in _caches(source, context.environ):
+            looked.append(cached)
+            if _trusted(cached, source) and not _same(cached, source, optimize):
+                yield CppmegaError(
+                    "stale-bytecode",
+                    f"{cached} holds other code than {source}, and Python would take it.",
+                    "The patch is in the source and not in what runs.",
+                    f"rm {cached}",
+                )
+
+
+def _caches(source: Path, environ: Mapping[str, str]) -> Iterator[tuple[Path, int]]:
+    """Where this interpreter keeps the bytecode of a file, for each level of optimisation."""
+    name = Path(importlib.util.cache_from_source(str(source))).name
+    prefix = environ.get("PYTHONPYCACHEPREFIX")
+    folder = source.parent / "__pycache__"
+    if prefix:
+        folder = Path(prefix) / source.parent.absolute().relative_to("/")
+    for suffix, optimize in (("", 0), (".opt-1", 1), (".opt-2", 2)):
+        cached = folder / name.replace(".pyc", f"{suffix}.pyc")
+        if cached.is_file():
+            yield cached, optimize
+
+
+def _trusted(cached: Path, source: Path) -> bool:
+    """Whether Python would use it without looking at the source's text."""
+    head = cached.read_bytes()[:_HEADER]
+    if len(head) < _HEADER or head[:4] != importlib.util.MAGIC_NUMBER:
+        return False
+    flags = int.from_bytes(head[4:8], "little")
+    if flags & 1:  # by hash; it is only compared where the second bit says so
+        return not flags & 2 or head[8:] == importlib.util.source_hash(source.read_bytes())
+    there = source.stat()
+    return (int.from_bytes(head[8:12], "little"), int.from_bytes(head[12:16], "little")) == (
+        int(there.st_mtime) & 0xFFFFFFFF,
+        there.st_size & 0xFFFFFFFF,
+    )
+
+
+def _same(cached: Path, source: Path, optimize: int) -> bool:
+    try:
+        held = marshal.loads(cached.read_bytes()[_HEADER:])
+    except (EOFError, ValueError, TypeError):
+        return False
+    fresh = compile(source.read_bytes(), str(source), "exec", dont_inherit=True, optimize=optimize)
+    return bool(held == fresh)

@@ -1,0 +1,134 @@
+"""The checkpoint that the run resumes from is whole, runs no code, and is of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cppmega.checkpoints import files as checkpoint_files
+from cppmega.checkpoints import shapes as checkpoint_shapes
+from cppmega.checkpoints import tracker as checkpoint_tracker
+from cppmega.checkpoints.files import Saved
+from cppmega.errors import CppmegaError
+from cppmega.host import console, progress
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.recipe import Recipe
+
+AFTER: tuple[str, ...] = ("imported_process", "line_parses")
+
+_MODEL = (
+    *("hidden_size", "num_layers", "num_attention_heads", "num_experts", "mtp_num_layers"),
+    "hybrid_layer_pattern",
+)
+
+
+def check(context: Context) -> str:
+    """Read it, and compare its arguments and its shapes with those of the launch.
+
+    Raises:
+        CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`,
+            `checkpoint-of-another-recipe`, `checkpoint-of-another-model`, `nothing-to-train`.
+        NotApplicable: the run starts afresh.
+    """
+    load = context.options.load
+    if context.recipe is not None and context.is_loop and load is not None:
+        saved = _read(load, context.deep)
+        refuse(_other_loop(load, context.recipe, saved))
+        return f"{load}, step {saved.step}{_how(load, saved)}"
+    options = context.line.options
+    if options.load is None:
+        raise NotApplicable("the run starts from untrained weights")
+    fresh = not checkpoint_tracker.exists(options.load)
+    if context.recipe is None and fresh and options.load == options.save:
+        # As most of Megatron's own scripts say it: a start, which can be started again.
+        raise NotApplicable(f"{options.load} holds no checkpoint yet")
+    saved = _read(options.load, context.deep)
+    refuse(_found(context, options.load, saved))
+    whose = saved.arguments.get("cppmega_recipe", "no recipe")
+    of = f"of {whose}" if saved.arguments else "which does not say whose it is"
+    return f"{options.load}, step {saved.step}, {of}{_how(options.load, saved)}"
+
+
+def _read(load: Path, deep: bool) -> Saved:
+    _, folder = checkpoint_files.newest(load)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    telling = progress.lines(f"reading {folder}", size, console.say)
+    return checkpoint_files.read(load, deep=deep, advance=telling)
+
+
+def _how(load: Path, saved: Saved) -> str:
+    if saved.summed:
+        return ", every checksum right"
+    return ", of the right size; its checksums are compared with --deep"
+
+
+def _other_loop(load: Path, recipe: Recipe, saved: Saved) -> Iterator[CppmegaError]:
+    """A loop learns a vector for every position, so that its length is of the model as well."""
+    there = checkpoint_shapes.facts(saved.shapes)
+    heads = saved.state.get("num_attention_heads")  # older ones do not have it
+    if heads is not None:
+        there["num_attention_heads"] = heads
+    other = [
+        f"{name} {value} and {getattr(recipe, name)}"
+        for name, value in there.items()
+        if value != getattr(recipe, name)
+    ]
+    if "hidden_size" not in there:
+        other = ["it holds no embedding"]
+    if other:
+        yield _other_model(load, other)
+
+
+def _found(context: Context, load: Path, saved: Saved) -> Iterator[CppmegaError]:
+    recipe, args = context.recipe, context.megatron_args
+    whose = saved.arguments.get("cppmega_recipe")
+    if recipe is not None and whose not in (None, recipe.name):
+        yield CppmegaError(
+            "checkpoint-of-another-recipe",
+            f"{load} holds step {saved.step} of recipe {whose}, not of {recipe.name}.",
+            "The run would resume from another model's weights, or mix both in one folder.",
+            "another --save folder, or the recipe that made it",
+        )
+        return
+    last = recipe.train_iters if recipe is not None else args["train_iters"]
+    if saved.step.isdigit() and last is not None and int(saved.step) >= last:
+        yield CppmegaError(
+            "nothing-to-train",
+            f"{load} holds step {saved.step}, and the run ends at step {last}.",
+            "It would load the checkpoint, do nothing, and end as if all were well.",
+            "--set train_iters=... with more steps, or another --save folder",
+        )
+    other = [*_other_arguments(saved.arguments, args), *_other_shapes(saved, recipe)]
+    if other:
+        yield _other_model(load, other)
+
+
+def _other_arguments(saved: Mapping[str, Any], args: Mapping[str, Any]) -> Iterator[str]:
+    for name in _MODEL:
+        # Megatron counts layers of a pattern itself, after it has parsed the line.
+        if saved.get(name) is not None and args.get(name) not in (None, saved[name]):
+            yield f"{name} {saved[name]} and {args[name]}"
+
+
+def _other_shapes(saved: Saved, recipe: Recipe | None) -> Iterator[str]:
+    """Also of a checkpoint that does not say what it is of."""
+    there = checkpoint_shapes.facts(saved.shapes)
+    if recipe is None or "hidden_size" not in there:
+        return
+    if there["vocab_size"] != recipe.padded_vocab_size:
+        yield f"rows of the embedding {there['vocab_size']} and {recipe.padded_vocab_size}"
+    if there["hidden_size"] != recipe.hidden_size and not saved.arguments:
+        yield f"hidden_size {there['hidden_size']} and {recipe.hidden_size}"
+    if there["mtp_num_layers"] != recipe.mtp_num_layers and not saved.arguments:
+        yield f"mtp_num_layers {there['mtp_num_layers']} and {recipe.mtp_num_layers}"
+
+
+def _other_model(load: Path, other: list[str]) -> CppmegaError:
+    return CppmegaError(
+        "checkpoint-of-another-model",
+        f"{load} and the launch differ: {', '.join(other)}.",
+        "Its weights do not fit, or Megatron takes the part that does.",
+        "another --load or --save folder, or the --set with which it was made",
+    )

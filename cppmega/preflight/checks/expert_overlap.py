@@ -1,0 +1,31 @@
+"""Overlapped expert communication is not combined with two MTP depths."""
+
+from __future__ import annotations
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable
+
+AFTER: tuple[str, ...] = ("line_parses",)
+
+
+def check(context: Context) -> str:
+    """Look at what the parser made of the line.
+
+    Raises:
+        CppmegaError: `expert-overlap-with-mtp`.
+    """
+    args = context.megatron_args
+    if not args.get("overlap_moe_expert_parallel_comm"):
+        raise NotApplicable("expert communication is not overlapped")
+    depths = max(
+        args.get("mtp_num_layers") or 0, (args.get("hybrid_layer_pattern") or "").count("/")
+    )
+    if depths > 1:
+        raise CppmegaError(
+            "expert-overlap-with-mtp",
+            f"--overlap-moe-expert-parallel-comm with {depths} MTP depths.",
+            "Megatron's combined 1F1B schedule, which overlaps it, knows one depth.",
+            "leave --overlap-moe-expert-parallel-comm out, or train one MTP depth",
+        )
+    return f"{depths} MTP depths"

@@ -1,0 +1,122 @@
+"""Every folder that the run writes to can be written to, and has room for its checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.devices import gib
+from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.launch_line import Line
+from cppmega.recipe.arithmetic import parameters
+
+AFTER: tuple[str, ...] = ("recipe_complete",)
+
+_PER_PARAMETER = 2 + 12
+"""bf16 weight; fp32 weight and two moments."""
+_LOG = 2**30
+"""Room that logs and caches need."""
+
+
+def check(context: Context) -> str:
+    """Look at the nearest folder that exists, for each.
+
+    Raises:
+        CppmegaError: `folder-not-writable`, `disk-full`.
+    """
+    looked: list[str] = []
+    refuse(_found(context, looked))
+    return ", ".join(looked) or "the run writes nowhere"
+
+
+def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
+    metrics = context.options.metrics
+    if metrics is not None and metrics.is_dir():
+        yield CppmegaError(
+            "folder-not-writable",
+            f"{metrics} (--metrics) is a folder, and must be a file.",
+            "The run would end at its first logged step.",
+            f"--metrics {metrics / 'metrics.jsonl'}",
+        )
+    for purpose, folder, room in _folders(context):
+        there = _nearest(folder)
+        if not there.is_dir() or not _takes_files(there):
+            yield CppmegaError(
+                "folder-not-writable",
+                f"{folder} ({purpose}) cannot be made or written to: {there} is "
+                f"{'read-only for this user' if there.is_dir() else 'a file'}.",
+                "The run would end when it first writes there, hours from now.",
+                "--runs FOLDER, or export CPPMEGA_RUNS=FOLDER"
+                if purpose == "run folder"
+                else f"another folder for {purpose}, or mend its permissions",
+            )
+            continue
+        free = shutil.disk_usage(there).free
+        if free < room:
+            yield CppmegaError(
+                "disk-full",
+                f"{folder} ({purpose}) lies on a disk with {gib(free)} free; it needs {gib(room)}.",
+                "A checkpoint that is cut off cannot be loaded.",
+                "another disk, or remove what nobody needs there (never a checkpoint unseen)",
+            )
+        looked.append(f"{purpose} {folder} ({gib(free)} free)")
+
+
+def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
+    environ, home = context.environ, Path(context.environ.get("HOME", "/nonexistent"))
+    if context.folder is not None:
+        yield "run folder", context.folder, _LOG
+    try:
+        line: Line | None = context.line
+    except NotApplicable:
+        line = None
+        save, metrics = context.options.save, context.options.metrics
+        if save is not None:
+            yield "--save", save, _LOG
+        if metrics is not None:
+            yield "--metrics", metrics.parent, _LOG
+    if line is not None and context.recipe is None and line.options.save is not None:
+        yield "--save", line.options.save, _LOG
+    if line is not None and context.recipe is not None:
+        options = line.options
+        if options.save is not None:
+            # Nobody removes old ones; room for two is what a run can be asked to start with.
+            one = _PER_PARAMETER * parameters(context.recipe).total
+            yield (
+                "--save",
+                options.save,
+                one * (2 if context.recipe.train_iters > options.save_interval else 1),
+            )
+        for purpose, folder in (
+            *(("--tensorboard", options.tensorboard), ("--data-cache", options.data_cache)),
+            ("--metrics", options.metrics.parent if options.metrics is not None else None),
+        ):
+            if folder is not None:
+                yield purpose, folder, _LOG
+        if options.data and options.data_cache is None:
+            yield "sample indices beside the data", Path(options.data[0]).parent, _LOG
+    if context.needs_gpu and context.training_machine:
+        triton = environ.get("TRITON_CACHE_DIR") or str(home / ".triton")
+        yield "Triton's cache", Path(triton), _LOG
+        yield "temporary files", Path(environ.get("TMPDIR") or "/tmp"), _LOG
+
+
+def _takes_files(folder: Path) -> bool:
+    """By trying: permissions say nothing of a read-only mount, a quota, or a squashed root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the first above it that exists."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there

@@ -1,0 +1,77 @@
+"""Nobody edited or added a file of the installed Megatron by hand.
+
+The patched files are `patched_files`'s; here every file is compared with the RECORD of the
+distribution that installed it, with the commit of a checkout, or with the edits that were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay import foreign_diff
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Remark, refuse
+from cppmega.rank import provenance
+from cppmega.tree.installed import sha256
+
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole")
+"""Without the receipt every patched file would pass for edited by hand."""
+
+
+def check(context: Context) -> str:
+    """Hash every Python file of Megatron.
+
+    Raises:
+        CppmegaError: `file-gone`, `foreign-file`, `accepted-edit-differs`; `foreign-edit`, with
+            the diff where upstream's text can be had offline.
+    """
+    unverified: list[str] = []
+    known = [path for path in _paths(context) if context.session.tree.read(path) is not None]
+    refuse(_found(context, unverified))
+    said = f"{len(known) - len(unverified)} files are upstream's"
+    if context.accepted:
+        said += f"; accepted edits: {', '.join(sorted(context.accepted))}"
+    if unverified:
+        some = ", ".join(unverified[:3])
+        said += f"; {len(unverified)} unverified, of no RECORD and no commit ({some})"
+    return Remark(said) if unverified or context.accepted else said
+
+
+def _paths(context: Context) -> list[str]:
+    """Files that are there or should be, without those that carry our patches."""
+    tree = context.session.tree
+    recorded = (path for path in tree.recorded if path.endswith(".py"))
+    every = dict.fromkeys((*tree.python_files, *recorded, *context.accepted))
+    ours = context.receipt.files
+    return [path for path in every if path.startswith("megatron/") and path not in ours]
+
+
+def _found(context: Context, unverified: list[str]) -> Iterator[CppmegaError]:
+    tree = context.session.tree
+    for path in _paths(context):
+        data = tree.read(path)
+        if data is None:
+            yield _gone(context, path)
+        elif tree.vouched(path):
+            continue
+        elif path in context.accepted:
+            yield from provenance.refused_edit(path, sha256(data), context.accepted[path])
+        elif tree.pristine(path)[0] != "unverified":
+            pristine = foreign_diff.upstream_text(tree, path)
+            edit = foreign_diff.difference(context, path, pristine, data)
+            yield provenance.foreign_edit(tree, path, sha256(data), edit)
+        elif tree.has_origin(path):
+            yield provenance.foreign_file(tree, path, sha256(data))
+        else:
+            unverified.append(path)
+
+
+def _gone(context: Context, path: str) -> CppmegaError:
+    who = "its edit was accepted" if path in context.accepted else "upstream has it"
+    return CppmegaError(
+        "file-gone",
+        f"{path} is gone; {who}.",
+        "Whatever imports it late ends the run there, perhaps at its first checkpoint.",
+        foreign_diff.restore(context.session.tree, path),
+    )

@@ -1,0 +1,29 @@
+"""FP8 has a number of attention heads that it can work with."""
+
+from __future__ import annotations
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable
+
+AFTER: tuple[str, ...] = ("line_parses",)
+
+
+def check(context: Context) -> str:
+    """Look at what the parser made of the line.
+
+    Raises:
+        CppmegaError: `fp8-heads`.
+    """
+    args = context.megatron_args
+    if not args.get("fp8"):
+        raise NotApplicable("nothing is FP8")
+    heads = args["num_attention_heads"] // args["tensor_model_parallel_size"]
+    if heads % 8:
+        raise CppmegaError(
+            "fp8-heads",
+            f"FP8 with {heads} attention heads on a rank, which is no multiple of 8.",
+            "Transformer Engine refuses the matrices, or pads them into something slower.",
+            "--bf16 without --fp8-format, or another number of heads",
+        )
+    return f"{heads} heads on a rank"

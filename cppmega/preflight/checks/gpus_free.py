@@ -1,0 +1,36 @@
+"""Nobody else's process holds the memory of the GPUs."""
+
+from __future__ import annotations
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.devices import gib
+from cppmega.preflight.findings import NotApplicable, refuse
+
+AFTER: tuple[str, ...] = ("gpus",)
+
+_OWN = 2 * 2**30
+"""What the driver and the process that looks take."""
+
+
+def check(context: Context) -> str:
+    """Compare free memory with all of it.
+
+    Raises:
+        CppmegaError: `gpu-occupied`.
+    """
+    found = context.devices.found
+    if not found:
+        raise NotApplicable("there is no GPU")
+    refuse(
+        CppmegaError(
+            "gpu-occupied",
+            f"GPU {index} ({device.name}): {gib(device.total - device.free)} of "
+            f"{gib(device.total)} are taken by another process.",
+            "The run would end out of memory later, or both would run at half speed.",
+            "nvidia-smi shows whose it is; a killed run's ranks may live on",
+        )
+        for index, device in enumerate(found)
+        if device.total - device.free > _OWN
+    )
+    return f"{gib(min(device.free for device in found))} are free on the fullest"

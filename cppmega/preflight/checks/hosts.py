@@ -1,0 +1,68 @@
+"""Hosts find each other: the GPUs divide among them, and this host's name has an address."""
+
+from __future__ import annotations
+
+import socket
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable, Remark
+
+AFTER: tuple[str, ...] = ()
+
+
+def check(context: Context) -> str:
+    """Divide, and look the name up.
+
+    Raises:
+        CppmegaError: `gpus-do-not-divide`, `host-name-unknown`.
+        NotApplicable: one host trains, and its name has an address.
+    """
+    name = socket.gethostname()
+    if context.nodes == 1 or context.recipe is None:
+        return _alone(name, launched=context.folder is not None)
+    recipe = context.recipe
+    if context.nodes < 1 or recipe.gpus % context.nodes:
+        raise CppmegaError(
+            "gpus-do-not-divide",
+            f"{recipe.gpus} GPUs of {recipe.name} do not divide into {context.nodes} hosts.",
+            "torchrun starts as many ranks on each.",
+            "--set gpus=... with a batch that fits, or another --nnodes",
+        )
+    address = _address(name)
+    if address is None:
+        raise CppmegaError(
+            "host-name-unknown",
+            f"This host calls itself {name}, and no address belongs to that name.",
+            "The other hosts' ranks wait for it until they give up.",
+            "put the name into /etc/hosts or the name server",
+        )
+    if address.startswith("127."):
+        raise CppmegaError(
+            "host-name-unknown",
+            f"This host calls itself {name}, which is {address}: only itself can reach that.",
+            "The other hosts' ranks wait for it until they give up.",
+            "give the name its real address in /etc/hosts, or export GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME and the real name",
+        )
+    return f"{recipe.gpus // context.nodes} GPUs on each of {context.nodes} hosts, {name} {address}"
+
+
+def _alone(name: str, *, launched: bool) -> Remark:
+    """One host; torchrun sends its ranks to the host's own name, if nothing else is asked for."""
+    if _address(name) is not None:
+        raise NotApplicable("one host trains")
+    lacking = f"this host calls itself {name}, and no address belongs to that name"
+    if launched:
+        return Remark(f"{lacking}: the ranks meet at 127.0.0.1")
+    return Remark(
+        f"{lacking}. cppmega launch lets the ranks meet at 127.0.0.1; under torchrun they wait for "
+        f"each other for ever: torchrun --local-addr 127.0.0.1, or put {name} into /etc/hosts"
+    )
+
+
+def _address(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None

@@ -1,0 +1,36 @@
+"""Every active patch does what it is there for, in a process of its own, now."""
+
+from __future__ import annotations
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.proof import verify
+
+AFTER: tuple[str, ...] = (
+    *("one_root", "receipt_whole", "patched_files", "patches"),
+    *("variables", "debug_variables", "network", "limits", "imported_process"),
+)
+
+
+def check(context: Context) -> str:
+    """Run the proofs on the patched code.
+
+    Raises:
+        CppmegaError: `proof-fails`.
+        NotApplicable: no patch can be proved on this machine.
+    """
+    runs = verify.live(context.session, context.plan)
+    if not runs:
+        raise NotApplicable("no active patch has a proof that this machine can run")
+    refuse(
+        CppmegaError(
+            "proof-fails",
+            f"The proof of {name} does not pass on the code that would train: {run.detail}",
+            "The patch is in the file and does not do what it is there for.",
+            f"cppmega verify {name}",
+        )
+        for name, run in runs.items()
+        if run.result != "passed"
+    )
+    return f"{len(runs)} proofs pass"

@@ -1,0 +1,29 @@
+"""No switch is set that is known to fill gradients with NaN."""
+
+from __future__ import annotations
+
+from cppmega.catalogue import gates
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import refuse
+
+AFTER: tuple[str, ...] = ()
+
+
+def check(context: Context) -> str:
+    """Look for the switches that broke runs.
+
+    Raises:
+        CppmegaError: `gate-gives-nan`.
+    """
+    refuse(
+        CppmegaError(
+            "gate-gives-nan",
+            f"{name}={context.environ[name]}: {why}. It is not in this release.",
+            "Whatever was measured with it was measured on NaN gradients.",
+            f"unset {name}",
+        )
+        for name, why in gates.GIVES_NAN.items()
+        if context.environ.get(name, "0").lower() not in ("", "0", "false", "off", "no")
+    )
+    return "none of " + ", ".join(gates.GIVES_NAN)

@@ -1,0 +1,18 @@
+"""One megatron root, and core and training of one version in it."""
+
+from __future__ import annotations
+
+from cppmega.preflight.context import Context
+
+AFTER: tuple[str, ...] = ()
+
+
+def check(context: Context) -> str:
+    """Find the tree.
+
+    Raises:
+        CppmegaError: `no-megatron`, `several-megatrons`, `mixed-versions`, `linked-tree`,
+            `two-distributions`.
+    """
+    session = context.session
+    return f"megatron-core {session.tree.version} in {session.root}"

@@ -1,0 +1,68 @@
+"""Nothing behind `--` says again what the recipe or the trainer's own options say.
+
+Megatron takes the last one: a run would save where nobody looks for its checkpoints, and train with
+another batch than its record, its memory estimate and its data were made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.recipe import Recipe
+
+AFTER: tuple[str, ...] = ("recipe_complete",)
+
+_SAME = (
+    *("--save", "--load", "--save-interval", "--exit-interval", "--log-interval"),
+    "--wandb-project",
+)
+_OPTIONS = {flag: flag for flag in _SAME} | {
+    "--data-path": "--data",
+    "--data-cache-path": "--data-cache",
+    "--tensorboard-dir": "--tensorboard",
+    "--wandb-exp-name": "--wandb-name",
+}
+"""Megatron's spelling -> the trainer's."""
+_FIELDS = {
+    "--" + field.name.replace("_", "-"): field.name
+    for field in fields(Recipe)
+    if field.name not in ("name", "stack", "patches", "gates", "environment", "arguments")
+} | {"--hybrid-layer-pattern": "pattern"}
+
+
+def check(context: Context) -> str:
+    """Look at the words behind `--`, and at those that the recipe adds with `plus`.
+
+    Raises:
+        CppmegaError: `argument-not-megatrons`.
+        NotApplicable: a whole line was given: all of it is Megatron's.
+    """
+    line = context.line
+    if context.recipe is None:
+        raise NotApplicable("no recipe is named: the whole line is Megatron's")
+    refuse(_found(line.further))
+    return f"{len(line.further)} further words"
+
+
+def _found(words: tuple[str, ...]) -> Iterator[CppmegaError]:
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if not equals and at + 1 < len(words) and not words[at + 1].startswith("--"):
+            value = words[at + 1]
+        if flag in _OPTIONS:
+            instead = f"{_OPTIONS[flag]} {value}".strip() + " in front of the --"
+        elif flag in _FIELDS:
+            instead = f"--set {_FIELDS[flag]}={value or 'True'}"
+        else:
+            continue
+        yield CppmegaError(
+            "argument-not-megatrons",
+            f"{word} stands among Megatron's own arguments, and says what "
+            f"{'the trainer' if flag in _OPTIONS else 'the recipe'} says.",
+            "Megatron takes the last one, and the record of the run has the other.",
+            instead,
+        )

@@ -1,0 +1,56 @@
+"""Every file that the receipt names is byte for byte what was applied; else: what was edited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay import foreign_diff, receipt
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import refuse
+from cppmega.tree.installed import sha256
+
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole")
+
+
+def check(context: Context) -> str:
+    """Hash the files, their kept originals, and compare both with the wheel's RECORD.
+
+    Raises:
+        CppmegaError: `file-changed` with the diff, `original-missing`, `receipt-of-other-text`.
+    """
+    refuse(_found(context))
+    return f"{len(context.receipt.files)} files are what was applied"
+
+
+def _found(context: Context) -> Iterator[CppmegaError]:
+    tree = context.session.tree
+    for path, entry in context.receipt.files.items():
+        origin, wanted = tree.pristine(path)
+        if origin != "unverified" and wanted != entry.before:
+            yield CppmegaError(
+                "receipt-of-other-text",
+                f"{path} was patched from a text that the installed "
+                f"{'wheel' if origin == 'record' else 'commit'} does not have.",
+                "Megatron was changed below the patches.",
+                "python -m cppmega.apply_patches",
+            )
+            continue
+        now = tree.read(path)
+        kept = receipt.original(tree, entry.before)
+        if now is not None and sha256(now) == entry.after:
+            if kept is None:
+                yield CppmegaError(
+                    "original-missing",
+                    f"The kept original of {path} is gone from {receipt.FOLDER}/originals.",
+                    "Nothing can show what the patches changed there, or take them out.",
+                    f"{foreign_diff.restore(tree, path)}, then python -m cppmega.apply_patches",
+                )
+            continue
+        yield CppmegaError(
+            "file-changed",
+            f"{path} is not what was applied; " + foreign_diff.difference(context, path, kept, now),
+            "What trains there is neither upstream's text nor ours.",
+            "save the edit, then: " + foreign_diff.restore(tree, path) + ", then "
+            "python -m cppmega.apply_patches",
+        )

@@ -1,0 +1,37 @@
+"""There is a receipt, it is of this tree, and nobody wrote in it."""
+
+from __future__ import annotations
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay import receipt
+from cppmega.overlay.compute import overlay_digest
+from cppmega.preflight.context import Context
+
+AFTER: tuple[str, ...] = ("one_root", "being_patched")
+
+
+def check(context: Context) -> str:
+    """Read it and compute its digest again.
+
+    Raises:
+        CppmegaError: `no-receipt`, `receipt-changed`.
+    """
+    loaded = receipt.load(context.session.tree)
+    if not loaded.exists or loaded.problem:
+        raise CppmegaError(
+            "no-receipt",
+            f"{loaded.problem or 'No patches were applied'} in {context.session.root}.",
+            "Nothing proves that the patches are in the code that trains.",
+            "python -m cppmega.apply_patches",
+        )
+    found = overlay_digest(loaded.receipt)
+    if found != loaded.receipt.digest:
+        raise CppmegaError(
+            "receipt-changed",
+            f"The receipt says overlay {loaded.receipt.digest}, its content is {found}.",
+            "It was edited by hand, or torn: it names no code that can be trained.",
+            "python -m cppmega.apply_patches",
+        )
+    return (
+        f"overlay {found}, {len(loaded.receipt.pages)} patches in {len(loaded.receipt.files)} files"
+    )

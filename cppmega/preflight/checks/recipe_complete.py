@@ -1,0 +1,38 @@
+"""The installed release has a training loop, and everything the recipe is made of."""
+
+from __future__ import annotations
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable
+from cppmega.recipe.index import folder, load
+from cppmega.training import requirements as trainer_checks
+
+AFTER: tuple[str, ...] = ("one_root",)
+
+
+def check(context: Context) -> str:
+    """Render it and see what is left out.
+
+    Raises:
+        CppmegaError: `recipe-not-complete`, `training-not-in-wheel`, `two-recipes`,
+            `recipe-invalid`.
+        NotApplicable: no recipe is named, or it is a loop of its own.
+    """
+    recipe = context.recipe
+    if recipe is None:
+        raise NotApplicable("no recipe is named")
+    own = folder() / f"{recipe.name}.py"
+    if context.recipe_file is not None and own.is_file() and not own.samefile(context.recipe_file):
+        raise CppmegaError(
+            "two-recipes",
+            f"{context.recipe_file} has the name of the shipped recipe {recipe.name}, whose "
+            f"content is {'the same' if load(recipe.name) == recipe else 'another'}.",
+            "Logs, results and run folders could not be told apart.",
+            "rename the file and RECIPE's name",
+        )
+    line = context.line  # raises for a loop
+    trainer_checks.check_tree(context.session.tree)
+    assert line.rendered is not None
+    trainer_checks.check_complete(recipe, line.rendered)
+    return f"{recipe.name} on megatron-core {line.rendered.version}, nothing left out"

@@ -1,0 +1,60 @@
+"""On sm_120 and sm_121 every TileLang kernel that is imported merges its shared memory.
+
+A block has 99 KiB there. Ours, Megatron's and mamba_ssm's kernels are looked at; the flag must have
+the value True, its presence is not enough.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cppmega.errors import CppmegaError
+from cppmega.host import packages as stack
+from cppmega.host.paths import PACKAGE
+from cppmega.page import Page
+from cppmega.preflight.checks.kernel_parity import SMALL
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable, refuse
+
+AFTER: tuple[str, ...] = ("one_root", "gpus")
+
+
+def check(context: Context) -> str:
+    """Scan the sources.
+
+    Raises:
+        CppmegaError: `shared-memory-flag`.
+        NotApplicable: the GPUs have more shared memory.
+    """
+    architectures = context.devices.architectures
+    if not architectures & SMALL:
+        raise NotApplicable(f"{', '.join(sorted(architectures)) or 'no GPU'} has enough of it")
+    from cppmega.preflight import smem
+
+    found = smem.scan(_folders(context))
+    gates = [page.patch.gate for page in _merging(context) if page.patch.gate is not None]
+    switches = " ".join(f"{gate}=1" for gate in dict.fromkeys(gates))
+    refuse(
+        CppmegaError(
+            "shared-memory-flag",
+            f"{kernel.path}:{kernel.line}: {kernel.name} is not built with "
+            f"TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True ({kernel.reason}).",
+            "It may want more than the 99 KiB that a block has here, and does not start then.",
+            f"{switches} python -m cppmega.apply_patches, and start with that variable",
+        )
+        for kernel in found
+        if not kernel.merged
+    )
+    return f"{len(found)} TileLang kernels carry the flag"
+
+
+def _merging(context: Context) -> list[Page]:
+    """The pages that build kernels with the flag."""
+    return [p for p in context.session.pages.values() if "shared_memory_merge" in p.patch.provides]
+
+
+def _folders(context: Context) -> list[Path]:
+    root = context.session.tree.root
+    mamba = root / "mamba_ssm"
+    found = [root / "megatron", mamba if mamba.is_dir() else stack.package("mamba_ssm")]
+    return [folder for folder in (*found, PACKAGE) if folder is not None]

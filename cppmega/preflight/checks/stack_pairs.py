@@ -1,0 +1,70 @@
+"""No two packages of the stack are known not to go together.
+
+Each package's own demands on the others are looked at: mamba-ssm pins one tilelang. A Liger whose
+fused cross-entropy returns another number of values is refused where it is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from cppmega.errors import CppmegaError
+from cppmega.host import packages as stack
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import refuse
+
+AFTER: tuple[str, ...] = ()
+
+_LIGER_VALUES = 4
+"""What our backend unpacks: loss, two metrics, predicted tokens."""
+
+
+def check(context: Context) -> str:
+    """Read the metadata, and Liger's source.
+
+    Raises:
+        CppmegaError: `stack-conflict`, `liger-returns-other`.
+    """
+    refuse([*_conflicts(), *_liger(context.environ)])
+    found = [f"{name} {stack.version(name)}" for name in stack.NAMES if stack.version(name)]
+    return ", ".join(found) or "none of the packages is installed"
+
+
+def _conflicts() -> Iterator[CppmegaError]:
+    for name, wanted, found in stack.demands():
+        yield CppmegaError(
+            "stack-conflict",
+            f"{name} {stack.version(name)} demands {wanted.name}{wanted.specifier}; installed is "
+            f"{found}.",
+            "Kernels built for one do not compile, or compute something else, with the other.",
+            f"pip install '{wanted.name}{wanted.specifier}', or take {name} out of this "
+            "environment if the run does not need it",
+        )
+
+
+def _liger(environ: Mapping[str, str]) -> Iterator[CppmegaError]:
+    folder = stack.package("liger_kernel")
+    if folder is None or environ.get("CPPMEGA_LINEAR_CE_KERNEL") != "liger":
+        return
+    found = _values(folder.joinpath("ops", "fused_linear_cross_entropy.py").read_bytes())
+    if found != _LIGER_VALUES:
+        yield CppmegaError(
+            "liger-returns-other",
+            f"liger-kernel {stack.version('liger-kernel')}: its fused linear cross-entropy returns "
+            f"{found or 'an unknown number of'} values, not {_LIGER_VALUES}.",
+            "Before 0.8.5 it also scaled every row's gradient by the first one's, so that the loss "
+            "curve looked normal.",
+            "pip install 'liger-kernel>=0.8.5', or export CPPMEGA_LINEAR_CE_KERNEL=triton",
+        )
+
+
+def _values(source: bytes) -> int:
+    """How many values the autograd function returns; 0 where nothing tells it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name == "LigerFusedLinearCrossEntropyFunction":
+            forward = [f for f in node.body if getattr(f, "name", "") == "forward"]
+            returned = [r.value for f in forward for r in ast.walk(f) if isinstance(r, ast.Return)]
+            tuples = [len(value.elts) for value in returned if isinstance(value, ast.Tuple)]
+            return max(tuples, default=1 if returned else 0)
+    return 0

@@ -1,0 +1,57 @@
+"""Every `CPPMEGA_*` variable that is set means something, and was set by a person.
+
+Nor is this environment that of a rank of another launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cppmega.catalogue import gates
+from cppmega.errors import CppmegaError
+from cppmega.host import process
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import refuse
+
+AFTER: tuple[str, ...] = ("one_root",)
+
+_OURS = ("CPPMEGA_OVERLAY", "CPPMEGA_ROOT", "CPPMEGA_GUARDED_BY", "CPPMEGA_RUN")
+"""Set for the processes of one run; in the environment of a launch they are another run's."""
+
+
+def check(context: Context) -> str:
+    """Compare with what pages and package declare.
+
+    Raises:
+        CppmegaError: `unknown-variable` (with "not in this release" for the earlier overlay's
+            switches), `leftover-variable` (also a rank's or torchrun's own), `bad-gate-value`.
+    """
+    refuse(_found(context))
+    set_ = sorted(name for name in context.environ if name.startswith("CPPMEGA_"))
+    return ", ".join(f"{name}={context.environ[name]}" for name in set_) or "none is set"
+
+
+def _found(context: Context) -> Iterator[CppmegaError]:
+    pages = context.session.pages.values()
+    rest = {n: v for n, v in context.environ.items() if n not in (*gates.GIVES_NAN, *_OURS)}
+    yield from gates.problems(pages, rest)
+    gates.values(pages, context.environ)  # raises on a value that is neither on nor off
+    for name in _OURS:
+        if context.environ.get(name):
+            yield CppmegaError(
+                "leftover-variable",
+                f"{name}={context.environ[name]} is left in this environment from another run.",
+                "Processes would take it for their own run's: the tree, the digest and the gates "
+                "of the other one.",
+                f"unset {name}",
+            )
+    left = process.of_a_rank(context.environ)
+    if left and context.recipe is not None:
+        yield CppmegaError(
+            "leftover-variable",
+            f"{', '.join(f'{name}={context.environ[name]}' for name in left)}: this environment is "
+            "that of a rank, or of another torchrun.",
+            "torchrun takes PET_* for its own options, and what runs before it waits for ranks "
+            "that are not there.",
+            f"unset {' '.join(left)}",
+        )

@@ -1,0 +1,204 @@
+"""What a preflight check may inspect: one launch, before it happens.
+
+A check is one file of `cppmega/preflight/checks/`: a docstring that says what it refuses, `AFTER`
+(the checks that must hold before it can answer) and `check(context)`, which returns a line of
+detail, raises the error that must stop the launch, or raises `NotApplicable`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cppmega.data.reading import Allowance
+from cppmega.errors import CppmegaError
+from cppmega.host import allocator, console
+from cppmega.overlay import receipt
+from cppmega.overlay.plan import Plan
+from cppmega.overlay.receipt import Receipt
+from cppmega.overlay.verbs import Session
+from cppmega.overlay.wanted import provided, wanted_patches
+from cppmega.preflight import ask as children
+from cppmega.preflight import devices
+from cppmega.preflight.devices import Devices
+from cppmega.preflight.findings import NotApplicable
+from cppmega.preflight.launch_line import Line, launch_line, whole_line
+from cppmega.recipe import Recipe, dsa_widths
+from cppmega.recipe.memory import Estimate, estimate
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training import requirements as trainer_checks
+from cppmega.training.batch import DataTokens
+
+_SECONDS = 60.0
+"""For the first reading of all datasets of a launch; more than that is a command of its own."""
+
+
+@dataclass
+class Context:
+    """One launch, before it happens. Everything slow is looked at once, when first asked for."""
+
+    root: Path | None = None
+    """Folder that holds megatron/; None: the one Python would import."""
+    catalogues: Sequence[Path] | None = None
+    recipe: Recipe | None = None
+    recipe_file: Path | None = None
+    """Where the recipe was read from, if it is not a shipped one."""
+    options: RunOptions = field(default_factory=RunOptions)
+    """The trainer's options of this start."""
+    arguments: tuple[str, ...] = ()
+    """Megatron's own arguments, added to the recipe's. Without a recipe: a whole line for
+    Megatron's parser."""
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """What the training processes will see."""
+    training_machine: bool = field(default_factory=lambda: gpu_here())
+    """This is the machine that trains: it has a GPU."""
+    nodes: int = 1
+    """Hosts over which the recipe's GPUs are spread."""
+    folder: Path | None = None
+    """Where the run will write, if it is known: a launcher's run folder."""
+    deep: bool = False
+    """Also run each kernel's parity on this GPU: minutes instead of seconds."""
+
+    @cached_property
+    def accepted(self) -> Mapping[str, str]:
+        """Every edit of Megatron that this launch may train: path -> SHA-256.
+
+        Raises:
+            CppmegaError: `bad-accept`.
+        """
+        from cppmega.tree import accepted
+
+        named = self.recipe.accepted_edits if self.recipe is not None else ()
+        return accepted.asked(named, self.options.accept)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether a loop of our own is launched, whose line no parser of Megatron sees."""
+        return self.recipe is not None and self.recipe.kind == "loop"
+
+    @cached_property
+    def session(self) -> Session:
+        """The tree and its catalogue."""
+        return Session(self.root, self.catalogues)
+
+    @cached_property
+    def receipt(self) -> Receipt:
+        """What was applied; an empty one where nothing was."""
+        return receipt.load(self.session.tree).receipt
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Every page's state, with the gates of the last apply."""
+        return self.session.plan(None, {**self.environ, **self.receipt.gates})
+
+    @cached_property
+    def wanted_patches(self) -> tuple[str, ...]:
+        """Patches without which the recipe must not start; none where there is no recipe.
+
+        Raises:
+            CppmegaError: `bad-wanted-by`.
+        """
+        return wanted_patches(self.recipe, self.session.pages) if self.recipe is not None else ()
+
+    @cached_property
+    def memory(self) -> Estimate:
+        """What the recipe takes on its fullest GPU; only asked for where there is a recipe."""
+        assert self.recipe is not None
+        widened = provided(self.session.pages.values(), dsa_widths.TILELANG)
+        return estimate(self.recipe, widened)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the launch cannot do without one; a launch of unknown content can."""
+        return self.recipe is not None and self.recipe.gpus > 0
+
+    @cached_property
+    def line(self) -> Line:
+        """The launch line.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: it cannot be written for the installed version.
+        """
+        if self.recipe is None:
+            return whole_line(self.arguments, self.options, self.environ)
+        version = self.session.tree.version
+        return launch_line(self.recipe, self.options, self.arguments, version)
+
+    @cached_property
+    def process(self) -> dict[str, Any]:
+        """The answers of a process that imported what the training processes will import."""
+        order: dict[str, Any] = {
+            "root": str(self.root) if self.root is not None else None,
+            "expected": str(self.session.root),
+            "accepted": dict(self.accepted),
+            "argv": None,
+            "world": None,
+        }
+        environ = dict(self.environ)
+        try:
+            order |= {"argv": self.line.argv, "world": self.line.world}
+            environ = {**self.line.environment, **environ}
+        except (NotApplicable, CppmegaError):
+            pass  # no parser of Megatron's sees a line, or the line's own check refuses it
+        allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
+        return children.ask("cppmega.preflight.workers.rank", order, environ, here=True)
+
+    @property
+    def megatron_args(self) -> dict[str, Any]:
+        """What the installed version's parser makes of the line.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+        """
+        if not self.line.argv:
+            raise NotApplicable("the launch line has no words for Megatron")
+        found: dict[str, Any] = self.process["line"]["args"]
+        return found
+
+    @cached_property
+    def allowance(self) -> Allowance:
+        """How long the first reading of datasets may take: with `deep` as long as it takes."""
+        return Allowance(None if self.deep else _SECONDS, console.say)
+
+    @cached_property
+    def data(self) -> DataTokens:
+        """The data of a recipe that Megatron trains, checked and read as far as allowed.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: what `trainer_checks.check_data` raises.
+        """
+        options = self.line.options
+        assert self.recipe is not None
+        return trainer_checks.check_data(self.recipe, options, self.allowance.read)
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The GPUs of this machine as a training process would see them.
+
+        Raises:
+            NotApplicable: the launch needs none.
+            CppmegaError: `no-gpu`, `driver-broken`.
+        """
+        if self.recipe is not None and not self.needs_gpu:
+            raise NotApplicable(f"{self.recipe.name} runs on CPU")
+        if self.recipe is None and not self.training_machine:
+            raise NotApplicable("this machine has no GPU, and no recipe asks for one")
+        root = self.session.tree.root
+        return devices.look(self.recipe, self.environ, root, has_gpu=self.training_machine)
+
+    @property
+    def gpus_here(self) -> int:
+        """GPUs that the launch takes on this host."""
+        assert self.recipe is not None
+        return -(-self.recipe.gpus // self.nodes)
+
+
+def gpu_here() -> bool:
+    """Whether this machine has an NVIDIA driver with a device, without importing torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

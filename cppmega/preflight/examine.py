@@ -1,0 +1,110 @@
+"""Everything that can be known to be wrong before a launch.
+
+Checks run in order and each says its name before it starts. One whose prerequisite failed is
+`not-run`, which is no pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay import receipt
+from cppmega.preflight.checks import ORDER
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Finding, NotApplicable, Refused
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What the checks found."""
+
+    findings: tuple[Finding, ...]
+    megatron: dict[str, str] | None
+    """Version and root; None where no tree was found."""
+    digest: str
+    """Of the overlay that the receipt names; empty where there is none."""
+
+    @property
+    def ok(self) -> bool:
+        """Every check holds, or has nothing to say about this launch."""
+        return all(finding.state in ("ok", "not-applicable") for finding in self.findings)
+
+    @property
+    def failures(self) -> list[Finding]:
+        """What must be put right, the first cause first."""
+        return [finding for finding in self.findings if finding.state == "failed"]
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return {
+            "schema": 1,
+            "megatron": self.megatron,
+            "digest": self.digest,
+            "ok": self.ok,
+            "checks": [finding.as_json() for finding in self.findings],
+        }
+
+
+def examine(context: Context, progress: Progress | None = None) -> Preflight:
+    """Run every check on a launch; nothing is written, nothing is started.
+
+    Args:
+        progress: called with a check's name before it starts.
+    """
+    findings: list[Finding] = []
+    unsound: set[str] = set()
+    for name in ORDER:
+        module = importlib.import_module(f"cppmega.preflight.checks.{name}")
+        broken = [earlier for earlier in module.AFTER if earlier in unsound]
+        if broken:
+            findings.append(Finding(name, "not-run", what=f"{broken[0]} does not hold"))
+            unsound.add(name)
+            continue
+        if progress is not None:
+            progress(name)
+        said = answers(name, context)
+        findings += said
+        if any(answer.state == "failed" for answer in said):
+            unsound.add(name)
+    if "one_root" in unsound:
+        return Preflight(tuple(findings), None, "")
+    session = context.session
+    megatron = {"version": session.tree.version, "root": str(session.root)}
+    return Preflight(tuple(findings), megatron, receipt.load(session.tree).receipt.digest)
+
+
+def answers(name: str, context: Context) -> list[Finding]:
+    """What one check says, whatever the others would."""
+    module = importlib.import_module(f"cppmega.preflight.checks.{name}")
+    try:
+        return [Finding(name, "ok", what=module.check(context))]
+    except NotApplicable as reason:
+        return [Finding(name, "not-applicable", what=str(reason))]
+    except Refused as refused:
+        return [_failed(name, error, context.root) for error in refused.errors]
+    except CppmegaError as error:
+        return [_failed(name, error, context.root)]
+
+
+_OF_A_TREE = re.compile(
+    r"python -m cppmega\.apply_patches\b|cppmega (?:apply|verify|status|revert|diff)\b"
+    r"(?! --megatron)"
+)
+
+
+def _failed(check: str, error: CppmegaError, root: Path | None) -> Finding:
+    """A failure; its next command speaks of the tree that was asked about."""
+    command = error.next
+    if root is not None:
+        place = f" --megatron {shlex.quote(str(root))}"
+        command = _OF_A_TREE.sub(lambda found: found.group() + place, command)
+    return Finding(check, "failed", error.name, error.what, error.why, command)

@@ -1,0 +1,80 @@
+"""A launch line as the preflight sees it: the trainer's options, and the words for Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cppmega.preflight.findings import NotApplicable
+from cppmega.recipe import Recipe
+from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS
+from cppmega.recipe.render import Rendered, render
+from cppmega.recipe.run_options import RunOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is launched."""
+
+    argv: tuple[str, ...]
+    """For Megatron's parser."""
+    options: RunOptions
+    """Resolved: `load` is `save` where the run resumes from its own checkpoint. Of a whole line,
+    those that Megatron and the trainer call the same."""
+    world: int | None
+    """Processes; None: the line's own parallel sizes say the least there can be."""
+    rendered: Rendered | None
+    """None: the line was not made from a recipe."""
+    further: tuple[str, ...] = ()
+    """Those of argv that neither the recipe's fields nor the trainer's options made."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the trainer sets where the user has not."""
+        return dict(self.rendered.environment) if self.rendered is not None else {}
+
+    def has(self, *flags: str) -> bool:
+        """Whether one of the arguments is in the line."""
+        return any(word.partition("=")[0] in flags for word in self.argv)
+
+
+def whole_line(words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]) -> Line:
+    """A line that was given whole, for Megatron's parser.
+
+    Raises:
+        NotApplicable: there are no words.
+    """
+    if not words:
+        raise NotApplicable("no recipe and no launch line was given")
+    world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
+    return Line(words, options, world, None)
+
+
+def launch_line(
+    recipe: Recipe, options: RunOptions, arguments: tuple[str, ...], version: str
+) -> Line:
+    """The line that the trainer renders from a recipe.
+
+    Args:
+        recipe: the run.
+        options: the trainer's, of this start.
+        arguments: Megatron's own, added to the recipe's.
+        version: of the installed megatron-core.
+
+    Raises:
+        NotApplicable: nothing that Megatron parses is launched.
+        CppmegaError: the recipe cannot be rendered for that version.
+    """
+    options = options.resuming()
+    if recipe.kind == "loop":
+        from cppmega.smoke import loop as smoke_loop
+
+        smoke_loop.refuse_options(recipe.plus(*arguments), options)
+        smoke_loop.folder_of(options.data, recipe)
+        raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
+    # A recipe refuses these words; here they stay in the line, and the check of each names it.
+    refused = [word for word in arguments if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
+    kept = recipe.plus(*(word for word in arguments if word not in refused))
+    rendered = render(kept, version, options)
+    argv = (*rendered.argv, *refused)
+    return Line(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))

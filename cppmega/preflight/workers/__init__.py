@@ -1,0 +1,1 @@
+"""Processes of the preflight, for what cannot be known without importing torch."""

@@ -1,0 +1,187 @@
+"""The process that is a rank up to its first step; started by `cppmega.preflight.ask`.
+
+It imports what a rank imports, in the environment of the launch, compares it with the receipt, and
+gives the launch line to the installed version's own parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import io
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.ask import given_order
+
+
+def main() -> None:
+    """Answer one order."""
+    order = given_order()
+    warnings.simplefilter("ignore")
+    answer: dict[str, Any] = {"process": [], "imported": "", "line": None}
+    with contextlib.redirect_stdout(sys.stderr):
+        _look(order, answer)
+    print("\n" + json.dumps(answer), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # what atexit hooks of a half-started trainer say is not of interest
+
+
+def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
+    try:
+        answer["process"] = _process(order, answer)
+    except CppmegaError as error:
+        answer["process"] = [error.as_json()]
+        return
+    if order["argv"] is not None:
+        answer["line"] = _parse(order["argv"], order["world"])
+
+
+def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, str]]:
+    """Everything that differs in this process from what was applied."""
+    from cppmega import guard
+    from cppmega.rank import imported, provenance, swaps
+
+    held = guard.start(Path(order["root"]) if order["root"] else None)
+    root = held.session.tree.root
+    if root.resolve() != Path(order["expected"]).resolve():
+        raise CppmegaError(
+            "other-root",
+            f"A training process would import megatron from {root}; checked was "
+            f"{order['expected']}.",
+            "The patched tree would not be the one that trains.",
+            "take the other folder off PYTHONPATH, or pass --megatron ROOT to both",
+        )
+    for module in _modules(root, held):
+        try:
+            importlib.import_module(module)
+        except CppmegaError as error:
+            return [error.as_json()]
+        except BaseException as error:  # what is half imported breaks the next ones: one cause
+            return [_import_failed(module, error).as_json()]
+    judged = provenance.look(root, held.receipt, order.get("accepted", {}))
+    answer["imported"] = judged.said()
+    found = judged.problems
+    checks: tuple[Callable[[], None], ...] = (
+        lambda: imported.check(root, held.receipt),
+        lambda: _refuse_waiting(swaps.waiting()),
+    )
+    for check in checks:
+        try:
+            check()
+        except CppmegaError as error:
+            found.append(error)
+    return [error.as_json() for error in found]
+
+
+def _modules(root: Path, held: Any) -> list[str]:
+    from cppmega.rank import swaps
+
+    targets = [
+        swaps.module_name(target.partition(":")[0])
+        for page in held.receipt.pages.values()
+        for target in page.targets
+    ]
+    trainer = root / "megatron" / "training" / "training.py"
+    return [*(["megatron.training.training"] if trainer.is_file() else []), *dict.fromkeys(targets)]
+
+
+def _import_failed(module: str, error: BaseException) -> CppmegaError:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    said = " ".join(str(error).split())[:500]
+    return CppmegaError(
+        "import-failed",
+        f"{module} cannot be imported: {type(error).__name__}: {said}{where}",
+        "A run that reaches it ends there, or goes on without the patch in it.",
+        f"python -c 'import {module}' in the environment that trains",
+    )
+
+
+def _refuse_waiting(targets: list[str]) -> None:
+    if targets:
+        raise CppmegaError(
+            "patch-not-installed",
+            f"After every module was imported, {', '.join(targets)} still has its original.",
+            "The runtime patch waits for an import that does not happen.",
+            "cppmega status; the page's target names a module that Python finds elsewhere",
+        )
+
+
+def _parse(argv: list[str], world: int | None) -> dict[str, Any]:
+    """The line through the installed parser, and through its validation."""
+    try:
+        from megatron.training import arguments
+    except ImportError as error:
+        return {"refused": f"there is no parser: {error}", "near": {}, "args": None, "invalid": ""}
+    said = io.StringIO()
+    sys.argv = ["train", *argv]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world or 1))
+    try:
+        with contextlib.redirect_stderr(said):
+            args = arguments.parse_args()
+    except SystemExit:
+        reason = said.getvalue().strip().rpartition("\n")[2]
+        return {"refused": reason, "near": _near(arguments, argv), "args": None, "invalid": ""}
+    plain = {name: _plain(value) for name, value in vars(args).items()}
+    if world is None:
+        model = [getattr(args, f"{n}_model_parallel_size", 1) for n in ("tensor", "pipeline")]
+        args.world_size = model[0] * model[1] * args.context_parallel_size
+    return {"refused": "", "near": {}, "args": plain, "invalid": _invalid(arguments, args)}
+
+
+def _near(arguments: Any, argv: list[str]) -> dict[str, str]:
+    """Flags that the parser does not know, each with the nearest one that it does."""
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    given = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    found = {}
+    for flag in dict.fromkeys(given):
+        if flag not in known:
+            found[flag] = (difflib.get_close_matches(flag, known, n=1) or [""])[0]
+    return found
+
+
+def _invalid(arguments: Any, args: Any) -> str:
+    """Why Megatron's own validation would stop the run; empty where it would not."""
+    import torch
+
+    if not torch.cuda.is_available():  # the validation asks which GPU it is
+        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        nine: Any = SimpleNamespace(major=9, minor=0)
+        torch.cuda.get_device_properties = lambda *_: nine
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            arguments.validate_args(args)
+            if "transformer_engine" in sys.modules:  # the config asks for its version
+                arguments.core_transformer_config_from_args(args)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return str(error).strip() or f"it requires `{frame.line}`"
+    except (Exception, SystemExit) as error:
+        # Something else than a refusal: validation wanted what only a rank has.
+        print(f"validate_args: {type(error).__name__}: {error}", file=sys.stderr)
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Running the proofs of pages on stock, patched and mutated trees."""

@@ -1,0 +1,80 @@
+"""What megatron-core needs in order to run without a GPU: a few small shims.
+
+For the smoke recipe, `verify` and the tests. Never used where CUDA is available.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from cppmega.live import live_code
+
+
+def shim() -> None:
+    """Let megatron-core's CPU paths run: current device and stream, CUDA random state tracker.
+
+    Does nothing where CUDA is available. May be called more than once.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    # Megatron passes it as `device=`, which takes a torch.device as well as an index.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    # DDP asks for the stream before it looks whether there is anything to wait for, and
+    # dist_checkpointing waits for the device before it copies.
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+
+    from megatron.core.tensor_parallel import random
+
+    if importlib.util.find_spec("transformer_engine") is not None:
+        # Also with a local spec, the norm behind the last layer would be Transformer Engine's.
+        from megatron.core.transformer import transformer_block
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        live_code.replace(transformer_block, "LayerNormImpl", WrappedTorchNorm)
+
+    # Through `live_code`: pages edit these modules, and the guard compares what they define.
+    live_code.replace(random.CudaRNGStatesTracker, "fork", _no_fork)
+    live_code.replace(random.CudaRNGStatesTracker, "add", _remember_seed)
+
+
+def _remember_seed(self: Any, name: str, seed: int) -> None:
+    self.states_.setdefault(name, seed)
+
+
+@contextlib.contextmanager
+def _no_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """CPU initialisation draws from the default generator, which the caller has seeded."""
+    yield
+
+
+def init_distributed(tensor: int = 1, context: int = 1, expert: int = 1) -> None:
+    """A gloo process group of the ranks that torchrun started (or of one), and Megatron's groups.
+
+    Args:
+        tensor: tensor-parallel size.
+        context: context-parallel size.
+        expert: expert-parallel size.
+    """
+    import torch
+    from megatron.core import parallel_state
+
+    shim()
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+        )

@@ -1,0 +1,160 @@
+"""Proofs made where there is the hardware for them, in a file that lies with the pages.
+
+`cppmega verify --record` writes it on a machine with a GPU; it is committed and ships in the wheel.
+A proof speaks of the text of Megatron that it was made on, and counts while neither the page nor
+any code that it reaches has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay.compute import reached_by, stack
+from cppmega.overlay.plan import Plan
+from cppmega.overlay.verdict import Proof
+from cppmega.page import Page
+
+NAME = "gpu_proofs.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The code that a proof is about."""
+
+    revision: str
+    """Of the page."""
+    runs: str
+    """Hash of the modules that the patched text reaches: kernels."""
+    text: str
+    """Hash of Megatron's text of the targets."""
+
+    @classmethod
+    def of(cls, plan: Plan, page: Page) -> Subject:
+        """The subject of a page that a tree needs."""
+        runs, before = reached_by(plan, page.name), plan.before[page.name]
+        return cls(page.revision, _hash(runs), _hash(before))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One proof, and where it was made."""
+
+    subject: Subject
+    gpu: str
+    date: str
+    megatron: str
+    stack: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"on {self.gpu}, {self.date}, megatron-core {self.megatron}"
+
+
+def path_for(page: Page) -> Path:
+    """The file of a page's catalogue."""
+    page_file = Path(page.path)
+    folder = page_file.parent.parent if page_file.stem == "__init__" else page_file.parent
+    return folder / NAME
+
+
+def judged(plan: Plan, page: Page) -> tuple[Proof, str]:
+    """What the recorded proofs of a page say of the code that is here."""
+    made = _read(path_for(page)).get(page.name, [])
+    if not made:
+        return "unverified", ""
+    subject = Subject.of(plan, page)
+    for one in made:
+        if one.subject == subject:
+            return "passed", f"proved {one.place}"
+    for one in made:
+        if one.subject.text == subject.text:
+            what = "the page" if one.subject.revision != subject.revision else "code that it runs"
+            return "stale", f"{what} changed since it was proved {one.place}"
+    return "unverified", f"it was proved {made[-1].place}, on another text of its targets"
+
+
+def record(plan: Plan, proved: Sequence[Page]) -> list[Path]:
+    """Keep the proofs, just made, of the pages that need more than a CPU.
+
+    Returns:
+        the files that were written.
+
+    Raises:
+        CppmegaError: `nothing-to-record`, `proofs-not-written`, `proofs-unreadable`.
+    """
+    pages = [page for page in proved if set(page.patch.needs) - {"cpu"}]
+    if not pages:
+        raise CppmegaError(
+            "nothing-to-record",
+            "No page was proved here that needs more than a CPU.",
+            "Proofs on a CPU are made again wherever they are asked for.",
+            "run it where the needs of a page are met: cppmega explain NAME shows them",
+        )
+    gpu, date = _gpu(), datetime.now(UTC).date().isoformat()
+    for page in pages:
+        _write(page, Made(Subject.of(plan, page), gpu, date, plan.tree.version, stack()))
+    return sorted({path_for(page) for page in pages})
+
+
+def _gpu() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "no GPU"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
+def _write(page: Page, made: Made) -> None:
+    """Put a proof in the place of the one of the same text, if there is one."""
+    path = path_for(page)
+    proofs = _read(path)
+    others = [one for one in proofs.get(page.name, []) if one.subject.text != made.subject.text]
+    proofs[page.name] = sorted([*others, made], key=lambda one: (one.megatron, one.subject.text))
+    rows = {name: [asdict(one) for one in proofs[name]] for name in sorted(proofs)}
+    new = path.with_name(f".{NAME}.new")
+    try:
+        new.write_text(json.dumps({"schema": SCHEMA, "proofs": rows}, indent=1) + "\n")
+        new.replace(path)
+    except OSError as error:
+        raise CppmegaError(
+            "proofs-not-written",
+            f"{path} cannot be written: {error.strerror}.",
+            "The proof would have to be made again.",
+            "run it from a checkout that you can write",
+        ) from error
+
+
+def _read(path: Path) -> dict[str, list[Made]]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    try:
+        raw = json.loads(data)
+        if raw["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {raw['schema']!r}")
+        return {name: [_made(row) for row in rows] for name, rows in raw["proofs"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CppmegaError(
+            "proofs-unreadable",
+            f"{path} cannot be read: {type(error).__name__}: {error}.",
+            "Whether the pages that need a GPU were proved cannot be told.",
+            f"restore it (git checkout -- {path}), or remove it and record the proofs again",
+        ) from None
+
+
+def _made(row: Mapping[str, Any]) -> Made:
+    return Made(**{**row, "subject": Subject(**row["subject"])})
+
+
+def _hash(values: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()[:16]

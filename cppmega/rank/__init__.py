@@ -1,0 +1,1 @@
+"""What is checked inside a training process: imports, marks, ranks that must agree."""

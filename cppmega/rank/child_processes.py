@@ -1,0 +1,192 @@
+"""Processes that a guarded one starts: each holds the guard too, or is named in the log.
+
+A Python that ignores its environment, or was given another one, imports megatron without the
+runtime patches. As a helper it is only named; as a worker of `multiprocessing`, which is what data
+loaders and checkpoint writers are, it ends the run. Compilers, `nvidia-smi` and the like are not
+Python and of no interest; a fork is what its parent is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.host import process
+from cppmega.host.paths import PACKAGE
+from cppmega.rank import run_ledger
+
+BOOTSTRAP = str(PACKAGE / "bootstrap")
+"""Folder of the sitecustomize by which a Python joins."""
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
+_DEAF = frozenset("SIE")
+"""Options under which Python reads no PYTHONPATH, or no sitecustomize."""
+_WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
+_SECONDS = 60.0
+"""In which a process that was started rightly has joined, on a slow file system too."""
+_MOST = 50
+"""Commands that are named; a script that starts thousands need not fill the log."""
+
+_named: set[tuple[str, ...]] = set()
+_first: int | None = None
+"""The process that may not be replaced by another program."""
+_watched: list[str] = []
+
+
+def watch(where: str, *, first: bool) -> None:
+    """Look at every command that this process and its forks start.
+
+    Args:
+        where: how messages name this process.
+        first: whether this is the process that the run was started as.
+    """
+    global _first
+    _first = os.getpid() if first else _first
+    if not _watched:
+        sys.addaudithook(_on_event)
+    _watched[:] = [where]
+
+
+def check(where: str) -> None:
+    """Look at all that live now, those started below Python included.
+
+    Raises:
+        CppmegaError: `worker-without-guard`.
+    """
+    holds = {line["pid"] for line in run_ledger.below(os.getpid()) if line["what"] == "holds"}
+    for pid in _descendants(os.getpid()):
+        words = process.command(pid)
+        if pid in holds or not _is_python(words) or process.only_forked(pid):
+            continue
+        why = _lack(words, process.environment(pid))
+        if not why and process.age(pid) < _SECONDS:
+            continue  # it is about to join
+        why = why or f"it has not joined within {_SECONDS:.0f} seconds"
+        if _is_worker(pid, words):
+            raise CppmegaError(
+                "worker-without-guard",
+                f"{where}: process {pid}, a worker of multiprocessing, does not carry the guard: "
+                f"{why}.",
+                "It loads data or writes checkpoints with code that nothing has checked.",
+                "leave PYTHONPATH and CPPMEGA_* in os.environ as they are, and "
+                "multiprocessing.set_executable alone",
+            )
+        _name(words, why, where)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in process.children(pid):
+        yield child
+        yield from _descendants(child)
+
+
+def _is_worker(pid: int, words: Sequence[str]) -> bool:
+    marked = any(mark in word for word in words for mark in _WORKERS)
+    return marked and not _is_manager(pid)
+
+
+def _is_manager(pid: int) -> bool:
+    """Whether it only keeps objects that processes share; `SyncManager` and its like are so named.
+
+    What a process runs is not known once it has started: multiprocessing forgets it.
+    """
+    multiprocessing = sys.modules.get("multiprocessing")
+    workers = multiprocessing.active_children() if multiprocessing is not None else []
+    return any(w.pid == pid and w.name.partition("-")[0].endswith("Manager") for w in workers)
+
+
+def _on_event(event: str, args: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen":
+        executable, words, _, environ = args
+        _look([executable, *_words(words)[1:]], environ)
+    elif event == "os.posix_spawn":
+        executable, words, environ = args
+        _look([executable, *_words(words)[1:]], environ)
+    elif event == "os.exec":
+        executable, words, environ = args
+        _look([executable, *_words(words)[1:]], environ)
+        if os.getpid() == _first:
+            raise CppmegaError(
+                "guard-replaced",
+                f"{_watched[0]}: the script replaces this process by {os.fsdecode(executable)}.",
+                "The guard would be gone, and what the new program trains was not checked.",
+                "set what it needs before `python -m cppmega.run`, or start it with subprocess.run",
+            )
+
+
+def _words(given: Any) -> list[Any]:
+    return [given] if isinstance(given, str | bytes | os.PathLike) else list(given)
+
+
+def _look(command: Sequence[Any], environ: Mapping[Any, Any] | None) -> None:
+    """Name a command that starts a Python without the guard."""
+    try:
+        words = [os.fsdecode(word) for word in command]
+        given = os.environ if environ is None else environ
+        known = {os.fsdecode(name): os.fsdecode(value) for name, value in given.items()}
+    except (TypeError, AttributeError):
+        return  # no command: whoever starts it is told so by Python
+    if _is_python(words):
+        why = _lack(words, known)
+        if why:
+            _name(words, why, _watched[0])
+
+
+def _name(words: Sequence[str], why: str, where: str) -> None:
+    if tuple(words) in _named or len(_named) >= _MOST:
+        return
+    _named.add(tuple(words))
+    command = " ".join(" ".join(words).split())[:200]
+    print(
+        f"cppmega: {where}: a child process does not carry the guard ({why}): {command}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _is_python(words: Sequence[str]) -> bool:
+    if not words:
+        return False
+    return _PYTHON.fullmatch(Path(words[0]).name) is not None or words[0] == sys.executable
+
+
+def _lack(words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Why a Python that is started so does not join; empty where it does."""
+    deaf = sorted(_options(words) & _DEAF)
+    if deaf:
+        return f"python -{''.join(deaf)}"
+    if environ.get(run_ledger.VARIABLE) != run_ledger.address():
+        return f"{run_ledger.VARIABLE} is not in its environment"
+    for folder in environ.get("PYTHONPATH", "").split(os.pathsep):
+        if folder == BOOTSTRAP:
+            return ""
+        if folder and (Path(folder) / "sitecustomize.py").is_file():
+            return f"the sitecustomize in {folder} comes first in its PYTHONPATH"
+    return f"{BOOTSTRAP} is not in its PYTHONPATH"
+
+
+def _options(words: Sequence[str]) -> set[str]:
+    """The letters of Python's own options, up to the script."""
+    found: set[str] = set()
+    rest = iter(words[1:])
+    for word in rest:
+        if not word.startswith("-") or word == "-":
+            break
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(rest, None)
+            continue
+        for at, letter in enumerate(word[1:], 2):
+            found.add(letter)
+            if letter in "cm":
+                return found
+            if letter in "WX":
+                if at == len(word):
+                    next(rest, None)
+                break
+    return found

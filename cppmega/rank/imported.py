@@ -1,0 +1,105 @@
+"""The megatron that this process has imported, against the receipt: files, hashes, live code."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from cppmega.errors import CppmegaError
+from cppmega.live import live_code
+from cppmega.live.checked_module import WatchedFile, file_changed
+from cppmega.live.copied_names import PACKAGES as PACKAGES
+from cppmega.overlay.receipt import PatchedFile, Receipt
+from cppmega.page import Edit
+from cppmega.rank import swaps
+from cppmega.tree.installed import part_of, sha256
+
+
+def only_from(root: Path) -> None:
+    """Make `megatron` in this process exactly `root/megatron`, whatever else is on the path.
+
+    megatron has no `__init__.py`: Python would otherwise merge every folder of that name.
+    """
+    for package in PACKAGES:
+        folder = root / package
+        if folder.is_dir() and not (folder / "__init__.py").exists():
+            module = types.ModuleType(package)
+            module.__path__ = [str(folder)]
+            # As of any namespace: who looks for the package finds it here too.
+            module.__spec__ = ModuleSpec(package, None, is_package=True)
+            module.__spec__.submodule_search_locations = module.__path__
+            sys.modules[package] = module
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+
+
+def watch(root: Path, receipt: Receipt, edits: Mapping[str, Sequence[Edit]]) -> None:
+    """Before anything is imported: record what the imports of patched files give."""
+    files = {
+        path: WatchedFile(path, entry.after, _pages(entry)) for path, entry in receipt.files.items()
+    }
+    for page in receipt.pages:
+        for edit in edits.get(page, ()):
+            if edit.path not in files and (root / edit.path).is_file():  # patched at run time only
+                digest = sha256((root / edit.path).read_bytes())
+                files[edit.path] = WatchedFile(edit.path, digest, page)
+    live_code.watch(root, files)
+    swaps.tell(live_code.expect)
+
+
+def check(root: Path, receipt: Receipt) -> None:
+    """Compare the files, the runtime patches and the code in memory with what was applied.
+
+    Raises:
+        CppmegaError: `shadowed`, `file-changed`, `not-watched`, `stale-code`, and what
+            `runtime.check` raises.
+    """
+    _refuse_shadows(root)
+    for path, entry in receipt.files.items():
+        if swaps.module_name(path) in sys.modules and _digest(root / path) != entry.after:
+            raise file_changed(str(root / path), _pages(entry))
+    swaps.check()
+    live_code.check()
+
+
+def _pages(entry: PatchedFile) -> str:
+    return ", ".join(step.partition("@")[0] for step in entry.steps)
+
+
+_DIGESTS: dict[Path, tuple[tuple[int, ...], str]] = {}
+"""Path -> what `stat` answered, and the hash of the content then."""
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, which is read again only when `stat` says that it may have changed."""
+    try:
+        there = path.stat()
+    except OSError:
+        return ""
+    state = (there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns)
+    if _DIGESTS.get(path, ((), ""))[0] != state:
+        _DIGESTS[path] = (state, sha256(path.read_bytes()))
+    return _DIGESTS[path][1]
+
+
+def _refuse_shadows(root: Path) -> None:
+    """What ROOT has itself comes from there; other distributions share the name `megatron`."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] != "megatron" or not isinstance(file, str):
+            continue
+        part = root / part_of(name.replace(".", "/"))
+        if not part.exists() and not part.with_suffix(".py").exists():
+            continue
+        if not Path(file).is_relative_to(root) and not Path(file).resolve().is_relative_to(
+            root.resolve()
+        ):
+            raise CppmegaError(
+                "shadowed",
+                f"{name} was imported from {file}, not from {root}.",
+                "The patched tree is not the one that trains.",
+                "take the other folder off PYTHONPATH",
+            )

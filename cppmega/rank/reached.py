@@ -1,0 +1,92 @@
+"""Which pages a run must have passed through by now, and the errors where it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from cppmega.catalogue import gates
+from cppmega.errors import CppmegaError
+from cppmega.live import vouched
+from cppmega.rank import provenance
+from cppmega.tree import accepted
+
+if TYPE_CHECKING:
+    from cppmega.guard import Guard
+
+FIRST_STEP = ("startup", "forward", "backward")
+
+_CALLS = {
+    "log": "cppmega.guard.after_first_log(args)",
+    "save": "cppmega.guard.after_first_save(args)",
+}
+_LOOP = "for batch in cppmega.guard.steps(loader, args):"
+
+
+def required(guard: Guard, args: Any, phases: Iterable[str], reached: set[str]) -> set[str]:
+    """Pages that this run must have passed through by now; the others become idle.
+
+    Raises:
+        CppmegaError: `arguments-not-given`.
+    """
+    wanted, undecided = set(), set()
+    for name in guard.receipt.pages:
+        patch = guard.session.pages[name].patch
+        if patch.reached == "never":
+            guard.idle[name] = "no run need reach it"
+        elif patch.reached not in phases:
+            guard.idle.setdefault(name, f"reached at {patch.reached}")
+        elif patch.when is not None and args is None:
+            undecided.add(name)
+        elif patch.when is not None and not gates.wanted(name, patch.when, args):
+            guard.idle[name] = "this run's arguments do not use it"
+        else:
+            wanted.add(name)
+            guard.idle.pop(name, None)
+    _refuse_undecided(undecided - reached, tuple(phases))
+    return wanted
+
+
+def refuse_missing(guard: Guard, missing: set[str], place: str, when: str) -> None:
+    """Stop where a page that had to be reached was reached on no rank.
+
+    Raises:
+        CppmegaError: `page-not-reached`.
+    """
+    if not missing:
+        return
+    names = ", ".join(
+        f"{name} ({', '.join(guard.receipt.pages[name].targets)})" for name in sorted(missing)
+    )
+    raise CppmegaError(
+        "page-not-reached",
+        f"{place}: no rank went through {names} by {when}.",
+        "The patch is on disk and does nothing: the run would train without it.",
+        "see `cppmega explain NAME`; a run that does not need it takes it out with "
+        "`cppmega revert NAME`",
+    )
+
+
+def summary(guard: Guard, reached: set[str]) -> str:
+    """One line for the log: what this run trains with."""
+    hit = sorted(reached & set(guard.receipt.pages))
+    idle = [f"{name} ({why})" for name, why in sorted(guard.idle.items()) if name not in reached]
+    wrapped = [f"{name} by {key}" for name, key in sorted(vouched.met().items())]
+    code = accepted.name_of_code(guard.receipt.digest, accepted.in_this_process())
+    text = f"cppmega: overlay {code}; reached: {', '.join(hit) or 'none'}"
+    text += f"; idle: {', '.join(idle)}" if idle else ""
+    text += f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else ""
+    return f"{text}; imported: {provenance.summary()}"
+
+
+def _refuse_undecided(names: set[str], phases: tuple[str, ...]) -> None:
+    if not names:
+        return
+    call = next((_CALLS[phase] for phase in phases if phase in _CALLS), _LOOP)
+    raise CppmegaError(
+        "arguments-not-given",
+        f"Whether this run must reach {', '.join(sorted(names))} depends on its arguments, which "
+        "the loop did not give; no rank has reached it.",
+        "The patch may do nothing in a run that needs it.",
+        f"`{call}`, where args has the names of Megatron's arguments",
+    )

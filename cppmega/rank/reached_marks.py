@@ -1,0 +1,20 @@
+"""Which pages a process went through: the flags of patched files, and of runtime patches."""
+
+from __future__ import annotations
+
+import sys
+
+from cppmega.rewriting.marks import FLAGS
+
+REACHED: set[str] = set()
+"""The flags of the runtime patches; a patched file carries its own."""
+
+
+def reached() -> set[str]:
+    """Names of the pages that this process went through so far, over all imported modules."""
+    found = set(REACHED)
+    for module in list(sys.modules.values()):
+        flags = getattr(module, "__dict__", {}).get(FLAGS)
+        if isinstance(flags, set):
+            found |= flags
+    return found

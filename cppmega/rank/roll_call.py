@@ -1,0 +1,112 @@
+"""Every rank of a process group carries the guard, or is named.
+
+A rank without it would not take part in the comparison of the ranks: they would wait for it until
+the group's own time limit, or pair their comparison with one of its collectives. So every guarded
+rank leaves a key in the group's store when it has joined, and looks for those of all the others
+before anything else is exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.live import import_hook
+from cppmega.rank import run_ledger
+
+_KEY = "cppmega/guarded/{}"
+_LIMIT = timedelta(minutes=5)
+"""How long a rank may take to follow the others, where the group's own limit is longer."""
+
+_ON_JOIN: list[Callable[[], None]] = []
+
+
+def distributed() -> Any:
+    """`torch.distributed` where this process is a rank of a group; None elsewhere."""
+    found = getattr(sys.modules.get("torch"), "distributed", None)
+    if found is None or not found.is_available() or not found.is_initialized():
+        return None
+    return found
+
+
+def on_join(action: Callable[[], None]) -> None:
+    """Have something done in every process that becomes a rank."""
+    if action not in _ON_JOIN:
+        _ON_JOIN.append(action)
+
+
+def watch() -> None:
+    """See this process, and those forked from it, become ranks."""
+    name = "torch.distributed.distributed_c10d"
+    if name in sys.modules:
+        _watch_init(sys.modules[name])
+    else:
+        import_hook.add(import_hook.Hook(wants=import_hook.named(name), after=_watch_init))
+
+
+def answer() -> None:
+    """Leave this rank's key: it carries the guard."""
+    store, torch_distributed = _store(), distributed()
+    if store is not None:
+        store.set(_KEY.format(torch_distributed.get_rank()), "1")
+
+
+def require_everyone() -> None:
+    """Wait until every rank has answered.
+
+    Raises:
+        CppmegaError: `rank-without-guard`, on every rank that carries it.
+    """
+    store, torch_distributed = _store(), distributed()
+    if store is None:
+        return
+    answer()
+    keys = [_KEY.format(rank) for rank in range(torch_distributed.get_world_size())]
+    limit = min(store.timeout, _LIMIT)
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:  # what torch raises, whatever the store and its version
+        silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        if not silent:
+            return  # they came at the last moment
+        raise CppmegaError(
+            "rank-without-guard",
+            f"Within {limit.total_seconds():.0f} seconds rank {', '.join(silent[:8])} of "
+            f"{len(keys)} did not say what code it runs: it does not carry the guard.",
+            "One rank with other code is enough to train a wrong model.",
+            "start every rank with `python -m cppmega.run`, without python -S, -I or -E, and leave "
+            "PYTHONPATH and CPPMEGA_* in the environment of ranks that your script starts",
+        ) from None
+
+
+def _store() -> Any:
+    """The store that the ranks met in; None where there is no group, or one without (MPI)."""
+    if distributed() is None:
+        return None
+    c10d = sys.modules["torch.distributed.distributed_c10d"]
+    get: Callable[[], Any] | None = getattr(c10d, "_get_default_store", None)
+    return get() if get is not None else None
+
+
+def _watch_init(module: ModuleType) -> None:
+    original = module.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        answer()
+        torch_distributed = distributed()
+        if torch_distributed is not None:
+            run_ledger.write("joined", rank=torch_distributed.get_rank())
+            for action in _ON_JOIN:
+                action()
+
+    # torch.distributed copies the name when this module has been imported, that is: after us.
+    for holder in (module, sys.modules.get("torch.distributed")):
+        if getattr(holder, "init_process_group", None) is original:
+            setattr(holder, "init_process_group", init_process_group)  # noqa: B010

@@ -1,0 +1,99 @@
+"""What the processes of a guarded run tell the first of them: who holds the guard, who trains.
+
+The first process keeps a nameless file in memory; the others write to it through /proc. Its address
+is inherited in the environment, and proves that it was: the process that it names must live, be an
+ancestor of whoever reads it, and hold such a file. A variable left over in a shell proves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from cppmega.host import process
+
+VARIABLE = "CPPMEGA_GUARDED_BY"
+_FILE = "cppmega-guard"
+
+What = Literal["holds", "joined", "stepped", "excused", "refused"]
+"""The process holds the guard; it joined a process group; a step of it was checked; it ended and
+needed no step; the guard refused it."""
+
+
+_address = ""
+"""Of the ledger that this process has opened or joined: a script may change its environment."""
+
+
+def open_new() -> str:
+    """A ledger of this process's own; answers its address."""
+    global _address
+    number = os.memfd_create(_FILE)
+    _address = f"{os.getpid()}.{process.started(os.getpid())}.{number}"
+    return _address
+
+
+def join_or_forget(environ: MutableMapping[str, str], *names: str) -> None:
+    """Take over the ledger that an environment names, if this process inherited it.
+
+    Args:
+        names: variables that mean nothing where it did not; they are taken out, with a remark.
+    """
+    global _address
+    address = environ.get(VARIABLE, "")
+    if _path(address) is not None:
+        _address = address
+        return
+    left = [name for name in (*names, VARIABLE) if environ.pop(name, None)]
+    if left:
+        print(
+            f"cppmega: ignoring {', '.join(left)}: left over from another run, which has not "
+            "started this process",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def address() -> str:
+    """Of this process's ledger; empty: it has none."""
+    return _address
+
+
+def write(what: What, **details: Any) -> None:
+    """Add a line; nothing where the first process is gone."""
+    path = _path(_address)
+    if path is None:
+        return
+    me = os.getpid()
+    line = {"what": what, "pid": me, "above": process.ancestors(me), **details}
+    with suppress(OSError), path.open("ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")  # one write: lines of others stay whole
+
+
+def below(pid: int) -> list[dict[str, Any]]:
+    """The lines of the processes that a process has started, and they in turn."""
+    path = _path(_address)
+    if path is None:
+        return []
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    return [line for line in lines if pid in line["above"]]
+
+
+def _path(address: str) -> Path | None:
+    """The file behind an address; None where the address proves nothing."""
+    pid, _, rest = address.partition(".")
+    since, _, number = rest.partition(".")
+    if not (pid.isdigit() and number.isdigit() and process.alive(int(pid), since)):
+        return None
+    if int(pid) not in (os.getpid(), *process.ancestors(os.getpid())):
+        return None
+    path = Path(f"/proc/{pid}/fd/{number}")
+    try:
+        held = str(path.readlink())
+    except OSError:
+        return None
+    return path if held.startswith(f"/memfd:{_FILE}") else None

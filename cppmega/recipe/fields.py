@@ -1,0 +1,266 @@
+"""The fields of a recipe, and what follows from them. Imports no torch.
+
+Fields carry Megatron's own argument names where Megatron has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import layer_pattern as patterns
+
+Kind = Literal["hybrid", "gpt", "loop"]
+"""`hybrid` and `gpt` run Megatron's `pretrain`; `loop` is a loop of our own, which runs on CPU."""
+Precision = Literal["bf16", "fp8", "fp32"]
+Activation = Literal["gelu", "squared_relu", "swiglu"]
+Attention = Literal["full", "mla", "dsa"]
+
+FORBIDDEN_ARGUMENTS = ("--no-check-for-nan-in-loss-and-grad", "--mock-data", "--fp16")
+"""No recipe may hold these: NaN checks stay on, and mock data is asked for by the run alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba3:
+    """Mamba-3 MIMO mixers of the letter `M`. No Megatron release has them."""
+
+    expand: int = 2
+    head_dim: int = 64
+    state_dim: int = 128
+    groups: int = 8
+    rank: int = 4
+    chunk: int = 16
+    rope_fraction: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class M2RNN:
+    """Matrix-state RNN mixers of the letter `R`. No Megatron release has them."""
+
+    key_dim: int = 64
+    value_dim: int = 16
+    conv: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NgramHash:
+    """Hashed n-gram embeddings added to the token embedding. No Megatron release has them."""
+
+    orders: tuple[int, ...] = (2, 3)
+    heads: int = 8
+    tables: tuple[int, ...] = (
+        *(499_801, 499_819, 499_853, 499_879, 499_883, 499_897, 499_903, 499_927),
+        *(499_943, 499_957, 499_969, 499_973, 499_979, 500_009, 500_029, 500_041),
+    )
+    """Rows of each table, one per order and head: the 16 primes just around 500,000."""
+    dim: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Structure and depth-level embeddings of source code. No Megatron release has them."""
+
+    categories: int = 9
+    levels: int = 16
+    bottleneck: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPool:
+    """Memory that a model's CUDA graphs keep, as measured at one size without pipeline stages."""
+
+    gib: float
+    micro_batch_size: int
+    seq_length: int
+    hidden_size: int
+    layers: int
+    """Those of the trunk, and those of every MTP depth."""
+
+    def scaled(
+        self, micro_batch_size: int, seq_length: int, hidden_size: int, layers: int
+    ) -> float:
+        """GiB at another size; the pool holds activations, which grow with each of the four."""
+        measured = self.micro_batch_size * self.seq_length * self.hidden_size * self.layers
+        return self.gib * micro_batch_size * seq_length * hidden_size * layers / measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """One run, unchecked. Sizes count elements of the whole model, never of one rank."""
+
+    name: str
+    purpose: str
+    """One line for `cppmega recipes`."""
+    kind: Kind
+    precision: Precision
+    """Never implied: a launch line that does not say it has trained the wrong one before."""
+    gpus: int
+    """GPUs the run takes; 0 for a loop that runs on CPU."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    """Width of the dense MLP (letter `-`, or a GPT layer without experts)."""
+    num_attention_heads: int
+    seq_length: int
+    vocab_size: int
+    """Token ids the model has rows for, before padding to `make_vocab_size_divisible_by`."""
+    make_vocab_size_divisible_by: int = 128
+    pattern: str = ""
+    """Letters of a hybrid model: D DSA, + MLA, * attention, E MoE, - MLP, M Mamba-3, R M2RNN;
+    `/` starts an MTP depth, `|` a pipeline stage."""
+    num_layers: int = 0
+    """GPT and loop; a hybrid model counts its pattern."""
+    mtp_num_layers: int = 0
+    """GPT and loop; a hybrid model counts its pattern."""
+    attention: Attention = "full"
+    """GPT and loop; a hybrid model has it in its pattern."""
+    first_dense_layers: int = 0
+    """GPT with experts: leading layers that have a dense MLP instead."""
+    kv_channels: int | None = None
+    num_query_groups: int | None = None
+    activation: Activation = "gelu"
+    position_embedding_type: Literal["rope", "none"] = "rope"
+    rotary_base: int = 10_000
+    norm_epsilon: float = 1e-5
+    init_method_std: float = 0.02
+    tied_embeddings: bool = False
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+    qk_layernorm: bool = False
+    """Norms of MLA's low-rank query and key-value, or of a GPT's query and key heads."""
+
+    dsa_indexer_n_heads: int | None = None
+    dsa_indexer_head_dim: int | None = None
+    dsa_indexer_topk: int | None = None
+    dsa_indexer_loss_coeff: float = 0.0
+    dsa_indexer_use_sparse_loss: bool = False
+    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] | None = None
+    """Not said: Megatron's unfused default, which a preflight refuses; `none` says it is meant."""
+
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+    moe_aux_loss_coeff: float = 0.0
+    moe_grouped_gemm: bool = True
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+
+    mamba3: Mamba3 | None = None
+    m2rnn: M2RNN | None = None
+    ngram_hash: NgramHash | None = None
+    structure: Structure | None = None
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    micro_batch_size: int = 1
+    """Sequences per rank and pass."""
+    global_batch_size: int = 1
+    """Sequences per optimizer step, over all ranks."""
+    train_iters: int = 100
+    lr: float = 1e-4
+    lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
+    lr_warmup_iters: int = 0
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    clip_grad: float = 1.0
+    seed: int = 1234
+    mtp_loss_scaling_factor: float = 0.1
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
+    recompute_modules: tuple[str, ...] = ()
+    """Megatron's selective recompute; empty: nothing is recomputed."""
+    cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: Literal["native", "linear"] = "native"
+    """linear: the heads' losses without logits, by our patches; see `wanted_patches`."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
+    cuda_graph_modules: tuple[str, ...] = ()
+    graph_pool: GraphPool | None = None
+    """What the preflight estimates the memory of CUDA graphs from; None: it cannot."""
+
+    packed_documents: bool = False
+    """Attention, Mamba and MTP stay inside a document; off: a sample is one causal sequence."""
+    document_multiple: int = 1
+    """Packed: pad each document inside the pack to a multiple of this many tokens."""
+
+    patches: tuple[str, ...] = ()
+    """Pages of `upstream_patches/` without which the run must not start."""
+    gates: tuple[tuple[str, str], ...] = ()
+    """`CPPMEGA_*` variables that must have this value."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Other variables, set by the trainer where they are not set yet."""
+    architectures: tuple[str, ...] = ()
+    """GPUs that the sizes and kernels were chosen for, as sm_90; empty: any."""
+    stack: tuple[tuple[str, str], ...] = ()
+    """Distribution, or `cuda`, and the versions of it that the run was made for, as pip says it."""
+    accepted_edits: tuple[tuple[str, str], ...] = ()
+    """Files of Megatron that the team edited itself, below ROOT, and the SHA-256 of each."""
+    arguments: tuple[str, ...] = ()
+    """Further Megatron arguments, added by `plus`; rendered last."""
+
+    @property
+    def layout(self) -> patterns.Pattern:
+        """The layers of the model, whichever kind it is."""
+        if self.kind == "hybrid":
+            return patterns.parse(self.pattern)
+        letter = {"full": "*", "mla": "+", "dsa": "D"}[self.attention]
+        dense = self.first_dense_layers if self.num_experts else self.num_layers
+        main = (letter + "-") * dense + (letter + "E") * (self.num_layers - dense)
+        return patterns.Pattern(main, main[-2:] if self.mtp_num_layers else "", self.mtp_num_layers)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different data."""
+        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return max(self.gpus, 1) // model
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head."""
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def uses_mla(self) -> bool:
+        """Whether any layer is MLA or DSA."""
+        return bool(set("D+") & set(self.layout.letters))
+
+    @property
+    def dsa_widths(self) -> tuple[int, int]:
+        """Of DSA's absorbed queries (latent and rotated part) and values (the latent part)."""
+        latent = self.kv_lora_rank or 0
+        return latent + (self.qk_pos_emb_head_dim or 0), latent
+
+    @property
+    def uses_linear_cross_entropy(self) -> bool:
+        """Whether the heads take their losses without logits."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    @property
+    def uses_dsa(self) -> bool:
+        """Whether any layer is DSA."""
+        return "D" in self.layout.letters
+
+
+def invalid(
+    recipe: Fields,
+    what: str,
+    why: str,
+    hint: str = "--set FIELD=VALUE, or the recipe's file",
+) -> CppmegaError:
+    """The error of a recipe that cannot be trained as it stands."""
+    return CppmegaError("recipe-invalid", f"Recipe {recipe.name}: {what}", why, hint)

@@ -1,0 +1,111 @@
+"""Recipes: found by shipped name or by path, and loaded by path."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.host import paths
+from cppmega.loading import load_file
+from cppmega.recipe import Recipe
+
+
+def folder() -> Path:
+    """The folder of the shipped recipes."""
+    return paths.shipped("recipes")
+
+
+def shipped() -> list[str]:
+    """Names of the shipped recipes, sorted."""
+    return sorted(path.stem for path in folder().glob("*.py"))
+
+
+def file_of(name: str) -> Path:
+    """Where the recipe of that shipped name, or of that path, lies or would lie."""
+    return Path(name) if name.endswith(".py") else folder() / f"{name}.py"
+
+
+def load(name: str) -> Recipe:
+    """The recipe of that shipped name, or of that file.
+
+    Raises:
+        CppmegaError: `recipe-unknown`, `recipe-broken`, or what making the recipe raises.
+    """
+    path = file_of(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(name, shipped(), n=1)
+        raise CppmegaError(
+            "recipe-unknown",
+            f"There is no recipe {name}." + (f" Did you mean {near[0]}?" if near else ""),
+            f"Shipped are {', '.join(shipped())}; a path ends in .py.",
+            "cppmega recipes",
+        )
+    module = _module(path)
+    recipe = getattr(module, "RECIPE", None)
+    if not isinstance(recipe, Recipe) or recipe.name != path.stem:
+        found = f"a {type(recipe).__name__}" if not isinstance(recipe, Recipe) else recipe.name
+        raise CppmegaError(
+            "recipe-broken",
+            f"{path} must define RECIPE, a Recipe with the name {path.stem}; found {found}.",
+            "Logs, results and run folders are found by that name.",
+            f"RECIPE = Recipe(name='{path.stem}', ...)",
+        )
+    return recipe
+
+
+def _module(path: Path) -> Any:
+    def failed(what: str) -> CppmegaError:
+        return _broken(path, what, f"python {path}")
+
+    try:
+        return load_file.load(f"cppmega_recipe_{path.stem}", path, failed)
+    except CppmegaError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and (path.parent / f"{cause.name}.py").is_file():
+            beside = path.parent / f"{cause.name}.py"
+            what = f"raises {type(cause).__name__}: {cause}"
+            raise _broken(path, what, f"write what {beside} holds into {path}") from cause
+        raise
+
+
+def _broken(path: Path, what: str, command: str) -> CppmegaError:
+    return CppmegaError(
+        "recipe-broken",
+        f"{path} cannot be loaded: it {what}.",
+        "A recipe is one Python file that defines RECIPE: the run folder keeps a copy of it alone.",
+        command,
+    )
+
+
+def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
+    """Apply `field=value` words from a command line, each value as Python would write it.
+
+    Raises:
+        CppmegaError: `bad-assignment`, or what `Recipe.with_` raises.
+    """
+    changes: dict[str, Any] = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise CppmegaError(
+                "bad-assignment",
+                f"{text!r} is no field=value.",
+                "It is not clear what to change.",
+                "--set micro_batch_size=2",
+            )
+        if name == "name":
+            raise CppmegaError(
+                "bad-assignment",
+                f"{text!r} changes the name of the recipe, which is that of its file.",
+                "Its runs could not be found by it.",
+                "--name NAME names the run folder; a recipe of your own is a file of that name",
+            )
+        try:
+            changes[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[name] = value  # a word such as tilelang
+    return recipe.with_(**changes)

@@ -1,0 +1,148 @@
+"""How much GPU memory a recipe takes on its fullest rank: an estimate, without torch.
+
+Weights, gradients and optimizer states are exact sums; activations are a model of what Megatron
+keeps for the backward pass. A run near the limit must be tried, not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cppmega.recipe import Recipe
+from cppmega.recipe.arithmetic import parameters
+from cppmega.recipe.dsa_widths import Widths, supported
+
+GIB = 2**30
+_CONTEXT = 2 * GIB
+"""CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers."""
+_CHUNK = GIB
+"""`LOGITS_BYTES` of `cppmega.ops.linear_cross_entropy_chunks`, which imports torch."""
+_UNFUSED_SCORES = 3
+"""Full fp32 score tensors that unfused DSA keeps per layer: scores, softmax, and the mask or its
+product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes on the fullest rank."""
+
+    states: int
+    """Weights, gradients and optimizer states."""
+    activations: int
+    """Kept for the backward pass, for one micro-batch."""
+    logits: int
+    """What trunk and MTP depths keep for the loss: logits and their fp32 copy, or gradients."""
+
+    @property
+    def total(self) -> int:
+        """All of it, the fixed cost of a process included."""
+        return self.states + self.activations + self.logits + _CONTEXT
+
+    @property
+    def gib(self) -> float:
+        """The total in GiB."""
+        return self.total / GIB
+
+
+def estimate(recipe: Recipe, widened: Iterable[Widths] = ()) -> Estimate:
+    """Estimate the fullest rank of a run on GPUs.
+
+    Pipeline parallelism divides the layers evenly; the head's rank is taken as the fullest.
+
+    Args:
+        recipe: the run.
+        widened: widths of DSA that pages provide beyond those of the release.
+    """
+    fused = recipe.dsa_widths in supported(recipe.dsa_kernel_backend, widened)
+    return Estimate(_states(recipe), _activations(recipe, fused), _logits(recipe))
+
+
+def _states(recipe: Recipe) -> int:
+    counts = parameters(recipe)
+    tensor, pipeline = recipe.tensor_model_parallel_size, recipe.pipeline_model_parallel_size
+    replicas = recipe.data_parallel_size
+    expert = recipe.expert_model_parallel_size
+    ends = counts.total - sum(counts.layers.values())
+    body = sum(counts.layers.values()) // pipeline
+    routed = counts.experts // pipeline
+    dense = (body + ends - routed) // tensor
+    spread = routed // expert
+    if recipe.kind == "loop":
+        return (dense + spread) * 16  # fp32 weight, gradient and Adam's two moments
+    # A bf16 weight and an fp32 gradient, whole; an fp32 weight and two moments, over the replicas.
+    shard = replicas if recipe.use_distributed_optimizer else 1
+    expert_shard = max(replicas * tensor // expert, 1) if recipe.use_distributed_optimizer else 1
+    return dense * 6 + dense * 12 // shard + spread * 6 + spread * 12 // expert_shard
+
+
+def _activations(recipe: Recipe, fused: bool) -> int:
+    tokens = recipe.micro_batch_size * recipe.seq_length
+    layout = recipe.layout
+    pipeline = recipe.pipeline_model_parallel_size
+    per_layer = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
+    trunk = sum(per_layer[letter] for letter in layout.trunk)
+    # 1F1B keeps as many micro-batches in flight on its first rank as there are ranks.
+    mtp = sum(per_layer[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
+    return trunk + mtp * layout.depths if pipeline == 1 else max(trunk, mtp * layout.depths)
+
+
+def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
+    """Bytes one layer keeps: bf16, two for each value.
+
+    Args:
+        fused: DSA runs in a fused kernel.
+    """
+    hidden, tensor = recipe.hidden_size, recipe.tensor_model_parallel_size
+    stream = 2 * 2 * tokens * hidden  # the layer's input and its normalised copy
+    if letter == "-":
+        return stream + 2 * _mlp_width(recipe, recipe.ffn_hidden_size, "mlp") * tokens // tensor
+    if letter == "E":
+        routed = recipe.moe_router_topk * (recipe.moe_ffn_hidden_size or 0)
+        shared = recipe.moe_shared_expert_intermediate_size or 0
+        permuted = 2 * 2 * tokens * hidden * recipe.moe_router_topk  # dispatched and combined
+        return stream + permuted + 2 * tokens * _mlp_width(recipe, routed + shared, "moe_act")
+    heads = recipe.num_attention_heads // tensor
+    if letter in "D+":
+        assert recipe.kv_lora_rank and recipe.qk_head_dim and recipe.v_head_dim
+        rope = recipe.qk_pos_emb_head_dim or 0
+        query = recipe.qk_head_dim + rope
+        if letter == "D":
+            query, value = recipe.kv_lora_rank + rope, recipe.kv_lora_rank
+        else:
+            value = recipe.v_head_dim
+        kept = 2 * tokens * heads * (2 * query + 2 * value + recipe.v_head_dim)
+        scores = _dsa_scores(recipe, tokens, heads, fused) if letter == "D" else 0
+        return stream + kept + scores
+    if letter == "*":
+        dim = recipe.kv_channels or hidden // recipe.num_attention_heads
+        return stream + 2 * tokens * heads * dim * 4
+    # Mamba-3 and M2RNN: projections of about the inner width, and states at chunk borders.
+    return stream + 2 * tokens * hidden * 8 // tensor
+
+
+def _mlp_width(recipe: Recipe, width: int, module: str) -> int:
+    """Values kept per token: before and after the activation, unless one is recomputed."""
+    if module == "mlp" and "mlp" in recipe.recompute_modules:
+        return 0
+    gate = 2 if recipe.activation == "swiglu" else 1
+    after = 0 if module in recipe.recompute_modules else 1
+    return width * (gate + after)
+
+
+def _dsa_scores(recipe: Recipe, tokens: int, heads: int, fused: bool) -> int:
+    """Score tensors of sparse attention and of its indexer's loss."""
+    pairs = tokens * recipe.seq_length
+    indexer = 4 * pairs if recipe.dsa_indexer_loss_coeff else 0
+    return indexer if fused else 4 * pairs * heads * _UNFUSED_SCORES + 2 * indexer
+
+
+def _logits(recipe: Recipe) -> int:
+    tokens = recipe.micro_batch_size * recipe.seq_length
+    rows = recipe.padded_vocab_size // recipe.tensor_model_parallel_size
+    heads = 1 + recipe.layout.depths
+    if recipe.uses_linear_cross_entropy:
+        # One chunk of logits; each head's dW in fp32 and dX in bf16 wait for the backward pass.
+        return _CHUNK + heads * recipe.hidden_size * (4 * rows + 2 * tokens)
+    # bf16 logits; the softmax in fp32 is kept for the backward pass, once per head.
+    return tokens * rows * (2 + 4) * heads

@@ -1,0 +1,66 @@
+"""A run as data: model, parallel layout and training. Typed, frozen, additive; imports no torch.
+
+A recipe changes only by `with_` (a field by its name) and `plus` (further arguments at the end):
+there is no string of default flags that could be replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import field_types
+from cppmega.recipe import validate as recipe_checks
+from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3, NgramHash, Structure
+
+__all__ = ["M2RNN", "GraphPool", "Mamba3", "NgramHash", "Recipe", "Structure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe(Fields):
+    """One run that can be trained.
+
+    Raises:
+        CppmegaError: `recipe-invalid`, `width-not-aligned`, `bad-pattern`, `bad-accept`.
+    """
+
+    def __post_init__(self) -> None:
+        field_types.check(self)
+        recipe_checks.check(self)
+
+    def with_(self, **changes: Any) -> Recipe:
+        """The same recipe with some fields changed.
+
+        Raises:
+            CppmegaError: `unknown-field` with the nearest name, or what construction raises.
+        """
+        known = {field.name for field in fields(self)} - {"arguments"}
+        for name in changes:
+            if name == "arguments":
+                raise CppmegaError(
+                    "unknown-field",
+                    "Recipe.arguments cannot be replaced.",
+                    "A replaced list of flags drops the ones that were there without a word.",
+                    "-- --flag value adds to it; in Python: recipe.plus('--flag', 'value')",
+                )
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), n=1)
+                raise CppmegaError(
+                    "unknown-field",
+                    f"Recipe has no field {name}." + (f" Did you mean {near[0]}?" if near else ""),
+                    "The change would do nothing.",
+                    f"--set {near[0]}=..."
+                    if near
+                    else "the fields are those of cppmega.recipe.Recipe",
+                )
+        return replace(self, **changes)
+
+    def plus(self, *arguments: str) -> Recipe:
+        """The same recipe with further Megatron arguments.
+
+        Raises:
+            CppmegaError: `recipe-invalid` for an argument no recipe may hold.
+        """
+        return replace(self, arguments=(*self.arguments, *arguments))

@@ -1,0 +1,360 @@
+"""A recipe as the command line of an installed Megatron version.
+
+Names that changed between releases are in one table, which the tests check against each release's
+own parser. What a release cannot express is left out of the line and named in `missing`: such a
+line shows the run, and the trainer refuses to start it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import Recipe
+from cppmega.recipe import layer_pattern as patterns
+from cppmega.recipe.run_options import RunOptions
+
+OLDEST = (0, 17)
+"""First release line whose wheel has `megatron.training`."""
+
+_RENAMED: dict[str, tuple[tuple[tuple[int, int], str], ...]] = {
+    "--cuda-graph-modules": (((0, 17), "--cuda-graph-scope"), ((0, 18), "--cuda-graph-modules")),
+    "--null-tokenizer-eod-id": (((0, 17), ""), ((0, 18), "--null-tokenizer-eod-id")),
+    "--dsa-kernel-backend": (((0, 17), ""), ((0, 19), "--dsa-kernel-backend")),
+}
+"""Newest name -> the name from each release line on; an empty one: that release has no such."""
+
+_NEVER = 1_000_000_000
+"""Steps between evaluations in a run that has none; Megatron divides by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something the recipe asks for that the installed release does not have."""
+
+    part: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A launch line, and what it leaves out."""
+
+    version: str
+    argv: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    missing: tuple[Missing, ...]
+
+
+def release_line(version: str) -> tuple[int, int]:
+    """(0, 19) of 0.19.2.
+
+    Raises:
+        CppmegaError: `version-unknown`, `training-not-in-wheel`.
+    """
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        raise CppmegaError(
+            "version-unknown",
+            f"{version!r} is no version of megatron-core.",
+            "The names of its arguments depend on it.",
+            "cppmega status shows the installed version",
+        ) from None
+    line = (parsed.major, parsed.minor)
+    if line < OLDEST:
+        raise CppmegaError(
+            "training-not-in-wheel",
+            f"megatron-core {version} ships megatron.core alone: its training loop is in the "
+            "git repository only.",
+            "This trainer stands on megatron.training, which wheels have from 0.17 on.",
+            "pip install megatron-core==0.19.2, or train with the pretrain script of a checkout "
+            f"of core_v{version} (put the checkout first on PYTHONPATH and patch it too)",
+        )
+    return line
+
+
+def render(
+    recipe: Recipe, version: str, options: RunOptions | None = None, eod: int | None = None
+) -> Rendered:
+    """The arguments for Megatron's parser.
+
+    Args:
+        recipe: the run.
+        version: of the installed megatron-core.
+        options: of this start; None: the defaults.
+        eod: id of the token that ends a document, where the data has said it.
+
+    Raises:
+        CppmegaError: `recipe-is-a-loop`, `version-unknown`, `training-not-in-wheel`.
+    """
+    if recipe.kind == "loop":
+        raise CppmegaError(
+            "recipe-is-a-loop",
+            f"Recipe {recipe.name} runs in a loop of our own, not in Megatron's pretrain.",
+            "Megatron's training loop and optimizer insist on CUDA.",
+            "cppmega recipes shows what can be rendered",
+        )
+    line = release_line(version)
+    options = options or RunOptions()
+    words: list[str] = []
+    for name, values in _arguments(recipe, line, options, eod):
+        name = _name(name, line)
+        if name and len(values) == 1 and values[0].startswith("-"):
+            words.append(f"{name}={values[0]}")  # a pattern may begin with the letter for an MLP
+        elif name:
+            words += [name, *values]
+    for argument in recipe.arguments:
+        words.append(_name(argument, line) or argument)
+    environment = recipe.environment
+    if recipe.tensor_model_parallel_size > 1:
+        # Before Blackwell, Megatron insists: it orders communication before computation.
+        environment = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), *environment)
+    return Rendered(version, tuple(words), environment, missing(recipe, version))
+
+
+def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
+    """What the recipe needs and that release lacks; empty: it can be trained there."""
+    line = release_line(version)
+    found: list[Missing] = []
+    if recipe.kind == "hybrid":
+        for letter in patterns.unknown_to(recipe.layout, line):
+            since = patterns.since(letter)
+            reason = (
+                f"megatron-core {version} has no layer for it, {since} is the first that does"
+                if since
+                else "no megatron-core release has this mixer, and cppmega does not bring it yet"
+            )
+            layers = recipe.layout.counts()[letter]
+            part = f"{layers} layers {letter} ({patterns.LETTERS[letter]})"
+            found.append(Missing(part, reason))
+    for name, part in (
+        ("ngram_hash", "n-gram hash embedding"),
+        ("structure", "structure embedding"),
+    ):
+        if getattr(recipe, name) is not None:
+            reason = "no megatron-core release has it, and cppmega does not bring it yet"
+            found.append(Missing(part, reason))
+    if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
+        reason = f"megatron-core {version} takes the argument, and its builder then stops"
+        found.append(Missing("DSA in a GPT", reason))
+    if recipe.uses_dsa and recipe.dsa_kernel_backend not in (None, "none") and line < (0, 19):
+        reason = f"megatron-core {version} has no DSA kernels, 0.19 is the first that does"
+        found.append(Missing(f"DSA kernel backend {recipe.dsa_kernel_backend}", reason))
+    return tuple(found)
+
+
+def _name(name: str, line: tuple[int, int]) -> str:
+    """What that release calls the argument; empty where it has none."""
+    spelled = name
+    for since, then in _RENAMED.get(name, ()):
+        if line >= since:
+            spelled = then
+    return spelled
+
+
+Argument = tuple[str, tuple[str, ...]]
+
+
+def _arguments(
+    recipe: Recipe, line: tuple[int, int], options: RunOptions, eod: int | None
+) -> Iterator[Argument]:
+    yield from _model(recipe, line)
+    if _can_attend(recipe, line):
+        yield from _latent(recipe)
+    if "E" in recipe.layout.letters:
+        yield from _experts(recipe)
+    yield from _parallel(recipe)
+    yield from _training(recipe)
+    yield from _recompute(recipe, line)
+    yield from _vocabulary(recipe, line, eod)
+    yield from _run(recipe, options)
+
+
+def _model(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+    layout = recipe.layout
+    if recipe.kind == "hybrid":
+        kept = layout.without(patterns.unknown_to(layout, line))
+        yield "--hybrid-layer-pattern", (kept.render(),)
+    else:
+        yield from _values(recipe, "num_layers")
+        if recipe.mtp_num_layers:
+            yield from _values(recipe, "mtp_num_layers")
+    yield from _values(
+        recipe, "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "seq_length"
+    )
+    yield "--max-position-embeddings", (str(recipe.seq_length),)
+    if recipe.num_query_groups is not None:
+        yield "--group-query-attention", ()
+        yield from _values(recipe, "num_query_groups")
+    yield "--normalization", ("RMSNorm",)
+    yield from _values(recipe, "norm_epsilon", "init_method_std", "position_embedding_type")
+    yield from _values(recipe, "rotary_base")
+    yield "--disable-bias-linear", ()
+    yield "--attention-dropout", ("0.0",)
+    yield "--hidden-dropout", ("0.0",)
+    if recipe.activation != "gelu":
+        yield {"swiglu": "--swiglu", "squared_relu": "--squared-relu"}[recipe.activation], ()
+    if not recipe.tied_embeddings:
+        yield "--untie-embeddings-and-output-weights", ()
+    if recipe.qk_layernorm:
+        yield "--qk-layernorm", ()
+    if recipe.uses_dsa:
+        yield "--no-rope-fusion", ()  # DSA asserts on it
+    if layout.depths:
+        yield from _values(recipe, "mtp_loss_scaling_factor")
+
+
+def _can_attend(recipe: Recipe, line: tuple[int, int]) -> bool:
+    """Whether any of the recipe's latent attention is left in that release."""
+    if recipe.kind != "hybrid":
+        return recipe.uses_mla
+    left = recipe.layout.without(patterns.unknown_to(recipe.layout, line))
+    return bool(set("D+") & set(left.letters))
+
+
+def _latent(recipe: Recipe) -> Iterator[Argument]:
+    yield "--multi-latent-attention", ()
+    yield "--rope-type", ("rope",)  # Megatron's default for MLA is yarn
+    yield from _values(
+        recipe, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"
+    )
+    if recipe.uses_dsa:
+        if recipe.kind == "gpt":
+            yield "--experimental-attention-variant", ("dsa",)
+        yield from _values(
+            recipe, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"
+        )
+        yield from _values(recipe, "dsa_indexer_loss_coeff")
+        if recipe.dsa_indexer_use_sparse_loss:
+            yield "--dsa-indexer-use-sparse-loss", ()
+        if recipe.dsa_kernel_backend is not None:
+            yield "--dsa-kernel-backend", (recipe.dsa_kernel_backend,)
+
+
+def _experts(recipe: Recipe) -> Iterator[Argument]:
+    yield from _values(
+        recipe,
+        *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+        *("moe_shared_expert_intermediate_size", "moe_router_score_function"),
+        *("moe_aux_loss_coeff", "moe_token_dispatcher_type", "moe_router_topk_scaling_factor"),
+    )
+    yield "--moe-router-load-balancing-type", ("aux_loss" if recipe.moe_aux_loss_coeff else "none",)
+    yield "--moe-router-dtype", ("fp32",)
+    if recipe.moe_router_enable_expert_bias:
+        yield "--moe-router-enable-expert-bias", ()
+    if recipe.moe_grouped_gemm:
+        yield "--moe-grouped-gemm", ()
+    if recipe.kind == "gpt":
+        dense, moe = recipe.first_dense_layers, recipe.num_layers - recipe.first_dense_layers
+        yield "--moe-layer-freq", (f"([0]*{dense}+[1]*{moe})",)
+
+
+def _parallel(recipe: Recipe) -> Iterator[Argument]:
+    yield from _values(
+        recipe,
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        "expert_model_parallel_size",
+    )
+    if recipe.tensor_model_parallel_size > 1:
+        yield "--sequence-parallel", ()
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(recipe, name):
+            yield _flag(name), ()
+
+
+def _training(recipe: Recipe) -> Iterator[Argument]:
+    yield from _values(recipe, "micro_batch_size", "global_batch_size", "train_iters", "seed")
+    yield from _values(recipe, "lr", "min_lr", "lr_decay_style", "lr_warmup_iters")
+    # Megatron insists on a warm-up that is shorter than the decay.
+    yield "--lr-decay-iters", (str(max(recipe.train_iters, recipe.lr_warmup_iters + 1)),)
+    # A resumed run follows the recipe, which is rendered anew, not the schedule it was saved with.
+    yield "--override-opt_param-scheduler", ()
+    yield from _values(recipe, "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
+    yield "--bf16", ()
+    if recipe.precision == "fp8":
+        yield from _values(recipe, "fp8_format", "fp8_recipe")
+    yield "--transformer-impl", ("transformer_engine",)
+    # The kernel that fuses it into the head comes with apex, which no wheel index has.
+    yield "--no-gradient-accumulation-fusion", ()
+    if recipe.cross_entropy_loss_fusion:
+        yield "--cross-entropy-loss-fusion", ()
+        yield from _values(recipe, "cross_entropy_fusion_impl")
+    if recipe.cuda_graph_impl != "none":
+        yield from _values(recipe, "cuda_graph_impl")
+        if recipe.cuda_graph_modules:
+            yield "--cuda-graph-modules", recipe.cuda_graph_modules
+
+
+def _recompute(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+    modules = recipe.recompute_modules
+    if not _can_attend(recipe, line):
+        # Megatron refuses it in a model without latent attention.
+        modules = tuple(module for module in modules if module != "mla_up_proj")
+    if modules:
+        yield "--recompute-granularity", ("selective",)
+        yield "--recompute-modules", modules
+
+
+def _vocabulary(recipe: Recipe, line: tuple[int, int], eod: int | None) -> Iterator[Argument]:
+    # The data are token ids already; Megatron only asks the tokenizer how many there are. 0.17's
+    # NullTokenizer adds one for the end of a document, from 0.18 on it is told which one it is.
+    known = recipe.vocab_size - (1 if line < (0, 18) else 0)
+    yield "--tokenizer-type", ("NullTokenizer",)
+    yield "--vocab-size", (str(known),)
+    yield from _values(recipe, "make_vocab_size_divisible_by")
+    if eod is not None:
+        yield "--null-tokenizer-eod-id", (str(eod),)
+
+
+def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
+    yield "--eval-iters", ("0",)
+    yield "--eval-interval", (str(_NEVER),)
+    yield "--log-interval", (str(options.log_interval),)
+    yield "--log-throughput", ()
+    # A loss or gradient that is no number ends the run at once, in its first step too. Megatron's
+    # default runs the step again, saves the lost weights, and checks nothing in the first step.
+    yield "--rerun-mode", ("disabled",)
+    yield "--no-create-attention-mask-in-dataloader", ()  # every attention here is causal
+    if options.mock_data:
+        yield "--mock-data", ()
+    elif options.data:
+        yield "--data-path", options.data
+        yield "--split", ("1,0,0",)
+    if recipe.packed_documents:
+        yield "--eod-mask-loss", ()
+    if options.data_cache is not None:
+        yield "--data-cache-path", (str(options.data_cache),)
+    if options.save is not None:
+        yield "--save", (str(options.save),)
+        yield "--save-interval", (str(options.save_interval),)
+        yield "--exit-signal-handler", ()  # SIGTERM saves before it ends
+    if options.load is not None:
+        yield "--load", (str(options.load),)
+    if options.exit_interval is not None:
+        yield "--exit-interval", (str(options.exit_interval),)
+    if options.tensorboard is not None:
+        yield "--tensorboard-dir", (str(options.tensorboard),)
+        yield "--log-timers-to-tensorboard", ()
+        yield "--log-memory-to-tensorboard", ()
+    if options.wandb_project:
+        yield "--wandb-project", (options.wandb_project,)
+        yield "--wandb-exp-name", (options.wandb_name or recipe.name,)
+        # Megatron's default is below --save, also where there is none.
+        yield "--wandb-save-dir", (str((options.save or Path()) / "wandb"),)
+
+
+def _values(recipe: Recipe, *names: str) -> Iterator[Argument]:
+    """Fields that are named like their argument; None leaves Megatron's default."""
+    for name in names:
+        value = getattr(recipe, name)
+        if value is not None:
+            yield _flag(name), (str(value),)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

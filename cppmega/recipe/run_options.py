@@ -1,0 +1,82 @@
+"""The options of one start of a recipe: parsed once, and shared by everything that handles it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from cppmega.checkpoints import tracker as checkpoint_tracker
+
+_SPELLED = {"changes": "--set", "root": "--megatron"}
+"""Options whose flag is not their field's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What belongs to one start of a recipe and not to the recipe."""
+
+    changes: tuple[str, ...] = ()
+    """`field=value`, for the recipe."""
+    data: tuple[str, ...] = ()
+    """Prefixes of indexed datasets; weight and prefix in turn for a weighted mix."""
+    tokenizer: str | None = None
+    """What made the data; None: the data's card says it."""
+    eod: str | None = None
+    """End token of that tokenizer, where its files do not say it."""
+    data_cache: Path | None = None
+    """Folder for sample indices."""
+    mock_data: bool = False
+    save: Path | None = None
+    load: Path | None = None
+    save_interval: int = 500
+    """Steps between checkpoints."""
+    exit_interval: int | None = None
+    """Stop after a multiple of this many steps, with a checkpoint where `save` is set."""
+    log_interval: int = 1
+    """Steps between log lines."""
+    tensorboard: Path | None = None
+    wandb_project: str = ""
+    wandb_name: str = ""
+    metrics: Path | None = None
+    """File for one JSON object per logged step."""
+    accept: tuple[str, ...] = ()
+    """Edited files of Megatron that may be trained, as `FILE=SHA256`."""
+    root: Path | None = None
+    """Folder that holds megatron/; None: the one that Python would import."""
+
+    def absolute(self) -> RunOptions:
+        """The options with every path absolute, for a process in another working directory."""
+        paths: dict[str, Any] = {
+            field.name: value.absolute()
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Path)
+        }
+        data = tuple(str(Path(prefix).absolute()) for prefix in self.data)
+        return replace(self, data=data, **paths)
+
+    def resuming(self) -> RunOptions:
+        """The options of a start that resumes from its own checkpoint where there is one."""
+        if self.save is not None and self.load is None and checkpoint_tracker.exists(self.save):
+            return replace(self, load=self.save)
+        return self
+
+    def words(self, without: Iterable[str] = ()) -> list[str]:
+        """The options as words of a command line, those with their default value left out.
+
+        Args:
+            without: fields to leave out as well.
+        """
+        words: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in without or value == field.default:
+                continue
+            flag = _SPELLED.get(field.name, "--" + field.name.replace("_", "-"))
+            if value is True:
+                words.append(flag)
+                continue
+            for one in value if isinstance(value, tuple) else (value,):
+                words += [flag, str(one)]
+        return words

@@ -1,0 +1,316 @@
+"""What must hold for a recipe to be trainable at all, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
+from cppmega.tree import accepted
+
+
+def check(recipe: Fields) -> None:
+    """Stop on a recipe that contradicts itself.
+
+    Raises:
+        CppmegaError: `recipe-invalid`, `width-not-aligned`, `bad-pattern`, `bad-accept`.
+    """
+    _arguments(recipe)
+    accepted.of(recipe.accepted_edits)
+    _layers(recipe)
+    _attention(recipe)
+    _experts(recipe)
+    _widths(recipe)
+    _parallel(recipe)
+    _training(recipe)
+    _machine(recipe)
+
+
+def _arguments(recipe: Fields) -> None:
+    for argument in recipe.arguments:
+        name = argument.partition("=")[0]
+        if name in FORBIDDEN_ARGUMENTS:
+            raise invalid(
+                recipe,
+                f"it holds {name}.",
+                "Switched-off NaN checks, mock data and loss-scaled fp16 have each hidden a "
+                "broken run behind a good throughput.",
+                f"leave {name} out"
+                + (" and pass --mock-data to the trainer" if name == "--mock-data" else ""),
+            )
+
+
+def _layers(recipe: Fields) -> None:
+    if recipe.kind == "hybrid":
+        if recipe.num_layers or recipe.mtp_num_layers:
+            raise invalid(
+                recipe,
+                "a hybrid recipe sets num_layers or mtp_num_layers.",
+                "Both are counted from the pattern; two sources can disagree.",
+                "--set num_layers=0 --set mtp_num_layers=0",
+            )
+    elif recipe.pattern:
+        raise invalid(
+            recipe,
+            f"a {recipe.kind} recipe has a pattern.",
+            "Only hybrid models are built from one.",
+            "--set kind=hybrid, or --set pattern=",
+        )
+    elif recipe.num_layers < 1 or recipe.mtp_num_layers < 0:
+        raise invalid(
+            recipe,
+            f"num_layers={recipe.num_layers}, mtp_num_layers={recipe.mtp_num_layers}.",
+            "A model has at least one layer.",
+        )
+    elif not 0 <= recipe.first_dense_layers <= recipe.num_layers:
+        raise invalid(
+            recipe,
+            f"first_dense_layers={recipe.first_dense_layers} of {recipe.num_layers} layers.",
+            "There are not so many.",
+        )
+    layout = recipe.layout
+    stages = recipe.pipeline_model_parallel_size
+    if layout.stages > 1 and layout.stages % stages:
+        raise CppmegaError(
+            "bad-pattern",
+            f"Pattern {recipe.pattern!r} has {layout.stages} stages for {stages} pipeline ranks.",
+            "Every rank needs the same number of them.",
+            "put as many | into the pattern as there are further ranks",
+        )
+    for letter, part in (("M", "mamba3"), ("R", "m2rnn")):
+        if letter in layout.letters and getattr(recipe, part) is None:
+            raise invalid(
+                recipe,
+                f"its pattern has {letter} but {part} is None.",
+                "The sizes of that mixer stand there.",
+            )
+
+
+def _attention(recipe: Fields) -> None:
+    if recipe.uses_mla:
+        _need(
+            recipe,
+            "MLA and DSA layers",
+            *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        )
+        if recipe.num_query_groups is not None:
+            raise invalid(recipe, "num_query_groups is set with MLA.", "MLA has no groups.")
+    elif recipe.kv_channels is None and recipe.hidden_size % recipe.num_attention_heads:
+        raise invalid(
+            recipe,
+            f"hidden_size={recipe.hidden_size} is not divisible by "
+            f"num_attention_heads={recipe.num_attention_heads}.",
+            "A head would have a fraction of a channel.",
+            "--set kv_channels=..., or another hidden_size",
+        )
+    if recipe.uses_dsa:
+        if recipe.kind == "gpt" and recipe.mtp_num_layers:
+            raise invalid(
+                recipe,
+                "a GPT with DSA has MTP depths.",
+                "Megatron's GPT builder stops on it; its hybrid builder makes the same layers.",
+                "--set kind=hybrid --set pattern=D-DE/DE --set num_layers=0 --set mtp_num_layers=0",
+            )
+        _need(
+            recipe,
+            "DSA layers",
+            *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+        )
+        assert recipe.dsa_indexer_topk is not None
+        if recipe.dsa_indexer_topk > recipe.seq_length:
+            raise invalid(recipe, "dsa_indexer_topk exceeds seq_length.", "Nothing is sparse.")
+        assert recipe.dsa_indexer_head_dim and recipe.qk_pos_emb_head_dim
+        if recipe.dsa_indexer_head_dim < recipe.qk_pos_emb_head_dim:
+            raise invalid(
+                recipe,
+                "dsa_indexer_head_dim is smaller than qk_pos_emb_head_dim.",
+                "The indexer rotates that many channels of each head.",
+            )
+        head = recipe.dsa_indexer_head_dim
+        if head & (head - 1):
+            raise invalid(
+                recipe,
+                f"dsa_indexer_head_dim={head} is no power of two.",
+                "The indexer's Hadamard rotation has no other sizes.",
+            )
+
+
+def _experts(recipe: Fields) -> None:
+    if "E" in recipe.layout.letters:
+        _need(recipe, "MoE layers", "num_experts", "moe_ffn_hidden_size")
+        assert recipe.num_experts is not None
+        if recipe.moe_router_topk > recipe.num_experts:
+            raise invalid(recipe, "moe_router_topk exceeds num_experts.", "There are not so many.")
+        if recipe.moe_router_enable_expert_bias and recipe.moe_router_score_function != "sigmoid":
+            raise invalid(recipe, "the expert bias needs sigmoid scores.", "Megatron refuses it.")
+    elif recipe.num_experts is not None and recipe.kind == "hybrid":
+        raise invalid(recipe, "num_experts is set but no layer is E.", "It would do nothing.")
+
+
+def _widths(recipe: Fields) -> None:
+    if recipe.kind == "loop":
+        return
+    multiple = 16 if recipe.precision == "fp8" else 8
+    for name, width in _matrix_widths(recipe):
+        if width % multiple:
+            raise CppmegaError(
+                "width-not-aligned",
+                f"Recipe {recipe.name}: {name}={width} is not a multiple of {multiple}.",
+                f"Tensor cores take {recipe.precision} matrices in steps of {multiple}; "
+                "Transformer Engine stops, or runs several times slower.",
+                f"--set {name}={-(-width // multiple) * multiple}",
+            )
+    if recipe.precision == "fp8" and recipe.num_attention_heads % 8:
+        raise CppmegaError(
+            "width-not-aligned",
+            f"Recipe {recipe.name}: num_attention_heads={recipe.num_attention_heads} "
+            "is not a multiple of 8.",
+            "FP8 attention needs it.",
+            "--set precision=bf16, or another number of heads",
+        )
+
+
+def _matrix_widths(recipe: Fields) -> Iterator[tuple[str, int]]:
+    names = (
+        *("hidden_size", "ffn_hidden_size", "kv_channels", "q_lora_rank", "kv_lora_rank"),
+        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "dsa_indexer_head_dim"),
+        *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "seq_length"),
+    )
+    for name in names:
+        value = getattr(recipe, name)
+        if value is not None:
+            yield name, value
+    yield "make_vocab_size_divisible_by", recipe.make_vocab_size_divisible_by
+
+
+def _parallel(recipe: Fields) -> None:
+    if (recipe.gpus == 0) != (recipe.kind == "loop"):
+        raise invalid(
+            recipe,
+            f"gpus={recipe.gpus} does not go with kind={recipe.kind!r}.",
+            "Only a loop of our own runs without a GPU.",
+        )
+    model = recipe.tensor_model_parallel_size * recipe.pipeline_model_parallel_size
+    if max(recipe.gpus, 1) % model:
+        raise invalid(
+            recipe,
+            f"{recipe.gpus} GPUs cannot be split into TP x PP = {model}.",
+            "Every replica of the model needs that many.",
+        )
+    replicas = recipe.data_parallel_size
+    expert = recipe.expert_model_parallel_size
+    if expert > 1 and (recipe.num_experts is None or recipe.num_experts % expert):
+        raise invalid(
+            recipe,
+            f"{recipe.num_experts} experts do not divide into EP {expert}.",
+            "Every rank holds as many as the others.",
+        )
+    if replicas * recipe.tensor_model_parallel_size % expert:
+        raise invalid(
+            recipe,
+            f"EP {expert} does not divide the {replicas} data-parallel ranks.",
+            "Experts are spread over them.",
+        )
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(recipe, name) % recipe.tensor_model_parallel_size:
+            raise invalid(
+                recipe,
+                f"{name} does not divide by TP {recipe.tensor_model_parallel_size}.",
+                "Every rank computes as many as the others.",
+            )
+    if recipe.global_batch_size % (recipe.micro_batch_size * replicas):
+        raise invalid(
+            recipe,
+            f"global_batch_size={recipe.global_batch_size} is not a multiple of "
+            f"micro_batch_size x data-parallel ranks = {recipe.micro_batch_size} x {replicas}.",
+            "Some rank would have a part of a micro-batch.",
+            f"--set global_batch_size={recipe.micro_batch_size * replicas}",
+        )
+    if recipe.overlap_param_gather and not (
+        recipe.overlap_grad_reduce and recipe.use_distributed_optimizer
+    ):
+        raise invalid(
+            recipe,
+            "overlap_param_gather without overlap_grad_reduce and the distributed optimizer.",
+            "Megatron refuses it.",
+        )
+
+
+_NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "lr": (lambda x: x > 0, "above 0"),
+    "min_lr": (lambda x: x >= 0, "0 or more"),
+    "lr_warmup_iters": (lambda x: x >= 0, "0 or more"),
+    "weight_decay": (lambda x: x >= 0, "0 or more"),
+    "clip_grad": (lambda x: x >= 0, "0 or more"),
+    "adam_beta1": (lambda x: 0 <= x < 1, "from 0 up to 1"),
+    "adam_beta2": (lambda x: 0 <= x < 1, "from 0 up to 1"),
+    "norm_epsilon": (lambda x: x > 0, "above 0"),
+    "init_method_std": (lambda x: x > 0, "above 0"),
+    "seed": (lambda x: 0 <= x < 2**32, "from 0 up to 2**32"),
+}
+
+
+def _training(recipe: Fields) -> None:
+    for name, (fits, wanted) in _NUMBERS.items():
+        value = getattr(recipe, name)
+        if not (math.isfinite(value) and fits(value)):
+            raise invalid(
+                recipe,
+                f"{name}={value!r} is not {wanted}.",
+                "Every rank would stop on it, or train a model of NaN.",
+                f"--set {name}=...",
+            )
+    if recipe.precision == "fp32" and recipe.kind != "loop":
+        raise invalid(recipe, "fp32 is for loops on CPU.", "DSA and the experts run in bf16.")
+    if recipe.cuda_graph_modules and recipe.cuda_graph_impl == "none":
+        raise invalid(
+            recipe,
+            "cuda_graph_modules without cuda_graph_impl.",
+            "Megatron accepts it and captures nothing.",
+            "--set cuda_graph_impl=transformer_engine",
+        )
+    if recipe.document_multiple > 1:
+        if not recipe.packed_documents:
+            raise invalid(recipe, "document_multiple without packed_documents.", "Nothing to pad.")
+        if recipe.seq_length % recipe.document_multiple:
+            raise invalid(
+                recipe,
+                "seq_length is no multiple of document_multiple.",
+                "The last document of a pack would end beyond it.",
+            )
+    if recipe.packed_documents and recipe.cuda_graph_impl != "none":
+        raise invalid(
+            recipe,
+            "packed_documents with CUDA graphs.",
+            "The number of documents changes from step to step; a graph has one.",
+        )
+
+
+def _machine(recipe: Fields) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", recipe.name):
+        raise invalid(
+            recipe,
+            f"{recipe.name!r} is no name.",
+            "Run folders begin with it, and it is typed in commands.",
+            "letters, digits, - and _, in the recipe and in the name of its file",
+        )
+    for architecture in recipe.architectures:
+        if not re.fullmatch(r"sm_\d{2,3}", architecture):
+            raise invalid(recipe, f"{architecture!r} is no architecture like sm_90.", "No GPU is.")
+    for name, versions in recipe.stack:
+        try:
+            SpecifierSet(versions)
+        except InvalidSpecifier:
+            raise invalid(
+                recipe, f"stack: {name} {versions!r} is no version as pip says it.", "As >=2.11."
+            ) from None
+
+
+def _need(recipe: Fields, what: str, *names: str) -> None:
+    missing = [name for name in names if getattr(recipe, name) is None]
+    if missing:
+        raise invalid(recipe, f"{what} need {', '.join(missing)}.", "They have no default.")

@@ -1,0 +1,242 @@
+"""What an edit adds to a file outside of its target: imports, helpers, marks. And nothing else.
+
+An import binds names that nothing in the file has; a helper is one definition that only defines
+itself. Code that runs when the file is imported is where a page could do what its header does not
+say, so it is looked at here.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from cppmega.errors import CppmegaError
+from cppmega.page import Edit
+from cppmega.rewriting import code_text, fingerprint, marks, undefined_names
+from cppmega.rewriting.function_source import function_text
+from cppmega.rewriting.source import Definition, parse_silently
+
+Binding = tuple[str, ...]
+"""What a name is bound to by an import: equal for equal imports in any spelling."""
+
+_RUNS_TEXT = {
+    *("exec", "eval", "compile", "__import__", "globals", "locals", "vars", "setattr", "delattr"),
+}
+"""Builtins by which code reaches names that it does not spell."""
+
+
+class Inserted:
+    """The imports and helpers of the pages that edit one file."""
+
+    def __init__(self, tree: ast.Module, path: str) -> None:
+        self.path = path
+        self.defined = undefined_names.top_level(tree)
+        imports = [s for s in tree.body if isinstance(s, ast.Import | ast.ImportFrom)]
+        self.present = {ast.dump(statement) for statement in imports}
+        # Not below `if TYPE_CHECKING`, where the name would be missing when the file is imported.
+        self.has_torch = any(
+            "torch" in undefined_names.imported(statement) for statement in imports
+        )
+        self.helpers: dict[str, str] = {}
+        self.import_lines: list[str] = []
+        self._tree = tree
+        self._bound: dict[str, Binding] = {}
+
+    def imports(self, steps: Iterable[tuple[str, Edit]]) -> list[str]:
+        """The import lines that the file lacks.
+
+        Args:
+            steps: pages and their edits.
+        """
+        for page, edit in steps:
+            for line in edit.imports:
+                statement = self._import(page, line)
+                if ast.dump(statement) in self.present or line in self.import_lines:
+                    continue
+                for name, binding in bindings(statement):
+                    self._refuse_rebinding(page, line, name, binding)
+                    self._bound[name] = binding
+                self.import_lines.append(line)
+        return self.import_lines
+
+    def _import(self, page: str, line: str) -> ast.Import | ast.ImportFrom:
+        """The one statement of an import line."""
+        try:
+            body = parse_silently(line).body
+        except (SyntaxError, ValueError):
+            self._bad_import(page, line, "is not Python")
+        if "#" in line:  # an import holds no text: it can only be a comment, which may be a cookie
+            self._bad_import(page, line, "carries a comment")
+        if len(body) != 1 or not isinstance(body[0], ast.Import | ast.ImportFrom):
+            self._bad_import(page, line, "is not exactly one import statement")
+        statement = body[0]
+        if any(alias.name == "*" for alias in statement.names):
+            self._bad_import(page, line, "binds names that it does not say")
+        if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+            self._bad_import(page, line, "changes what the whole file means")
+        return statement
+
+    def _refuse_rebinding(self, page: str, line: str, name: str, binding: Binding) -> None:
+        if _is_special(name):
+            self._bad_import(page, line, f"binds {name}, which Python itself reads")
+        known = self._bound.get(name)
+        if known is None and name in self.defined:
+            others = {theirs for theirs in _module_bindings(self._tree) if theirs[0] == name}
+            known = binding if others == {(name, binding)} else ("the file's own",)
+        if known not in (None, binding):
+            self._bad_import(page, line, f"rebinds {name}, which the file has")
+        if name in self.helpers:
+            self._bad_import(page, line, f"rebinds {name}, which is a helper")
+
+    def _bad_import(self, page: str, line: str, what: str) -> NoReturn:
+        raise CppmegaError(
+            "bad-import",
+            f"The import {line!r} of page {page} {what} ({self.path}).",
+            "Code outside of the target would run, or mean something else, and no header says it.",
+            "declare plain imports of new names: imports=('import math as _math',)",
+        )
+
+    def fingerprint(self) -> str:
+        """Hash of everything that was inserted."""
+        blocks = [code_text.bare(block) for block in self.helpers.values()]
+        return fingerprint.of_text("\n".join([*self.import_lines, *blocks]))
+
+    def in_front_of(self, group: Sequence[tuple[str, Edit]], marked: bool) -> list[str]:
+        """Helper definitions to write before the top-level statement that holds the target."""
+        blocks: list[str] = []
+        wanted: list[tuple[str, str]] = []
+        if marked:
+            wanted.append((marks.FUNCTION, marks.helper(self.has_torch)))
+        for page, edit in group:
+            for helper in edit.helpers:
+                wanted.append((helper.__name__, self._helper(page, helper)))
+        for name, block in wanted:
+            if self.helpers.get(name) == block:
+                continue
+            if name in self.defined or name in self.helpers or name == marks.FLAGS:
+                raise CppmegaError(
+                    "helper-name-taken",
+                    f"{self.path} already defines {name}.",
+                    "The patch would silently replace upstream's definition.",
+                    "rename the helper in the page",
+                )
+            self.helpers[name] = block
+            blocks.append(block)
+        return blocks
+
+    def _helper(self, page: str, helper: Callable[..., Any]) -> str:
+        """The text of a helper, which must be the definition of its name and nothing more."""
+        name = helper.__name__
+        try:
+            text = function_text(helper)
+            body = parse_silently(text).body
+        except (OSError, TypeError, SyntaxError, ValueError) as error:
+            self._bad_helper(page, name, f"has no text of its own: {error}")
+        node = body[0]
+        if len(body) != 1 or not isinstance(node, Definition) or node.name != name:
+            self._bad_helper(page, name, "is not written as one definition of that name")
+        if _is_special(name) or hasattr(builtins, name):
+            self._bad_helper(page, name, "has a name that Python itself reads")
+        beyond = sorted(reaches(node))
+        if beyond:
+            self._bad_helper(page, name, f"reaches beyond itself: {', '.join(beyond)}")
+        return text
+
+    def _bad_helper(self, page: str, name: str, what: str) -> NoReturn:
+        raise CppmegaError(
+            "bad-helper",
+            f"The helper {name} of page {page} {what} ({self.path}).",
+            "Only what a page declares may differ from upstream.",
+            "write it as one plain function or class of the page",
+        )
+
+
+def _is_special(name: str) -> bool:
+    return (name.startswith("__") and name.endswith("__")) or hasattr(builtins, name)
+
+
+def bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Binding]]:
+    """(name, what it is bound to) of every name of an import."""
+    for alias in statement.names:
+        if isinstance(statement, ast.ImportFrom):
+            module = "." * statement.level + (statement.module or "")
+            yield alias.asname or alias.name, (module, alias.name)
+        elif alias.asname:
+            yield alias.asname, (alias.name,)
+        else:
+            package = alias.name.partition(".")[0]
+            yield package, (package,)
+
+
+def _module_bindings(tree: ast.Module) -> Iterator[tuple[str, Binding]]:
+    """What the top level of a module binds; what is no import is bound to something of its own."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from bindings(node)
+        elif isinstance(node, Definition):
+            yield node.name, ("the file's own",)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, ("the file's own",)
+        else:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def reaches(definition: Definition) -> set[str]:
+    """How a definition reaches names outside of itself, each as a few words of code."""
+    found = {
+        f"global {name}"
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Global)
+        for name in node.names
+    }
+    for node in _evaluated(_header(definition)):
+        if isinstance(node, ast.NamedExpr):
+            found.add(f"{node.target.id} := in its head")
+    for node in _evaluated(_when_imported(definition)):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Name) and called.id in _RUNS_TEXT:
+            found.add(f"{called.id}() when the file is imported")
+    return found
+
+
+def _header(definition: Definition) -> list[ast.AST]:
+    """What a definition evaluates in the scope around it."""
+    found: list[ast.AST | None] = [*definition.decorator_list]
+    if isinstance(definition, ast.ClassDef):
+        found += [*definition.bases, *definition.keywords]
+    else:
+        arguments = definition.args
+        found += [*arguments.defaults, *arguments.kw_defaults, definition.returns]
+        several = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        found += [
+            argument.annotation
+            for argument in (*several, arguments.vararg, arguments.kwarg)
+            if argument
+        ]
+    return [node for node in found if node is not None]
+
+
+def _when_imported(definition: Definition) -> list[ast.AST]:
+    """What runs when the definition is imported: its head, and the body of a class."""
+    found = _header(definition)
+    if isinstance(definition, ast.ClassDef):
+        for statement in definition.body:
+            inner = isinstance(statement, Definition)
+            found += _when_imported(statement) if inner else [statement]  # type: ignore[arg-type]
+    return found
+
+
+def _evaluated(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """All nodes below, without the bodies of functions."""
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        yield node
+        if isinstance(node, Definition):
+            pending += _when_imported(node)
+        elif not isinstance(node, ast.Lambda):
+            pending += ast.iter_child_nodes(node)

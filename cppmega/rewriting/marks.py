@@ -1,0 +1,101 @@
+"""Reached-marks: how a run knows that it went through a patched function.
+
+A mark is a flag, not a count. The patched file carries its own set and its own function, so a
+patched tree runs where cppmega is not installed; `cppmega.run` reads the sets after the first step.
+Under torch.compile the function runs once while tracing and leaves nothing in the graph; under CUDA
+graphs it runs during capture.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from cppmega.errors import CppmegaError
+
+if TYPE_CHECKING:
+    import libcst as cst
+
+    from cppmega.page import Edit
+
+FUNCTION = "_cppmega_reached"
+FLAGS = "_CPPMEGA_REACHED"
+COMMENT = "patched by cppmega: "
+"""Stands in the head of a target that carries no mark."""
+
+_HELPER = f"""\
+{FLAGS} = set()  # pages of the cppmega overlay that this process went through
+
+
+def {FUNCTION}(page):
+    {FLAGS}.add(page)
+"""
+_TRACED = f"""
+
+# Dynamo calls it while tracing and leaves no trace of it in the graph.
+{FUNCTION} = torch.compiler.assume_constant_result({FUNCTION})
+"""
+
+
+def helper(has_torch: bool) -> str:
+    """The definitions that a marked file carries."""
+    return _HELPER + _TRACED if has_torch else _HELPER
+
+
+def with_mark(node: cst.CSTNode, page: str, edit: Edit) -> cst.CSTNode:
+    """The definition with a mark as the first statement of the function that carries it."""
+    import libcst as cst
+
+    if edit.mark is None and isinstance(node, cst.FunctionDef):
+        return _marked(node, page)
+    return _descend(node, (edit.mark or "__init__").split("."), page, edit)
+
+
+def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
+    """The definition with the page's name in a comment behind its head."""
+    import libcst as cst
+
+    body = cast(cst.FunctionDef, node).body
+    place = "header" if isinstance(body, cst.IndentedBlock) else "trailing_whitespace"
+    line = cast(cst.TrailingWhitespace, getattr(body, place))
+    if line.comment is None:
+        line = line.with_changes(whitespace=cst.SimpleWhitespace("  "), comment=cst.Comment("#"))
+    said = cast(cst.Comment, line.comment).value.removesuffix(";") or "#"
+    said += " " if said == "#" else "; "
+    new = line.with_changes(comment=cst.Comment(f"{said}{COMMENT}{page}"))
+    return node.with_changes(body=body.with_changes(**{place: new}))
+
+
+def _descend(node: cst.CSTNode, path: list[str], page: str, edit: Edit) -> cst.CSTNode:
+    import libcst as cst
+
+    holder = cast(cst.ClassDef | cst.FunctionDef, node)
+    body = list(holder.body.body)
+    for at, statement in enumerate(body):
+        named = isinstance(statement, cst.FunctionDef | cst.ClassDef)
+        if named and cast(cst.FunctionDef, statement).name.value == path[0]:
+            inner = cast(cst.FunctionDef, statement)
+            done = _descend(inner, path[1:], page, edit) if path[1:] else _marked(inner, page)
+            body[at] = cast(cst.FunctionDef, done)
+            return holder.with_changes(body=holder.body.with_changes(body=body))
+    raise CppmegaError(
+        "mark-has-no-place",
+        f"Page {page} marks {'.'.join(path)} below {edit.target}, which is not there.",
+        "A run could not tell whether it went through the patch.",
+        "name another function in `Edit.mark`, or say `reached='never'`",
+    )
+
+
+def _marked(function: cst.FunctionDef, page: str) -> cst.FunctionDef:
+    import libcst as cst
+
+    from cppmega.rewriting.fingerprint import is_docstring
+
+    call = cst.parse_statement(f'{FUNCTION}("{page}")\n')
+    if not isinstance(function.body, cst.IndentedBlock):
+        inner = cst.SimpleStatementLine(list(cast(cst.SimpleStatementSuite, function.body).body))
+        return function.with_changes(body=cst.IndentedBlock([call, inner]))
+    body = list(function.body.body)
+    at = 1 if body and is_docstring(body[0]) else 0
+    return function.with_changes(
+        body=function.body.with_changes(body=[*body[:at], call, *body[at:]])
+    )

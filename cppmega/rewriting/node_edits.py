@@ -1,0 +1,367 @@
+"""The transformers behind `cppmega.edits`; imported when an edit runs, because libcst is slow."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any, cast
+
+import libcst as cst
+
+from cppmega.errors import CppmegaError
+from cppmega.rewriting.fingerprint import is_docstring
+from cppmega.rewriting.source import parse_silently
+
+_EMPTY = cst.Module([], default_indent="    ")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nodes give the same text; quick where they have most of their parts in common."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, cst.CSTNode):
+        return all(same(getattr(one, name), getattr(other, name)) for name in _names(type(one)))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@cache
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def function(node: cst.CSTNode) -> cst.FunctionDef:
+    if not isinstance(node, cst.FunctionDef):
+        raise mismatch(f"the target is a {type(node).__name__}, not a function")
+    return node
+
+
+def parsed_function(text: str) -> cst.FunctionDef:
+    """The one function that a text holds."""
+    return function(cst.parse_module(text).body[0])
+
+
+def statements(text: str) -> list[cst.BaseStatement]:
+    module = cst.parse_module(text + "\n" if text else "")
+    body = list(module.body)
+    if body and module.header:  # comments above the first statement belong to it
+        body[0] = body[0].with_changes(leading_lines=(*module.header, *body[0].leading_lines))
+    return cast(list[cst.BaseStatement], body)
+
+
+def is_head(text: str) -> bool:
+    return text.endswith(":") and "\n    " not in text
+
+
+def is_expression(text: str) -> bool:
+    try:
+        ast.parse(text, mode="eval")
+    except SyntaxError:
+        return False
+    return True
+
+
+def shape(node: cst.CSTNode) -> str:
+    """The syntax tree of a node as text: equal for equal code in any layout."""
+    code = _EMPTY.code_for_node(node)
+    try:
+        return ast.dump(parse_silently(textwrap.dedent(code)))
+    except SyntaxError:  # parts of a line that stretch over several are not code by themselves
+        pass
+    try:
+        return ast.dump(parse_silently(f"({code.strip()})"))
+    except SyntaxError:
+        return code  # no code by itself at all: equal to nothing
+
+
+def gist(node: cst.CSTNode) -> Any:
+    """What is quickly seen of a node: equal where the code is equal, in any layout."""
+    kind = type(node)
+    this: Any = node
+    if kind is cst.Name:
+        return this.value
+    if kind is cst.Attribute:
+        return kind, this.attr.value
+    if kind is cst.Call:
+        return kind, gist(this.func), len(this.args)
+    if kind is cst.SimpleStatementLine:
+        return kind, *map(gist, this.body)
+    if kind is cst.Assign:
+        return kind, gist(this.targets[0].target), gist(this.value)
+    if kind in (cst.Expr, cst.Return, cst.AugAssign, cst.Await):
+        value = getattr(this, "value", None) or getattr(this, "expression", None)
+        return kind, value and gist(value)
+    if kind in (cst.FunctionDef, cst.ClassDef):
+        return kind, this.name.value
+    if kind in (cst.If, cst.While):
+        return kind, gist(this.test)
+    if kind in (cst.SimpleString, cst.ConcatenatedString):
+        return str
+    return kind
+
+
+class Swap:
+    """A change of every node that fits, and how many did."""
+
+    found = 0
+
+    def leave(self, before: Any, now: Any, place: str) -> Any:
+        """What becomes of a node.
+
+        Args:
+            before: the node as it was.
+            now: the same with what has become of its parts.
+            place: the field of its parent that holds it.
+        """
+        raise NotImplementedError
+
+
+def swapped(node: Any, swap: Swap, place: str = "") -> Any:
+    """The node with a swap made everywhere in it; parts in which nothing changes stay the same.
+
+    A libcst transformer would build every node anew, which takes ten times as long.
+    """
+    changes = {}
+    kind: Any = type(node)
+    for name in _parts(kind):
+        old = getattr(node, name)
+        if isinstance(old, cst.CSTNode):
+            new = swapped(old, swap, name)
+            if new is not old:
+                changes[name] = new
+        elif isinstance(old, list | tuple):
+            items = [swapped(i, swap, name) if isinstance(i, cst.CSTNode) else i for i in old]
+            if any(item is not was for item, was in zip(items, old, strict=True)):
+                changes[name] = items
+    return swap.leave(node, node.with_changes(**changes) if changes else node, place)
+
+
+_LAYOUT = (
+    *("lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma", "semicolon", "equal"),
+    *("colon", "first_colon", "second_colon", "dot", "operator", "leading_lines", "header"),
+    *("lines_after_decorators", "trailing_whitespace", "footer", "asynchronous"),
+)
+
+
+@cache
+def _parts(kind: Any) -> list[str]:
+    """Fields of a node that may hold code, and not only its layout."""
+    names = [field.name for field in fields(kind)]
+    return [name for name in names if name not in _LAYOUT and not name.startswith("whitespace")]
+
+
+class ExpressionSwap(Swap):
+    def __init__(self, old: str, new: str) -> None:
+        self.old = cst.parse_expression(old)
+        self.new = cst.parse_expression(new)
+        self.texts = old, new
+        self.gist, self.shape = gist(self.old), shape(self.old)
+
+    def leave(self, before: Any, now: Any, place: str) -> Any:
+        if type(before) is not type(self.old) or gist(before) != self.gist:
+            return now
+        if isinstance(before, cst.Name) and place in ("attr", "keyword", "name"):
+            return now  # of an attribute, a keyword, a parameter, a definition: no expression
+        if shape(before) != self.shape:
+            return now
+        self.found += 1
+        if before.lpar and not self.new.lpar:
+            return self.new.with_changes(lpar=before.lpar, rpar=before.rpar)
+        return self.new
+
+    def check(self, before: cst.CSTNode, after: cst.CSTNode) -> None:
+        """Refuse a result in which the new expression has come apart: `a + b` for `x` in `x * 2`.
+
+        The same with a name in place of the expression, and the expression put in for the name
+        in the syntax tree, must be the same code.
+        """
+        if isinstance(self.new, _ATOMS) or self.new.lpar:
+            return
+        old, new = self.texts
+        hole = "_cppmega_hole"
+        marked = swapped(before, ExpressionSwap(old, hole))
+        wanted = parse_silently(_EMPTY.code_for_node(marked))
+        filled = _Fill(hole, ast.parse(f"({new})", mode="eval").body).visit(wanted)
+        if ast.dump(filled) != ast.dump(parse_silently(_EMPTY.code_for_node(after))):
+            raise mismatch(f"`{new}` comes apart where `{old}` stands; put it in parentheses")
+
+
+_ATOMS = (
+    cst.Name,
+    cst.Attribute,
+    cst.Call,
+    cst.Subscript,
+    cst.SimpleString,
+    cst.List,
+    cst.Dict,
+    cst.Set,
+)
+"""Expressions that stay in one piece wherever they stand."""
+
+
+class _Fill(ast.NodeTransformer):
+    def __init__(self, hole: str, expression: ast.expr) -> None:
+        self.hole, self.expression = hole, expression
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.expression if node.id == self.hole else node
+
+
+class HeadSwap(Swap):
+    """`with a and b:` -> `with a, b:`, the block below untouched."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old: Any = cst.parse_statement(old + " pass\n")
+        self.new: Any = cst.parse_statement(new + " pass\n")
+        self.shape = shape(self.old)
+
+    def leave(self, before: Any, now: Any, place: str) -> Any:
+        if type(before) is not type(self.old):
+            return now
+        rest = ("orelse",) if hasattr(before, "orelse") else ()
+        head = before.with_changes(body=self.old.body, leading_lines=(), **dict.fromkeys(rest))
+        if shape(head) != self.shape:
+            return now
+        self.found += 1
+        kept = {name: getattr(now, name) for name in ("body", "leading_lines", *rest)}
+        return self.new.with_changes(**kept)
+
+
+class StatementSwap(Swap):
+    def __init__(
+        self,
+        old: Sequence[cst.BaseStatement],
+        make: Callable[[Sequence[cst.BaseStatement]], list[cst.BaseStatement]],
+    ) -> None:
+        self.gists = [gist(statement) for statement in old]
+        self.shapes = [shape(statement) for statement in old]
+        self.make = make
+
+    def leave(self, before: Any, now: Any, place: str) -> Any:
+        if not isinstance(before, cst.IndentedBlock):
+            return now
+        gists = [gist(statement) for statement in before.body]
+        body, width = list(now.body), len(self.shapes)
+        at = len(gists) - width
+        while at >= 0:
+            if gists[at : at + width] == self.gists and self._fits(before.body[at : at + width]):
+                self.found += 1
+                body[at : at + width] = self.make(body[at : at + width])
+                at -= width
+            else:
+                at -= 1
+        if len(body) == len(now.body) and all(map(operator.is_, body, now.body)):
+            return now
+        return now.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])])
+
+    def _fits(self, found: Sequence[cst.BaseStatement]) -> bool:
+        return [shape(statement) for statement in found] == self.shapes
+
+
+def exactly(swap: Swap, node: cst.CSTNode, what: str, times: int) -> cst.CSTNode:
+    """The node with the swap made as often as the page says."""
+    done = swapped(node, swap)
+    if swap.found != times:
+        raise mismatch(f"`{what}` stands there {swap.found} times, the page says {times}")
+    if isinstance(swap, ExpressionSwap):
+        swap.check(node, done)
+    return cast(cst.CSTNode, done)
+
+
+def below(node: cst.CSTNode, symbol: str) -> cst.CSTNode:
+    """The one definition with that dotted name inside a definition; "" is the definition itself."""
+    found = [node]
+    for part in symbol.split(".") if symbol else ():
+        found = [d for scope in found for d in _definitions(scope) if d.name.value == part]
+    if len(found) != 1:
+        raise mismatch(f"{symbol} is defined {len(found)} times after the edits before it")
+    return found[0]
+
+
+def _definitions(scope: cst.CSTNode) -> Iterator[cst.FunctionDef | cst.ClassDef]:
+    for child in scope.children:
+        if isinstance(child, cst.FunctionDef | cst.ClassDef):
+            yield child
+        elif not isinstance(child, cst.BaseExpression):
+            yield from _definitions(child)
+
+
+def mismatch(what: str) -> CppmegaError:
+    return CppmegaError(
+        "edit-mismatch",
+        f"An edit does not fit its target: {what}.",
+        "A patch that changes the wrong place, or none, trains the wrong model.",
+        "correct the page; `cppmega diff NAME` shows the result",
+    )
+
+
+def with_body(target: cst.FunctionDef, ours: cst.FunctionDef) -> cst.FunctionDef:
+    """The target with our body below its own docstring."""
+    body = cast(cst.IndentedBlock, ours.body)
+    old, new = list(target.body.body), list(body.body)
+    if new and is_docstring(new[0]):
+        new = new[1:]
+    if isinstance(target.body, cst.IndentedBlock) and old and is_docstring(old[0]):
+        new = [cast(cst.SimpleStatementLine, old[0]), *new]
+        return target.with_changes(body=target.body.with_changes(body=new, footer=()))
+    return target.with_changes(body=body.with_changes(body=new, footer=()))
+
+
+def with_last(target: cst.FunctionDef, added: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
+    """The target with statements after its last one."""
+    body = target.body
+    if not isinstance(body, cst.IndentedBlock):
+        raise mismatch(f"{target.name.value} has no body of its own lines")
+    return target.with_changes(body=body.with_changes(body=[*body.body, *added]))
+
+
+def with_parameter(target: cst.FunctionDef, parameter: str) -> cst.FunctionDef:
+    """The target with one more parameter at the end of its signature."""
+    added = cast(cst.FunctionDef, cst.parse_statement(f"def f({parameter}): ...")).params.params
+    place = "kwonly_params" if target.params.kwonly_params else "params"
+    kept = list(getattr(target.params, place))
+    if kept:
+        kept[-1] = kept[-1].with_changes(
+            comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
+            whitespace_after_param=cst.SimpleWhitespace(""),
+        )
+    return target.with_changes(params=target.params.with_changes(**{place: [*kept, *added]}))
+
+
+def swap_for(old: str, new: str) -> Swap:
+    """The transformer that replaces one text by another, chosen by what the texts are."""
+    if is_head(old):
+        return HeadSwap(old, new)
+    if is_expression(old) and is_expression(new):
+        return ExpressionSwap(old, new)
+    return StatementSwap(statements(old), lambda found: statements(new))
+
+
+class ArgumentSwap(Swap):
+    """Append an argument to every call of one callee."""
+
+    def __init__(self, callee: str, argument: str) -> None:
+        self.callee: Any = cst.parse_expression(callee)
+        self.shape = shape(self.callee)
+        self.added = cast(cst.Call, cst.parse_expression(f"f({argument})")).args
+
+    def leave(self, before: Any, now: Any, place: str) -> Any:
+        if not isinstance(before, cst.Call) or gist(before.func) != gist(self.callee):
+            return now
+        if shape(before.func) != self.shape:
+            return now
+        self.found += 1
+        arguments = list(now.args)
+        if arguments:
+            arguments[-1] = arguments[-1].with_changes(
+                comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
+                whitespace_after_arg=cst.SimpleWhitespace(""),
+            )
+        return now.with_changes(args=[*arguments, *self.added])

@@ -1,0 +1,322 @@
+"""One file's pristine bytes and the edits of the active pages -> the patched bytes, checked.
+
+Pure: no file is read or written here. What comes out differs from what went in only in the target
+symbols and in the imports, helpers and marks that belong to them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import libcst as cst
+
+from cppmega.errors import CppmegaError
+from cppmega.loading.containment import contained
+from cppmega.page import Edit, Page
+from cppmega.rewriting import fingerprint, marks, node_edits, undefined_names
+from cppmega.rewriting.inserted import Inserted, reaches
+from cppmega.rewriting.source import (
+    Definition,
+    Span,
+    Text,
+    decode,
+    find,
+    parse,
+    plain,
+    shares_its_lines,
+    span,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One edit of one page, in the order in which edits of a symbol compose."""
+
+    page: str
+    edit: Edit
+    marked: bool
+    known: frozenset[str] = frozenset()
+    """Every text of the target that the page would edit."""
+
+    @classmethod
+    def of(cls, page: Page, edit: Edit) -> Step:
+        """The step of a page's edit."""
+        same = [e for e in page.patch.edits if e.target == edit.target]
+        known = frozenset(pin for e in same for pin in e.pins.values())
+        return cls(page.name, edit, page.patch.marks(edit), known)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The new bytes, and the fingerprint of each target after all edits."""
+
+    data: bytes
+    after: dict[str, str]
+    inserted: str
+    """Hash of the imports and helpers that stand outside of the targets, without comments."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Lines of the old file, the lines that come instead, and the blocks in front of them."""
+
+    where: Span
+    new: str
+    blocks: list[str]
+
+
+def rewrite(
+    data: bytes,
+    path: str,
+    steps: Sequence[Step],
+    parsed: tuple[Text, ast.Module] | None = None,
+) -> Rewritten:
+    """Apply the steps to a file.
+
+    Args:
+        parsed: text and syntax tree of the data, where somebody has them.
+
+    Raises:
+        CppmegaError: an edit does not fit, does nothing, renames its target, leaves a name
+            undefined, or reaches beyond its target.
+    """
+    text = parsed[0] if parsed else decode(data, path)
+    tree = parsed[1] if parsed else parse(text, path)
+    groups = _by_outermost(steps)
+    places = {symbol: locate(tree, text, f"{path}:{symbol}") for symbol in groups}
+    inserted = Inserted(tree, path)
+    cuts: list[_Cut] = []
+    after: dict[str, str] = {}
+    for symbol, where in sorted(places.items(), key=lambda item: item[1].start):
+        source = "".join(text.lines[where.start : where.end])
+        new, prints = _edit_slice(source, symbol, groups[symbol], path)
+        after |= prints
+        cuts.append(_Cut(where, new, _in_front(inserted, groups[symbol])))
+    imports = inserted.imports((step.page, step.edit) for step in steps)
+    body = _spliced(text, tree, cuts, imports)
+    result = text.encode(body, path)
+    _check(text, tree, decode(result, path), path, cuts, groups, inserted)
+    return Rewritten(result, after, inserted.fingerprint())
+
+
+def _in_front(inserted: Inserted, group: Sequence[Step]) -> list[str]:
+    pairs = [(step.page, step.edit) for step in group]
+    return inserted.in_front_of(pairs, any(step.marked for step in group))
+
+
+def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    """Steps by symbol; a method whose class is edited too goes with its class, in page order."""
+    symbols = {step.edit.symbol for step in steps}
+    groups: dict[str, list[Step]] = {}
+    for step in steps:
+        holders = [s for s in symbols if f"{step.edit.symbol}.".startswith(f"{s}.")]
+        groups.setdefault(min(holders, key=len), []).append(step)
+    return groups
+
+
+def locate(tree: ast.Module, text: Text, target: str) -> Span:
+    """The lines of the one definition that a target names.
+
+    Raises:
+        CppmegaError: `target-absent`, `target-ambiguous`, `target-shares-its-lines`.
+    """
+    found = find(tree, target.partition(":")[2])
+    if len(found) != 1:
+        raise CppmegaError(
+            "target-ambiguous" if found else "target-absent",
+            f"{target} is defined {len(found)} times.",
+            "An edit must change exactly one definition.",
+            "run `cppmega status` and see what the file holds",
+        )
+    where = span(tree, text, found[0])
+    if shares_its_lines(text, found[0], where):
+        raise CppmegaError(
+            "target-shares-its-lines",
+            f"{target} shares a line with other code.",
+            "Cutting it out by lines would take that code with it.",
+            "give the definition lines of its own",
+        )
+    return where
+
+
+def _edit_slice(
+    source: str, symbol: str, group: Sequence[Step], path: str
+) -> tuple[str, dict[str, str]]:
+    """The lines of a definition -> its new lines, and the fingerprint of every target in it."""
+    module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
+    try:
+        for step in group:
+            node = _within(node, symbol, step, _edited)
+    finally:
+        changed = source.strip() not in module.code
+        if changed:  # the node is kept, and would be given to others as it is now
+            fingerprint.forget()
+    if changed:
+        raise _bad_edit(group[0], "changes the node that it is given, or a later page's does")
+    for step in group:
+        node = _within(node, symbol, step, _marked)
+    after = {}
+    for step in group:
+        inner = node_edits.below(node, step.edit.symbol[len(symbol) + 1 :])
+        after[step.edit.symbol] = fingerprint.of_node(inner)
+        if after[step.edit.symbol] in step.known | set(step.edit.pins.values()):
+            raise _bad_edit(step, "gives a text that it would edit again")
+    new = _render(module, node, wrapped=source.startswith((" ", "\t")))
+    ending = source[len(source.rstrip("\r\n")) :]  # libcst drops a last line end of "\r" alone
+    return new.rstrip("\r\n") + ending, after
+
+
+def _within(
+    node: cst.CSTNode, symbol: str, step: Step, change: Callable[[Step, cst.CSTNode], cst.CSTNode]
+) -> cst.CSTNode:
+    """Change the step's target, which is the node itself or lies inside it."""
+    if step.edit.symbol == symbol:
+        return change(step, node)
+    inner = node_edits.below(node, step.edit.symbol[len(symbol) + 1 :])
+    new: cst.CSTNode = node.deep_replace(inner, change(step, inner))
+    return new
+
+
+def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
+    if not step.marked:
+        return marks.with_comment(node, step.page)
+    return marks.with_mark(node, step.page, step.edit)
+
+
+def _render(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
+    if not wrapped:
+        return module.with_changes(body=[node]).code
+    holder = module.body[0]
+    assert isinstance(holder, cst.If)
+    block = holder.body.with_changes(body=[node])
+    code = module.with_changes(body=[holder.with_changes(body=block)]).code
+    return code[code.index(module.default_newline) + len(module.default_newline) :]
+
+
+def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
+    new, again = _called_twice(step, node)
+    if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
+        raise _bad_edit(step, "gives back something else than its target")
+    if not node_edits.same(again, new):
+        raise _bad_edit(step, "gives another text when it is called again")
+    if fingerprint.of_node(new) == fingerprint.of_node(node):
+        raise _bad_edit(step, "changes nothing")
+    return new
+
+
+def _called_twice(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
+    """What the page makes of its target, and what it makes of it the next time."""
+    try:
+        with contained(partial(_bad_edit, step)):
+            return step.edit.edit(node), step.edit.edit(node)
+    except CppmegaError as error:
+        if error.name == "bad-edit":
+            raise
+        raise CppmegaError(
+            error.name, f"{step.page}: {error.what}", error.why, error.next
+        ) from None
+
+
+def _bad_edit(step: Step, what: str) -> CppmegaError:
+    return CppmegaError(
+        "bad-edit",
+        f"The edit of {step.edit.target} in page {step.page} {what}.",
+        "A patch that is not what it says must not be applied.",
+        f"correct the page; `cppmega diff {step.page}` shows the result",
+    )
+
+
+def _spliced(text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequence[str]) -> str:
+    """The new text of the file: the old lines, with the cuts and the inserted blocks."""
+    front: dict[int, list[str]] = {cut.where.top: [] for cut in cuts}
+    for cut in cuts:
+        front[cut.where.top] += [block.rstrip("\n") + "\n\n\n" for block in cut.blocks]
+    front.setdefault(_import_line(tree, min(front)), [])[:0] = [line + "\n" for line in imports]
+    replaced = {cut.where.start: cut for cut in cuts}
+    pieces: list[str] = []
+    at = 0
+    while at < len(text.lines):
+        pieces += [block.replace("\n", text.newline) for block in front.get(at, ())]
+        if at in replaced:
+            pieces.append(replaced[at].new)
+            at = replaced[at].where.end
+        else:
+            pieces.append(text.lines[at])
+            at += 1
+    return "".join(pieces)
+
+
+def _import_line(tree: ast.Module, limit: int) -> int:
+    """The line behind the last import before the first definition; at most `limit`."""
+    at = 0
+    for statement in tree.body:
+        docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if (statement.end_lineno or 0) > limit or isinstance(statement, Definition):
+            break
+        if isinstance(statement, ast.Import | ast.ImportFrom) or (docstring and at == 0):
+            at = statement.end_lineno or 0
+    return at
+
+
+def _check(
+    old: Text,
+    old_tree: ast.Module,
+    new: Text,
+    path: str,
+    cuts: Sequence[_Cut],
+    groups: Mapping[str, Sequence[Step]],
+    extra: Inserted,
+) -> None:
+    """Only the targets and what belongs to them changed, and every name is defined."""
+    pages = ", ".join(dict.fromkeys(step.page for group in groups.values() for step in group))
+    new_tree = parse(new, path)
+    left = _rest(old, [cut.where for cut in cuts])
+    right = _rest(new, [locate(new_tree, new, f"{path}:{symbol}") for symbol in groups])
+    for block in [*extra.helpers.values()]:
+        right = _without(right, (block.rstrip("\n") + "\n\n\n").replace("\n", new.newline))
+    for line in extra.import_lines:
+        right = _without(right, line + new.newline)
+    if left != right:
+        raise CppmegaError(
+            "edit-reaches-beyond-its-target",
+            f"Outside of {', '.join(groups)} the text of {path} would change ({pages}).",
+            "Only what a page declares may differ from upstream.",
+            "report this: an edit cannot normally do it",
+        )
+    for symbol in groups:
+        before, after = (reaches(find(tree, symbol)[0]) for tree in (old_tree, new_tree))
+        if after - before:
+            raise CppmegaError(
+                "edit-reaches-beyond-its-target",
+                f"{path}:{symbol}, patched by {pages}, would reach beyond itself: "
+                f"{', '.join(sorted(after - before))}.",
+                "Only what a page declares may differ from upstream.",
+                "let the edit change its target only; other symbols need edits of their own",
+            )
+    edited = {plain(symbol) for symbol in groups}
+    undefined = undefined_names.undefined(new_tree, edited | set(extra.helpers), path)
+    if undefined:
+        undefined -= undefined_names.undefined(parse(old, path), edited, path)
+    if undefined:
+        raise CppmegaError(
+            "undefined-name",
+            f"{path}, patched by {pages}, uses undefined names: {', '.join(sorted(undefined))}.",
+            "It would raise a NameError in the middle of training.",
+            "declare the import or the helper in the page",
+        )
+
+
+def _rest(text: Text, spans: Sequence[Span]) -> str:
+    lines = list(text.lines)
+    for where in spans:
+        lines[where.start : where.end] = [""] * (where.end - where.start)
+    return "".join(lines)
+
+
+def _without(body: str, block: str) -> str:
+    head, found, tail = body.partition(block)
+    return head + tail if found else body

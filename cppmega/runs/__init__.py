@@ -1,0 +1,1 @@
+"""Run folders: listed, watched, compared, stopped."""

@@ -1,0 +1,169 @@
+"""Data of a training run: Megatron's datasets, and a micro-batch of them on the device.
+
+Every rank builds its own loader, also those that tensor and pipeline parallelism would spare it:
+the index is mapped, not read, and nothing has to be sent whose size depends on the documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import Recipe
+from cppmega.training.packing import pack
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DataTokens:
+    """What Megatron's datasets ask a tokenizer: the data are token ids already."""
+
+    vocab_size: int
+    eod: int
+    fingerprint: str
+    """Of the data: the cached sample index of other data under the same path must not be used."""
+
+    @property
+    def pad(self) -> int:
+        """No id of the data means padding."""
+        return -1
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """Part of the name of Megatron's cached sample index."""
+        return OrderedDict(vocab_size=self.vocab_size, eod=self.eod, data=self.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch on the device."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    packed_seq_params: Any
+    """None: every sample is one causal sequence."""
+    squares: float
+    """Mean over tokens of the length of the token's document, for the FLOPs."""
+
+
+def dataset_provider(
+    recipe: Recipe, tokens: DataTokens, prefixes: Sequence[str], cache: str | None
+) -> Callable[..., Any]:
+    """What `pretrain` calls for its datasets; no prefixes: mock data.
+
+    Args:
+        recipe: the run.
+        tokens: end of document and vocabulary of the data.
+        prefixes: datasets, mixed by their size.
+        cache: folder for sample indices; None: beside the data.
+    """
+
+    def provide(sizes: Sequence[int], vp_stage: int | None = None) -> Any:
+        from megatron.core.datasets.blended_megatron_dataset_builder import (
+            BlendedMegatronDatasetBuilder,
+        )
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+        config = GPTDatasetConfig(
+            random_seed=recipe.seed,
+            sequence_length=recipe.seq_length,
+            blend=(list(prefixes), None) if prefixes else None,
+            split="1,0,0",
+            path_to_cache=cache,
+            tokenizer=tokens,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,  # packing masks the ends itself
+            create_attention_mask=False,
+        )
+        kind = GPTDataset if prefixes else MockGPTDataset
+        return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+
+    provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks the function
+    return provide
+
+
+def check_batch(
+    tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int
+) -> None:
+    """Whether a model of that vocabulary can be trained on a micro-batch.
+
+    In every rank, on the host's tensors that are about to be copied: the device would say of a
+    wrong id that an assertion failed somewhere, or, where the vocabulary is spread over ranks or
+    padded, nothing. It costs no synchronisation.
+
+    Raises:
+        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`.
+    """
+    import torch
+
+    for name, ids in (("tokens", tokens), ("labels", labels)):
+        lowest, highest = (int(value) for value in torch.aminmax(ids))
+        if lowest < 0 or highest >= vocab_size:
+            raise CppmegaError(
+                "batch-out-of-vocabulary",
+                f"The {name} of a micro-batch hold id {lowest if lowest < 0 else highest}; the "
+                f"vocabulary has the ids 0 to {vocab_size - 1}.",
+                "The data changed after it was checked, or was never checked whole.",
+                "python -m cppmega.check_data PREFIX, for every --data of the run",
+            )
+    low, high = (float(value) for value in torch.aminmax(loss_mask))
+    if not 0 <= low <= high < math.inf:  # NaN is neither
+        raise CppmegaError(
+            "loss-mask-broken",
+            f"The loss mask of a micro-batch has weights from {low} to {high}.",
+            "The loss would be no mean over tokens, and no number where a weight is none.",
+            "look at what makes the loss mask: the dataset, or a patch of it",
+        )
+
+
+def next_batch(
+    recipe: Recipe, iterator: Iterator[dict[str, torch.Tensor]], eod: int, device: Any
+) -> Batch:
+    """Take a micro-batch, check it, pack it where the recipe says so, and bring it to the device.
+
+    Nothing is read back from the device: values, sizes and boundaries come from the host's tensors.
+
+    Raises:
+        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`.
+    """
+    from cppmega.ops.linear_cross_entropy import counting_tokens
+
+    sample = next(iterator)
+    check_batch(sample["tokens"], sample["labels"], sample["loss_mask"], recipe.vocab_size)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    def moved_mask(mask: torch.Tensor) -> torch.Tensor:
+        # The losses without logits leave masked tokens out, where the host knows how many.
+        return counting_tokens(moved(mask), int(mask.count_nonzero()))
+
+    if not recipe.packed_documents:
+        return Batch(
+            tokens=moved(sample["tokens"]),
+            labels=moved(sample["labels"]),
+            loss_mask=moved_mask(sample["loss_mask"]),
+            position_ids=moved(sample["position_ids"]),
+            packed_seq_params=None,
+            squares=float(recipe.seq_length),
+        )
+    packed = pack(
+        sample["tokens"], sample["labels"], sample["loss_mask"], eod, recipe.document_multiple
+    )
+    return Batch(
+        tokens=moved(packed.tokens),
+        labels=moved(packed.labels),
+        loss_mask=moved_mask(packed.loss_mask),
+        position_ids=moved(packed.position_ids),
+        packed_seq_params=packed.params(device),
+        squares=packed.squares,
+    )

@@ -1,0 +1,81 @@
+"""The command-line options of a run, for the trainer and for the launcher that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe.run_options import RunOptions
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FOLDER = click.Path(path_type=Path)
+_STEPS = click.IntRange(1)
+
+_OPTIONS = (
+    click.option(
+        "--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe."
+    ),
+    click.option("--data", multiple=True, metavar="PREFIX", help="A prepared dataset; repeatable."),
+    click.option(
+        "--tokenizer", help="What made the data, where its card does not say or to check it."
+    ),
+    click.option("--eod", help="End token of that tokenizer, where its files do not say it."),
+    click.option("--data-cache", type=_FOLDER, help="Folder for sample indices [beside the data]."),
+    click.option("--mock-data", is_flag=True, help="Train on made-up tokens; every line says so."),
+    click.option("--save", type=_FOLDER, help="Checkpoints; a restarted run resumes from them."),
+    click.option("--load", type=_FOLDER, help="Resume from the checkpoint of another run."),
+    click.option("--save-interval", type=_STEPS, default=500, show_default=True, help="Steps."),
+    click.option("--exit-interval", type=_STEPS, help="End after a multiple of this many steps."),
+    click.option("--log-interval", type=_STEPS, default=1, show_default=True, help="Steps."),
+    click.option("--tensorboard", type=_FOLDER, help="Folder for TensorBoard."),
+    click.option("--wandb-project", default="", help="Log to this Weights & Biases project."),
+    click.option("--wandb-name", default="", help="Name of the run there [the recipe's]."),
+    click.option("--metrics", type=_FOLDER, help="File for one JSON object per logged step."),
+    click.option(
+        "--accept",
+        multiple=True,
+        metavar="FILE=SHA256",
+        help="Train this edited file of Megatron; repeatable.",
+    ),
+    click.option(
+        "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here."
+    ),
+)
+
+
+def options(command: F) -> F:
+    """Give a command the options of a run; their values are the fields of `RunOptions`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read(words: Sequence[str]) -> tuple[RunOptions, tuple[str, ...]]:
+    """The trainer's options among the words of a command line, and the words that are none.
+
+    Raises:
+        CppmegaError: `wrong-usage`.
+    """
+    try:
+        values: dict[str, Any] = _words.main(list(words), standalone_mode=False)
+    except click.ClickException as error:
+        raise CppmegaError(
+            "wrong-usage",
+            f"The trainer does not take the words after the recipe: {error.format_message()}",
+            "It would end before it has read the recipe.",
+            "python -m cppmega.trainer --help",
+        ) from None
+    arguments: tuple[str, ...] = values.pop("arguments")
+    return RunOptions(**values), arguments
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@options
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def _words(**values: Any) -> dict[str, Any]:
+    return values

@@ -1,0 +1,341 @@
+"""What must hold before a training run may touch a GPU: everything that files can tell.
+
+None of this imports torch. Each check stops with its own name, so that a mistyped path is not
+found out after the model has been built, or, worse, never.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cppmega.checkpoints import files as checkpoint_files
+from cppmega.data import corpus, tokenizers
+from cppmega.data import reading as data_reading
+from cppmega.data import record as data_record
+from cppmega.data.corpus import Corpus
+from cppmega.data.record import Reading
+from cppmega.errors import CppmegaError
+from cppmega.host import allocator
+from cppmega.overlay import receipt
+from cppmega.overlay.verbs import Session
+from cppmega.overlay.wanted import wanted_patches
+from cppmega.recipe import Recipe
+from cppmega.recipe.render import Rendered
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training.batch import DataTokens
+from cppmega.tree.installed import Tree
+
+
+def check_tree(tree: Tree) -> None:
+    """Is there a training loop in the megatron that will be imported?
+
+    Raises:
+        CppmegaError: `training-not-in-wheel`.
+    """
+    if not (tree.root / "megatron" / "training" / "__init__.py").is_file():
+        raise CppmegaError(
+            "training-not-in-wheel",
+            f"{tree.root} has megatron.core {tree.version} and no megatron.training.",
+            "Wheels up to 0.16 ship the library alone; the training loop is in the repository.",
+            "pip install megatron-core==0.19.2, or a checkout of the same version on PYTHONPATH",
+        )
+
+
+def check_complete(recipe: Recipe, rendered: Rendered) -> None:
+    """Does the release have everything the recipe is made of?
+
+    Raises:
+        CppmegaError: `recipe-not-complete`.
+    """
+    if rendered.missing:
+        said = "; ".join(f"{gap.part}: {gap.reason}" for gap in rendered.missing)
+        raise CppmegaError(
+            "recipe-not-complete",
+            f"Recipe {recipe.name} on megatron-core {rendered.version} lacks {said}.",
+            "What would train is another, smaller model under this model's name.",
+            "cppmega recipes says what each one lacks; train one that lacks nothing, or your own",
+        )
+
+
+IN_THE_CODE = ("applied", "armed", "upstreamed")
+"""States of a patch that a recipe names. One that is not applicable is not there: the feature that
+it mends, and that the recipe counts on, does not exist in that release."""
+
+
+def check_patches(recipe: Recipe, session: Session) -> str:
+    """Are the patches that the recipe names in the tree? Returns the overlay digest, or `none`.
+
+    Raises:
+        CppmegaError: `patch-missing`.
+    """
+    applied = receipt.load(session.tree).receipt
+    verdicts = session.plan(None, {**os.environ, **applied.gates}).verdicts
+    for name in wanted_patches(recipe, session.pages):
+        state = verdicts[name].state if name in verdicts else "unknown"
+        if state not in IN_THE_CODE:
+            raise CppmegaError(
+                "patch-missing",
+                f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",
+                "The run would stop later, or train something else than it says.",
+                "python -m cppmega.apply_patches",
+            )
+    return applied.digest or "none"
+
+
+def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Are the switches set that the recipe relies on?
+
+    Raises:
+        CppmegaError: `gate-not-set`.
+    """
+    for name, wanted in recipe.gates:
+        found = environment.get(name, "")
+        if found != wanted:
+            raise CppmegaError(
+                "gate-not-set",
+                f"Recipe {recipe.name} needs {name}={wanted}; the environment has {found!r}.",
+                "The patch behind it is off, and the run is not the one the recipe describes.",
+                f"export {name}={wanted}, then python -m cppmega.apply_patches",
+            )
+
+
+def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Are there as many processes as the recipe has GPUs?
+
+    Raises:
+        CppmegaError: `wrong-world-size`.
+    """
+    world = int(environment.get("WORLD_SIZE", "1"))
+    if world != recipe.gpus:
+        raise CppmegaError(
+            "wrong-world-size",
+            f"Recipe {recipe.name} takes {recipe.gpus} GPUs; {world} processes were started.",
+            "Another number of replicas is another batch and another layout.",
+            f"torchrun --nproc_per_node {recipe.gpus} -m cppmega.run scripts/train.py "
+            f"{recipe.name} ..., or --set gpus={world} with a batch that fits",
+        )
+
+
+def check_packages(recipe: Recipe, options: RunOptions) -> None:
+    """Are the packages installed that the run will import late?
+
+    Raises:
+        CppmegaError: `package-missing`.
+    """
+    needed = {"transformer_engine": ("the layers of every recipe for GPUs", "")}
+    if recipe.uses_dsa and recipe.dsa_kernel_backend == "tilelang":
+        needed["tilelang"] = ("the recipe's DSA kernels", "--set dsa_kernel_backend=none")
+    if options.tensorboard is not None:
+        needed["tensorboard"] = ("--tensorboard", "leave --tensorboard out")
+    if options.wandb_project:
+        needed["wandb"] = ("--wandb-project", "leave --wandb-project out")
+    for package, (purpose, otherwise) in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise CppmegaError(
+                "package-missing",
+                f"The package {package} is not installed; it is needed for {purpose}.",
+                "Megatron would stop after the start, or print a warning and log nothing.",
+                f"pip install {package.replace('_', '-')}"
+                + (f", or {otherwise}" * bool(otherwise)),
+            )
+
+
+def check_data(
+    recipe: Recipe,
+    options: RunOptions,
+    read: Callable[[Corpus], Reading | None] = data_record.kept,
+) -> DataTokens:
+    """Is the data there, whole, and made for this model's vocabulary?
+
+    Args:
+        recipe: the run.
+        options: name the datasets and their tokenizer, or ask for mock data.
+        read: what is known of the whole of a dataset; None: nothing, and its ends are looked at.
+
+    Raises:
+        CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
+            `tokenizer-differs`, `vocabulary-too-small`, and what `corpus`, `data_reading` and
+            `tokens` raise.
+    """
+    if options.mock_data:
+        if options.data:
+            raise CppmegaError(
+                "data-and-mock-data",
+                "Both --data and --mock-data are given.",
+                "It would not be clear afterwards what the model was trained on.",
+                "leave one of them out",
+            )
+        return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
+    if not options.data:
+        raise CppmegaError(
+            "no-data",
+            "Neither --data nor --mock-data is given.",
+            "Mock data is never taken silently: it trains faster and means nothing.",
+            "scripts/prepare_data.py --out PREFIX TEXT..., then --data PREFIX",
+        )
+    found = [corpus.open_(Path(prefix)) for prefix in options.data]
+    described = [_described(one, options.tokenizer, options.eod) for one in found]
+    for one, other in zip(found, described, strict=True):
+        if other != described[0]:
+            raise _differs(one, other, described[0], f"as {found[0].prefix}")
+    vocab = int(described[0]["vocab_size"])
+    if vocab > recipe.vocab_size:
+        raise CppmegaError(
+            "vocabulary-too-small",
+            f"The data has {vocab} token ids, recipe {recipe.name} {recipe.vocab_size}.",
+            "The embedding has no rows for the highest ones.",
+            f"--set vocab_size={vocab}, or data made with the model's tokenizer",
+        )
+    for one in found:
+        corpus.check_width(one, vocab)
+        reading = read(one)
+        if reading is not None:
+            data_reading.check(one, reading, vocab)
+        else:
+            data_reading.check_unread(one, vocab)
+        if one.tokens <= recipe.seq_length:
+            raise CppmegaError(
+                "data-too-small",
+                f"{one.prefix} has {one.tokens} tokens; a sample takes {recipe.seq_length + 1}.",
+                "There would not be a single one.",
+                "prepare more text",
+            )
+    names = "+".join(map(data_record.name, found))
+    return DataTokens(recipe.vocab_size, int(described[0]["eod"]), names)
+
+
+def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> dict[str, Any]:
+    """The tokenizer that made a dataset."""
+    own = found.card.tokenizer if found.card is not None else None
+    if tokenizer is None:
+        if own is None:
+            raise CppmegaError(
+                "tokenizer-unknown",
+                f"{found.prefix} has no card: nothing says which tokenizer made it.",
+                "The end of a document and the size of the vocabulary are the tokenizer's.",
+                "--tokenizer byte, or the path of its tokenizer.json",
+            )
+        return own
+    given = tokenizers.load(tokenizer, eod).describe()
+    if own is not None and own != given:
+        raise _differs(found, own, given, "than --tokenizer says")
+    return given
+
+
+def _differs(
+    found: Corpus, own: Mapping[str, Any], other: Mapping[str, Any], whose: str
+) -> CppmegaError:
+    fields = [f"{key} {own.get(key)} and {other.get(key)}" for key in own]
+    parts = [text for text, key in zip(fields, own, strict=True) if own[key] != other.get(key)]
+    return CppmegaError(
+        "tokenizer-differs",
+        f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
+        "Its ids would mean other words.",
+        "leave --tokenizer out to take the data's own, or prepare the data again",
+    )
+
+
+def check_checkpoint(load: Path | None) -> None:
+    """Is there a whole checkpoint where the run shall go on?
+
+    Raises:
+        CppmegaError: `no-checkpoint`, `checkpoint-broken`.
+    """
+    if load is not None:
+        checkpoint_files.newest(load)
+
+
+def set_environment(variables: Sequence[tuple[str, str]]) -> None:
+    """Set what the run relies on where the user has not; before torch is imported.
+
+    A process that no launcher started is a world of one.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(alone)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", port)
+    for name, value in variables:
+        os.environ.setdefault(name, value)
+    allocator.set_in(os.environ)  # for a start without cppmega.run
+
+
+def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
+    """What the parser made of the line, in the places where a run has lied before.
+
+    Raises:
+        CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`.
+    """
+    check_nan(args)
+    check_precision(recipe, args)
+    check_mock_data(options, args.mock_data)
+    check_context(args)
+
+
+def check_mock_data(options: RunOptions, parsed: bool) -> None:
+    """Does Megatron make up tokens exactly where the trainer is told so?
+
+    Raises:
+        CppmegaError: `mock-data-differs`.
+    """
+    if parsed != options.mock_data:
+        raise CppmegaError(
+            "mock-data-differs",
+            f"--mock-data is {options.mock_data} for the trainer and {parsed} for Megatron.",
+            "Results must name their data.",
+            "pass --mock-data to the trainer alone",
+        )
+
+
+def check_context(args: Any) -> None:
+    """Is a sequence on one rank?
+
+    Raises:
+        CppmegaError: `not-supported`.
+    """
+    if args.context_parallel_size != 1:
+        raise CppmegaError(
+            "not-supported",
+            f"context_parallel_size={args.context_parallel_size}.",
+            "This trainer does not split a sequence over ranks: they would all see all of it.",
+            "leave --context-parallel-size out",
+        )
+
+
+def check_nan(args: Any) -> None:
+    """Are Megatron's checks of loss and gradient on?
+
+    Raises:
+        CppmegaError: `nan-checks-off`.
+    """
+    if not args.check_for_nan_in_loss_and_grad:
+        raise CppmegaError(
+            "nan-checks-off",
+            "The NaN checks of loss and gradient are off.",
+            "A run full of NaN gradients looks like a fast one.",
+            "leave out whatever switches them off",
+        )
+
+
+def check_precision(recipe: Recipe, args: Any) -> None:
+    """Does the line train in the precision that the recipe names?
+
+    Raises:
+        CppmegaError: `precision-differs`.
+    """
+    if not args.bf16 or (args.fp8 is not None) != (recipe.precision == "fp8"):
+        found = f"bf16={args.bf16}, fp16={args.fp16}, fp8={args.fp8}"
+        raise CppmegaError(
+            "precision-differs",
+            f"Recipe {recipe.name} says {recipe.precision}; the line says {found}.",
+            "The result would be filed under a precision it did not have.",
+            "recipe.with_(precision=...) instead of an argument",
+        )

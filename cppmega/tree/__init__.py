@@ -1,0 +1,1 @@
+"""The tree that holds megatron/: found, named by version, read, accepted edits."""

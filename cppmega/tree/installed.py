@@ -1,0 +1,349 @@
+"""ROOT: the folder that holds `megatron/`, what is installed there, and what pristine means."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import sysconfig
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cppmega.errors import CppmegaError
+from cppmega.tree import records
+
+if TYPE_CHECKING:
+    from cppmega.tree.checkout import Checkout
+
+Origin = Literal["record", "git", "unverified"]
+"""Who vouches for the pristine text: a wheel's RECORD, a checkout's HEAD, or nobody."""
+
+
+def reinstall(root: Path, version: str) -> str:
+    """The command that puts upstream's files back: into ROOT, whichever environment pip has."""
+    sites = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    place = "" if root.resolve() in sites else f"--upgrade --target {shlex.quote(str(root))} "
+    return f"pip install --force-reinstall --no-deps {place}megatron-core=={version}"
+
+
+def sha256(data: bytes) -> str:
+    """Hex digest of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One installed distribution of ROOT."""
+
+    name: str
+    version: str
+    record: Mapping[str, str]
+    """Path relative to ROOT -> SHA-256, for files the wheel lists with a hash."""
+    record_hash: str
+
+
+class Tree:
+    """The files below ROOT. Reads each file once; never writes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._bytes: dict[str, bytes | None] = {}
+
+    def read(self, path: str) -> bytes | None:
+        """Bytes of a file, None where there is none.
+
+        Raises:
+            CppmegaError: `outside-root`, `unreadable-file`.
+        """
+        if path not in self._bytes:
+            _refuse_outside(self.root, path)
+            try:
+                self._bytes[path] = (self.root / path).read_bytes()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                self._bytes[path] = None
+            except OSError as error:
+                raise CppmegaError(
+                    "unreadable-file",
+                    f"{self.root / path} cannot be read: {error.strerror}.",
+                    "Nothing can be said about a file that nobody can look at.",
+                    "mend its permissions, or run as the user who owns the environment",
+                ) from None
+        return self._bytes[path]
+
+    @cached_property
+    def distributions(self) -> dict[str, Distribution]:
+        """Installed distributions by normalised name.
+
+        Raises:
+            CppmegaError: `two-distributions`, where one name is installed twice.
+        """
+        found: dict[str, Distribution] = {}
+        for folder in sorted(self.root.glob("*.dist-info")):
+            name, _, version = folder.name.removesuffix(".dist-info").partition("-")
+            name = re.sub(r"[-_.]+", "-", name).lower()
+            if name not in PACKAGES:
+                continue
+            if name in found:
+                raise CppmegaError(
+                    "two-distributions",
+                    f"{self.root} holds {name} {found[name].version} and {version}.",
+                    "Files of two versions are mixed, and no RECORD tells which is which.",
+                    f"pip uninstall {name} (twice), then install one version",
+                )
+            data = self.read(f"{folder.name}/RECORD") or b""
+            found[name] = Distribution(name, version, records.hashes(data), sha256(data))
+        return found
+
+    @cached_property
+    def version(self) -> str:
+        """megatron-core's version, for messages only; `unknown` where nothing tells it."""
+        if "megatron-core" in self.distributions:
+            return self.distributions["megatron-core"].version
+        data = self.read("megatron/core/package_info.py")
+        if data is None:
+            return "unknown"
+        try:
+            tree = ast.parse(data)
+        except (SyntaxError, ValueError):
+            return "unknown"
+        values = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        numbers = ".".join(str(values.get(part, "?")) for part in ("MAJOR", "MINOR", "PATCH"))
+        return numbers + str(values.get("PRE_RELEASE", ""))
+
+    @property
+    def recorded(self) -> Iterator[str]:
+        """Every file that somebody vouches for, whether it is there or not."""
+        for distribution in self.distributions.values():
+            yield from distribution.record
+        yield from self.checkout.files if self.checkout is not None else ()
+
+    def has(self, distribution: str) -> bool:
+        """Whether the distribution's files lie below ROOT."""
+        folder = PACKAGES[distribution]
+        return distribution in self.distributions or (self.root / folder).is_dir()
+
+    def pristine(self, path: str) -> tuple[Origin, str | None]:
+        """Who vouches for a file, and its SHA-256.
+
+        None: nobody does; or git does, and a partial clone has never fetched the text.
+        """
+        listed = self.listed(path)
+        if listed is not None:
+            return "record", listed[1]
+        if self.checkout is None or path not in self.checkout.files:
+            return "unverified", None
+        if self.vouched(path):
+            return "git", sha256(self.read(path) or b"")
+        blob = self.git_blob(path)
+        return "git", sha256(blob) if blob is not None else None
+
+    def vouched(self, path: str) -> bool:
+        """Whether a file is as a wheel's RECORD or the checkout's commit has it."""
+        data = self.read(path)
+        if data is None:
+            return False
+        listed = self.listed(path)
+        if listed is not None:
+            return listed[1] == sha256(data)
+        from cppmega.tree import checkout
+
+        blob = self.checkout.files.get(path) if self.checkout is not None else None
+        return blob is not None and checkout.same(data, blob)
+
+    def listed(self, path: str) -> tuple[str, str] | None:
+        """The distribution that installed a file, and the SHA-256 that its RECORD has for it.
+
+        Where megatron-core has files, no other distribution's list counts.
+        """
+        for name, distribution in self.distributions.items():
+            if path in distribution.record:
+                return f"{name} {distribution.version}", distribution.record[path]
+        if path.startswith("megatron/") and part_of(path) in self._core_parts:
+            return None
+        return self._others.get(path) if self.read(path) is not None else None
+
+    def has_origin(self, path: str) -> bool:
+        """Whether somebody vouches for files in the part of a package that a path belongs to.
+
+        There, a file that nobody vouches for was added by hand.
+        """
+        return part_of(path) in self._vouched_parts
+
+    @cached_property
+    def _vouched_parts(self) -> frozenset[str]:
+        return frozenset(map(part_of, {*self.recorded, *self._others}))
+
+    @cached_property
+    def _core_parts(self) -> frozenset[str]:
+        core = self.distributions.get("megatron-core")
+        return frozenset(map(part_of, core.record)) if core is not None else frozenset()
+
+    @cached_property
+    def _others(self) -> dict[str, tuple[str, str]]:
+        return records.of_packages(self.root, tuple(PACKAGES.values()))
+
+    def git_blob(self, path: str) -> bytes | None:
+        """The committed bytes of a file, in its line ends here; None outside of a checkout."""
+        if self.checkout is None or path not in self.checkout.files:
+            return None
+        from cppmega.tree import checkout
+
+        blob = self.checkout.blob(path)
+        return None if blob is None else checkout.as_checked_out(blob, self.read(path))
+
+    @cached_property
+    def checkout(self) -> Checkout | None:
+        """The commit that tracks ROOT's megatron; None for an installed or unpacked wheel."""
+        if "megatron-core" in self.distributions:
+            return None
+        from cppmega.tree import checkout
+
+        return checkout.of(self.root, "megatron")
+
+    @cached_property
+    def identity(self) -> str:
+        """What a receipt must agree on to belong to this tree: the installed megatron-core.
+
+        An upgrade of another package is no reason to forget what was done here: every single file
+        is compared with its own hashes anyway.
+        """
+        core = self.distributions.get("megatron-core")
+        record = core.record_hash if core is not None else ""
+        return sha256(f"{self.version} {record}".encode())[:16]
+
+    @property
+    def packages(self) -> list[Path]:
+        """The folders that pages may target."""
+        return [self.root / folder for folder in PACKAGES.values()]
+
+    @cached_property
+    def python_files(self) -> list[str]:
+        """Every Python file of the packages we know, relative to ROOT."""
+        found: list[str] = []
+        for package in self.packages:
+            for where, folders, files in os.walk(package):
+                folders[:] = sorted(name for name in folders if name != "__pycache__")
+                base = Path(where).relative_to(self.root).as_posix()
+                found += [f"{base}/{name}" for name in sorted(files) if name.endswith(".py")]
+        return found
+
+    def check(self, written: Mapping[str, Container[str]]) -> None:
+        """Refuse a tree that cannot be patched safely, whatever the patches are.
+
+        Args:
+            written: path -> SHA-256 hashes of what we wrote ourselves.
+
+        Raises:
+            CppmegaError: `no-megatron`, `linked-tree`, `mixed-versions`, `two-distributions`.
+        """
+        package = self.root / "megatron"
+        if not (package / "core").is_dir():
+            raise CppmegaError(
+                "no-megatron",
+                f"{self.root} holds no megatron/core.",
+                "There is nothing to patch.",
+                "pass the folder that holds megatron/: --megatron ROOT",
+            )
+        for folder in (package, package / "core"):
+            if folder.is_symlink():
+                raise CppmegaError(
+                    "linked-tree",
+                    f"{folder} is a link to {folder.resolve()}.",
+                    "Patching through the link would change whoever else uses that folder.",
+                    "install a copy (uv: --link-mode=copy), or pass the real folder as --megatron",
+                )
+        self._check_training(written)
+
+    def _check_training(self, written: Mapping[str, Container[str]]) -> None:
+        training = self.root / "megatron" / "training"
+        core = self.distributions.get("megatron-core")
+        if not (core is not None and core.record) and self.checkout is None:
+            return  # nobody vouches for any file: a RECORD that is gone is no other version
+        files = sorted(f"megatron/training/{path.name}" for path in training.glob("*.py"))
+        strange = [path for path in files if not self.vouched(path)]
+        strange = [p for p in strange if sha256(self.read(p) or b"") not in written.get(p, ())]
+        if len(strange) * _HAND_EDITED > len(files):
+            raise CppmegaError(
+                "mixed-versions",
+                f"megatron/training in {self.root} does not belong to megatron-core "
+                f"{self.version}: {len(strange)} of its {len(files)} files are others.",
+                "core and training of two versions call each other with the wrong arguments.",
+                "remove megatron/training, or use a checkout of one version as ROOT",
+            )
+
+
+PACKAGES = {
+    "megatron-core": "megatron",
+    "mamba-ssm": "mamba_ssm",
+    "liger-kernel": "liger_kernel",
+    "transformer-engine": "transformer_engine",
+}
+"""Distributions that pages may target -> their import folder below ROOT."""
+
+
+_HAND_EDITED = 5
+"""One file of so many may be edited by hand; more are another version's."""
+
+
+def _refuse_outside(root: Path, path: str) -> None:
+    if path.startswith("/") or ".." in Path(path).parts:
+        raise CppmegaError(
+            "outside-root",
+            f"{path} does not lie below {root}.",
+            "A page speaks of the packages in ROOT; what is elsewhere is nobody's to patch.",
+            "write the path below ROOT, with forward slashes: megatron/core/x.py",
+        )
+
+
+def find_root() -> Path:
+    """The folder that holds the megatron that Python would import, found without importing it.
+
+    Raises:
+        CppmegaError: `no-megatron`, `several-megatrons`.
+    """
+    spec = importlib.util.find_spec("megatron")
+    folders = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or []]
+    portions = list(dict.fromkeys(f.resolve() for f in folders if f.is_dir()))
+    holding = [folder for folder in portions if _parts(folder)]
+    if not holding:
+        raise CppmegaError(
+            "no-megatron",
+            "Python finds no megatron package.",
+            "There is nothing to patch.",
+            "pip install megatron-core==0.19.2, or pass --megatron ROOT",
+        )
+    if len(holding) > 1:
+        said = [f"megatron.{part} from {folder}" for folder in holding for part in _parts(folder)]
+        raise CppmegaError(
+            "several-megatrons",
+            f"Python would merge {len(holding)} folders into one megatron package: "
+            + ", ".join(said)
+            + "; where a name stands twice, the first one wins.",
+            "Patches would go into one tree while parts of the other train.",
+            "take one of them off PYTHONPATH and the working directory, or pass --megatron ROOT",
+        )
+    first = next(f for f in folders if f.resolve() == holding[0])
+    return first.parent
+
+
+def part_of(path: str) -> str:
+    """`megatron/core` of `megatron/core/x.py`; the package itself elsewhere."""
+    first, *rest = path.split("/")
+    return f"{first}/{rest[0]}" if first == "megatron" and len(rest) > 1 else first
+
+
+def _parts(folder: Path) -> list[str]:
+    """Sub-packages of a megatron folder that our patches or Megatron's trainer live in."""
+    return [name for name in ("core", "training", "legacy", "rl") if (folder / name).is_dir()]
