@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests import laws
+from tests.support import laws
 
 
 def main(names: list[str]) -> None:

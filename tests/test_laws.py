@@ -19,9 +19,8 @@ from cppmega.page import Page, left_alone
 from cppmega.proof import hash_seeds, proof_process
 from cppmega.rewriting import source as sources
 from cppmega.tree.installed import Tree, sha256
-from tests import laws
-from tests.engine import leftovers
-from tests.support import NOT_NEEDED, VERSIONS, copy, pristine
+from tests.support import NOT_NEEDED, VERSIONS, copy, laws, pristine
+from tests.support.made import leftovers
 
 every_page = pytest.mark.parametrize("name", laws.names())
 supported = pytest.mark.parametrize("version", VERSIONS)

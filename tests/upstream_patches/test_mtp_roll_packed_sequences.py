@@ -162,7 +162,7 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def one_rank(roll: Callable[..., Any]) -> None:
-    from tests.host_sync import no_host_sync
+    from tests.support.host_sync import no_host_sync
 
     for pack in packs():
         for lead, dtype in zip(LEADS, DTYPES, strict=True):
@@ -236,7 +236,7 @@ def unpadded_packs_are_as_before(roll: Callable[..., Any], stock: Callable[..., 
 
 def stock_is_wrong(stock: Callable[..., Any]) -> None:
     """What the page says, on the code that it replaces."""
-    from tests.host_sync import HostSyncError, no_host_sync
+    from tests.support.host_sync import HostSyncError, no_host_sync
 
     pack = Pack([(3, 4), (2, 4)], tail=1)
     tensor = torch.tensor([[1, 2, 3, 9, 4, 5, 9, 9, 7]])
@@ -310,7 +310,7 @@ def on_every_rank(roll: Callable[..., Any], stock: Callable[..., Any], backport:
 
 
 def context_parallel(roll: Callable[..., Any], group: Any, seed: int = 0) -> None:
-    from tests.host_sync import no_host_sync
+    from tests.support.host_sync import no_host_sync
 
     size, rank = group.size(), torch.distributed.get_rank(group)
     for pack, (lead, dtype) in zip(packs(size, seed), cycle(zip(LEADS, DTYPES, strict=True))):

@@ -14,7 +14,7 @@ from tests.support import VERSIONS, patched, pristine, python
 
 NAME = "selective_fp8_moe"
 RUN = """
-from tests import te_recording
+from tests.support import te_recording
 te_recording.install()
 from tests.upstream_patches import test_selective_fp8_moe as t
 t.main()
@@ -67,7 +67,7 @@ def record(**given: Any) -> dict[str, Any]:
     """Layer -> [weights in FP8, GEMMs in FP8 for every time it ran] in a training step."""
     import torch
 
-    from tests import te_recording as te
+    from tests.support import te_recording as te
 
     te.RAN.clear()
     te.WEIGHTS.clear()

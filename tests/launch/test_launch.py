@@ -1,0 +1,167 @@
+"""The whole chain on CPU: preflight, run folder, tmux, torchrun with two ranks, kill, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppmega.runs.folder import Run
+from tests.launch.test_supervise import needs_tmux, until
+from tests.support import REPOSITORY, patched
+
+pytestmark = pytest.mark.megatron
+
+PAGES = ("mtp_roll_packed_sequences", "dataset_helpers_prebuilt")
+"""What the recipe needs, and no more: the preflight proves each of them."""
+
+
+class Console:
+    """The command, in a folder and with a tmux server of its own."""
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self.folder, self.root = folder, root
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "TMUX"))}
+        self.environment = {
+            **kept,
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "TMUX_TMPDIR": str(folder),
+        }
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cppmega", *words],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def launch(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self(*self.line(*words))
+
+    def line(self, *words: str) -> list[str]:
+        """Small enough for a test, long enough to be killed in."""
+        fields = ("train_iters=40", "num_layers=1", "mtp_num_layers=1")
+        changes = [word for field in fields for word in ("--set", field)]
+        line = ["launch", "smoke_cpu", "--megatron", str(self.root), "--save-interval", "4"]
+        return [*line, *changes, *words]
+
+    def launch_and_interrupt(self, name: str, *words: str) -> tuple[int, str]:
+        """In this terminal, with Ctrl-C after some steps; exit status and output."""
+        started = subprocess.Popen(
+            [sys.executable, "-m", "cppmega", *self.line("--name", name, *words)],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            run, deadline = self.run(name), time.monotonic() + 300
+            while started.poll() is None and len(run.rows()) < 4 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            started.send_signal(signal.SIGINT)
+            out, _ = started.communicate(timeout=300)
+        finally:
+            started.kill()
+        return started.returncode, out
+
+    def run(self, name: str) -> Run:
+        return Run(self.folder / "runs" / name)
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        done = self("runs", "--json")
+        assert done.returncode == 0, done.stderr
+        return {row["name"]: row for row in json.loads(done.stdout)["runs"]}
+
+
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Console:
+    return Console(tmp_path_factory.mktemp("launch"), patched("0.19.2", *PAGES))
+
+
+@needs_tmux
+def test_the_chain(console: Console) -> None:
+    """Launched in a session, killed, resumed from its checkpoint, compared with itself."""
+    began = console.launch("--tmux", "demo", "--name", "first")
+    assert began.returncode == 0, began.stderr[-3000:]
+    assert began.stdout.strip() == str(console.folder / "runs" / "first")
+    first = console.run("first")
+    until(lambda: first.checkpoint() == 4 and len(first.rows()) >= 6, 300, first)
+    assert first.state() == "running"
+    ranks = first.nodes()[0].status()["workers"]
+    assert len(ranks) == 2
+    os.kill(int(list(ranks)[1]), signal.SIGKILL)
+    until(lambda: first.state() == "crashed", 200, first)
+
+    row = console.runs()["first"]
+    assert (row["state"], row["exit"], row["checkpoint"]) == ("crashed", 1, 4)
+    assert row["error"] == "rank 1: killed by signal 9 (SIGKILL)"
+    shown = console("logs", "demo").stdout  # found by its session
+    assert shown.startswith(
+        f"rank 1 on {row['hosts'][0]} failed first (killed by signal 9 (SIGKILL))"
+    )
+    assert "step 4/40" in shown and "checkpoint of step 4" in shown
+
+    code, said = console.launch_and_interrupt("second", "--resume", "first")
+    assert code == 0, said[-3000:]
+    assert "going on at step 5" in said and "after receiving SIGTERM" in said
+    second = console.run("second")
+    last = second.rows()[-1]["step"]
+    assert (second.state(), second.exit(), second.checkpoint()) == ("stopped", 0, last)
+    assert second.rows()[0]["step"] == 5 and last < 40
+
+    done = console("compare", "first", "second")
+    assert done.returncode == 0, done.stderr
+    for same in ("overlay", "recipe", "arguments", "environment", "stack", "data"):
+        assert f"\n{same}: the same\n" in done.stdout, done.stdout
+    assert "the losses are equal to the bit" in done.stdout
+    found = json.loads(console("compare", "first", "second", "--json").stdout)
+    assert found["common_steps"] >= 2 and found["largest_loss_difference"] == 0
+
+    refused = console.launch("--name", "first")
+    assert refused.returncode == 1 and "run-exists" in refused.stderr
+    _manifest_says_what_ran(console)
+
+
+def _manifest_says_what_ran(console: Console) -> None:
+    run = console.run("second")
+    manifest, applied = run.manifest, json.loads((run.path / "receipt.json").read_text())
+    assert set(manifest["overlay"]["pages"]) == set(PAGES) == set(applied["pages"])
+    assert manifest["overlay"]["digest"] == applied["digest"] != "none"
+    assert manifest["stack"]["torch"] and manifest["stack"]["python"]
+    assert manifest["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert manifest["resumes"] == "first"
+    assert manifest["load"] == str(console.run("first").path / "checkpoints")
+    assert manifest["data"]["paths"] == [str(console.run("first").path / "data")]
+    assert manifest["data"]["fingerprint"]
+    assert set(manifest["preflight"].values()) <= {"ok", "not-applicable"}
+    recipe = run.path / "recipe" / "smoke_cpu.py"
+    assert recipe.read_bytes() == (REPOSITORY / "recipes" / "smoke_cpu.py").read_bytes()
+    header = next(run.all_rows())
+    assert (
+        header["overlay"] == applied["digest"] and header["data"] == manifest["data"]["fingerprint"]
+    )
+
+
+def test_a_launch_that_the_preflight_refuses_leaves_nothing(console: Console) -> None:
+    console.environment["CPPMEGA_LINEAR_CE_KERNAL"] = "x"
+    try:
+        done = console.launch("--name", "refused")
+    finally:
+        del console.environment["CPPMEGA_LINEAR_CE_KERNAL"]
+    assert done.returncode == 1 and "unknown-variable" in done.stderr
+    assert "Did you mean CPPMEGA_LINEAR_CE_KERNEL?" in done.stderr
+    assert not (console.folder / "runs" / "refused").exists()

@@ -1,0 +1,345 @@
+"""Code of pages and recipes: whatever it does, the command fails by name and nothing is written."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cppmega.catalogue import gates
+from cppmega.errors import CppmegaError
+from cppmega.loading import containment
+from cppmega.recipe import index as recipes_index
+from cppmega.rewriting import rewrite
+from tests.support.lab import Lab
+from tests.support.made import snapshot
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.wheel()
+    return lab
+
+
+def refused(lab: Lab) -> CppmegaError:
+    """Apply, which must raise and write nothing."""
+    before = snapshot(lab.root)
+    with pytest.raises(CppmegaError) as caught:
+        lab.apply()
+    assert snapshot(lab.root) == before
+    return caught.value
+
+
+ACTS = {
+    "sys.exit": ("import sys; sys.exit(0)", "SystemExit"),
+    "base exception": ("class Odd(BaseException): pass\nraise Odd('x')", "raises Odd"),
+    "os._exit": ("import os; os._exit(0)", "ends the process (os._exit)"),
+    "posix._exit": ("import posix; posix._exit(0)", "ends the process"),
+    "os.abort": ("import os; os.abort()", "ends the process (os.abort)"),
+    "libc": ("import ctypes; ctypes.CDLL(None)._exit(0)", "ends the process (_exit)"),
+    "kill": ("import os; os.kill(os.getpid(), 9)", "sends a signal (os.kill)"),
+    "raise_signal": ("import signal; signal.raise_signal(9)", "sends a signal"),
+    "exec": ("import os; os.execvp('true', ['true'])", "starts a process (os.exec)"),
+    "fork": ("import os; os.fork()", "starts a process (os.fork)"),
+    "subprocess": ("import subprocess; subprocess.run(['true'])", "starts a process"),
+    "system": ("import os; os.system('true')", "starts a process (os.system)"),
+    "swallowed": (
+        "import os\ntry: os.system('true')\nexcept BaseException: pass",
+        "starts a process (os.system)",
+    ),
+    "write": ("open('left.txt', 'w').write('x')", "writes the file left.txt"),
+    "remove": ("import os; os.remove('left.txt')", "changes the file left.txt (os.remove)"),
+    "network": (
+        "import socket\nwith socket.socket() as one: one.connect(('127.0.0.1', 9))",
+        "uses the network",
+    ),
+    "chdir": ("import os; os.chdir('/')", "changes the process (os.chdir)"),
+    "environment": ("import os; os.environ['LEFT'] = '1'", "changes the environment (LEFT)"),
+    "path": ("import sys; sys.path.insert(0, '/x')", "changes sys.path"),
+    "stderr": ("import sys; sys.stderr = None", "replaces sys.stderr"),
+    "module": ("import sys, json; sys.modules['json'] = None", "replaces the module json"),
+    "engine": (
+        "from cppmega.rewriting import rewrite; rewrite._check = lambda *a: None",
+        "changes cppmega.rewriting.rewrite._check",
+    ),
+    "engine's code": (
+        "from cppmega.rewriting import rewrite\n"
+        "def nothing(old, new, path, cuts, groups, extra): pass\n"
+        "rewrite._check.__code__ = nothing.__code__",
+        "changes the code of cppmega.rewriting.rewrite._check",
+    ),
+    "hashes": ("import hashlib; hashlib.sha256 = None", "changes hashlib.sha256"),
+    "builtin": ("import builtins; builtins.left = 1", "adds left to Python's builtins"),
+    "signals": (
+        "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN)",
+        "changes how signals are handled",
+    ),
+    "at exit": (
+        "import atexit\ndef last(): pass\nlast.__module__ = '_cppmega_pages_x'\n"
+        "atexit.register(last)",
+        "leaves a function for the end of the process",
+    ),
+    "thread": (
+        "import os, threading\n"
+        "def end():\n    try: os._exit(0)\n    except BaseException: pass\n"
+        "threading.Timer(0.1, end).start()",
+        "ends the process (os._exit)",
+    ),
+    "Python's library": (
+        "import ctypes; ctypes.pythonapi.Py_Exit(0)",
+        "ends the process (Py_Exit)",
+    ),
+    "profile": ("import sys; sys.setprofile(lambda *given: None)", "sys.setprofile"),
+    "method": (
+        "from cppmega.errors import CppmegaError\nCppmegaError.render = lambda self: ''",
+        "changes cppmega.errors.CppmegaError.render",
+    ),
+    "new method": (
+        "from cppmega.page import Page\nPage.__getattr__ = lambda self, name: None",
+        "changes cppmega.page.Page.__getattr__",
+    ),
+}
+
+
+def indented(code: str, by: str = "    ") -> str:
+    return "".join(f"{by}{line}\n" for line in code.splitlines())
+
+
+@pytest.fixture(params=ACTS)
+def act(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, str]:
+    """What the code does, and what must be said of it; afterwards the process is as before."""
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path), rewrite._check, rewrite._check.__code__
+    handler = signal.getsignal(signal.SIGALRM)
+    yield ACTS[request.param]
+    assert (list(sys.path), rewrite._check, rewrite._check.__code__) == before
+    assert "LEFT" not in os.environ and sys.stderr is not None
+    assert sys.modules["json"] is json and not hasattr(builtins, "left")
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert Path.cwd() == tmp_path and not Path("left.txt").exists()
+
+
+def test_a_page_that_acts_when_it_is_loaded(lab: Lab, act: tuple[str, str]) -> None:
+    code, said = act
+    lab.page(code=code)
+    error = refused(lab)
+    assert error.name == "page-failed" and said in error.what
+
+
+FEW = pytest.mark.parametrize(
+    "act", ["sys.exit", "os._exit", "kill", "swallowed", "environment"], indirect=True
+)
+
+
+@FEW
+def test_an_edit_that_acts(lab: Lab, act: tuple[str, str]) -> None:
+    code, said = act
+    body = f"def act(node):\n{indented(code)}    return replacing('x + x', '2 * x')(node)\n"
+    lab.page(edit="act", code=body)
+    error = refused(lab)
+    assert error.name == "bad-edit" and said in error.what and "page" in error.what
+
+
+@FEW
+def test_a_question_that_acts(lab: Lab, act: tuple[str, str]) -> None:
+    """`fixed_upstream` is asked where the text is unknown."""
+    code, said = act
+    lab.page(fixed="act()", pins={"1": "0" * 16}, code=f"def act():\n{indented(code)}")
+    error = refused(lab)
+    assert error.name == "page-failed" and said in error.what and "fixed_upstream" in error.what
+
+
+@FEW
+def test_a_recipe_that_acts(tmp_path: Path, act: tuple[str, str]) -> None:
+    code, said = act
+    own = tmp_path / "own.py"
+    own.write_text(code)
+    with pytest.raises(CppmegaError) as caught:
+        recipes_index.load(str(own))
+    assert caught.value.name == "recipe-broken" and said in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        (lambda args: 1 / 0, "raises ZeroDivisionError"),
+        (lambda args: sys.exit(0), "raises SystemExit"),
+        (lambda args: os._exit(0), "ends the process"),
+        (lambda args: "yes", "answers with a str"),
+        (lambda args: None, "answers with a NoneType"),
+    ],
+)
+def test_when_answers_or_is_an_error(when, said: str) -> None:
+    with pytest.raises(CppmegaError) as caught:
+        gates.wanted("page", when, SimpleNamespace())
+    assert caught.value.name == "bad-when" and said in caught.value.what
+
+
+def test_fixed_upstream_answers_true_or_false(lab: Lab) -> None:
+    lab.page(fixed='"x + x"', pins={"1": "0" * 16})
+    assert "answers with a str" in refused(lab).what
+
+
+# -- what does not end --------------------------------------------------------------------------
+
+_SLOW = (
+    "from cppmega.loading import containment\ncontainment.LIMIT = 0.3\ncontainment.GRACE = 0.3\n"
+)
+ENDLESS = {
+    "sleep": "import time; time.sleep(600)",
+    "loop": "while True: pass",
+    "swallows": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "regex": "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')",
+}
+DEAF = {
+    "blocked": (
+        "import _signal; _signal.pthread_sigmask(0, {14})\nwhile True: pass",
+        "in act",
+    ),
+    "in C": ("sum(range(10 ** 15))", "in act"),
+}
+
+
+def page_of(lab: Lab, code: str, where: str) -> None:
+    if where == "load":
+        lab.page(code=f"def act():\n{indented(code)}act()\n")
+    else:
+        lab.page(edit="act", code=f"def act(node):\n{indented(code)}    return node\n")
+
+
+@pytest.mark.parametrize("where", ["load", "edit"])
+@pytest.mark.parametrize("how", ENDLESS)
+def test_code_that_does_not_end_is_interrupted(lab: Lab, how: str, where: str) -> None:
+    """As a process: code that catches the interruption takes the process with it."""
+    page_of(lab, ENDLESS[how], where)
+    before = snapshot(lab.root)
+    done = lab.run("apply", "--json", prelude=_SLOW)
+    assert done.returncode == 1
+    error = json.loads(done.stdout)["error"]
+    assert error["name"] == ("page-failed" if where == "load" else "bad-edit")
+    assert "has not come to an end after 0.3 seconds" in error["what"]
+    assert snapshot(lab.root) == before
+
+
+def test_a_thread_that_outlives_the_page_ends_with_the_process(lab: Lab) -> None:
+    """When its time comes, nobody watches it any more."""
+    code = "import os, threading\nthreading.Timer(2, lambda: os._exit(0)).start()"
+    lab.page(code=code)
+    before = snapshot(lab.root)
+    done = lab.run("apply", "--json", prelude=_SLOW)
+    assert done.returncode == 1
+    assert "leaves the thread" in json.loads(done.stdout)["error"]["what"]
+    assert snapshot(lab.root) == before
+
+
+def test_an_exit_that_was_kept_is_refused_later(lab: Lab) -> None:
+    lab.page(edit="act", code="import os\nend = os._exit\ndef act(node):\n    end(0)\n")
+    error = refused(lab)
+    assert error.name == "bad-edit" and "ends the process" in error.what
+
+
+@pytest.mark.parametrize("how", DEAF)
+def test_code_that_hears_nothing_ends_with_its_process(lab: Lab, how: str) -> None:
+    code, said = DEAF[how]
+    page_of(lab, code, "edit")
+    before = snapshot(lab.root)
+    done = lab.run("apply", prelude=_SLOW)
+    assert done.returncode not in (0, None) and said in done.stderr and "page.py" in done.stderr
+    assert snapshot(lab.root) == before
+
+
+def test_a_timer_that_was_set_goes_on() -> None:
+    """pytest's own time limit is such a timer."""
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
+    before = signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
+            pass
+        time.sleep(0.2)
+        assert heard == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def test_ctrl_c_passes() -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        containment.contained(lambda what: CppmegaError("a", what, "b", "c")),
+    ):
+        raise KeyboardInterrupt
+
+
+def test_what_others_do_meanwhile_is_not_the_page(tmp_path: Path) -> None:
+    """A profiler's thread may write its files while a rank loads its pages."""
+    go, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        go.wait(5)
+        (tmp_path / "profile").write_text("x")
+        subprocess.run(["true"], check=True)
+        done.set()
+
+    other = threading.Thread(target=write)
+    other.start()
+    with containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
+        go.set()
+        assert done.wait(5)
+    other.join()
+    assert (tmp_path / "profile").read_text() == "x"
+
+
+def test_libraries_that_a_page_imports_may_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(containment, "_register", lambda function: seen.append(function))
+    with containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
+        atexit.register(json.dumps)
+    assert seen == [json.dumps]
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["beside", "PYTHONPYCACHEPREFIX"])
+def test_bytecode_of_what_a_page_imports_is_written(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: bool
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "cache") if prefix else None)
+    monkeypatch.delitem(sys.modules, "imported_by_a_page", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_by_a_page.py").write_text("x = 1\n")
+    lab.page(code="import imported_by_a_page")
+    assert lab.apply().ok
+    assert list(
+        tmp_path.glob(f"{'cache' if prefix else '__pycache__'}/**/imported_by_a_page.*.pyc")
+    )
+
+
+def test_what_a_page_prints_is_not_the_answer(lab: Lab) -> None:
+    lab.page(code="print('noise')")
+    done = lab.run("apply", "--json")
+    assert json.loads(done.stdout)["ok"] and "noise" in done.stderr
+
+
+def test_a_page_may_load_a_recipe(lab: Lab) -> None:
+    """Pages read sizes from shipped recipes; what is wrong with one has its own name."""
+    lab.page(
+        code="""
+        from cppmega.errors import CppmegaError
+        from cppmega.recipe.index import load
+        load("smoke_cpu")
+        """
+    )
+    assert lab.apply().ok

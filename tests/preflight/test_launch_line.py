@@ -1,0 +1,222 @@
+"""Preflight of the launch line: broken lines and good ones through Megatron's real parser, once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.context import Context
+from cppmega.recipe import Recipe
+from tests.preflight.contexts import FUSED, SLICE, V32, holds, launch, refuses, says_nothing
+from tests.support import patched, python
+
+MOCK = "--mock-data"
+RAW = (
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1"),
+    *("--train-iters", "4", "--lr", "1e-4", "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", "128"),
+)
+BF16 = ("--bf16", MOCK)
+MLA = (
+    *("--multi-latent-attention", "--experimental-attention-variant", "dsa"),
+    *("--kv-lora-rank", "512", "--qk-pos-emb-head-dim", "64"),
+)
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+FULL = SLICE.with_(
+    pattern="DE+E" * 13 + "/D-/D-",
+    cuda_graph_impl="transformer_engine",
+    cuda_graph_modules=("attn",),
+    micro_batch_size=2,
+    global_batch_size=2,
+)
+
+
+TENSOR = SLICE.with_(gpus=2, tensor_model_parallel_size=2, global_batch_size=1)
+
+
+class Case(NamedTuple):
+    """One launch line."""
+
+    recipe: Recipe | None
+    words: tuple[str, ...]
+
+
+CASES = {
+    "slice": Case(SLICE, (MOCK,)),
+    "raw": Case(None, (*RAW, *BF16)),
+    "tensor parallel": Case(TENSOR, (MOCK,)),
+    "unknown": Case(SLICE, (MOCK, "--log-parms-norm")),
+    "bad value": Case(SLICE, (MOCK, "--recompute-granularity", "most")),
+    "invalid": Case(None, (*RAW, *BF16, "--max-position-embeddings", "32")),
+    "no config": Case(
+        SLICE, (MOCK, "--recompute-granularity", "selective", "--recompute-modules", "nonsense")
+    ),
+    "scope": Case(SLICE, (MOCK, "--cuda-graph-modules", "attn")),
+    "groups": Case(None, (*RAW, *BF16, "--num-query-groups", "2")),
+    "nan": Case(SLICE, (MOCK, "--no-check-for-nan-in-loss-and-grad")),
+    "fp8": Case(SLICE, (MOCK, "--fp8-format", "hybrid")),
+    "fp16": Case(SLICE, (MOCK, "--fp16")),
+    "no precision": Case(None, (*RAW, MOCK)),
+    "no data": Case(None, (*RAW, "--bf16")),
+    "data": Case(None, (*RAW, "--bf16", "--data-path", "somewhere")),
+    "context": Case(SLICE, (MOCK, "--context-parallel-size", "2")),
+    "tilelang": Case(SLICE.with_(dsa_kernel_backend="tilelang"), (MOCK,)),
+    "fused": Case(FUSED, (MOCK,)),
+    "heads and keys": Case(FUSED.with_(num_attention_heads=24, dsa_indexer_topk=200), (MOCK,)),
+    "unfused backend": Case(FUSED, (MOCK, "--attention-backend", "unfused")),
+    "dense loss": Case(V32.with_(dsa_indexer_use_sparse_loss=False), (MOCK,)),
+    "v3.2": Case(V32, (MOCK,)),
+    "recipe without backend": Case(SLICE.with_(dsa_kernel_backend=None), (MOCK,)),
+    "no backend": Case(None, (*RAW, *BF16, *MLA)),
+    "graphs": Case(FULL, (MOCK,)),
+    "small graphs": Case(FULL.with_(pattern="DE/D-"), (MOCK,)),
+    "overlap": Case(SLICE, (MOCK, OVERLAP)),
+    "overlap of one": Case(SLICE.with_(pattern="DE/D-"), (MOCK, OVERLAP)),
+    "fp8 heads": Case(None, (*RAW, *BF16, "--fp8-format", "hybrid")),
+    "fp8 recipe": Case(SLICE.with_(precision="fp8"), (MOCK,)),
+}
+PARSE = """
+import contextlib, json, os, sys, types
+from megatron.core.transformer import transformer_config
+import megatron.training.arguments
+# What a machine that trains has, so that the config is made as well.
+sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
+transformer_config.is_te_min_version = lambda *a, **k: True
+transformer_config._validate_dsa_kernel_backend_dependencies = lambda *a: None
+from cppmega.host import allocator
+from cppmega.preflight.workers.rank import _parse
+with contextlib.redirect_stdout(sys.stderr):
+    found = {}
+    for name, (argv, world, environment) in json.loads(os.environ["CASES"]).items():
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        os.environ.update(environment)
+        allocator.set_in(os.environ)
+        found[name] = _parse(argv, world)
+print("ANSWER" + json.dumps(found))
+"""
+
+
+def context(name: str) -> Context:
+    recipe, words = CASES[name]
+    return launch(recipe, *words, root=patched("0.19.2"))
+
+
+@pytest.fixture(scope="module")
+def parsed() -> dict[str, Any]:
+    """What the parser of 0.19.2 makes of each line, all in one process."""
+    lines = {name: context(name).line for name in CASES}
+    order = {name: [line.argv, line.world, line.environment] for name, line in lines.items()}
+    order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
+    done = python(patched("0.19.2"), PARSE, env={"CASES": json.dumps(order)})
+    assert "ANSWER" in done.stdout, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.partition("ANSWER")[2])
+    return found
+
+
+@pytest.fixture
+def line(parsed: dict[str, Any]) -> Any:
+    """A launch whose process has already answered."""
+
+    def of(name: str) -> Context:
+        asked = context(name)
+        asked.__dict__["process"] = {"process": [], "line": parsed[name], "checkpoint": None}
+        return asked
+
+    return of
+
+
+pytestmark = pytest.mark.megatron
+
+
+def test_lines_that_the_parser_takes(line: Any) -> None:
+    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "tensor parallel"):
+        holds("line_parses", line(name))
+
+
+def test_a_line_that_it_refuses_with_the_nearest_name(line: Any) -> None:
+    found = refuses("line_parses", "argument-refused", line("unknown"))
+    assert "did you mean --log-params-norm?" in found.what
+    assert "most" in refuses("line_parses", "argument-refused", line("bad value")).what
+
+
+def test_values_that_megatron_would_refuse_in_every_rank(line: Any, parsed: dict[str, Any]) -> None:
+    refuses("line_parses", "arguments-invalid", line("invalid"))
+    refuses("line_parses", "arguments-invalid", line("no config"))
+    exported = line("tensor parallel")
+    exported.process["line"] = parsed["connections"]
+    found = refuses("line_parses", "arguments-invalid", exported)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.what
+
+
+def test_arguments_without_effect(line: Any) -> None:
+    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe"):
+        holds("ineffective_arguments", line(name))
+    found = refuses("ineffective_arguments", "argument-without-effect", line("scope"))
+    assert "--cuda-graph-modules" in found.what and "--cuda-graph-impl" in found.what
+    refuses("ineffective_arguments", "argument-without-effect", line("groups"))
+
+
+def test_nan_checks(line: Any) -> None:
+    holds("nan_checks", line("slice"))
+    refuses("nan_checks", "nan-checks-off", line("nan"))
+
+
+def test_precision(line: Any) -> None:
+    assert holds("precision", line("slice")) == "bf16"
+    assert "fp8" in holds("precision", line("fp8 recipe"))
+    refuses("precision", "precision-differs", line("fp8"))
+    refuses("precision", "precision-not-stated", line("no precision"))
+
+
+def test_mock_data(line: Any) -> None:
+    assert "MOCK" in holds("mock_data", line("slice"))
+    assert holds("mock_data", line("data")) == "real data"
+    refuses("mock_data", "mock-data-unmarked", line("no data"))
+
+
+def test_what_our_trainer_does_not_do(line: Any) -> None:
+    holds("trainer_limits", line("slice"))
+    refuses("trainer_limits", "not-supported", line("context"))
+    says_nothing("trainer_limits", line("raw"))
+
+
+def test_dsa_backends_that_would_decline(line: Any) -> None:
+    assert "tilelang takes" in holds("dsa_backend", line("v3.2"))
+    assert "unfused, as the line says" in holds("dsa_backend", line("slice"))
+    assert "tilelang takes" in holds("dsa_backend", line("fused"))
+    found = refuses("dsa_backend", "dsa-backend-declines", line("tilelang"))
+    assert "dense" in found.what and "GiB" in found.what
+    unpatched = launch(FUSED, MOCK, root=patched("0.19.2", "dataset_helpers_prebuilt"))
+    unpatched.__dict__["process"] = line("fused").process
+    found = refuses("dsa_backend", "dsa-backend-declines", unpatched)
+    assert "128 and 64" in found.what and "dsa_sparse_mla_widths" in found.what
+    found = refuses("dsa_backend", "dsa-backend-declines", line("unfused backend"))
+    assert "--attention-backend" in found.what
+    said = " ".join(one.what for one in preflight.answers("dsa_backend", line("heads and keys")))
+    assert "24 heads" in said and "200 keys" in said
+    assert "dense" in refuses("dsa_backend", "dsa-backend-declines", line("dense loss")).what
+    refuses("dsa_backend", "dsa-unfused", line("no backend"))
+    refuses("dsa_backend", "dsa-unfused", line("recipe without backend"))
+    says_nothing("dsa_backend", line("raw"))
+
+
+def test_cuda_graphs_that_do_not_fit(line: Any) -> None:
+    assert "GiB" in refuses("cuda_graphs", "graph-pool-does-not-fit", line("graphs")).what
+    assert "pool" in holds("cuda_graphs", line("small graphs"))
+    says_nothing("cuda_graphs", line("slice"))
+
+
+def test_expert_overlap(line: Any) -> None:
+    refuses("expert_overlap", "expert-overlap-with-mtp", line("overlap"))
+    assert "1 MTP" in holds("expert_overlap", line("overlap of one"))
+    says_nothing("expert_overlap", line("slice"))
+
+
+def test_fp8_heads(line: Any) -> None:
+    refuses("fp8_heads", "fp8-heads", line("fp8 heads"))
+    assert "32 heads" in holds("fp8_heads", line("fp8 recipe"))
+    says_nothing("fp8_heads", line("slice"))

@@ -1,0 +1,505 @@
+"""Preflight of environment, stack and hardware: each check broken, and each healthy."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppmega.checkpoints.tracker import TRACKER
+from cppmega.host import packages as stack
+from cppmega.host import process
+from cppmega.preflight import devices as devices_module
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.checks import kernel_parity, limits
+from cppmega.preflight.checks.limits import Host
+from cppmega.preflight.context import Context, gpu_here
+from cppmega.preflight.devices import Device, Devices
+from cppmega.preflight.workers import parity
+from tests.preflight.contexts import (
+    SLICE,
+    SMOKE,
+    V32,
+    holds,
+    launch,
+    refuses,
+    says_nothing,
+)
+from tests.support import REPOSITORY, patched
+from tests.support.lab import Lab
+
+GIB = 2**30
+H200 = Device("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-1")
+GB10 = Device("NVIDIA GB10", (12, 1), 120 * GIB, 119 * GIB)
+TORCH = ("sm_80", "sm_90", "sm_100", "compute_120")
+
+
+def on(*found: Device, recipe: Any = SLICE, words: tuple[str, ...] = (), **more: Any) -> Context:
+    """A launch on a machine with these GPUs."""
+    fields = {name: more.pop(name) for name in ("imports", "driver") if name in more}
+    context = launch(recipe, *words, training_machine=True, **more)
+    context.__dict__["devices"] = Devices(found, TORCH, **fields)
+    return context
+
+
+# -- the environment ---------------------------------------------------------------------------
+
+
+def test_variables() -> None:
+    root = patched("0.19.2")
+    holds("variables", launch(root=root, environ={"CPPMEGA_LINEAR_CE_KERNEL": "triton"}))
+
+    def said(**environ: str) -> str:
+        name = "leftover-variable" if "CPPMEGA_OVERLAY" in environ else "unknown-variable"
+        return refuses("variables", name, launch(root=root, environ=environ)).what
+
+    assert "Did you mean CPPMEGA_LINEAR_CE_KERNEL" in said(CPPMEGA_LINEAR_CE_KERNAL="triton")
+    assert "not in this release" in said(CPPMEGA_LEMYX_DSA="1")
+    assert "another run" in said(CPPMEGA_OVERLAY="0123")
+    refuses(
+        "variables",
+        "bad-gate-value",
+        launch(root=root, environ={"CPPMEGA_MAMBA_RECOMPUTE": "maybe"}),
+    )
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"])
+def test_the_environment_of_a_rank(name: str) -> None:
+    root = patched("0.19.2")
+    said = refuses("variables", "leftover-variable", launch(SMOKE, root=root, environ={name: "2"}))
+    assert said.next == f"unset {name}"
+    holds("variables", launch(SMOKE, root=root, environ={name: ""}))
+    # A line of one's own is looked at in a scheduler's environment too, by processes that are none.
+    holds("variables", launch(root=root, environ={name: "2"}))
+    for value in ("2", ""):
+        assert process.alone({name: value, "HOME": "/"}) == {"HOME": "/"}
+
+
+def test_gates_that_gave_nan() -> None:
+    gate = "CPPMEGA_MTP_NATIVE_HOPPER_CE"
+    holds("nan_gates", launch(environ={gate: "0"}))
+    assert gate in refuses("nan_gates", "gate-gives-nan", launch(environ={gate: "1"})).next
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("PYTHONOPTIMIZE", "1"), ("CUDA_LAUNCH_BLOCKING", "1"), ("NVIDIA_TF32_OVERRIDE", "0")),
+        ("PYTHONINSPECT", "1"),
+    ],
+)
+def test_debug_variables(name: str, value: str) -> None:
+    holds("debug_variables", launch(SLICE, environ={name: ""}))
+    refuses("debug_variables", "debug-variable", launch(SLICE, environ={name: value}))
+    named = SLICE.with_(environment=((name, value),))
+    holds("debug_variables", launch(named, environ={name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("PYTHONWARNINGS", "error", "ignore"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "info"),
+        ("TORCH_DISTRIBUTED_DEBUG", "1", "OFF"),
+    ],
+)
+def test_debug_variables_by_their_value(name: str, value: str, harmless: str) -> None:
+    holds("debug_variables", launch(SMOKE, environ={name: harmless}))
+    refuses("debug_variables", "debug-variable", launch(SMOKE, environ={name: value}))
+
+
+def test_a_number_of_threads() -> None:
+    holds("debug_variables", launch(SMOKE, environ={"OMP_NUM_THREADS": "4,2"}))
+    for value in ("abc", "0", "-1", ""):
+        wrong = launch(SMOKE, environ={"OMP_NUM_THREADS": value})
+        refuses("debug_variables", "bad-variable", wrong)
+
+
+def test_gates_of_the_recipe() -> None:
+    needing = SLICE.with_(gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),))
+    holds("recipe_gates", launch(needing, environ={"CPPMEGA_MAMBA_RECOMPUTE": "1"}))
+    refuses("recipe_gates", "gate-not-set", launch(needing))
+    says_nothing("recipe_gates", launch(SLICE))
+
+
+def test_the_allocator_ends_up_with_expandable_segments() -> None:
+    old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    merged = holds("allocator", launch(SLICE, environ={old: "max_split_size_mb:128"}))
+    assert merged == f"{old}=max_split_size_mb:128,expandable_segments:True"
+    assert holds("allocator", launch(SLICE, environ={new: "backend:native"})).startswith(new)
+    off = {old: "expandable_segments:False"}
+    refuses("allocator", "allocator-differs", launch(SLICE, environ=off))
+    says_nothing("allocator", launch(SMOKE))
+
+
+def test_the_launcher_of_a_rank_sets_it_before_torch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nassert 'torch' not in sys.modules\n"
+        "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], os.environ['NCCL_GRAPH_REGISTER'])"
+    )
+    command = [sys.executable, "-m", "cppmega.run", "--no-steps"]
+    done = subprocess.run(
+        [*command, "--megatron", str(patched("0.19.2")), str(script)],
+        env={**launch().environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # The second is what Megatron's CUDA graphs then insist on.
+    assert done.stdout == "expandable_segments:True 0\n", done.stderr
+
+
+# -- the stack ---------------------------------------------------------------------------------
+
+
+def dist(folder: Path, name: str, version: str, *requires: str) -> None:
+    """The metadata of an installed distribution."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def test_versions_of_the_stack() -> None:
+    assert holds("stack_versions", launch(SMOKE)).startswith("torch ")
+    newer = SMOKE.with_(stack=(("torch", ">=99"),))
+    assert "torch>=99" in refuses("stack_versions", "stack-differs", launch(newer)).next
+    other = SMOKE.with_(stack=(("no-such-package", ">=1"),))
+    refuses("stack_versions", "stack-missing", launch(other))
+    cuda = SMOKE.with_(stack=(("cuda", ">=99"),))
+    error = "stack-differs" if stack.version("cuda") else "stack-missing"
+    refuses("stack_versions", error, launch(cuda))
+    text = (stack.package("torch") or Path()).joinpath("version.py").read_text()
+    assert repr(stack.version("cuda")) in text
+    says_nothing("stack_versions", launch(SMOKE.with_(stack=())))
+
+
+def test_pairs_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dist(tmp_path, "mamba-ssm", "2.3.2.post1", "tilelang==0.1.8", 'triton==0; extra == "dev"')
+    dist(tmp_path, "tilelang", "0.1.8")
+    assert "tilelang 0.1.8" in holds("stack_pairs", launch())
+    (tmp_path / "tilelang-0.1.8.dist-info").rename(tmp_path / "gone")
+    dist(tmp_path, "tilelang", "0.1.15")
+    found = refuses("stack_pairs", "stack-conflict", launch())
+    assert "mamba-ssm 2.3.2.post1 demands tilelang==0.1.8; installed is 0.1.15" in found.what
+
+
+LIGER = """
+class LigerFusedLinearCrossEntropyFunction:
+    @staticmethod
+    def forward(ctx, _input):
+        return {}
+"""
+
+
+def test_a_liger_that_returns_another_number_of_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "liger_kernel" / "ops" / "fused_linear_cross_entropy.py"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("raise ImportError('never imported')")
+    asked = launch(environ={"CPPMEGA_LINEAR_CE_KERNEL": "liger"})
+    file.write_text(LIGER.format("loss, z_loss, accuracy, predicted"))
+    holds("stack_pairs", asked)
+    file.write_text(LIGER.format("loss, z_loss"))
+    assert "returns 2 values" in refuses("stack_pairs", "liger-returns-other", asked).what
+    holds("stack_pairs", launch())  # nobody asked for it
+
+
+def test_packages_and_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    here: dict[str, Any] = {"root": patched("0.19.2"), "training_machine": True}
+    refuses("packages", "package-missing", launch(SLICE, "--mock-data", **here))
+    for name in ("transformer_engine", "tilelang", "wandb"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gcc").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "gcc").chmod(0o755)
+    environ = {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    here["environ"] = environ
+    holds("packages", launch(SLICE, **here))
+    assert "nvcc" in refuses("packages", "compiler-missing", launch(V32, **here)).what
+    logged = launch(SLICE, "--wandb-project", "x", **here)
+    assert "WANDB_MODE" in refuses("packages", "wandb-not-logged-in", logged).next
+    here["environ"] = {**environ, "WANDB_MODE": "offline"}
+    holds("packages", launch(SLICE, "--wandb-project", "x", **here))
+    here["environ"] = {**environ, "PATH": str(tmp_path)}
+    assert "C compiler" in refuses("packages", "compiler-missing", launch(SLICE, **here)).what
+
+
+# -- the host ----------------------------------------------------------------------------------
+
+
+def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = SLICE.with_(gpus=8, global_batch_size=8)
+    says_nothing("hosts", launch(eight))
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
+    assert "4 GPUs on each of 2 hosts" in holds("hosts", launch(eight, nodes=2))
+    refuses("hosts", "gpus-do-not-divide", launch(eight, nodes=3))
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    refuses("hosts", "host-name-unknown", launch(eight, nodes=2))
+
+    def unknown(name: str) -> str:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    refuses("hosts", "host-name-unknown", launch(eight, nodes=2))
+    # One host: cppmega launch does not use the name, torchrun does.
+    (alone,) = preflight.answers("hosts", launch(eight))
+    assert alone.is_remark and "--local-addr 127.0.0.1" in alone.what
+    launched = holds("hosts", launch(eight, folder=Path("runs/one")))
+    assert launched.endswith("the ranks meet at 127.0.0.1")
+
+
+def test_interfaces() -> None:
+    names = [name for _, name in socket.if_nameindex()]
+    says_nothing("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": "^docker"}))
+    holds("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": names[0][:2]}))
+    holds("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": f"={names[0]}"}))
+    for variable, value in (("NCCL_SOCKET_IFNAME", "ib9"), ("GLOO_SOCKET_IFNAME", names[0][:1])):
+        found = refuses("network", "no-such-interface", launch(SLICE, environ={variable: value}))
+        assert names[0] in found.what
+
+
+def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Host(files=65536, shared=16 * GIB, memory=100 * GIB)
+    poor = Host(files=1024, shared=64 * 2**20, memory=10 * GIB)
+    monkeypatch.setattr(limits, "look", lambda: good)
+    holds("limits", launch(SLICE, training_machine=True))
+    monkeypatch.setattr(limits, "look", lambda: poor)
+    assert (
+        "ulimit -n" in refuses("limits", "too-few-files", launch(SLICE, training_machine=True)).next
+    )
+    names = {error.name for error in limits.judge(poor, ranks=2)}
+    assert names == {"too-few-files", "shared-memory-too-small", "host-memory-too-small"}
+    says_nothing("limits", launch(SMOKE, training_machine=True))
+    monkeypatch.setattr(limits, "look", lambda: replace(poor, files=20))
+    refuses("limits", "too-few-files", launch(SMOKE))
+
+
+@pytest.mark.parametrize(
+    ("most", "command"), [(8192, "ulimit -n 8192"), (2**31, "ulimit -n 65536"), (1024, "--ulimit")]
+)
+def test_the_soft_limit_counts_and_the_hard_one_says_what_helps(most: int, command: str) -> None:
+    host = Host(files=1024, shared=16 * GIB, memory=100 * GIB, most_files=most)
+    (error,) = limits.judge(host, ranks=1)
+    assert command in error.next and str(most) in error.what
+
+
+def test_what_the_kernel_says_of_this_host() -> None:
+    """A rank has the soft limit: nothing raises it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        host = limits.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert host.files == min(soft, 512) and host.most_files in (hard, 2**31)
+    assert 0 < host.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# -- the GPUs ----------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_gpu() -> None:
+    found = refuses("gpus", "no-gpu", launch(SLICE))
+    assert "cppmega recipes" in found.next
+    for name in ("gpus", "gpus_free", "kernels", "shared_memory_flag"):
+        assert "CPU" in says_nothing(name, launch(SMOKE))
+    says_nothing("gpus", launch())
+    says_nothing("gpu_memory", launch(SMOKE))
+
+
+def test_gpus() -> None:
+    assert holds("gpus", on(H200)) == "1 x NVIDIA H200 (sm_90, 140.0 GiB)"
+    two = SLICE.with_(gpus=2, global_batch_size=2)
+    hidden = on(H200, recipe=two, environ={"CUDA_VISIBLE_DEVICES": "0"})
+    assert "CUDA_VISIBLE_DEVICES=0" in refuses("gpus", "too-few-gpus", hidden).what
+    holds("gpus", on(H200, recipe=two, nodes=2))
+    refuses("gpus", "architecture-differs", on(GB10))
+    any_gpu = SLICE.with_(architectures=())
+    holds("gpus", on(GB10, recipe=any_gpu))  # from the PTX of compute_120
+    old = Device("Tesla V100", (7, 0), 32 * GIB, 32 * GIB)
+    refuses("gpus", "architecture-not-built", on(old, recipe=any_gpu))
+    refuses("gpus", "unlike-gpus", on(H200, GB10, recipe=any_gpu))
+
+
+def test_gpus_that_the_driver_warns_of() -> None:
+    fine = {"index": "0", "ecc.errors.uncorrected.volatile.total": "0", "compute_mode": "Default"}
+    holds("gpus", on(H200, driver={"GPU-1": fine}))
+    lost = {**fine, "ecc.errors.uncorrected.volatile.total": "2"}
+    refuses("gpus", "gpu-damaged", on(H200, driver={"GPU-1": lost}))
+    closed = {**fine, "compute_mode": "Prohibited"}
+    refuses("gpus", "gpu-closed", on(H200, driver={"GPU-1": closed}))
+
+
+def test_what_nvidia_smi_says(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, GPU-1, Default, 2'\necho 'No devices were found'\n")
+    program.chmod(0o755)
+    said = devices_module.driver({"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    assert said["GPU-1"]["ecc.errors.uncorrected.volatile.total"] == "2"
+    refuses("gpus", "gpu-damaged", on(H200, driver=said))
+    program.write_text("not a program")
+    assert devices_module.driver({"PATH": str(tmp_path)}) == {}
+    assert devices_module.driver({"PATH": ""}) == {}
+
+
+@pytest.mark.skipif(gpu_here(), reason="needs a machine without a GPU")
+def test_a_driver_that_torch_cannot_use() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": ""}
+    asked = launch(SLICE, root=patched("0.19.2"), training_machine=True, environ=environ)
+    found = refuses("gpus", "no-gpu", asked)
+    assert "torch" in found.what and "CUDA_VISIBLE_DEVICES=''" in found.what
+
+
+def test_gpus_that_somebody_else_uses() -> None:
+    holds("gpus_free", on(H200))
+    taken = Device("NVIDIA H200", (9, 0), 140 * GIB, 60 * GIB)
+    assert "80.0 GiB" in refuses("gpus_free", "gpu-occupied", on(taken)).what
+
+
+def test_kernels_that_can_be_imported() -> None:
+    holds("kernels", on(H200, imports={"triton": ""}))
+    broken = on(H200, imports={"triton": "", "tilelang": "ImportError: libcuda.so.1"})
+    assert "libcuda" in refuses("kernels", "kernel-not-importable", broken).what
+
+
+def test_the_model_fits() -> None:
+    assert "of 140.0 GiB" in holds("gpu_memory", on(H200))
+    small = Device("NVIDIA RTX", (9, 0), 24 * GIB, 24 * GIB)
+    assert "activations" in refuses("gpu_memory", "does-not-fit", on(small)).what
+
+
+KERNEL = """
+import tilelang
+
+@tilelang.jit(pass_configs={"tl.enable_aggressive_shared_memory_merge": %s})
+def kernel():
+    pass
+"""
+
+
+def test_the_shared_memory_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = SLICE.with_(architectures=())
+    says_nothing("shared_memory_flag", on(H200, root=patched("0.19.2")))
+    found = refuses(
+        "shared_memory_flag", "shared-memory-flag", on(GB10, recipe=recipe, root=patched("0.19.2"))
+    )
+    assert "CPPMEGA_SMEM_MERGE" in found.next
+    lab = Lab(tmp_path, monkeypatch)
+    lab.files["megatron/core/kernels.py"] = (KERNEL % True).encode()
+    made = on(GB10, recipe=recipe, root=lab.wheel())
+    assert holds("shared_memory_flag", made) == "1 TileLang kernels carry the flag"
+    lab.change("megatron/core/kernels.py", b"True", b"False")
+    refuses("shared_memory_flag", "shared-memory-flag", made)
+
+
+def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    says_nothing("kernel_parity", on(H200))
+    answers = {one["kernel"]: one["ok"] for one in parity.compare("cpu")}
+    assert answers["walsh-hadamard transform"]
+    from cppmega.ops import hadamard
+
+    transform = hadamard.walsh_hadamard
+    monkeypatch.setattr(hadamard, "walsh_hadamard", lambda x, scale: transform(x, scale) * 1.1)
+    broken = [one for one in parity.compare("cpu") if one["kernel"] == "walsh-hadamard transform"]
+    assert not broken[0]["ok"] and float(broken[0]["error"]) == pytest.approx(0.1, abs=0.01)
+    answer = {
+        "kernels": broken,
+        "shared": [{"kernel": "_row_kernel", "bytes": 120000, "ok": False}],
+    }
+    assert [e.name for e in kernel_parity.judge(answer, {"sm_90"})] == ["kernel-differs"]
+    small = [e.name for e in kernel_parity.judge(answer, {"sm_121"})]
+    assert small == ["kernel-differs", "shared-memory-too-large"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpu_here(), reason="needs a CUDA device")
+def test_this_gpu(tmp_path: Path) -> None:
+    context = launch(SLICE.with_(architectures=()), root=patched("0.19.2"), deep=True)
+    context.training_machine = True
+    found = devices_module.look(context)
+    assert found.found and found.compiled_for and found.imports["triton"] == ""
+    assert holds("gpus", context) and holds("gpus_free", context)
+    assert "linear cross-entropy" in holds("kernel_parity", context)
+
+
+# -- folders -----------------------------------------------------------------------------------
+
+
+def saving(folder: Path, **more: Any) -> Context:
+    return launch(SLICE, "--mock-data", "--save", str(folder), root=patched("0.19.2"), **more)
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--save" in holds("folders", saving(tmp_path / "new" / "folder"))
+    (tmp_path / "file").write_text("")
+    refuses("folders", "folder-not-writable", saving(tmp_path / "file" / "below"))
+    refuses("folders", "folder-not-writable", launch(SMOKE, folder=Path("/proc/run")))
+    usage = type("Usage", (), {"free": 10 * GIB})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    found = refuses("folders", "disk-full", saving(tmp_path))
+    assert "10.0 GiB free" in found.what
+    assert "nowhere" in holds("folders", launch())
+    whole_line = launch(None, "--bf16", "--save", str(tmp_path / "file" / "below"))
+    refuses("folders", "folder-not-writable", whole_line)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--metrics"])
+def test_folders_of_a_loop(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    holds("folders", launch(SMOKE, flag, str(tmp_path / "new" / "file")))
+    for words in ([flag, str(tmp_path / "file" / "x")], [f"{flag}={tmp_path / 'file' / 'x'}"]):
+        refuses("folders", "folder-not-writable", launch(SMOKE, *words))
+    metrics = launch(SMOKE, "--metrics", str(tmp_path))
+    assert "must be a file" in refuses("folders", "folder-not-writable", metrics).what
+
+
+def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    assert "nobody else" in holds("save_folder", saving(save))
+    words = ["cppmega.run", "--save", str(save)]
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE
+    )
+    try:
+        assert str(other.pid) in refuses("save_folder", "save-folder-in-use", saving(save)).what
+    finally:
+        other.communicate()
+    says_nothing("save_folder", launch(SLICE, "--mock-data", root=patched("0.19.2")))
+
+
+def test_a_save_folder_of_two_loops(tmp_path: Path) -> None:
+    says_nothing("save_folder", launch(SMOKE))
+    words = ["cppmega.run", "--save", str(tmp_path)]
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE
+    )
+    try:
+        refuses("save_folder", "save-folder-in-use", launch(SMOKE, "--save", str(tmp_path)))
+    finally:
+        other.communicate()
+    holds("save_folder", launch(SMOKE, "--save", str(tmp_path)))
+
+
+def test_a_save_folder_with_the_checkpoints_of_another_run(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / TRACKER).write_text("7")
+    words = ("--mock-data", "--save", str(tmp_path / "second"))
+    root = patched("0.19.2")
+    holds("save_folder", launch(SLICE, *words, root=root))
+    holds("save_folder", launch(SLICE, *words, "--load", str(tmp_path / "second"), root=root))
+    mixed = launch(SLICE, *words, "--load", str(tmp_path / "first"), root=root)
+    refuses("save_folder", "save-folder-of-another-run", mixed)

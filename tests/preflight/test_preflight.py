@@ -1,0 +1,197 @@
+"""The preflight as a whole: order, prerequisites, answers, the command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cppmega.cli import findings as cli_findings
+from cppmega.cli import main as cli
+from cppmega.errors import CppmegaError
+from cppmega.preflight import checks
+from cppmega.preflight import examine as preflight
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Finding, NotApplicable, Refused, Remark
+from cppmega.recipe.run_options import RunOptions
+from tests.preflight.contexts import launch
+from tests.support import REPOSITORY, patched
+
+WRONG = CppmegaError("some-error", "What.", "Why.", "next")
+PATH = {**launch().environ, "PYTHONPATH": str(REPOSITORY)}
+
+
+def test_every_check_is_in_the_order_once_and_behind_what_it_needs() -> None:
+    files = {path.stem for path in (REPOSITORY / "cppmega" / "checks").glob("[a-z]*.py")}
+    assert sorted(checks.ORDER) == sorted(files)
+    for at, name in enumerate(checks.ORDER):
+        module = importlib.import_module(f"cppmega.preflight.checks.{name}")
+        assert set(module.AFTER) <= set(checks.ORDER[:at]), name
+        assert module.__doc__ and module.check.__doc__, name
+
+
+def test_every_check_is_broken_and_left_healthy_by_some_test() -> None:
+    texts = [path.read_text() for path in (REPOSITORY / "tests").glob("test_preflight*.py")]
+    for name in checks.ORDER:
+        broken = [f'refuses("{name}"' in "".join(text.split()) for text in texts]
+        assert any(broken) or name == "kernel_parity", name  # it needs a GPU: its verdict is tested
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Checks by name, in this order, each with what it does; `b` stands on `a`."""
+    found: dict[str, object] = {}
+
+    def module(path: str) -> object:
+        name = path.rpartition(".")[2]
+
+        def check(context: Context) -> str:
+            if isinstance(found[name], Exception):
+                raise found[name]
+            return str(found[name])
+
+        return SimpleNamespace(AFTER=("a",) if name == "b" else (), check=check)
+
+    monkeypatch.setattr(preflight, "ORDER", ("a", "b", "c"))
+    monkeypatch.setattr(preflight.importlib, "import_module", module)
+    return found
+
+
+def states(context: Context, progress: list[str] | None = None) -> tuple[bool, list[str]]:
+    found = preflight.examine(context, progress.append if progress is not None else None)
+    return found.ok, [f"{one.check} {one.state} {one.name}".strip() for one in found.findings]
+
+
+def test_a_check_whose_prerequisite_failed_is_not_run(made: dict[str, object]) -> None:
+    context, said = launch(root=patched("0.19.2")), list[str]()
+    made |= {"a": "fine", "b": "fine", "c": NotApplicable("nothing to say")}
+    assert states(context) == (True, ["a ok", "b ok", "c not-applicable"])
+    made["a"] = Refused([WRONG, WRONG])
+    expected = ["a failed some-error", "a failed some-error", "b not-run", "c not-applicable"]
+    assert states(context, said) == (False, expected)
+    assert said == ["a", "c"], "what is not run is not announced"
+    assert preflight.examine(context).failures[0].error.render() == WRONG.render()
+
+
+def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cppmega", "preflight", *words],
+        env=PATH,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        timeout=60,
+    )
+
+
+def test_the_command_says_state_name_reason_and_next_command(tmp_path: Path) -> None:
+    done = command("smoke_cpu", "--megatron", str(tmp_path))
+    assert done.returncode == 1
+    held, others, waiting, *failed = done.stdout.splitlines()
+    assert held.split()[0] == "ok" and "nan_gates, debug_variables" in held
+    assert others.startswith("not-applicable ") and others.endswith(
+        "concern this launch (-v lists them)"
+    )
+    assert waiting.split()[0] == "not-run" and ", patches, " in waiting
+    assert failed[0].split() == ["failed", "one_root", "no-megatron"]
+    assert [line.split()[0] for line in failed[1:4]] == ["what:", "why:", "next:"]
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("preflight: one_root nan_gates ")
+    answer = json.loads(command("smoke_cpu", "--megatron", str(tmp_path), "--json").stdout)
+    assert answer["megatron"] is None and not answer["ok"]
+    assert answer["checks"][0]["name"] == "no-megatron"
+
+
+def finding(check: str, state: Any, what: str) -> Finding:
+    return Finding(check, state, what=what)
+
+
+def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """Thirty checks that do not concern a launch are one line; a remark is not lost among them."""
+    rows = [finding(f"c{number}", "not-applicable", "no GPU") for number in range(30)]
+    rows += [Finding("bad", "failed", "some-error", "What.", "Why.", "next")]
+    rows += [finding("a", "ok", "fine"), finding("mock", "ok", Remark("MOCK DATA"))]
+    rows += [finding("late", "not-run", "bad does not hold")]
+    cli_findings.print_findings(rows)
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:5] == [
+        ["ok", "2 checks hold: a, mock"],
+        ["not-applicable", "30 checks do not concern this launch (-v lists them)"],
+        ["not-run", "1 check waits for what fails: late"],
+        ["ok", "mock  MOCK DATA"],
+        ["failed", "bad   some-error"],
+    ]
+    assert [line[0] for line in lines[5:]] == ["what:", "why:", "next:"]
+    cli_findings.print_findings(rows, verbose=True)
+    full = capsys.readouterr().out.splitlines()
+    assert len(full) == 34 + 3 and "c7    no GPU" in full[7]
+    assert [line.split()[0] for line in full[30:34]] == ["failed", "what:", "why:", "next:"]
+
+
+def test_progress_is_one_line_that_grows_or_changes() -> None:
+    script = (
+        "from cppmega.host import console\n"
+        "with console.Progress('preflight') as progress:\n"
+        "    for name in ('one', 'two'): progress(name)\n"
+    )
+    command = [sys.executable, "-c", script]
+    piped = subprocess.run(command, env=PATH, stderr=subprocess.PIPE, text=True, check=True)
+    assert piped.stderr == "preflight: one two\n"
+    outer, inner = pty.openpty()
+    subprocess.run(command, env=PATH, stderr=inner, check=True)
+    os.close(inner)
+    shown = os.read(outer, 10_000).decode()
+    os.close(outer)
+    start = "\r\033[K"
+    assert shown == f"{start}preflight: one{start}preflight: two{start}"
+
+
+def test_nobody_reads_the_progress_or_the_whole_answer(tmp_path: Path) -> None:
+    """Neither ends the command or hides its exit status; a closed stream is like /dev/null."""
+    words = shlex.join([sys.executable, "-m", "cppmega", "preflight", "--megatron", str(tmp_path)])
+    for line in (f"{words} smoke_cpu | true", f"{words} smoke_cpu 2>&1 >out | true"):
+        done = subprocess.run(
+            ["bash", "-c", f"{line}; echo ${{PIPESTATUS[0]}}"], **_piped(tmp_path)
+        )
+        assert done.stdout == "1\n" and "Exception" not in done.stderr, (line, done)
+    assert "no-megatron" in (tmp_path / "out").read_text()
+    done = subprocess.run(["bash", "-c", f"{words} smoke_cpu >&- 2>&- <&-"], **_piped(tmp_path))
+    assert done.returncode == 1
+
+
+def _piped(folder: Path) -> dict[str, Any]:
+    return {"env": PATH, "cwd": folder, "capture_output": True, "text": True, "timeout": 60}
+
+
+def test_wrong_usage() -> None:
+    assert command("smoke_cpi").returncode == 1
+    assert "smoke_cpu" in command("smoke_cpi").stderr
+    assert command("--set", "lr=1").returncode == 2
+
+
+@pytest.mark.parametrize("line", ["smoke_cpu -- {}", "smoke_cpu {}", "--json smoke_cpu {}"])
+def test_the_words_of_the_launch_line_need_no_dashes(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    class AskedError(Exception):
+        pass
+
+    def examine(context: Context, say: object) -> None:
+        raise AskedError(context.options)
+
+    monkeypatch.setattr(preflight, "examine", examine)
+    words = ["--data", "x", "--save", "y", "--exit-interval", "3"]
+    with pytest.raises(AskedError) as asked:
+        cli.cli.main(["preflight", *line.format(" ".join(words)).split()], standalone_mode=False)
+    options = RunOptions(data=("x",), save=Path("y"), exit_interval=3)
+    assert asked.value.args == (options,)

@@ -1,0 +1,270 @@
+"""Every process of a guarded run: each holds the guard, is named, or ends the run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cppmega.host import process
+from cppmega.rank import child_processes
+from tests.rank.test_guard import Bench, finish
+from tests.support import free_port, made
+
+HEAD = """
+import multiprocessing, os, subprocess, sys, time
+from cppmega import guard
+
+def train(count=2):
+    from megatron.core.thing import double
+    for step in guard.steps(range(count)):
+        double(step)
+
+def no_match(count=2):
+    from megatron.core.thing import half
+    for step in guard.steps(range(count)):
+        half(step)
+
+def tell(queue):
+    queue.put(1)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("children"))
+    made.page(bench.pages)
+    bench.tree()
+    return bench
+
+
+def start(bench: Bench, body: str, **environment: str) -> tuple[int, str, str]:
+    """Run a script whose functions its spawned processes can import."""
+    script = bench.folder / "script.py"
+    lines = "\n".join("    " + line for line in body.splitlines())
+    script.write_text(f"{HEAD}\nif __name__ == '__main__':\n{lines}\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "cppmega.run",
+            "--megatron",
+            str(bench.folder / "root"),
+            str(script),
+        ],
+        env={**bench.environment, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_spawned_process_that_trains_is_checked_like_any_rank(bench: Bench, method: str) -> None:
+    body = (
+        f"context = multiprocessing.get_context({method!r})\n"
+        "worker = context.Process(target={})\nworker.start()\n{}"
+    )
+    # Its exit status is nobody's concern: neither the script's, nor Python's.
+    code, _, err = start(bench, body.format("no_match", "worker.join()"))
+    assert code == 1 and "page-not-reached" in err and "process " in err, err
+    # Python itself waits for it when the script has ended.
+    code, _, err = start(bench, body.format("train", ""))
+    assert code == 0 and "reached: double_doubles" in err, err
+    assert "no step was seen: processes that this one started took their own (1 of them)" in err
+
+
+def test_a_child_behind_a_broken_sitecustomize_joins(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        (bench.folder / "site" / "sitecustomize.py").read_text() + "raise ValueError('broken')\n"
+    )
+    path = f"{tmp_path}:{bench.environment['PYTHONPATH']}"
+    body = (
+        "train()\n"
+        "code = 'from cppmega import guard; print(guard.active() is not None)'\n"
+        "subprocess.run([sys.executable, '-c', code])"
+    )
+    code, out, err = start(bench, body, PYTHONPATH=path)
+    assert code == 0 and out == "True\n" and "broken" in err, err
+
+
+WITHOUT = {
+    "-S": "subprocess.run([sys.executable, '-S', '-c', 'pass'])",
+    "-IE": "subprocess.run([sys.executable, '-W', 'ignore', '-IE', '-c', 'pass'])",
+    "a replaced environment": "subprocess.run([sys.executable, '-c', 'pass'], env={})",
+    "os.spawnve": "os.spawnve(os.P_WAIT, sys.executable, [sys.executable, '-c', 'pass'], {})",
+    "os.posix_spawn": (
+        "pid = os.posix_spawn(sys.executable, [sys.executable, '-c', 'pass'], {})\n"
+        "os.waitpid(pid, 0)"
+    ),
+    "below a shell": (
+        "child = subprocess.Popen(['/bin/sh', '-c', sys.executable + ' -S -c \"input()\"; exit'],"
+        " stdin=subprocess.PIPE)\ntime.sleep(0.5)\ntrain()\nchild.communicate(b'\\n')"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_helper_without_the_guard_is_named(bench: Bench, name: str) -> None:
+    code, _, err = start(bench, WITHOUT[name] + "\ntrain()")
+    assert code == 0, err
+    assert err.count("a child process does not carry the guard") == 1, err
+    assert "host " in err and "rank 0" in err
+
+
+def test_helpers_are_no_false_alarm(bench: Bench) -> None:
+    body = (
+        "train()\n"
+        "subprocess.run(['git', '--version'])\n"
+        "subprocess.run('true', shell=True)\n"
+        "subprocess.run([sys.executable, '-c', 'pass'])\n"
+        "subprocess.run([sys.executable, '-W', 'ignore', '-u', '-m', 'this'], cwd='/')\n"
+        "with multiprocessing.get_context('spawn').Manager() as manager: manager.list([1])\n"
+        "os.environ['PYTHONPATH'] = ''\n"
+        "with multiprocessing.get_context('spawn').Manager() as manager: guard.finish()"
+    )
+    code, _, err = start(bench, body)
+    assert code == 0 and "error:" not in err, err
+
+
+@pytest.mark.parametrize(
+    "change", ["os.environ['PYTHONPATH'] = ''", "os.environ.pop('CPPMEGA_GUARDED_BY')"]
+)
+def test_a_worker_without_the_guard_ends_the_run(bench: Bench, change: str) -> None:
+    body = (
+        f"{change}\n"
+        "context = multiprocessing.get_context('spawn')\nqueue = context.Queue()\n"
+        "worker = context.Process(target=tell, args=(queue,), daemon=True)\nworker.start()\n"
+        "queue.get()\ntrain()\nprint('trained')"
+    )
+    code, out, err = start(bench, body)
+    assert code == 1 and "worker-without-guard" in err and "trained" not in out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["python", "-X", "dev", "-Wignore", "-bS", "x.py", "-I"], set("XWbS")),
+        (["python", "--check-hash-based-pycs", "never", "-I", "x"], {"I"}),
+        (["python", "-cprint('-S')", "-S"], {"c"}),
+        (["python", "-um", "pip", "-E"], {"u", "m"}),
+        (["python", "-", "-S"], set()),
+    ],
+)
+def test_options_of_an_interpreter(words: list[str], options: set[str]) -> None:
+    assert child_processes._options(words) == options
+
+
+RANK = """
+import os
+from datetime import timedelta
+import torch
+torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=8))
+{}
+"""
+TRAIN = """
+from cppmega import guard
+from megatron.core.thing import double
+for step in guard.steps(range(2)):
+    double(step)
+"""
+
+
+def test_a_rank_without_the_guard_is_named_by_the_others(bench: Bench) -> None:
+    bare, guarded = bench.folder / "bare.py", bench.folder / "guarded.py"
+    bare.write_text(RANK.format("import time; time.sleep(60)"))
+    guarded.write_text(RANK.format(TRAIN))
+    root = str(bench.folder / "root")
+    words = [["-m", "cppmega.run", "--megatron", root, str(guarded)], [str(bare)]]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *words[rank]],
+            env={**bench.environment, "RANK": str(rank), "WORLD_SIZE": "2"}
+            | {"MASTER_PORT": bench.environment["MASTER_PORT"]},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    (code, _, err), _ = finish(ranks)
+    assert code == 1 and "rank-without-guard" in err and "rank 1 of 2" in err, err
+
+
+SPAWNED = """
+import os, sys
+import torch
+from cppmega import guard
+
+def rank(number, port, trains):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=2
+    )
+    torch.distributed.barrier()
+    if trains == "trains":
+        from megatron.core.thing import double
+        for step in guard.steps(range(2)):
+            double(step)
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(rank, (int(sys.argv[1]), sys.argv[2]), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("trains", ["trains", "idles"])
+def test_ranks_that_torch_spawns(bench: Bench, trains: str) -> None:
+    script = bench.folder / "spawned.py"
+    script.write_text(SPAWNED)
+    root = str(bench.folder / "root")
+    words = ["--megatron", root, str(script), str(free_port()), trains]
+    done = subprocess.run(
+        [sys.executable, "-m", "cppmega.run", *words],
+        env=bench.environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    if trains == "trains":
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("reached: double_doubles") == 1, done.stderr
+        assert "took their own (2 of them)" in done.stderr
+    else:
+        assert done.returncode == 1 and "no-step-seen" in done.stderr, done.stderr
+        assert "(rank 0)" in done.stderr and "(rank 1)" in done.stderr
+
+
+def test_a_preflight_that_hangs_up_takes_its_worker_along(tmp_path: Path) -> None:
+    """The terminal is closed while the worker imports what a rank imports."""
+    bench = Bench(tmp_path)
+    made.page(bench.pages)
+    begun = tmp_path / "begun"
+    slow = f"import os, time\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    root = bench.tree(files={"megatron/core/thing.py": made.THING + slow})
+    order = {"root": str(root), "expected": str(root), "argv": None, "world": None, "load": None}
+    ask = (
+        "import os\nfrom cppmega.preflight import ask as children\n"
+        f"children.ask('cppmega.preflight.workers.rank', {order!r}, dict(os.environ))"
+    )
+    asking = subprocess.Popen([sys.executable, "-c", ask], env=bench.environment)
+    try:
+        until(lambda: begun.exists() and begun.read_text())
+        asking.send_signal(signal.SIGHUP)
+        assert asking.wait(10) == -signal.SIGHUP
+        until(lambda: not process.started(int(begun.read_text())))
+    finally:
+        asking.kill()
+
+
+def until(holds: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,476 @@
+"""Edits: exactly the target, or a named error; what belongs to a target and what does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+import pytest
+
+from cppmega.edits import (
+    adding_argument,
+    adding_parameter,
+    appending,
+    body_of,
+    definition_of,
+    in_order,
+    inserting,
+    replacing,
+)
+from cppmega.errors import CppmegaError
+from cppmega.page import Edit
+from cppmega.rewriting import function_source, marks, rewrite
+from cppmega.rewriting.rewrite import Step
+from tests.support.lab import FILES, REPOSITORY, A, Lab
+from tests.support.made import edit_text, pin
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    return Lab(tmp_path, monkeypatch)
+
+
+def step(edit: Callable[[Any], Any], symbol: str = "double", **more: Any) -> Step:
+    return Step("page", Edit(f"{A}:{symbol}", {}, edit, **more), marked=False)
+
+
+def edited(text: str, edit: Callable[[Any], Any], symbol: str = "f", **more: Any) -> str:
+    """The text with one edit, without the comment that names the page."""
+    done = rewrite.rewrite(text.encode(), A, [step(edit, symbol, **more)])
+    return done.data.decode().replace(f"  # {marks.COMMENT}page", "")
+
+
+def fails(name: str, text: str, edit: Callable[[Any], Any], **more: Any) -> CppmegaError:
+    with pytest.raises(CppmegaError) as caught:
+        edited(text, edit, **more)
+    assert caught.value.name == name
+    assert "page" in caught.value.what or name == "helper-name-taken"
+    return caught.value
+
+
+# -- replacing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "before", "after"),
+    [
+        ("a.b", "c", "return a.b + a.c", "return c + a.c"),
+        ("f(x, y)", "g(x)", "return f(x,\n        y)", "return g(x)"),
+        ("a + b", "g(a)", "return (a + b) * 2", "return (g(a)) * 2"),
+        ("a + b", "a or b", "return (a + b) * 2", "return (a or b) * 2"),
+        ("a", "b + c", "return g(a)", "return g(b + c)"),
+        ("a", "(b + c)", "return a * 2", "return (b + c) * 2"),
+        ("x = 1", "x = 2", "x  =  1  # why\n    return x", "x = 2\n    return x"),
+        ("x = 1\ny = 2", "z = 3", "x = 1\n    y = 2\n    return z", "z = 3\n    return z"),
+        ("x = 1", "", "x = 1\n    return 2", "return 2"),
+        ("if a:", "if b:", "if a:\n        return 1", "if b:\n        return 1"),
+        ("with a and b:", "with a, b:", "with a and b:\n        pass", "with a, b:\n        pass"),
+    ],
+)
+def test_replacing(old: str, new: str, before: str, after: str) -> None:
+    """By syntax, in whatever layout."""
+    head = "a = b = c = g = x = y = z = 1\ndef f():\n    {}\n"
+    assert edited(head.format(before), replacing(old, new)) == head.format(after)
+
+
+def test_names_that_are_no_expressions() -> None:
+    text = "def f(x, y):\n    return x.x + f(x=x, y=1)\n"
+    assert edited(text, replacing("x", "y", times=2)) == text.replace("x.x", "y.x").replace(
+        "x=x", "x=y"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "body"),
+    [
+        ("a", "b + c", "return a * 2"),
+        ("a", "b or c", "return not a"),
+        ("a", "b if c else b", "return a + 1"),
+        ("a", "lambda: b", "return a()"),
+        ("a", "-b", "return a ** 2"),
+        ("a", "b, c", "return g(a)"),
+        ("a", "b < c", "return a < c"),
+    ],
+)
+def test_expression_that_would_come_apart(old: str, new: str, body: str) -> None:
+    """`x` -> `b + c` in `x * 2` must not become `b + c * 2`: the page has to say parentheses."""
+    text = f"a = b = c = g = 1\ndef f():\n    {body}\n"
+    assert "parentheses" in fails("edit-mismatch", text, replacing(old, new)).what
+
+
+@pytest.mark.parametrize(
+    ("edit", "body"),
+    [
+        (replacing("a", "b"), "return c"),
+        (replacing("a", "b"), "return a + a"),
+        (replacing("a", "b", times=2), "return a"),
+        (replacing("x = 1", "x = 2"), "x = 1\n    x = 1"),
+        (replacing("if a:", "if b:"), "while a:\n        pass"),
+        (inserting("x = 1", before="return b"), "return a"),
+        (inserting("x = 1", after="y = 1"), "y = 1\n    y = 1"),
+        (adding_argument("g", "k=1"), "return h(1)"),
+        (adding_argument("g", "k=1"), "return g(g(1))"),
+    ],
+)
+def test_place_that_is_not_there_exactly_as_often_as_said(edit: Any, body: str) -> None:
+    """Nothing matched, or one place too many, is an error and never a text."""
+    fails("edit-mismatch", f"a = b = c = g = h = 1\ndef f():\n    {body}\n", edit)
+
+
+def test_inserting_and_adding() -> None:
+    text = "g = print\ndef f(x):\n    y = x\n    return g(x)  # end\n"
+    assert edited(text, inserting("z = y", after="y = x")) == text.replace(
+        "    return", "    z = y\n    return"
+    )
+    assert edited(text, inserting("z = x", before="y = x")) == text.replace(
+        "    y = x", "    z = x\n    y = x"
+    )
+    assert edited(text, appending("print(y)")) == f"{text}    print(y)\n"
+    fails("edit-mismatch", "def f(x): return x\n", appending("print(x)"))
+    assert "g(x, k=1)" in edited(text, adding_argument("g", "k=1"))
+    assert "def f(x, k=None):" in edited(text, adding_parameter("k=None"))
+    both = in_order(adding_parameter("k=None"), adding_argument("g", "k=k"))
+    assert "g(x, k=k)" in edited(text, both)
+
+
+def test_parameters_keep_their_kinds() -> None:
+    assert "(x, *, y, k=1)" in edited("def f(x, *, y):\n    pass\n", adding_parameter("k=1"))
+    many = "def f(\n    x,\n    y=2,\n):\n    pass\n"
+    assert compile(edited(many, adding_parameter("k=1")), "x", "exec")
+
+
+def ours(x):  # type: ignore[no-untyped-def]
+    """Ours."""
+    return -x
+
+
+def test_bodies_and_definitions_come_from_the_page() -> None:
+    text = '@staticmethod\ndef f(x, y=1):\n    """Upstream\'s."""\n    return x\n'
+    assert edited(text, body_of(ours)) == text.replace("return x", "return -x")
+    whole = edited(text, definition_of(ours))
+    assert "@staticmethod\ndef f(x):" in whole and '"""Ours."""' in whole
+    one_line = edited("def f(x): return x\n", body_of(ours))
+    assert one_line.endswith("    return -x\n")
+
+
+def test_page_linters_are_not_written_along() -> None:
+    assert "type: ignore" not in function_source.function_text(ours)
+
+
+# -- what an edit may not do --------------------------------------------------------------------
+
+_PLAIN = "def f(x):\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda node: node, "changes nothing"),
+        (lambda node: None, "something else"),
+        (lambda node: cst.RemoveFromParent(), "something else"),
+        (lambda node: cst.parse_statement("x = 1"), "something else"),
+        (lambda node: node.with_changes(name=cst.Name("g")), "something else"),
+        (lambda node: 1 / 0, "ZeroDivisionError"),
+        (lambda node: cst.parse_module("def"), "ParserSyntaxError"),
+        (replacing("else:", "elif x:"), "raises"),
+    ],
+)
+def test_bad_edit_has_a_name(edit: Any, said: str) -> None:
+    """Whatever a page's edit does, the user reads which page it was."""
+    assert said in fails("bad-edit", _PLAIN, edit).what
+
+
+def test_edit_that_only_changes_a_comment_changes_nothing() -> None:
+    def comment(node: Any) -> Any:
+        return cst.parse_statement('def f(x):\n    """Doc."""\n    # a comment\n    return x\n')
+
+    fails("bad-edit", _PLAIN, comment)
+
+
+def test_edit_whose_result_it_would_edit_again() -> None:
+    """The second pass must change nothing: what comes out is no text that the page knows."""
+    minus = pin(b"def f(x):  # patched by cppmega: page\n    return -x\n", "f")
+    pins = {"1": pin(_PLAIN.encode(), "f"), "2": minus}
+    broken = Step("page", Edit(f"{A}:f", pins, replacing("return x", "return -x")), marked=False)
+    with pytest.raises(CppmegaError) as caught:
+        rewrite.rewrite(_PLAIN.encode(), A, [broken])
+    assert "edit again" in caught.value.what
+    other = Step(
+        "page", Edit(f"{A}:f", {}, replacing("return x", "return -x")), False, frozenset({minus})
+    )
+    with pytest.raises(CppmegaError):
+        rewrite.rewrite(_PLAIN.encode(), A, [other])
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"),
+    [
+        (replacing("return x", "return y"), "y"),
+        (replacing("return x", "D = d_v\nreturn D"), "d_v"),
+        (replacing("return x", "del x\nreturn helper(x)"), "helper, x"),
+        (inserting("print(z)\nz = 1", before="return x"), "z"),
+    ],
+)
+def test_undefined_names_are_refused(edit: Any, name: str) -> None:
+    """The earlier overlay wrote `D = d_v` with no `d_v`: a NameError in the first backward."""
+    assert f"names: {name}." in fails("undefined-name", _PLAIN, edit).what
+
+
+def test_upstream_own_undefined_names_do_not_matter() -> None:
+    text = "def g():\n    return nowhere\n\n\ndef f(x):\n    return nowhere + x\n"
+    assert "-nowhere" in edited(text, replacing("nowhere + x", "-nowhere"))
+
+
+def test_names_inside_the_target_are_seen() -> None:
+    text = "class C:\n    y = 1\n\n    def f(self):\n        def g():\n            return 1\n"
+    fails("undefined-name", text, replacing("return 1", "return y"), symbol="C.f.g")
+    assert "return C" in edited(text, replacing("return 1", "return C"), "C.f.g")
+
+
+def test_leading_comment_above_a_decorator_is_outside() -> None:
+    """The lines of a target begin with its first decorator."""
+
+    def comment(node: Any) -> Any:
+        above = cst.EmptyLine(comment=cst.Comment("# ours"))
+        return replacing("return x", "return -x")(node.with_changes(leading_lines=[above]))
+
+    with pytest.raises(CppmegaError) as caught:
+        edited("@staticmethod\n" + _PLAIN, comment)
+    assert caught.value.name == "edit-reaches-beyond-its-target"
+
+
+def test_second_definition_of_the_target_is_refused() -> None:
+    """An edit that leaves two definitions of one name."""
+
+    def twice(node: Any) -> Any:
+        inner = node.with_changes(leading_lines=[])
+        return node.with_changes(body=cst.IndentedBlock([inner, inner]))
+
+    def same(node: Any) -> Any:
+        return node.with_changes(body=node.body.with_changes(body=[*node.body.body] * 2))
+
+    text = b"class C:\n    def f(self):\n        pass\n"
+    with pytest.raises(CppmegaError) as caught:
+        rewrite.rewrite(text, A, [step(same, "C"), step(twice, "C.f")])
+    assert caught.value.name == "edit-mismatch"
+
+
+# -- helpers, imports, marks --------------------------------------------------------------------
+
+
+def helper(x):  # type: ignore[no-untyped-def]
+    return math.floor(x)  # noqa: F821
+
+
+def test_helpers_and_imports_stand_where_they_can_be_used() -> None:
+    text = '"""Doc."""\n\nfrom __future__ import annotations\n\nimport os\n\n\n' + _PLAIN
+    done = edited(
+        text, replacing("return x", "return helper(x)"), helpers=(helper,), imports=("import math",)
+    )
+    assert done.index("import os") < done.index("import math") < done.index("def helper")
+    assert done.index("def helper") < done.index("def f")
+    assert "import os\nimport math\n" in done and "noqa" not in done
+    scope: dict[str, Any] = {}
+    exec(done, scope)
+    assert scope["f"](1.5) == 1
+
+
+def test_import_that_is_there_is_not_repeated() -> None:
+    text = "import math\n\n\n" + _PLAIN
+    done = edited(text, replacing("return x", "return math.pi"), imports=("import math",))
+    assert done.count("import math") == 1
+
+
+def test_imports_only_behind_the_target() -> None:
+    """The last import may stand below the target, at an end without a line end."""
+    text = "if True:\n    def f(x):\n        return x\nimport os"
+    done = edited(text, replacing("return x", "return math.pi"), imports=("import math",))
+    assert done.startswith("import math\n") and done.endswith("import os")
+
+
+def test_one_helper_of_two_edits() -> None:
+    text = _PLAIN + "\n\n@staticmethod\ndef g(x):\n    return x\n"
+    steps = [
+        step(
+            replacing("return x", "return helper(x)"),
+            name,
+            helpers=(helper,),
+            imports=("import math",),
+        )
+        for name in ("g", "f")
+    ]
+    done = rewrite.rewrite(text.encode(), A, steps).data.decode()
+    assert done.count("def helper") == 1 == done.count("import math")
+    assert done.index("def helper") < done.index("def f")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "helper = print",
+        "def helper():\n    pass",
+        "class helper:\n    pass",
+        "from os import path as helper",
+        "try:\n    import helper\nexcept ImportError:\n    pass",
+    ],
+)
+def test_helper_name_that_upstream_uses(head: str) -> None:
+    """Our helper would silently replace upstream's function, or the other way round."""
+    text = f"{head}\n\n\n{_PLAIN}"
+    fails("helper-name-taken", text, replacing("return x", "return helper(x)"), helpers=(helper,))
+
+
+def test_methods_get_their_helpers_in_front_of_the_class() -> None:
+    text = (
+        "@object\nclass C:\n    def f(self, x):\n        return x\n"
+        "\n    def g(self, x):\n        return x\n"
+    )
+    steps = [
+        step(
+            replacing("return x", "return helper(x)"),
+            f"C.{name}",
+            helpers=(helper,),
+            imports=("import math",),
+        )
+        for name in "fg"
+    ]
+    done = rewrite.rewrite(text.encode(), A, steps).data.decode()
+    assert done.index("def helper") < done.index("@object")
+    assert done.count("helper(x)") == 3
+
+
+@pytest.mark.parametrize(
+    ("head", "traced"),
+    [
+        ("import torch\n", True),
+        ("import torch.nn as nn\n", False),
+        ("import torch.nn\n", True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n", False),
+    ],
+)
+def test_mark_uses_torch_only_where_it_is_there_at_run_time(head: str, traced: bool) -> None:
+    """`import torch` below TYPE_CHECKING would be a NameError when the file is imported."""
+    marked = Step("page", Edit(f"{A}:f", {}, replacing("return x", "return -x")), marked=True)
+    done = rewrite.rewrite((head + _PLAIN).encode(), A, [marked]).data.decode()
+    assert ("assume_constant_result" in done) == traced
+    assert '    _cppmega_reached("page")\n    return -x' in done
+
+
+def test_mark_stands_behind_the_docstring_and_in_the_named_function() -> None:
+    text = (
+        'class C:\n    def __init__(self):\n        """Doc."""\n        self.x = 1\n'
+        "\n    def f(self): return 1\n"
+    )
+    for mark, after in (
+        (None, '"""Doc."""\n        _cppmega'),
+        ("f", "f(self):\n        _cppmega"),
+    ):
+        edit = Edit(f"{A}:C", {}, replacing("self.x = 1", "self.x = 2"), mark=mark)
+        done = rewrite.rewrite(text.encode(), A, [Step("page", edit, marked=True)]).data.decode()
+        assert after in done
+    edit = Edit(f"{A}:C", {}, replacing("self.x = 1", "self.x = 2"), mark="nowhere")
+    with pytest.raises(CppmegaError) as caught:
+        rewrite.rewrite(text.encode(), A, [Step("page", edit, marked=True)])
+    assert caught.value.name == "mark-has-no-place"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x\n",
+        "def f(x):  # said\n    return x\n",
+        "def f(x): return x  # said\n",
+    ],
+)
+def test_unmarked_target_names_its_page(text: str) -> None:
+    """Whoever reads the file, and whoever lost the receipt, can see whose text it is."""
+    done = rewrite.rewrite(text.encode(), A, [step(replacing("x", "-x"), "f")])
+    assert done.data.decode().count(f"{marks.COMMENT}page\n") == 1
+    assert ("# said; patched" in done.data.decode()) == ("said" in text)
+
+
+def test_reached_marks_are_flags(lab: Lab) -> None:
+    lab.wheel()
+    lab.page()
+    lab.apply()
+    assert lab.value("_CPPMEGA_REACHED") == set()
+    assert lab.value("(double(1), double(2), _CPPMEGA_REACHED)[2]") == {"page"}
+
+
+def test_an_edit_without_a_mark_leaves_it_to_the_others_of_its_page(lab: Lab) -> None:
+    """A hook that declines a call has not sent it through the patch."""
+    lab.wheel()
+    pair = (("double", "x + x", "2 * x", ""), ("tail", "str(x)", "repr(x)", None))
+    lab.page(
+        edits=", ".join(
+            edit_text(f"{A}:{name}", f"replacing({old!r}, {new!r})", FILES[A], mark=repr(mark))
+            for name, old, new, mark in pair
+        )
+    )
+    assert lab.apply().ok
+    assert lab.value("(double(2), _CPPMEGA_REACHED)[1]") == set()
+    assert lab.value("(tail('x'), _CPPMEGA_REACHED)") == ("'x'/1", {"page"})
+    assert lab.text().count(f"  # {marks.COMMENT}page") == 1
+    lab.revert()
+    lab.pristine()
+
+
+# -- everything together ------------------------------------------------------------------------
+
+
+def test_targets_in_one_file_do_not_disturb_each_other(lab: Lab) -> None:
+    lab.wheel()
+    lab.page("a_tail", f"{A}:tail", 'replacing("str(x)", "repr(x)")')
+    lab.page("b_double")
+    lab.page("c_forward", f"{A}:Layer.forward", 'replacing("return y", "return y + 1")')
+    lab.page("d_backward", f"{A}:Layer.backward", 'replacing("return g", "return -g")')
+    assert lab.apply().ok
+    assert lab.value("Layer().forward(3)") == 7
+    assert lab.value("Layer().backward(3)") == -3
+    assert lab.value("tail('x')") == "'x'/1"
+    original, patched = FILES[A].decode(), lab.text()
+    for line in original.splitlines():
+        if "return" not in line:
+            assert line in patched
+    lab.revert()
+    lab.pristine()
+
+
+def test_result_does_not_depend_on_the_process(lab: Lab) -> None:
+    """Byte for byte the same, whatever the order of sets in this interpreter."""
+    lab.wheel()
+    for name, target in (("one", "double"), ("two", "tail"), ("three", "Layer.backward")):
+        lab.page(name, f"{A}:{target}", 'adding_parameter("extra=None")')
+    code = f"""
+import sys, hashlib
+from pathlib import Path
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import verbs as overlay
+catalogue.builtin_folder = lambda: Path({str(lab.pages)!r})
+session = overlay.Session(Path({str(lab.root)!r}))
+outcome = overlay.apply(session, check=True, environment={{}})
+print(outcome.digest)
+"""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**lab.environment(), "PYTHONHASHSEED": seed, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_targets_that_share_their_lines_are_refused(lab: Lab) -> None:
+    """Cutting by lines would take other code along."""
+    lab.files[A] = b"x = 1; \\\n\\\n\ndef double(x): return x + x\n"
+    lab.page(pins={"1.0": "0" * 16})
+    lab.export()
+    assert lab.refused().state == "drifted"

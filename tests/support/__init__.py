@@ -1,0 +1,155 @@
+"""Trees of every Megatron version, pristine and patched, and processes that import exactly one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from cppmega.overlay import verbs as overlay
+from cppmega.tree import wheels
+from tests import forkserver
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+"""Versions on which every page that is needed must apply."""
+OLD = ("0.15.0", "0.15.3")
+NOT_NEEDED = ("upstreamed", "not-applicable", "off")
+UNPINNED = ("0.16.0", "0.17.0", "0.18.0", "0.19.0")
+"""Releases beside the supported ones: nothing may pin them, and every state must be honest."""
+
+_ONE_ROOT = """
+import sys as _sys, types as _types
+_root = _sys.argv[1]; _sys.argv[1:2] = []
+_megatron = _types.ModuleType("megatron")
+_megatron.__path__ = [_root + "/megatron"]
+_sys.modules["megatron"] = _megatron
+_sys.path.insert(0, _root)
+"""
+
+
+@cache
+def pristine(version: str) -> Path:
+    """ROOT of the unpacked wheel of a version. Shared: copy it before changing anything."""
+    return wheels.unpacked(version, lambda message: print(message, file=sys.stderr))
+
+
+@contextlib.contextmanager
+def made_once(name: str) -> Iterator[tuple[Path, bool]]:
+    """A place that all processes of this session share, and whether it is still to be made.
+
+    The others wait meanwhile, and one that fails leaves nothing to them.
+    """
+    place = Path(os.environ["TESTS_SCRATCH"]) / name
+    done = place.with_name(f"{name}.done")
+    with FileLock(place.with_name(f"{name}.lock")):
+        yield place, not done.exists()
+        done.touch()
+
+
+def copy(version: str, to: Path) -> Path:
+    """A tree of one's own."""
+    shutil.copytree(pristine(version), to)
+    return to
+
+
+@cache
+def patched(version: str, *names: str) -> Path:
+    """ROOT of a copy of a version's wheel with only the named pages applied (none: every page).
+
+    Gated pages are turned on by being named. Shared within the session.
+    """
+    with made_once("-".join((version, *names, "patched"))[:200]) as (to, missing):
+        if missing:
+            shutil.rmtree(to, ignore_errors=True)
+            _apply(copy(version, to), names)
+    return to
+
+
+def _apply(to: Path, names: Sequence[str]) -> None:
+    session = overlay.Session(to)
+    chosen = [session.pages[name] for name in names] or list(session.pages.values())
+    gates = {p.patch.gate: "1" for p in chosen if p.patch.gate} if names else {}
+    outcome = overlay.apply(session, only=names, environment=gates)
+    done = {v.name for v in outcome.verdicts if v.state in ("applied", "armed")}
+    not_needed = {v.name for v in outcome.verdicts if v.state in NOT_NEEDED}
+    wanted = set(names) or {v.name for v in outcome.verdicts} - not_needed
+    problems = [v for v in outcome.verdicts if v.name in wanted - done]
+    assert not problems, f"not applied on {to.name}: {problems}"
+
+
+def python(
+    root: Path,
+    code: str,
+    nproc: int = 1,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+    fresh: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a process whose `megatron` is exactly `root/megatron`.
+
+    Torch is imported in it already; `fresh` asks for an interpreter that has imported nothing.
+    With `nproc` > 1: one process per rank, with the variables that torchrun sets; the answer has
+    every rank's output one after the other and the first exit status that is not 0.
+    """
+    base = {
+        **environment(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(nproc),
+        **(env or {}),
+    }
+    command = command_of(root, code, fresh)
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(nproc)
+    ]
+    answers = []
+    try:
+        answers = [process.communicate(timeout=timeout) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    code_ = next((p.returncode for p in ranks if p.returncode), 0)
+    out, err = ("".join(part) for part in zip(*answers, strict=True))
+    return subprocess.CompletedProcess(command, code_, out, err)
+
+
+def command_of(root: Path, code: str, fresh: bool = False) -> list[str]:
+    """A command whose `megatron` is exactly `root/megatron`; see `python`."""
+    text = _ONE_ROOT + textwrap.dedent(code)
+    return [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
+
+
+def environment() -> dict[str, str]:
+    """What the processes of `command_of` need, and nothing of this session's own settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
+    return kept | {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CUDA_ARCH_LIST": "9.0",  # 0.15 compiles an extension when it is imported
+    }
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
