@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path
 
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay import plan
@@ -17,11 +16,11 @@ from cppmega.page import Page, left_alone
 from cppmega.rewriting import marks
 from cppmega.rewriting import source as sources
 from cppmega.tree.installed import Tree, sha256
-from tests.support import OLD, UNPINNED, VERSIONS, pristine
+from tests.support import OLD, REPOSITORY, UNPINNED, VERSIONS, pristine
 
 EVERY = (*VERSIONS, *OLD, *UNPINNED)
 RECORDED = (*VERSIONS, "0.15.3")
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = REPOSITORY / "tests" / "golden"
 TOGETHER = "_together"
 """The file with the hashes of all pages together; no page's name begins with `_`."""
 
