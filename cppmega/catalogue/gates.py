@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, closest, suggestion
 from cppmega.loading.containment import contained
 from cppmega.page import Page
 
@@ -67,16 +66,16 @@ def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[
     for name in sorted(environment):
         if not name.startswith("CPPMEGA_") or name in known:
             continue
-        near = difflib.get_close_matches(name, sorted(known), n=1)
+        near = closest(name, known)
         if name in NOT_IN_THIS_RELEASE:
-            hint = "It is a switch of an earlier overlay and not in this release."
+            hint = " It is a switch of an earlier overlay and not in this release."
         elif near:
-            hint = f"Did you mean {near[0]}?"
+            hint = suggestion(near)
         else:
-            hint = "No page declares it."
+            hint = " No page declares it."
         yield CppmegaError(
             "unknown-variable",
-            f"{name} is set, and nothing reads it. {hint}",
+            f"{name} is set, and nothing reads it.{hint}",
             "You would believe that a switch is on which does nothing.",
             f"unset {name}" + (f"; export {near[0]}={environment[name]}" if near else ""),
         )

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from cppmega.catalogue import revision
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host import paths
 from cppmega.loading import load_file
 from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
@@ -102,13 +102,9 @@ def get(pages: dict[str, Page], name: str) -> Page:
 
 
 def _unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
-    import difflib
-
-    near = difflib.get_close_matches(name, list(pages), n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return CppmegaError(
         "unknown-page",
-        f"There is no page {name} ({who}).{hint}",
+        f"There is no page {name} ({who})." + did_you_mean(name, pages, 3),
         "What is asked for and not applied must stop the run.",
         "cppmega list",
     )

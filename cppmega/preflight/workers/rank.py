@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import io
 import json
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, closest
 from cppmega.preflight.ask import given_order
 
 
@@ -149,7 +148,7 @@ def _near(arguments: Any, argv: list[str]) -> dict[str, str]:
     found = {}
     for flag in dict.fromkeys(given):
         if flag not in known:
-            found[flag] = (difflib.get_close_matches(flag, known, n=1) or [""])[0]
+            found[flag] = next(iter(closest(flag, known)), "")
     return found
 
 
