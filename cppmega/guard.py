@@ -42,6 +42,7 @@ from typing import Any, TypeVar
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.live import training_watch
 from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
@@ -63,11 +64,6 @@ from cppmega.rank import (
 )
 
 T = TypeVar("T")
-
-OVERLAY = "CPPMEGA_OVERLAY"
-"""Set for child processes: the digest they must hold."""
-ROOT = "CPPMEGA_ROOT"
-"""Set for child processes: the tree they must import megatron from."""
 
 
 @dataclass
@@ -114,7 +110,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     global _GUARD
     if not inherited:
         interpreter.check()
-        run_ledger.join_or_forget(os.environ, OVERLAY, ROOT)
+        run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name)
     witness.install()
     if root is not None:
         imported.only_from(root)
@@ -398,6 +394,6 @@ def _pass_on(guard: Guard) -> None:
         # torch.compile makes the PYTHONPATH of its workers of it; the script's folder stays first.
         sys.path.insert(1, child_processes.BOOTSTRAP)
     os.environ["PYTHONPATH"] = os.pathsep.join([child_processes.BOOTSTRAP, *others])
-    os.environ[OVERLAY] = guard.receipt.digest
-    os.environ[ROOT] = str(guard.session.root)
-    os.environ[run_ledger.VARIABLE] = run_ledger.address() or run_ledger.open_new()
+    os.environ[env.OVERLAY.name] = guard.receipt.digest
+    os.environ[env.ROOT.name] = str(guard.session.root)
+    os.environ[env.GUARDED_BY.name] = run_ledger.address() or run_ledger.open_new()

@@ -15,7 +15,7 @@ from typing import Any
 
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError, did_you_mean
-from cppmega.host import paths
+from cppmega.host import env, paths
 from cppmega.loading import load_file
 from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
@@ -217,8 +217,8 @@ def _patch_problems(patch: Patch) -> list[str]:
     if patch.reached not in REACHED:
         problems.append(f"reached={patch.reached!r} is none of {', '.join(REACHED)}")
     for name in (*filter(None, [patch.gate]), *patch.variables):
-        if not name.startswith("CPPMEGA_"):
-            problems.append(f"the variable {name} does not begin with CPPMEGA_")
+        if not name.startswith(env.PREFIX):
+            problems.append(f"the variable {name} does not begin with {env.PREFIX}")
     seen: set[tuple[str, str]] = set()
     for edit in patch.edits:
         if not re.match(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z", edit.target):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from cppmega import guard
 from cppmega.ending import judge as run_end
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.rank import run_ledger
 
 
@@ -17,16 +17,17 @@ def join_or_die() -> None:
 
     Steps that this process takes are checked like those of any rank.
     """
-    run_ledger.join_or_forget(os.environ, guard.OVERLAY, guard.ROOT)
-    if not os.environ.get(guard.OVERLAY):
+    run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name)
+    overlay, root = env.OVERLAY.read(), env.ROOT.read()
+    if not overlay:
         return
     try:
-        held = guard.start(Path(os.environ[guard.ROOT]), inherited=True)
-        if held.receipt.digest != os.environ[guard.OVERLAY]:
+        held = guard.start(root, inherited=True)
+        if held.receipt.digest != overlay:
             raise CppmegaError(
                 "overlay-differs",
                 f"{guard.where()}: this child process finds overlay {held.receipt.digest}, "
-                f"its parent holds {os.environ[guard.OVERLAY]}.",
+                f"its parent holds {overlay}.",
                 "Workers and trainer would run different code.",
                 "let nobody patch the tree while a run is under way",
             )

@@ -18,6 +18,7 @@ from typing import Any
 from cppmega import guard
 from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.rank import error_file, roll_call, run_ledger
 from cppmega.runs.folder import Node
 
@@ -51,8 +52,8 @@ def watch(words: Sequence[str], *, no_steps: bool) -> None:
     _END = _End(os.getpid(), words, no_steps, end_record.node_of_this_rank())
     if _END.node is not None:
         end_record.begin(_END.node)
-    elif os.environ.get(end_record.RUN):
-        left = f"ignoring {end_record.RUN}: the launch of that run has not started this process"
+    elif env.RUN.read():
+        left = f"ignoring {env.RUN.name}: the launch of that run has not started this process"
         print(f"cppmega: {left}", file=sys.stderr, flush=True)
     watch_ranks()
     atexit.register(_last_look)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from cppmega.host import env
+
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _FORKED = 0x40  # PF_FORKNOEXEC of <linux/sched.h>
@@ -180,7 +182,7 @@ def end_helpers(run: str, ranks: Iterable[int]) -> None:
     """
     for rank in ranks:
         for pid in of_session(rank):
-            if environment(pid).get("CPPMEGA_RUN") == run:
+            if environment(pid).get(env.RUN.name) == run:
                 send(pid, signal.SIGKILL)
 
 

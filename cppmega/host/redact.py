@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cppmega.host import env
+
 HIDDEN = "(not recorded)"
 
 _FAMILIES = (
-    *("CPPMEGA_", "CUDA", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "NVSHMEM_", "PYTORCH_", "TORCH"),
+    *(env.PREFIX, "CUDA", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "NVSHMEM_", "PYTORCH_", "TORCH"),
     *("TRITON_", "TL_", "TILELANG_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "GLOO_", "UCX_", "FI_"),
     *("UB_", "MEGATRON_", "MALLOC_", "GLIBC_"),
 )

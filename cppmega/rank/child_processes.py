@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.host import process
+from cppmega.host import env, process
 from cppmega.host.paths import PACKAGE
 from cppmega.rank import run_ledger
 
@@ -160,8 +160,8 @@ def _lack(words: Sequence[str], environ: Mapping[str, str]) -> str:
     deaf = sorted(_options(words) & _DEAF)
     if deaf:
         return f"python -{''.join(deaf)}"
-    if environ.get(run_ledger.VARIABLE) != run_ledger.address():
-        return f"{run_ledger.VARIABLE} is not in its environment"
+    if env.GUARDED_BY.read(environ) != run_ledger.address():
+        return f"{env.GUARDED_BY.name} is not in its environment"
     for folder in environ.get("PYTHONPATH", "").split(os.pathsep):
         if folder == BOOTSTRAP:
             return ""
