@@ -54,7 +54,11 @@ def missing(name: str) -> bool:
             if file.is_file():
                 text = file.read_text()
                 return not all(re.search(rf"\b{part}\b", text) for part in parts[count:])
-    return not (PACKAGE / parts[0]).is_dir() and parts[0] not in ("__version__", "upstream_patches")
+    return not (PACKAGE / parts[0]).is_dir() and parts[0] not in (
+        "__version__",
+        "__file__",
+        "upstream_patches",
+    )
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from cppmega.host.console import coloured
+from cppmega.host.console import Style, styled
 from cppmega.preflight.findings import Finding
 
 
@@ -52,5 +52,5 @@ def _verb(names: list[str], verb: str) -> str:
 
 
 def _state(state: str) -> str:
-    colours = {"ok": "32", "failed": "31", "not-run": "33"}
-    return coloured(f"{state:<15}", colours.get(state, ""))
+    styles: dict[str, Style] = {"ok": "good", "failed": "bad", "not-run": "waiting"}
+    return styled(f"{state:<15}", styles.get(state))

@@ -15,8 +15,9 @@ from typing import NoReturn
 
 import click
 
+from cppmega.cli import authoring as cli_authoring
 from cppmega.cli import preflight as cli_preflight
-from cppmega.cli import proof as cli_proof
+from cppmega.cli import prove as cli_prove
 from cppmega.cli import recipes as cli_recipes
 from cppmega.cli import runs as cli_runs
 from cppmega.cli import tree as cli_tree
@@ -28,7 +29,16 @@ from cppmega.loading import containment
 STOPPED = 130
 """As a shell says it of a process that ended on Ctrl-C."""
 
-__all__ = ["cli", "cli_preflight", "cli_proof", "cli_recipes", "cli_runs", "cli_tree", "main"]
+__all__ = [
+    "cli",
+    "cli_authoring",
+    "cli_preflight",
+    "cli_prove",
+    "cli_recipes",
+    "cli_runs",
+    "cli_tree",
+    "main",
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -110,9 +110,9 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
         megatron = {"version": session.tree.version, "root": str(session.root)}
         console.print_json({**console.NOTHING, "megatron": megatron, "ok": True, "diff": text})
         return
+    styles: dict[str, console.Style] = {"+": "good", "-": "bad", "@": "note"}
     for line in text.splitlines():
-        code = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
-        click.echo(console.coloured(line, code))
+        click.echo(console.styled(line, styles.get(line[:1])))
 
 
 @cli.command()

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from cppmega.host.console import coloured
+from cppmega.host.console import Style, styled
 from cppmega.overlay.verbs import Outcome
 from cppmega.overlay.verdict import FAILURES, MEANING, Verdict
 
-_COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
+_STYLES: dict[str, Style] = {
+    "applied": "good",
+    "armed": "good",
+    "pending": "waiting",
+    "upstreamed": "note",
+}
 
 
 def print_verdicts(verdicts: Iterable[Verdict]) -> None:
@@ -17,8 +22,8 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> None:
     rows = list(verdicts)
     width = max((len(v.name) for v in rows), default=0)
     for v in rows:
-        code = "31" if v.state in FAILURES else _COLOURS.get(v.state, "")
-        state = coloured(f"{v.state:<15}", code)
+        style = "bad" if v.state in FAILURES else _STYLES.get(v.state)
+        state = styled(f"{v.state:<15}", style)
         detail = v.detail or (f"proof {v.proof}" if v.state in ("applied", "armed") else v.target)
         print(f"{state} {v.name:<{width}}  {detail}".rstrip())
         if v.state in FAILURES:

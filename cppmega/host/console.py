@@ -7,7 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Self, TextIO
+from typing import Any, Literal, Self, TextIO
+
+import click
 
 from cppmega.errors import CppmegaError
 
@@ -66,12 +68,23 @@ def answering() -> Iterator[None]:
         _mute(sys.stdout)
 
 
-def coloured(word: str, code: str, stream: Any = None) -> str:
-    """A word in colour, on a terminal only and never against NO_COLOR."""
-    stream = stream or sys.stdout
-    if not code or os.environ.get("NO_COLOR") or not stream.isatty():
-        return word
-    return f"\033[{code}m{word}\033[0m"
+Style = Literal["good", "bad", "alarm", "waiting", "note"]
+
+STYLES: Mapping[Style, Mapping[str, Any]] = {
+    "good": {"fg": "green"},
+    "bad": {"fg": "red"},
+    "alarm": {"fg": "red", "bold": True},
+    "waiting": {"fg": "yellow"},
+    "note": {"fg": "cyan"},
+}
+"""What a style looks like: arguments of `click.style`."""
+
+
+def styled(text: str, style: Style | None) -> str:
+    """Style a text for stdout; unchanged if that is not a terminal or NO_COLOR is set."""
+    if style is None or os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+        return text
+    return click.style(text, **STYLES[style])
 
 
 NOTHING: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""Commands that prove: verify, drift, new, pin."""
+"""Commands for those who write pages: drift, pin, new."""
 
 from __future__ import annotations
 
@@ -8,55 +8,7 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli.group import (
-    FINE,
-    NOT_AS_IT_MUST_BE,
-    carrying,
-    cli,
-    patches_option,
-    session_of,
-    tree_options,
-)
-
-
-@cli.command()
-@click.argument("names", nargs=-1)
-@tree_options
-@click.option(
-    "--record",
-    is_flag=True,
-    help="Keep the proofs that need more than a CPU in a file with the pages, for machines that "
-    "cannot make them.",
-)
-def verify(
-    names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool, record: bool
-) -> None:
-    """Run every page's proof: it must pass on patched code, fail on stock and on a mutant.
-
-    Where upstream has the fix, it must pass on stock. Without NAMES, exit status 1 also where a
-    page is in a failure state, which `cppmega status` shows.
-    """
-    from cppmega.host import console
-    from cppmega.proof import verify as proofs
-
-    session = session_of(root, patches)
-    recorded: list[Path] = []
-    proved = proofs.verify(session, names, recorded if record else None)
-    ok = all(one.proof not in ("failed", "stale") for one in proved)
-    if as_json:
-        rows = [one.as_json() for one in proved]
-        files = [str(path) for path in recorded]
-        console.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
-    else:
-        width = max((len(one.name) for one in proved), default=0)
-        for one in proved:
-            code = {"passed": "32", "failed": "31", "stale": "31"}.get(one.proof, "33")
-            click.echo(
-                f"{console.coloured(f'{one.proof:<11}', code)} {one.name:<{width}}  {one.detail}"
-            )
-        for path in recorded:
-            console.say(f"recorded in {path}: commit it with the pages")
-    sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
+from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, patches_option
 
 
 @cli.command()
@@ -173,7 +125,7 @@ def pin(
     if as_json:
         console.print_json({**console.NOTHING, **done.as_json()})
         return
-    word = console.coloured("pinned" if done.added else "already pinned", "32")
+    word = console.styled("pinned" if done.added else "already pinned", "good")
     click.echo(f"{word} {name} for {version} in {done.path}")
     for target, fingerprint in done.added.items():
         click.echo(f"    {target}  {fingerprint}")
