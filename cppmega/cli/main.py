@@ -23,7 +23,7 @@ from cppmega.cli import runs as cli_runs
 from cppmega.cli import tree as cli_tree
 from cppmega.cli.group import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
-from cppmega.host import process
+from cppmega.host import console
 from cppmega.loading import containment
 
 STOPPED = 130
@@ -44,7 +44,7 @@ __all__ = [
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; every error is four lines on stderr, or one JSON object with `--json`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    process.hold_standard_streams()
+    console.hold_standard_streams()
     containment.last_words = partial(_print, given)
     try:
         code = cli.main(given, prog_name="cppmega", standalone_mode=False)
@@ -89,8 +89,6 @@ def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:
 
 
 def _print(given: Sequence[str], error: CppmegaError) -> None:
-    from cppmega.host import console
-
     if "--json" in given:
         console.print_json(console.error_json(error))
     else:

@@ -14,6 +14,20 @@ import click
 from cppmega.errors import CppmegaError
 
 
+def hold_standard_streams() -> None:
+    """Open /dev/null in place of a standard stream that is closed (`>&-`).
+
+    The next file to be opened would otherwise get its number, and receive what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def say(message: str) -> None:
     """A line of progress. A reader that is gone ends nothing."""
     _put(f"{message}\n")

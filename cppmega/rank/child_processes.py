@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def check(where: str) -> None:
         CppmegaError: `worker-without-guard`.
     """
     holds = {line["pid"] for line in run_ledger.below(os.getpid()) if line["what"] == "holds"}
-    for pid in _descendants(os.getpid()):
+    for pid in process.children(os.getpid(), recursive=True):
         words = process.command(pid)
         if pid in holds or not _is_python(words) or process.only_forked(pid):
             continue
@@ -77,12 +77,6 @@ def check(where: str) -> None:
                 "multiprocessing.set_executable alone",
             )
         _name(words, why, where)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for child in process.children(pid):
-        yield child
-        yield from _descendants(child)
 
 
 def _is_worker(pid: int, words: Sequence[str]) -> bool:
