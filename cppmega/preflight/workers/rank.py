@@ -50,7 +50,7 @@ def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
 def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, str]]:
     """Everything that differs in this process from what was applied."""
     from cppmega import guard
-    from cppmega.rank import imported, provenance, swaps
+    from cppmega.rank import imported, installed, provenance
 
     held = guard.start(Path(order["root"]) if order["root"] else None)
     root = held.session.tree.root
@@ -74,7 +74,7 @@ def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, st
     found = judged.problems
     checks: tuple[Callable[[], None], ...] = (
         lambda: imported.check(root, held.receipt),
-        lambda: _refuse_waiting(swaps.waiting()),
+        lambda: _refuse_waiting(installed.waiting()),
     )
     for check in checks:
         try:
