@@ -9,7 +9,7 @@ from cppmega import guard
 from cppmega.ending import judge as run_end
 from cppmega.errors import CppmegaError
 from cppmega.host import env
-from cppmega.rank import run_ledger
+from cppmega.rank import roll_call, run_ledger
 
 
 def join_or_die() -> None:
@@ -26,13 +26,13 @@ def join_or_die() -> None:
         if held.receipt.digest != overlay:
             raise CppmegaError(
                 "overlay-differs",
-                f"{guard.where()}: this child process finds overlay {held.receipt.digest}, "
+                f"{roll_call.where()}: this child process finds overlay {held.receipt.digest}, "
                 f"its parent holds {overlay}.",
                 "Workers and trainer would run different code.",
                 "let nobody patch the tree while a run is under way",
             )
     except CppmegaError as error:
-        run_ledger.write("refused", where=guard.where(), error=error.as_json())
+        run_ledger.write("refused", where=roll_call.where(), error=error.as_json())
         print(error.render(), file=sys.stderr, flush=True)
         os._exit(1)  # site would print any exception and go on
     run_ledger.write("holds")

@@ -131,7 +131,7 @@ def _refuse_silent_ranks(lines: Sequence[dict[str, Any]]) -> None:
         named = ", ".join(f"process {pid} (rank {rank})" for pid, rank in silent.items())
         raise CppmegaError(
             "no-step-seen",
-            f"{guard.where()}: {named} joined a process group and ended, and no step was seen.",
+            f"{roll_call.where()}: {named} joined a process group and ended, and no step was seen.",
             "Neither the imports nor the ranks nor the reached patches were checked there.",
             "write `for batch in cppmega.guard.steps(loader, args):` in the function that is "
             "spawned, or pass --no-steps for a script that does not train",
@@ -181,17 +181,12 @@ def _last_look() -> None:
             _judge(end)
         except CppmegaError as error:
             refused, end.status = True, 1
-            _tell(error)
+            error_file.report(error)
     close_gloo()
     if end.node is not None:
         end_record.write(end.node, end.status, end.reason)
     if refused:
         _exit(1)
-
-
-def _tell(error: CppmegaError) -> None:
-    error_file.record(error)
-    print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
 
 
 def _exit(status: int) -> None:
@@ -243,5 +238,5 @@ def _end_of_rank() -> None:
         guard.finish(reason)
     except CppmegaError as refusal:
         guard.refuse(refusal)
-        _tell(refusal)
+        error_file.report(refusal)
         _exit(1)
