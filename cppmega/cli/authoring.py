@@ -1,4 +1,4 @@
-"""Commands for those who write pages: drift, pin, new."""
+"""Commands for authors of patches: drift, pin, new."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, patches_op
 @click.option(
     "--prove",
     is_flag=True,
-    help="Run the proofs of patches that NEW has by its text, on NEW's code: imports it.",
+    help="For patches whose fix NEW has by its text, run the proofs on NEW's code, which imports "
+    "it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
-    """What an upgrade from OLD to NEW would do to every patch; run it before you upgrade.
+    """Show what an upgrade of Megatron would do to every patch.
 
-    OLD and NEW are each a version (0.19.2; its wheel is downloaded with pip, once), a .whl file,
-    or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing is
-    imported.
+    OLD and NEW are each a version such as 0.19.2 (its wheel is downloaded with pip, once), a .whl
+    file, or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing
+    is imported.
 
     \b
-    same          the text that the patch edits did not change
-    changed       it did: which statements, and whether our edit replaces them (!) or is beside (~)
-    moved, gone   where it stands now, or what is most like it
-    upstreamed    NEW has the fix, the patch retires itself; --prove says whether it works
-    not-fixed     NEW has the fix by its text, and does not pass the proof
-    newly-needed  NEW needs it, OLD did not
+    same          the text that the patch edits is unchanged
+    changed       it has changed: in statements that the edit replaces (!), or next to them (~)
+    moved, gone   it is elsewhere, or absent: where it is now, or what is most like it
+    upstreamed    NEW has the fix and the patch retires; --prove tests that the fix works
+    not-fixed     NEW has the fix by its text, and fails the proof
+    newly-needed  NEW needs the patch, OLD did not
     lost-again    OLD has the fix, NEW has the bug again
 
     Exit status 0: after the upgrade every patch is known, fixed upstream or not applicable.
@@ -45,12 +46,12 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     from cppmega.authoring import drift_report
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
-    from cppmega.tree import resolve as given
+    from cppmega.tree import resolve
 
     pages = catalogue.load(patches)
     with tempfile.TemporaryDirectory(prefix="cppmega-drift-") as scratch:
         sides = [
-            (name, given.tree_of(name, Path(scratch) / place, console.say))
+            (name, resolve.tree_of(name, Path(scratch) / place, console.say))
             for name, place in ((old, "old"), (new, "new"))
         ]
         found = drifting.compare(sides[0], sides[1], pages)
@@ -79,7 +80,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     "--from",
     "source",
     metavar="ROOT|WHEEL",
-    help="Where the text is read: a folder that holds megatron/, or a wheel (default: the wheel "
+    help="Read the text from a folder that holds megatron/, or from a wheel (default: the wheel "
     "of VERSION, downloaded with pip).",
 )
 @click.option(
@@ -89,7 +90,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     help="Use the edits that the page has for this version.",
 )
 @click.option(
-    "--unverified", is_flag=True, help="Pin although the proof cannot run on this machine."
+    "--unverified", is_flag=True, help="Pin even if the proof cannot run on this machine."
 )
 @patches_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -102,23 +103,23 @@ def pin(
     patches: Sequence[Path],
     as_json: bool,
 ) -> None:
-    """Add a Megatron version to page NAME, after every law passed on that version's code.
+    """Add a Megatron version to a patch, if every law holds there.
 
     The page's edit is applied to the new text, applied again and reverted, and its proof must pass
-    with the patch, fail without it, and fail on a patch that does nothing. If one of them does not,
-    nothing is written. Only the pin is added to the page's file; everything else stays as it is.
+    with the patch, fail without it, and fail on a patch that does nothing. Otherwise nothing is
+    written. Only the pin is added to the page's file; everything else stays as it is.
     """
     import tempfile
 
     from cppmega.authoring import pin as pinning
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
-    from cppmega.tree import resolve as given
+    from cppmega.tree import resolve
 
     page = catalogue.get(catalogue.load(patches), name)
     with tempfile.TemporaryDirectory(prefix="cppmega-pin-") as folder:
         scratch = Path(folder)
-        tree = given.tree_of(source or version, scratch / "given", console.say)
+        tree = resolve.tree_of(source or version, scratch / "given", console.say)
         done = pinning.pin(
             page, version, tree, scratch, console.say, like=like, unverified=unverified
         )
@@ -140,7 +141,7 @@ def pin(
     "targets",
     multiple=True,
     metavar="PATH:SYMBOL",
-    help="The function, method or class to patch; may be given more than once.",
+    help="The function, method or class to patch; repeatable.",
 )
 @click.option(
     "--dir",
@@ -153,16 +154,16 @@ def pin(
     "root",
     type=click.Path(path_type=Path),
     metavar="ROOT",
-    help="Where the target is looked up (default: the Megatron that Python would import).",
+    help="Look up the target in this folder (default: the Megatron that Python would import).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def new(
     name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
 ) -> None:
-    """Write the page of a new patch: a file that loads, with TODO where you have to fill in.
+    """Write the page of a new patch, with TODO where you fill in.
 
-    With --target megatron/core/transformer/mlp.py:MLP.forward the text of the installed Megatron is
-    pinned. The edit, and the proof that it works, are yours to write.
+    The page loads as it is. With --target megatron/core/transformer/mlp.py:MLP.forward the text of
+    the installed Megatron is pinned. The edit, and the proof that it works, are yours to write.
     """
     from cppmega.authoring import scaffold
     from cppmega.catalogue import loader as catalogue

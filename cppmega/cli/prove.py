@@ -20,18 +20,20 @@ _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "stale": "bad"}
 @click.option(
     "--record",
     is_flag=True,
-    help="Keep the proofs that need more than a CPU in a file with the pages, for machines that "
-    "cannot make them.",
+    help="Store proofs that need more than a CPU in a file next to the pages, for machines that "
+    "cannot run them.",
 )
 def verify(
     names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool, record: bool
 ) -> None:
-    """Run every page's proof: it must pass on patched code, fail on stock and on a mutant.
+    """Prove every patch, or those named.
 
-    Where upstream has the fix, it must pass on stock. Without NAMES, exit status 1 also where a
-    page is in a failure state, which `cppmega status` shows.
+    A proof must pass on patched code, and fail on stock code and on a mutant that has the patch's
+    text without its behavior. Where upstream has the fix, it must pass on stock. Without NAMES the
+    exit status is also 1 if a patch is in a failure state, which `cppmega status` shows.
     """
     from cppmega.host import console
+    from cppmega.host.table import Row, table
     from cppmega.proof import verify as proofs
 
     session = session_of(root, patches)
@@ -43,10 +45,12 @@ def verify(
         files = [str(path) for path in recorded]
         console.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
     else:
-        width = max((len(one.name) for one in proved), default=0)
-        for one in proved:
-            word = console.styled(f"{one.proof:<11}", _STYLES.get(one.proof, "waiting"))
-            click.echo(f"{word} {one.name:<{width}}  {one.detail}")
+        printed = (
+            Row((one.proof, one.name, one.detail), _STYLES.get(one.proof, "waiting"))
+            for one in proved
+        )
+        for line in table(printed, widths=(10,)):
+            click.echo(line)
         for path in recorded:
             console.say(f"recorded in {path}: commit it with the pages")
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
