@@ -29,12 +29,12 @@ def hold_standard_streams() -> None:
 
 
 def say(message: str) -> None:
-    """A line of progress. A reader that is gone ends nothing."""
+    """Print a line of progress; if its reader is gone, the command continues."""
     _put(f"{message}\n")
 
 
 def _put(text: str) -> None:
-    """Write to stderr; where nobody reads it, nothing is kept for Python to fail on at its end."""
+    """Write to stderr; if its reader is gone, redirect it so that Python does not fail at exit."""
     try:
         print(text, end="", file=sys.stderr, flush=True)
     except OSError:
@@ -46,9 +46,9 @@ def _mute(stream: TextIO) -> None:
 
 
 class Progress:
-    """Names of what is being done, each before it starts, in one line.
+    """The name of each task, printed before the task starts, in one line.
 
-    On a terminal the line changes; elsewhere it grows.
+    On a terminal the line is replaced; elsewhere it grows.
     """
 
     def __init__(self, title: str) -> None:
@@ -57,7 +57,7 @@ class Progress:
         self.begun = False
 
     def __call__(self, name: str) -> None:
-        """Say what starts now."""
+        """Print the name of the task that starts now."""
         if self.terminal:
             _put(f"\r\033[K{self.title}: {name}")
         else:
@@ -74,7 +74,7 @@ class Progress:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Print an answer; a reader that has seen enough (`| head`) does not change the exit status."""
+    """Print an answer; a reader that stops early (`| head`) does not change the exit status."""
     try:
         yield
         sys.stdout.flush()
@@ -110,14 +110,14 @@ NOTHING: Mapping[str, Any] = {
     "notes": [],
     "patches": [],
 }
-"""What every answer of `--json` has, whatever the command knows."""
+"""The keys that every answer of `--json` has."""
 
 
 def error_json(error: CppmegaError) -> dict[str, Any]:
-    """The object that `--json` prints when nothing could be answered."""
+    """The object that `--json` prints for an error."""
     return {**NOTHING, "error": error.as_json()}
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """One object on stdout."""
+    """Print one object on stdout."""
     print(json.dumps(answer, indent=2))
