@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
@@ -34,3 +35,25 @@ class CppmegaError(Exception):
     def as_json(self) -> dict[str, str]:
         """The four parts for `--json`."""
         return {"name": self.name, "what": self.what, "why": self.why, "next": self.next}
+
+
+def closest(word: str, known: Iterable[str], limit: int = 1) -> list[str]:
+    """The known words that are most like a misspelled one, best first."""
+    import difflib  # only a message needs it
+
+    return difflib.get_close_matches(word, sorted(known), limit)
+
+
+def suggestion(candidates: Sequence[str]) -> str:
+    """A sentence that offers the candidates, preceded by a space; empty if there are none."""
+    return f" Did you mean {' or '.join(candidates)}?" if candidates else ""
+
+
+def did_you_mean(word: str, known: Iterable[str], limit: int = 1) -> str:
+    """A sentence that offers the closest known words, preceded by a space; empty if none is near.
+
+    Example:
+        >>> did_you_mean("forwrad", ["forward", "backward"])
+        ' Did you mean forward?'
+    """
+    return suggestion(closest(word, known, limit))

@@ -1,7 +1,7 @@
-"""Inside the process that trains: is what we import what was applied, on every rank.
+"""The guard of a training process: on every rank, the code that runs is the code that was applied.
 
 `python -m cppmega.run SCRIPT` starts the guard. Megatron's `train_step` is watched without the
-script's help; a loop of one's own says where its steps are:
+script's help; a custom loop marks its steps:
 
     from cppmega import guard
     for batch in guard.steps(loader, args):
@@ -10,30 +10,29 @@ script's help; a loop of one's own says where its steps are:
 The process is compared with the receipt before the first step, after it, at every checkpoint and at
 the end of the run.
 
-What this cannot see:
+The guard does not detect:
 
-- Code outside the patched files. A patched function calls torch, and Megatron files that no page
-  touches; whoever replaces one of those at run time changes the result, and only the file on disk
-  is judged.
-- Single objects. `model.forward = f`, a forward hook or a subclass with a method of its own take
-  an object past the patched class. If that skips a page altogether, the page is not reached, and
-  that is an error; if it skips it in some layers, it is not seen.
-- State. Lists, dictionaries, tensors, and variables and class attributes that the file assigns
-  itself may hold anything, also functions.
-- What torch compiles. A wrapper of torch.compile counts as the function inside it; a backend may
-  generate what it likes.
-- What was replaced and put back between two checks.
-- Copies that are in no module: a function executed from a patched file's text by `exec`, or an
+- Changes outside the patched files. A patched function calls torch, and Megatron files that no page
+  touches; replacing one of those at run time changes the result, and only the file on disk is
+  checked.
+- Changes to single objects. With `model.forward = f`, a forward hook or a subclass that overrides a
+  method, an object bypasses the patched class. If a page is bypassed altogether, it is not reached,
+  which is an error; if it is bypassed in some layers only, that goes unnoticed.
+- State. Lists, dictionaries, tensors, and variables and class attributes that the file itself
+  assigns may hold anything, including functions.
+- Code that torch compiles. A wrapper of torch.compile counts as the function inside it; a backend
+  may generate anything.
+- Replacements that are undone between two checks.
+- Copies that are not in any module: a function executed from a patched file's text by `exec`, or an
   alias kept in an object. Modules in `sys.modules` are compared, whatever their names.
-- Somebody who writes to the process on purpose, with ctypes, with a forged code object of torch's,
-  or by assigning to this module. The guard finds mistakes and side effects, not an attacker inside.
+- Deliberate tampering with the process, by ctypes, by a forged code object of torch's, or by
+  assigning to this module. The guard finds mistakes and side effects, not an attacker inside.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -42,10 +41,12 @@ from typing import Any, TypeVar
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.live import training_watch
 from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.compute import overlay_digest
+from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
 from cppmega.page import Edit
@@ -61,18 +62,16 @@ from cppmega.rank import (
     swaps,
     witness,
 )
+from cppmega.rank.roll_call import gather, rank, where
 
 T = TypeVar("T")
 
-OVERLAY = "CPPMEGA_OVERLAY"
-"""Set for child processes: the digest they must hold."""
-ROOT = "CPPMEGA_ROOT"
-"""Set for child processes: the tree they must import megatron from."""
+_APPLY = "python -m cppmega.apply_patches"
 
 
 @dataclass
 class Guard:
-    """What this process must hold."""
+    """The overlay that this process must hold, and how far its checks have come."""
 
     session: Session
     receipt: Receipt
@@ -80,22 +79,22 @@ class Guard:
     began: bool = False
     stepped: bool = False
     ended: set[str] = field(default_factory=set)
-    """Later phases that were checked: log, save."""
+    """Later phases that have been checked: log, save."""
     idle: dict[str, str] = field(default_factory=dict)
-    """Pages that this run need not reach -> the reason."""
+    """Pages that this run need not reach, each with the reason."""
     arguments: Any = None
-    """What a loop of the script's own gave as the run's arguments."""
+    """The run's arguments, as a custom loop has passed them."""
     excuse: str = ""
-    """Why a script takes no step, where it says so itself."""
+    """Why the script takes no step, if it has declared that."""
     refused: CppmegaError | None = None
-    """The first refusal: a script that catches it has not passed."""
+    """The first refusal: a script that catches it still fails."""
 
 
 _GUARD: Guard | None = None
 
 
 def active() -> Guard | None:
-    """The guard of this process, None where the script runs without `cppmega.run`."""
+    """The guard of this process; None if the script runs without `cppmega.run`."""
     return _GUARD
 
 
@@ -104,44 +103,28 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
 
     Args:
         root: the tree that `megatron` must come from; None: the one Python would import.
-        inherited: whether this process was started by a guarded one, which has answered already
-            whether the gates agree with the receipt.
+        inherited: whether this process was started by a guarded one, which has already compared
+            the gates with the receipt.
 
     Raises:
         CppmegaError: `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late`,
-            `optimized-python`, `isolated-python` and whatever is wrong with the tree.
+            `optimized-python`, `isolated-python`, and the errors of reading the tree.
     """
     global _GUARD
     if not inherited:
         interpreter.check()
-        run_ledger.join_or_forget(os.environ, OVERLAY, ROOT)
+        run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name)
     witness.install()
     if root is not None:
         imported.only_from(root)
     session = Session(root)
     loaded = receipt.load(session.tree)
     gates.check(session.pages.values())
-    if not loaded.exists or loaded.problem:
-        raise CppmegaError(
-            "no-receipt",
-            f"{where()}: {loaded.problem or 'no patches were applied'} in {session.root}.",
-            "Nothing proves that the patches are in the code that trains.",
-            "python -m cppmega.apply_patches",
-        )
+    _refuse_no_receipt(loaded, session.root)
     if not inherited:
         gates.check_applied(session.pages.values(), loaded.receipt.gates, os.environ, where())
     plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
-    wrong = [v for v in plan.verdicts.values() if v.state in overlay.NOT_WHOLE]
-    if wrong or overlay_digest(loaded.receipt) != loaded.receipt.digest:
-        said = "; ".join(f"{v.name} is {v.state} ({v.target}) {v.detail}" for v in wrong)
-        raise CppmegaError(
-            "overlay-not-whole",
-            f"{where()}: {said or 'the receipt was changed by hand'}.",
-            "This rank would train other code than the receipt says.",
-            wrong[0].next or "python -m cppmega.apply_patches"
-            if wrong
-            else "python -m cppmega.apply_patches",
-        )
+    _refuse_incomplete(plan, loaded.receipt)
     if _GUARD is None:
         os.register_at_fork(after_in_child=_begin_anew)
     _GUARD = Guard(session, loaded.receipt, plan.edits)
@@ -155,14 +138,38 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     return _GUARD
 
 
+def _refuse_no_receipt(loaded: receipt.Loaded, root: Path | None) -> None:
+    if not loaded.exists or loaded.problem:
+        raise CppmegaError(
+            "no-receipt",
+            f"{where()}: {loaded.problem or 'no patches were applied'} in {root}.",
+            "Nothing proves that the patches are in the code that trains.",
+            _APPLY,
+        )
+
+
+def _refuse_incomplete(plan: Plan, applied: Receipt) -> None:
+    wrong = [v for v in plan.verdicts.values() if v.state in overlay.NOT_WHOLE]
+    if not wrong and overlay_digest(applied) == applied.digest:
+        return
+    named = "; ".join(f"{v.name} is {v.state} ({v.target}) {v.detail}" for v in wrong)
+    command = wrong[0].next if wrong else ""
+    raise CppmegaError(
+        "overlay-not-whole",
+        f"{where()}: {named or 'the receipt was changed by hand'}.",
+        "This rank would train different code from what the receipt records.",
+        command or _APPLY,
+    )
+
+
 def _begin_anew() -> None:
-    """A fork has taken no step of its own: should it train, it is checked like every other."""
+    """Forget the parent's steps in a fork: if it trains, it is checked like any other process."""
     if _GUARD is not None:
         _GUARD.began = _GUARD.stepped = False
 
 
 def _kept(check: Callable[..., None]) -> Callable[..., None]:
-    """A check whose first refusal counts to the end of the run, also where a script catches it."""
+    """Wrap a check so that its first refusal lasts to the end of the run, even if it is caught."""
 
     @functools.wraps(check)
     def checked(*args: Any, **kwargs: Any) -> None:
@@ -176,17 +183,17 @@ def _kept(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse(error: CppmegaError) -> None:
-    """Remember that this process must not end as if all were well."""
+    """Remember a refusal: this process must not end successfully."""
     if _GUARD is not None and _GUARD.refused is None:
         _GUARD.refused = error
         run_ledger.write("refused", where=where(), error=error.as_json())
 
 
 def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
-    """Iterate a loop of one's own, checked before its first step and after it.
+    """Iterate over the batches of a custom loop, with the checks before and after its first step.
 
     Args:
-        batches: what the loop iterates over.
+        batches: the batches of the loop.
         args: the run's arguments, for pages that are reached only with some of them.
     """
     if _GUARD is None:
@@ -202,10 +209,10 @@ def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
 
 @_kept
 def before_first_step() -> None:
-    """Compare this process with the receipt, and all ranks with each other. Costs nothing later.
+    """Compare this process with the receipt, and all ranks with each other; later calls do nothing.
 
     Raises:
-        CppmegaError: on every rank, when one of them is not as it must be.
+        CppmegaError: on every rank, if one of them fails a check.
     """
     if _GUARD is None or _GUARD.began:
         return
@@ -229,8 +236,8 @@ def recheck(when: str, *, together: bool = False) -> None:
 
     Args:
         when: for the message, as in "at the end of the run".
-        together: every rank takes part, and all of them stop when one is not as it must be; only
-            where every rank is certain to call it.
+        together: every rank takes part, and all of them stop if one fails; only where every rank
+            is certain to call it.
 
     Raises:
         CppmegaError: `rank-not-whole`.
@@ -247,7 +254,7 @@ def recheck(when: str, *, together: bool = False) -> None:
 
 
 def _problem() -> tuple[str, str] | None:
-    """What is not as it must be in this process, and what to do about it."""
+    """The first failed check of this process and the next command; None if all hold."""
     assert _GUARD is not None
     try:
         interpreter.check()
@@ -264,14 +271,14 @@ def _refuse_broken(everyone: list[tuple[str, tuple[str, str] | None]]) -> None:
         raise CppmegaError(
             "rank-not-whole",
             "; ".join(f"{place}: {what}" for place, (what, _) in broken[:8]),
-            "One rank with other code is enough to train a wrong model.",
+            "One rank with different code is enough to train a wrong model.",
             f"on that host: {broken[0][1][1]}",
         )
 
 
 @_kept
 def after_first_step(args: Any = None) -> None:
-    """Stop the run when a page that had to be reached was reached on no rank.
+    """Stop the run if a page that had to be reached was not reached on any rank.
 
     Raises:
         CppmegaError: `page-not-reached`, `arguments-not-given`, `rank-not-whole`; on every rank.
@@ -285,21 +292,20 @@ def after_first_step(args: Any = None) -> None:
     reached.refuse_missing(_GUARD, required - hit, where(), "the first step")
     _GUARD.stepped = True
     run_ledger.write("stepped")
-    if _rank() == 0:
+    if rank() == 0:
         print(reached.summary(_GUARD, hit), file=sys.stderr, flush=True)
 
 
 def after_first_log(args: Any = None) -> None:
-    """The same for pages that are reached when Megatron counts and logs what a step did."""
+    """Like `after_first_step`, for pages that are reached when Megatron logs a step."""
     _after_first("log", "the first log", args)
 
 
 @_kept
 def after_first_save(args: Any = None) -> None:
-    """The same for pages that are reached when a checkpoint is saved.
+    """Like `after_first_step`, for pages that are reached when a checkpoint is saved.
 
-    A loop of one's own calls it on every rank after each checkpoint: the code is compared each
-    time.
+    A custom loop calls it on every rank after each checkpoint, and the code is compared each time.
     """
     recheck("after a checkpoint", together=True)
     _after_first("save", "the first checkpoint", args)
@@ -316,16 +322,16 @@ def _after_first(phase: str, said: str, args: Any) -> None:
 
 
 def no_step_because(reason: str) -> None:
-    """Say that this process takes no step; the reason is printed when it ends."""
+    """Declare that this process takes no step; the reason is printed when it ends."""
     if _GUARD is not None:
         _GUARD.excuse = reason
 
 
 def finish(excuse: str = "") -> None:
-    """When the script has ended: a run whose steps nobody saw was not checked.
+    """Check a script that has ended: a run without a step that was seen has not been checked.
 
     Args:
-        excuse: why there was no step to see; empty: there had to be one.
+        excuse: why there was no step to see; empty if there had to be one.
 
     Raises:
         CppmegaError: `no-step-seen`, `rank-not-whole`, and the first refusal that the script has
@@ -350,38 +356,13 @@ def finish(excuse: str = "") -> None:
     recheck("at the end of the run")
 
 
-def where() -> str:
-    """`host NAME, rank N`."""
-    return f"host {socket.gethostname()}, rank {_rank()}"
-
-
-def gather(mine: T) -> list[T]:
-    """The same object of every rank; a list of one where nothing is distributed.
-
-    Raises:
-        CppmegaError: `rank-without-guard`.
-    """
-    distributed = roll_call.distributed()
-    if distributed is None:
-        return [mine]
-    roll_call.require_everyone()
-    everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _rank() -> int:
-    distributed = roll_call.distributed()  # ranks that a script spawns need no variable
-    return distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
-
-
 def _watch_megatron() -> None:
     """Find Megatron's steps, logs and checkpoints without the script's help."""
     training_watch.install(
         {
             "train_step": (before_first_step, after_first_step),
             "training_log": (training_watch.nothing, after_first_log),
-            # Before it is written: a checkpoint of other code must not replace a good one.
+            # Before it is written: a checkpoint of different code must not replace a good one.
             "save_checkpoint": (
                 _kept(lambda: recheck("before a checkpoint", together=True)),
                 lambda args: _after_first("save", "the first checkpoint", args),
@@ -391,13 +372,13 @@ def _watch_megatron() -> None:
 
 
 def _pass_on(guard: Guard) -> None:
-    """Let processes that this one starts join the same overlay."""
+    """Let the processes that this one starts join the same overlay."""
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [folder for folder in known if folder and folder != child_processes.BOOTSTRAP]
     if child_processes.BOOTSTRAP not in sys.path:
-        # torch.compile makes the PYTHONPATH of its workers of it; the script's folder stays first.
+        # torch.compile builds its workers' PYTHONPATH from it; the script's folder stays first.
         sys.path.insert(1, child_processes.BOOTSTRAP)
     os.environ["PYTHONPATH"] = os.pathsep.join([child_processes.BOOTSTRAP, *others])
-    os.environ[OVERLAY] = guard.receipt.digest
-    os.environ[ROOT] = str(guard.session.root)
-    os.environ[run_ledger.VARIABLE] = run_ledger.address() or run_ledger.open_new()
+    os.environ[env.OVERLAY.name] = guard.receipt.digest
+    os.environ[env.ROOT.name] = str(guard.session.root)
+    os.environ[env.GUARDED_BY.name] = run_ledger.address() or run_ledger.open_new()

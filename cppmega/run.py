@@ -134,7 +134,7 @@ def _ending_options(words: Sequence[str]) -> list[str]:
 
 
 def main() -> NoReturn:
-    """Run, with errors as four lines that name host and rank."""
+    """Run the command; errors name the host and the rank."""
     from cppmega.ending import judge as run_end
     from cppmega.ending import record as end_record
     from cppmega.rank import error_file
@@ -143,29 +143,12 @@ def main() -> NoReturn:
         from cppmega.host.process import end_with_parent
 
         end_with_parent()
-    try:
-        # click only reads the line: it has a meaning of its own for what a script may raise.
+    with error_file.reported(run_end.failed):
+        # click only reads the command line: it would interpret what a script may raise.
         asked = run.main(
             _ending_options(sys.argv[1:]), prog_name="python -m cppmega.run", standalone_mode=False
         )
         sys.exit(_execute(asked) if isinstance(asked, Asked) else 0)
-    except CppmegaError as error:
-        from cppmega import guard
-
-        run_end.failed()
-        error_file.record(error)
-        print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    except click.ClickException as error:
-        run_end.failed()
-        error.show()
-        sys.exit(2)
-    except SystemExit:
-        raise
-    except BaseException as error:
-        run_end.failed()
-        error_file.record(error)
-        raise
 
 
 if __name__ == "__main__":

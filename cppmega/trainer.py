@@ -331,16 +331,9 @@ def _announce(ready: Plan) -> None:
 
 
 def main() -> None:
-    """Train, with errors as four lines that name host and rank."""
-    try:
+    """Run the command; errors name the host and the rank."""
+    with error_file.reported():
         train.main(prog_name="train", standalone_mode=False)
-    except CppmegaError as error:
-        error_file.record(error)
-        print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
 
 
 if __name__ == "__main__":

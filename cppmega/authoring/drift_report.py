@@ -8,13 +8,18 @@ from typing import Any
 
 from cppmega.authoring.drift import MEANING, Drift, PageDrift, Side, TargetDrift
 from cppmega.authoring.statements import Change
-from cppmega.host.console import NOTHING, coloured
+from cppmega.host.console import NOTHING, Style, styled
 from cppmega.overlay.verdict import NEEDED
 from cppmega.tree.resolve import label_of
 
 APPLY = "python -m cppmega.apply_patches"
 
-_COLOURS = {"lost-again": "1;31", "newly-needed": "33", "upstreamed": "36", "same": "32"}
+_STYLES: dict[str, Style] = {
+    "lost-again": "alarm",
+    "newly-needed": "waiting",
+    "upstreamed": "note",
+    "same": "good",
+}
 _SIGNS = {"replaced": "!", "beside": "~", "elsewhere": " ", "unknown": " "}
 LEGEND = "! upstream changed what our edit replaces   ~ it changed something right beside that"
 _WIDTH = 110
@@ -151,7 +156,7 @@ def lines(drift: Drift) -> Iterator[str]:
     for word, names in quiet.items():
         head, _, rest = word.partition(" ")
         said = " ".join(filter(None, [rest, ", ".join(names)]))
-        yield f"{coloured(f'{head:<15}', _COLOURS.get(head, ''))} {said}"
+        yield f"{styled(f'{head:<15}', _STYLES.get(head))} {said}"
 
 
 def _proof(page: PageDrift) -> str:
@@ -161,8 +166,8 @@ def _proof(page: PageDrift) -> str:
 
 
 def _word(page: PageDrift) -> str:
-    code = _COLOURS.get(page.word, "") if page.safe else "31"
-    return coloured(f"{page.word:<15}", _COLOURS["lost-again"] if "lost" in page.word else code)
+    style = _STYLES.get(page.word) if page.safe else "bad"
+    return styled(f"{page.word:<15}", "alarm" if "lost" in page.word else style)
 
 
 def _summary(page: PageDrift, drift: Drift) -> str:
@@ -264,11 +269,11 @@ def _limited(changes: Sequence[Change], limit: int) -> Iterator[str]:
 
 
 def _change_lines(change: Change) -> Iterator[str]:
-    yield f"        {coloured(_cut(f'after: {change.after}' if change.after else 'first:'), '36')}"
+    yield f"        {styled(_cut(f'after: {change.after}' if change.after else 'first:'), 'note')}"
     sign = _SIGNS[change.meets]
     old, new = in_sight(change.old, change.new)
-    yield from (coloured(f"      {sign} - {_cut(text)}", "31") for text in old)
-    yield from (coloured(f"      {sign} + {_cut(text)}", "32") for text in new)
+    yield from (styled(f"      {sign} - {_cut(text)}", "bad") for text in old)
+    yield from (styled(f"      {sign} + {_cut(text)}", "good") for text in new)
 
 
 def in_sight(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:

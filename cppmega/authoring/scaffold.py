@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cppmega.authoring import similar as nearest
 from cppmega.catalogue import loader as catalogue
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, suggestion
 from cppmega.overlay import receipt
 from cppmega.overlay.diagnose import view
 from cppmega.overlay.survey import MISSING, Survey
@@ -91,8 +91,7 @@ def _fingerprint(tree: Tree, target: str) -> str:
         near = nearest.similar_names(tree, target)
         raise CppmegaError(
             "target-absent",
-            f"There is no {target} in megatron-core {tree.version}."
-            + (f" Did you mean {' or '.join(near)}?" if near else ""),
+            f"There is no {target} in megatron-core {tree.version}." + suggestion(near),
             "A page pins a text, and there is none.",
             f"--target {near[0]}" if near else "cppmega new NAME, and fill in the target later",
         )

@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from typing import Any
 
 from cppmega.authoring import statements
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, closest
 from cppmega.overlay.survey import Survey, ask
 from cppmega.page import Page
 from cppmega.rewriting.source import Definition, decode, definitions, parse
@@ -96,11 +96,11 @@ def similar_names(tree: Tree, target: str) -> list[str]:
     if tree.read(path) is None:
         files = tree.python_files
         same = [file for file in files if file.rpartition("/")[2] == path.rpartition("/")[2]]
-        return [f"{file}:{symbol}" for file in same[:3] or get_close_matches(path, files, n=3)]
+        return [f"{file}:{symbol}" for file in same[:3] or closest(path, files, 3)]
     names = [name for name, _ in _definitions(tree, path)]
     last = symbol.rpartition(".")[2]
     found = [name for name in names if name.rpartition(".")[2] == last]
-    return [f"{path}:{name}" for name in found[:3] or get_close_matches(symbol, names, n=3)]
+    return [f"{path}:{name}" for name in found[:3] or closest(symbol, names, 3)]
 
 
 def _likely_files(tree: Tree, path: str, words: set[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""First on the path of every Python that a guarded run starts: it joins the run's overlay.
+"""First on the path of every Python that a guarded run starts: makes it join the run's overlay.
 
-Spawned data-loader workers and helper processes import megatron anew; without this they would run
-without the runtime patches. The environment's own sitecustomize, if there is one, still runs.
+Spawned data-loader workers and helper processes import megatron again; without this file they would
+run without the runtime patches. The environment's own sitecustomize, if there is one, still runs.
 """
 
 import importlib.machinery
@@ -30,5 +30,5 @@ def _join() -> None:
 
 try:
     _run_the_next_one()
-finally:  # whatever that one raises is told by Python, after this process has joined
+finally:  # Python reports what that one raises, after this process has joined
     _join()

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, closest, suggestion
+from cppmega.host import env
 from cppmega.loading.containment import contained
 from cppmega.page import Page
-
-OWN = {
-    "CPPMEGA_CACHE": "folder for downloaded wheels (default: the user's cache folder)",
-    "CPPMEGA_OVERLAY": "set by cppmega.run for its child processes",
-    "CPPMEGA_ROOT": "set by cppmega.run for its child processes",
-    "CPPMEGA_GUARDED_BY": "set by cppmega.run for its child processes",
-    "CPPMEGA_ALLOW_WRAPPER": "wrappers of patched code that are meant: module:qualname,...",
-    "CPPMEGA_LINEAR_CE_KERNEL": "backend of the linear cross-entropy",
-    "CPPMEGA_LINEAR_CE_UPSTREAM": "arbitrary: the loss weighs tokens by more than its mask",
-    "CPPMEGA_RUNS": "folder of the run folders (default: ./runs)",
-    "CPPMEGA_RUN": "set by cppmega launch for its ranks: the run folder",
-}
-"""Variables that the package itself reads."""
 
 NOT_IN_THIS_RELEASE = {
     "CPPMEGA_INDEX_CACHE",
@@ -45,7 +32,7 @@ _ON, _OFF = {"1", "true", "on", "yes"}, {"", "0", "false", "off", "no"}
 
 def declared(pages: Iterable[Page]) -> set[str]:
     """Every variable that a page or the package declares."""
-    names = set(OWN)
+    names = set(env.NAMES)
     for page in pages:
         names |= {*page.patch.variables, *filter(None, [page.patch.gate])}
     return names
@@ -65,18 +52,18 @@ def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[
     """Every variable that nothing declares, as the error that says so."""
     known = declared(pages)
     for name in sorted(environment):
-        if not name.startswith("CPPMEGA_") or name in known:
+        if not name.startswith(env.PREFIX) or name in known:
             continue
-        near = difflib.get_close_matches(name, sorted(known), n=1)
+        near = closest(name, known)
         if name in NOT_IN_THIS_RELEASE:
-            hint = "It is a switch of an earlier overlay and not in this release."
+            hint = " It is a switch of an earlier overlay and not in this release."
         elif near:
-            hint = f"Did you mean {near[0]}?"
+            hint = suggestion(near)
         else:
-            hint = "No page declares it."
+            hint = " No page declares it."
         yield CppmegaError(
             "unknown-variable",
-            f"{name} is set, and nothing reads it. {hint}",
+            f"{name} is set, and nothing reads it.{hint}",
             "You would believe that a switch is on which does nothing.",
             f"unset {name}" + (f"; export {near[0]}={environment[name]}" if near else ""),
         )

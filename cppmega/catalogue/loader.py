@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from cppmega.catalogue import revision
-from cppmega.errors import CppmegaError
-from cppmega.host import paths
+from cppmega.errors import CppmegaError, did_you_mean
+from cppmega.host import env, paths
 from cppmega.loading import load_file
 from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
@@ -102,13 +102,9 @@ def get(pages: dict[str, Page], name: str) -> Page:
 
 
 def _unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
-    import difflib
-
-    near = difflib.get_close_matches(name, list(pages), n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return CppmegaError(
         "unknown-page",
-        f"There is no page {name} ({who}).{hint}",
+        f"There is no page {name} ({who})." + did_you_mean(name, pages, 3),
         "What is asked for and not applied must stop the run.",
         "cppmega list",
     )
@@ -221,8 +217,8 @@ def _patch_problems(patch: Patch) -> list[str]:
     if patch.reached not in REACHED:
         problems.append(f"reached={patch.reached!r} is none of {', '.join(REACHED)}")
     for name in (*filter(None, [patch.gate]), *patch.variables):
-        if not name.startswith("CPPMEGA_"):
-            problems.append(f"the variable {name} does not begin with CPPMEGA_")
+        if not name.startswith(env.PREFIX):
+            problems.append(f"the variable {name} does not begin with {env.PREFIX}")
     seen: set[tuple[str, str]] = set()
     for edit in patch.edits:
         if not re.match(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z", edit.target):

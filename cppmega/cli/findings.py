@@ -1,56 +1,58 @@
-"""How the findings of a preflight are printed."""
+"""The findings of a preflight, as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from cppmega.host.console import coloured
+from cppmega.host.console import Style
+from cppmega.host.table import Row, table
 from cppmega.preflight.findings import Finding
+
+_STYLES: dict[str, Style] = {"ok": "good", "failed": "bad", "not-run": "waiting"}
+_STATE_WIDTH = 14
+"""Wide enough for every state, so that the summary and the table below it line up."""
 
 
 def print_findings(findings: Iterable[Finding], verbose: bool = False) -> None:
-    """What holds in one line, what is to be read, and what fails in full, last.
+    """Print the checks that hold in one line, then remarks, and failures in full last.
 
     Args:
-        verbose: a line for every check instead, in their order.
+        verbose: print a line for every check instead, in their order.
     """
-    rows = list(findings)
+    shown = list(findings)
     if not verbose:
-        for line in _in_short(rows):
+        for line in table(_summary(shown), widths=(_STATE_WIDTH,)):
             print(line)
-        rows = [row for row in rows if row.state == "failed" or row.is_remark]
-        rows.sort(key=lambda row: row.state == "failed")
-    width = max((len(row.check) for row in rows), default=0)
-    for row in rows:
-        print(f"{_state(row.state)} {row.check:<{width}}  {row.name or row.what}".rstrip())
-        if row.state == "failed":
-            for label, text in (("what", row.what), ("why", row.why), ("next", row.next)):
-                below = text.replace("\n", f"\n{'':<{width + 24}}")  # a diff has many lines
-                print(f"{'':<15} {'':<{width}}  {label + ':':<5} {below}")
+        shown = [one for one in shown if one.state == "failed" or one.is_remark]
+        shown.sort(key=lambda one: one.state == "failed")
+    for line in table([row for one in shown for row in _rows(one)], widths=(_STATE_WIDTH,)):
+        print(line)
 
 
-def _in_short(rows: list[Finding]) -> Iterator[str]:
+def _rows(finding: Finding) -> Iterator[Row]:
+    title = finding.name or finding.what
+    yield Row((finding.state, finding.check, title), _STYLES.get(finding.state))
+    if finding.state == "failed":
+        for label, text in (("what", finding.what), ("why", finding.why), ("next", finding.next)):
+            yield Row(("", "", f"{label + ':':<5} " + text.replace("\n", f"\n{'':<6}")))
+
+
+def _summary(findings: list[Finding]) -> Iterator[Row]:
     names: dict[str, list[str]] = {}
-    for row in rows:
-        names.setdefault(row.state, []).append(row.check)
+    for one in findings:
+        names.setdefault(one.state, []).append(one.check)
     if ok := names.get("ok"):
-        yield f"{_state('ok')} {_checks(ok)} {_verb(ok, 'hold')}: {', '.join(ok)}"
+        verb = "holds" if len(ok) == 1 else "hold"
+        yield Row(("ok", f"{_count(ok)} {verb}: {', '.join(ok)}"), _STYLES["ok"])
     if other := names.get("not-applicable"):
-        said = f"{_checks(other)} {_verb(other, 'do' if len(other) > 1 else 'doe')} not concern"
-        yield f"{_state('not-applicable')} {said} this launch (-v lists them)"
+        verb = "does" if len(other) == 1 else "do"
+        text = f"{_count(other)} {verb} not concern this launch (-v lists them)"
+        yield Row(("not-applicable", text))
     if waiting := names.get("not-run"):
-        said = f"{_checks(waiting)} {_verb(waiting, 'wait')} for what fails"
-        yield f"{_state('not-run')} {said}: {', '.join(waiting)}"
+        verb = "waits" if len(waiting) == 1 else "wait"
+        text = f"{_count(waiting)} {verb} for those that fail: {', '.join(waiting)}"
+        yield Row(("not-run", text), _STYLES["not-run"])
 
 
-def _checks(names: list[str]) -> str:
+def _count(names: list[str]) -> str:
     return f"{len(names)} check{'s' if len(names) > 1 else ''}"
-
-
-def _verb(names: list[str], verb: str) -> str:
-    return verb if len(names) > 1 else f"{verb}s"
-
-
-def _state(state: str) -> str:
-    colours = {"ok": "32", "failed": "31", "not-run": "33"}
-    return coloured(f"{state:<15}", colours.get(state, ""))

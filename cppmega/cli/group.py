@@ -1,4 +1,4 @@
-"""What all commands share: the group, the options that choose a tree, the way to answer."""
+"""The command group, the options that choose a tree, and the answer of commands on a tree."""
 
 from __future__ import annotations
 
@@ -9,38 +9,49 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import click
 
 from cppmega import __version__
 from cppmega.errors import CppmegaError
 
+if TYPE_CHECKING:
+    from cppmega.overlay.verbs import Outcome, Session
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FINE, NOT_AS_IT_MUST_BE, INTERNAL = 0, 1, 2
+"""Exit statuses: success, a failed check, and wrong usage or an internal error."""
 
-
-_ORDER = (
-    *("apply", "list", "explain", "status", "diff", "verify", "drift", "revert"),
-    *("recipes", "preflight", "launch", "runs", "attach", "logs", "stop", "compare"),
-)
+_SECTIONS = {
+    "Patches": ("apply", "list", "explain", "status", "diff", "verify", "drift", "revert"),
+    "Training": ("recipes", "preflight", "launch", "runs", "attach", "logs", "stop", "compare"),
+    "Writing patches": ("new", "pin"),
+}
 
 
 class _Commands(click.Group):
-    """Commands in the order in which a user meets them."""
+    """Commands in sections, in the order in which a user needs them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(self.commands, key=lambda name: (*_ORDER, name).index(name))
+        return [name for names in _SECTIONS.values() for name in names]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in _SECTIONS.items():
+            with formatter.section(title):
+                rows = [(name, self.commands[name].get_short_help_str(70)) for name in names]
+                formatter.write_dl(rows)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cppmega")
 def cli() -> None:
-    """Version-pinned patches for an installed Megatron-LM, and the proof that they train.
+    """Patch an installed Megatron-LM, prove the patches, and train with them.
 
-    After every Megatron upgrade: `python -m cppmega.apply_patches`. Exit status: 0 fine,
-    1 something is not as it must be, 2 wrong usage or an internal error.
+    Run `python -m cppmega.apply_patches` after every Megatron upgrade, and `cppmega COMMAND --help`
+    for the details of a command. Exit status: 0 success, 1 a check failed, 2 wrong usage or an
+    internal error.
     """
 
 
@@ -51,7 +62,7 @@ _NEXT = re.compile(
 
 
 def carrying(text: str, catalogues: Iterable[Path]) -> str:
-    """The commands in a text with the user's catalogues: without them they name other patches."""
+    """Add the user's catalogues to the commands in a text, which otherwise see other patches."""
     options = "".join(f" --patches {shlex.quote(str(folder))}" for folder in catalogues)
     if not options or " --patches" in text:
         return text
@@ -59,7 +70,7 @@ def carrying(text: str, catalogues: Iterable[Path]) -> str:
 
 
 def patches_option(command: F) -> F:
-    """`--patches`, which the next command of an error then has too."""
+    """Add `--patches` to a command, and to the next command of the errors that it raises."""
 
     @functools.wraps(command)
     def passing_on(*args: Any, **kwargs: Any) -> Any:
@@ -73,12 +84,13 @@ def patches_option(command: F) -> F:
         "--patches",
         type=click.Path(path_type=Path, file_okay=False),
         multiple=True,
-        help="A catalogue of your own beside ours; may be given more than once.",
+        help="A catalogue of your own, in addition to the shipped one; repeatable.",
     )
     return cast(F, option(passing_on))
 
 
 def tree_options(command: F) -> F:
+    """Add the options that choose a tree and its catalogues, and `--json`."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
         patches_option,
@@ -94,21 +106,25 @@ def tree_options(command: F) -> F:
     return command
 
 
-def session_of(root: Path | None, patches: Sequence[Path]) -> Any:
+def session_of(root: Path | None, patches: Sequence[Path]) -> Session:
+    """Open the tree that the options choose."""
     from cppmega.host import console
     from cppmega.overlay.verbs import Session
 
     return Session(root, patches or None, console.say)
 
 
-def answer(session: Any, outcome: Any, as_json: bool, ok: bool, closing: str) -> NoReturn:
+def answer(session: Session, outcome: Outcome, as_json: bool, ok: bool, closing: str) -> NoReturn:
+    """Print the outcome of a command on a tree, and exit with the status that belongs to it."""
     from cppmega.cli import verdicts as cli_verdicts
     from cppmega.host import console
 
+    catalogues = session.catalogues or ()
     for name, verdict in outcome.plan.verdicts.items():
-        said = (carrying(text, session.catalogues) for text in (verdict.detail, verdict.next))
         outcome.plan.verdicts[name] = replace(
-            verdict, **dict(zip(("detail", "next"), said, strict=True))
+            verdict,
+            detail=carrying(verdict.detail, catalogues),
+            next=carrying(verdict.next, catalogues),
         )
     with console.answering():
         if as_json:

@@ -1,4 +1,4 @@
-"""The console: `cppmega`, `python -m cppmega` and `python -m cppmega.apply_patches`.
+"""The entry point of `cppmega`, `python -m cppmega` and `python -m cppmega.apply_patches`.
 
 Commands import what they need when they run, so that `list`, `explain`, `status` and `diff` start
 fast and work in a broken environment.
@@ -15,54 +15,64 @@ from typing import NoReturn
 
 import click
 
+from cppmega.cli import authoring as cli_authoring
 from cppmega.cli import preflight as cli_preflight
-from cppmega.cli import proof as cli_proof
+from cppmega.cli import prove as cli_prove
 from cppmega.cli import recipes as cli_recipes
 from cppmega.cli import runs as cli_runs
 from cppmega.cli import tree as cli_tree
 from cppmega.cli.group import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
-from cppmega.host import process
+from cppmega.host import console
 from cppmega.loading import containment
 
 STOPPED = 130
-"""As a shell says it of a process that ended on Ctrl-C."""
+"""Exit status of a process killed by SIGINT, as shells report it."""
 
-__all__ = ["cli", "cli_preflight", "cli_proof", "cli_recipes", "cli_runs", "cli_tree", "main"]
+__all__ = [
+    "cli",
+    "cli_authoring",
+    "cli_preflight",
+    "cli_prove",
+    "cli_recipes",
+    "cli_runs",
+    "cli_tree",
+    "main",
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command; every error is four lines on stderr, or one JSON object with `--json`."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    process.hold_standard_streams()
-    containment.last_words = partial(_print, given)
+    """Run a command; an error is four lines on stderr, or one JSON object with `--json`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    console.hold_standard_streams()
+    containment.last_words = partial(_print, words)
     try:
-        code = cli.main(given, prog_name="cppmega", standalone_mode=False)
+        code = cli.main(words, prog_name="cppmega", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else FINE)
     except CppmegaError as error:
-        _fail(error, NOT_AS_IT_MUST_BE, given)
+        _fail(error, NOT_AS_IT_MUST_BE, words)
     except click.exceptions.Abort:
         what = "Stopped from the keyboard."
-        stopped = CppmegaError("stopped", what, "The work is not done.", "run the command again")
-        _fail(stopped, STOPPED, given)
+        stopped = CppmegaError("stopped", what, "The work is incomplete.", "run the command again")
+        _fail(stopped, STOPPED, words)
     except click.ClickException as error:
         what = error.format_message()
         wrong = CppmegaError("wrong-usage", what, "Nothing was done.", "cppmega --help")
-        _fail(wrong, INTERNAL, given)
+        _fail(wrong, INTERNAL, words)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FINE)
     except Exception as error:
         if isinstance(error, FileNotFoundError) and _folder_gone():
-            what = "The folder that this shell stands in is gone."
-            gone = CppmegaError("folder-gone", what, "Nothing can be found from it.", "cd ~")
-            _fail(gone, NOT_AS_IT_MUST_BE, given)
+            what = "The working directory of this shell no longer exists."
+            gone = CppmegaError("folder-gone", what, "Relative paths cannot be resolved.", "cd ~")
+            _fail(gone, NOT_AS_IT_MUST_BE, words)
         import traceback
 
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
         broken = CppmegaError("internal-error", what, "This is a bug.", "report it with the above")
-        _fail(broken, INTERNAL, given)
+        _fail(broken, INTERNAL, words)
 
 
 def _folder_gone() -> bool:
@@ -73,15 +83,13 @@ def _folder_gone() -> bool:
     return False
 
 
-def _fail(error: CppmegaError, code: int, given: Sequence[str]) -> NoReturn:
-    _print(given, error)
+def _fail(error: CppmegaError, code: int, words: Sequence[str]) -> NoReturn:
+    _print(words, error)
     sys.exit(code)
 
 
-def _print(given: Sequence[str], error: CppmegaError) -> None:
-    from cppmega.host import console
-
-    if "--json" in given:
+def _print(words: Sequence[str], error: CppmegaError) -> None:
+    if "--json" in words:
         console.print_json(console.error_json(error))
     else:
         console.say(error.render())

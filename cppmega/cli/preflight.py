@@ -1,4 +1,4 @@
-"""The command that looks before a launch."""
+"""The command that checks a launch before it starts: preflight."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_optio
     metavar="FILE=SHA256",
     help="Accept this edited file of Megatron; repeatable.",
 )
-@click.option("--deep", is_flag=True, help="Also run every kernel's parity on this GPU (minutes).")
-@click.option("-v", "--verbose", is_flag=True, help="A line for every check, with its reason.")
-@click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Hosts.")
+@click.option(
+    "--deep",
+    is_flag=True,
+    help="Also compare every kernel with its reference on this GPU (minutes).",
+)
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Print a line for every check, with its reason."
+)
+@click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Number of hosts.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def preflight(
     root: Path | None,
@@ -38,11 +44,12 @@ def preflight(
     nodes: int,
     arguments: Sequence[str],
 ) -> None:
-    """Everything that can be known to be wrong before a launch; exit 0 only if all holds.
+    """Check everything that can be checked before a launch.
 
-    RECIPE is a shipped name or a path. After it: the words that the launch line has there, the
-    trainer's own options (--data, --save ...) or Megatron's arguments. Without a recipe they are a
-    whole line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
+    RECIPE is a shipped name or a path. It is followed by the arguments of the launch: the trainer's
+    own options (--data, --save ...) or Megatron's arguments. Without a recipe they are a complete
+    command line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
+    The exit status is 0 only if every check holds.
     """
     from cppmega.cli import findings as cli_findings
     from cppmega.host import console
@@ -51,7 +58,7 @@ def preflight(
     from cppmega.recipe import index as recipes_index
     from cppmega.training import options as trainer_options
 
-    if recipe is not None and recipe.startswith("-"):  # there was no recipe in front of the --
+    if recipe is not None and recipe.startswith("-"):  # there was no recipe before the --
         arguments = (recipe, *arguments)
         recipe = None
     options, further = trainer_options.read(arguments)
@@ -67,7 +74,7 @@ def preflight(
         recipe=chosen,
         recipe_file=recipes_index.file_of(recipe) if recipe is not None else None,
         options=options,
-        # Without a recipe all of the words are Megatron's, those that the trainer has as well.
+        # Without a recipe all words are Megatron's, including those that the trainer has as well.
         arguments=tuple(arguments) if chosen is None else further,
         nodes=nodes,
         deep=deep,

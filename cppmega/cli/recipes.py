@@ -1,4 +1,4 @@
-"""The command on recipes."""
+"""The command that lists recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from cppmega.cli.group import cli
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def recipes(as_json: bool) -> None:
-    """The shipped recipes: GPUs, parameters, memory, precision, and what each is for."""
+    """List the shipped recipes, their sizes and their purposes.
+
+    GPUs, parameters, memory per GPU, precision, the patches that each needs, and what was measured.
+    """
     from cppmega.cli import recipes_list
 
     click.echo(recipes_list.list_recipes(as_json))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cppmega.catalogue import loader as catalogue
 from cppmega.host.paths import PACKAGE
+from cppmega.host.table import Row, table
 from cppmega.overlay.wanted import provided, wanted_patches
 from cppmega.page import Page
 from cppmega.recipe import Recipe, dsa_widths
@@ -18,11 +19,15 @@ from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import missing
 
 NEWEST = "0.19.2"
-"""The release that the list speaks of where no other is named."""
+"""The release that the list is about, unless another is named."""
+
+_HEAD = Row(("NAME", "GPUS", "PARAMETERS", "MEMORY/GPU", "PRECISION", "PURPOSE"))
+_NUMBERS = (1, 2, 3)
+"""The columns that hold numbers."""
 
 
 def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -> dict[str, Any]:
-    """Everything the list says of one recipe."""
+    """Everything that the list states about one recipe."""
     widened = provided(pages.values(), dsa_widths.TILELANG)
     counts = parameters(recipe)
     lacking = () if recipe.kind == "loop" else missing(recipe, version)
@@ -45,7 +50,7 @@ def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -
 
 
 def last_result(name: str, results: Path | None = None) -> dict[str, str] | None:
-    """Date and headline of the newest committed result of a recipe; None: never measured.
+    """Date and headline of the newest committed result of a recipe; None if it has none.
 
     A result of the recipe as it is shipped comes before one of a changed recipe.
     """
@@ -67,34 +72,32 @@ def last_result(name: str, results: Path | None = None) -> dict[str, str] | None
 
 
 def list_recipes(as_json: bool = False, version: str = NEWEST) -> str:
-    """What `cppmega recipes` prints: one JSON object, or a table with a block per recipe."""
+    """The output of `cppmega recipes`: one JSON object, or a table with details below each row."""
     pages = catalogue.load()
     rows = [describe(load(name), pages, version) for name in shipped()]
     if as_json:
         return json.dumps({"schema": 1, "megatron": version, "recipes": rows}, indent=1)
-    lines = [_line("NAME", "GPUS", "PARAMETERS", "MEMORY/GPU", "PRECISION", "PURPOSE")]
-    for row in rows:
-        lines.append(
-            _line(
-                row["name"],
-                str(row["gpus"] or "cpu"),
-                _count(row["parameters"]),
-                f"{row['memory_gib_per_gpu']:.0f} GiB" if row["gpus"] else "-",
-                row["precision"],
-                row["purpose"],
-            )
-        )
-        lines.append(f"    patches   {', '.join(row['patches']) or 'none'}")
-        result = row["last_result"]
-        said = f"{result['headline']} ({result['date']})" if result else "never measured"
-        lines.append(f"    measured  {said}")
-        lines += [f"    missing   {gap['part']}: {gap['reason']}" for gap in row["missing"]]
-    return "\n".join(lines)
+    title, *lines = table([_HEAD, *map(_row, rows)], right=_NUMBERS)
+    below = ("\n".join([line, *_details(row)]) for line, row in zip(lines, rows, strict=True))
+    return "\n".join([title, *below])
+
+
+def _row(described: Mapping[str, Any]) -> Row:
+    gpus = described["gpus"]
+    memory = f"{described['memory_gib_per_gpu']:.0f} GiB" if gpus else "-"
+    size = _count(described["parameters"])
+    precision, purpose = described["precision"], described["purpose"]
+    return Row((described["name"], str(gpus or "cpu"), size, memory, precision, purpose))
+
+
+def _details(described: Mapping[str, Any]) -> Iterator[str]:
+    result = described["last_result"]
+    yield f"    patches   {', '.join(described['patches']) or 'none'}"
+    measured = f"{result['headline']} ({result['date']})" if result else "never measured"
+    yield f"    measured  {measured}"
+    for gap in described["missing"]:
+        yield f"    missing   {gap['part']}: {gap['reason']}"
 
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.3f} B" if number >= 1e8 else f"{number / 1e6:.3f} M"
-
-
-def _line(name: str, gpus: str, size: str, memory: str, precision: str, purpose: str) -> str:
-    return f"{name:<24} {gpus:>4} {size:>10} {memory:>10} {precision:<9} {purpose}"

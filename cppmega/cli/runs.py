@@ -25,13 +25,17 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON 
 @click.argument("recipe")
 @options
 @_runs
-@click.option("--name", help="Name of the run folder [recipe and time].")
+@click.option("--name", help="Name of the run folder (default: recipe and time).")
 @click.option("--tmux", metavar="NAME", help="Run in a tmux session of that name, detached.")
-@click.option("--resume", metavar="RUN", help="Go on from the newest checkpoint of another run.")
-@click.option("--nproc", type=click.IntRange(1), help="Ranks per host [the recipe's GPUs; CPU: 2].")
-@click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Hosts.")
-@click.option("--rdzv", metavar="HOST:PORT", help="Where several hosts find each other.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print the line, start nothing.")
+@click.option("--resume", metavar="RUN", help="Resume from the newest checkpoint of another run.")
+@click.option(
+    "--nproc", type=click.IntRange(1), help="Ranks per host (default: the recipe's GPUs; CPU: 2)."
+)
+@click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Number of hosts.")
+@click.option("--rdzv", metavar="HOST:PORT", help="Where several hosts meet.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check everything and print the command line; start nothing."
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
     recipe: str,
@@ -46,11 +50,12 @@ def launch(
     arguments: tuple[str, ...],
     **given: Any,
 ) -> None:
-    """Start RECIPE, a shipped name or a path, after the preflight, in a run folder of its own.
+    """Train a recipe in a run folder, after the preflight.
 
-    The folder keeps what was launched (manifest.json), each rank's output, the metrics, the
-    checkpoints and the exit status. Without --tmux the run stays in this terminal: Ctrl-C saves a
-    checkpoint and ends it. ARGUMENTS behind `--` are Megatron's own, and are added to the recipe's.
+    RECIPE is a shipped name or a path. The run folder keeps the manifest of the launch, each rank's
+    output, the metrics, the checkpoints and the exit status. Without --tmux the run stays in this
+    terminal: Ctrl-C saves a checkpoint and ends it. ARGUMENTS after `--` are Megatron's own, and
+    are added to the recipe's.
 
     \b
     cppmega launch smoke_cpu --tmux demo
@@ -77,10 +82,15 @@ def launch(
 
 @cli.command()
 @_runs
-@click.option("--all", "everything", is_flag=True, help="Also those beyond the newest twenty.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Include runs older than the newest twenty."
+)
 @_as_json
 def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
-    """All runs, the newest first: state, exit status, step, loss, and what one crashed of."""
+    """List runs, the newest first.
+
+    State, exit status, step, loss, the newest checkpoint, and the error of a run that crashed.
+    """
     from cppmega.host import console
     from cppmega.runs import control as run_control
     from cppmega.runs import folder as run_folder
@@ -101,9 +111,10 @@ def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
 @click.argument("run", required=False)
 @_runs
 def attach(run: str | None, folder: Path | None) -> None:
-    """Look at a run in its tmux session; Ctrl-B D leaves it running. Default: the newest run.
+    """Attach to the tmux session of a run.
 
-    RUN, here and below, is a name, the start of one, a tmux session, or a folder.
+    RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default.
+    Ctrl-B D detaches and leaves the run going.
     """
     from cppmega.runs import control as run_control
     from cppmega.runs import folder as run_folder
@@ -114,10 +125,14 @@ def attach(run: str | None, folder: Path | None) -> None:
 @cli.command()
 @click.argument("run", required=False)
 @_runs
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
-@click.option("--rank", type=int, help="One rank's own output instead of what the terminal shows.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the output until the run ends.")
+@click.option("--rank", type=int, help="Print one rank's own output instead of the terminal's.")
 def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -> None:
-    """What a run printed; a crashed one's first failing rank comes first. Default: the newest."""
+    """Print the output of a run.
+
+    RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default. If
+    it crashed, the rank that failed first comes first.
+    """
     from cppmega.runs import control as run_control
     from cppmega.runs import folder as run_folder
 
@@ -128,9 +143,12 @@ def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -
 @click.argument("run", required=False)
 @_runs
 @click.option("--now", is_flag=True, help="End at once, without a checkpoint.")
-@click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds.")
+@click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds to wait.")
 def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
-    """Save a checkpoint, then end the run. Default: the newest run."""
+    """Save a checkpoint and end a run.
+
+    RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default.
+    """
     from cppmega.runs import control as run_control
     from cppmega.runs import folder as run_folder
 
@@ -141,10 +159,15 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 @click.argument("one")
 @click.argument("other")
 @_runs
-@click.option("--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves into this file."
+)
 @_as_json
 def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_json: bool) -> None:
-    """What differed between two runs, and their loss and throughput curves side by side."""
+    """Compare two runs: what differs, losses and throughput.
+
+    ONE and OTHER are each a name, the start of a name, a tmux session, or a folder.
+    """
     from cppmega.host import console
     from cppmega.runs import compare as comparing
     from cppmega.runs import folder as run_folder

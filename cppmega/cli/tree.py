@@ -5,27 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from cppmega.cli.group import answer, cli, patches_option, session_of, tree_options
 
+if TYPE_CHECKING:
+    from cppmega.page import Page
+
 
 @cli.command()
 @tree_options
-@click.option("--only", multiple=True, metavar="NAME", help="Apply these pages and no others.")
+@click.option("--only", multiple=True, metavar="NAME", help="Apply only this patch; repeatable.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
 def apply(
     root: Path | None, patches: Sequence[Path], as_json: bool, only: Sequence[str], check: bool
 ) -> None:
-    """Put every patch into the installed Megatron, or change nothing."""
+    """Apply every patch to the installed Megatron.
+
+    If one of them cannot be applied, nothing is changed.
+    """
     import gc
 
     from cppmega.host import console
     from cppmega.overlay import verbs as overlay
     from cppmega.overlay import verdict as state
 
-    gc.disable()  # the process is short, and collecting takes a tenth of its time
+    gc.disable()  # the process is short, and collecting would take a tenth of its time
     session = session_of(root, patches)
     if not as_json:
         console.say(f"megatron-core {session.tree.version} in {session.root}")
@@ -44,9 +51,10 @@ def apply(
 @patches_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_pages(patches: Sequence[Path], as_json: bool) -> None:
-    """Every page of the catalogue: name, kind, what it does."""
+    """List every patch of the catalogue with its title."""
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
+    from cppmega.host.table import Row, table
 
     pages = catalogue.load(patches)
     if as_json:
@@ -56,17 +64,20 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
         ]
         console.print_json({**console.NOTHING, "ok": True, "patches": rows})
         return
-    width = max((len(name) for name in pages), default=0)
-    for name, page in sorted(pages.items()):
-        gate = f" [{page.patch.gate}=1]" if page.patch.gate else ""
-        click.echo(f"{name:<{width}}  {page.doc.strip().splitlines()[0]}{gate}")
+    for line in table(Row((name, _title(page))) for name, page in sorted(pages.items())):
+        click.echo(line)
+
+
+def _title(page: Page) -> str:
+    gate = f" [{page.patch.gate}=1]" if page.patch.gate else ""
+    return page.doc.strip().splitlines()[0] + gate
 
 
 @cli.command()
 @click.argument("name")
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
-    """What a page does, why, and which texts it knows."""
+    """Explain one patch: what it does, why, and the texts it is pinned to."""
     from cppmega.catalogue import loader as catalogue
 
     page = catalogue.get(catalogue.load(patches), name)
@@ -84,7 +95,7 @@ def explain(name: str, patches: Sequence[Path]) -> None:
 @cli.command()
 @tree_options
 def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
-    """The state of every patch; writes nothing."""
+    """Show the state of every patch; write nothing."""
     from cppmega.overlay import verbs as overlay
     from cppmega.overlay import verdict as state
 
@@ -100,7 +111,10 @@ def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
 @click.argument("name", required=False)
 @tree_options
 def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
-    """The change to the pristine text: of every patch, or of one."""
+    """Show the changes to Megatron, of all patches or of one.
+
+    They are printed as a diff from upstream's text.
+    """
     from cppmega.host import console
     from cppmega.overlay import verbs as overlay
 
@@ -110,16 +124,19 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
         megatron = {"version": session.tree.version, "root": str(session.root)}
         console.print_json({**console.NOTHING, "megatron": megatron, "ok": True, "diff": text})
         return
+    styles: dict[str, console.Style] = {"+": "good", "-": "bad", "@": "note"}
     for line in text.splitlines():
-        code = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
-        click.echo(console.coloured(line, code))
+        click.echo(console.styled(line, styles.get(line[:1])))
 
 
 @cli.command()
 @click.argument("names", nargs=-1)
 @tree_options
 def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
-    """Restore the exact bytes of upstream: of every patch, or take single patches out."""
+    """Restore upstream's exact bytes, or remove single patches.
+
+    Without NAMES every patch is removed.
+    """
     from cppmega.overlay import verbs as overlay
     from cppmega.overlay import verdict as state
 

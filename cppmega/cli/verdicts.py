@@ -1,30 +1,42 @@
-"""How verdicts are printed."""
+"""Verdicts on patches, as a table and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cppmega.host.console import coloured
+from cppmega.host.console import Style
+from cppmega.host.table import Row, table
 from cppmega.overlay.verbs import Outcome
 from cppmega.overlay.verdict import FAILURES, MEANING, Verdict
 
-_COLOURS = {"applied": "32", "armed": "32", "pending": "33", "upstreamed": "36"}
+_STYLES: dict[str, Style] = {
+    "applied": "good",
+    "armed": "good",
+    "pending": "waiting",
+    "upstreamed": "note",
+}
+STATE_WIDTH = 14
+"""Wide enough for the usual states, so that successive tables line up."""
 
 
 def print_verdicts(verdicts: Iterable[Verdict]) -> None:
-    """State, name, detail; failures with what they mean and the command that helps."""
-    rows = list(verdicts)
-    width = max((len(v.name) for v in rows), default=0)
-    for v in rows:
-        code = "31" if v.state in FAILURES else _COLOURS.get(v.state, "")
-        state = coloured(f"{v.state:<15}", code)
-        detail = v.detail or (f"proof {v.proof}" if v.state in ("applied", "armed") else v.target)
-        print(f"{state} {v.name:<{width}}  {detail}".rstrip())
-        if v.state in FAILURES:
-            print(f"{'':<15} {'':<{width}}  {v.target}: {MEANING[v.state]}")
-            if v.next:
-                print(f"{'':<15} {'':<{width}}  next: {v.next}")
+    """Print state, name and detail; for a failure also its meaning and the next command."""
+    rows = [row for verdict in verdicts for row in _rows(verdict)]
+    for line in table(rows, widths=(STATE_WIDTH,)):
+        print(line)
+
+
+def _rows(verdict: Verdict) -> Iterator[Row]:
+    failed = verdict.state in FAILURES
+    in_code = verdict.state in ("applied", "armed")
+    detail = verdict.detail or (f"proof {verdict.proof}" if in_code else verdict.target)
+    style = "bad" if failed else _STYLES.get(verdict.state)
+    yield Row((verdict.state, verdict.name, detail), style)
+    if failed:
+        yield Row(("", "", f"{verdict.target}: {MEANING[verdict.state]}"))
+        if verdict.next:
+            yield Row(("", "", f"next: {verdict.next}"))
 
 
 def as_json(outcome: Outcome, ok: bool) -> dict[str, Any]:

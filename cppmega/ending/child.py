@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from cppmega import guard
 from cppmega.ending import judge as run_end
 from cppmega.errors import CppmegaError
-from cppmega.rank import run_ledger
+from cppmega.host import env
+from cppmega.rank import roll_call, run_ledger
 
 
 def join_or_die() -> None:
@@ -17,21 +17,22 @@ def join_or_die() -> None:
 
     Steps that this process takes are checked like those of any rank.
     """
-    run_ledger.join_or_forget(os.environ, guard.OVERLAY, guard.ROOT)
-    if not os.environ.get(guard.OVERLAY):
+    run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name)
+    overlay, root = env.OVERLAY.read(), env.ROOT.read()
+    if not overlay:
         return
     try:
-        held = guard.start(Path(os.environ[guard.ROOT]), inherited=True)
-        if held.receipt.digest != os.environ[guard.OVERLAY]:
+        held = guard.start(root, inherited=True)
+        if held.receipt.digest != overlay:
             raise CppmegaError(
                 "overlay-differs",
-                f"{guard.where()}: this child process finds overlay {held.receipt.digest}, "
-                f"its parent holds {os.environ[guard.OVERLAY]}.",
+                f"{roll_call.where()}: this child process finds overlay {held.receipt.digest}, "
+                f"its parent holds {overlay}.",
                 "Workers and trainer would run different code.",
                 "let nobody patch the tree while a run is under way",
             )
     except CppmegaError as error:
-        run_ledger.write("refused", where=guard.where(), error=error.as_json())
+        run_ledger.write("refused", where=roll_call.where(), error=error.as_json())
         print(error.render(), file=sys.stderr, flush=True)
         os._exit(1)  # site would print any exception and go on
     run_ledger.write("holds")

@@ -18,6 +18,7 @@ from typing import Any
 from cppmega import guard
 from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.rank import error_file, roll_call, run_ledger
 from cppmega.runs.folder import Node
 
@@ -51,8 +52,8 @@ def watch(words: Sequence[str], *, no_steps: bool) -> None:
     _END = _End(os.getpid(), words, no_steps, end_record.node_of_this_rank())
     if _END.node is not None:
         end_record.begin(_END.node)
-    elif os.environ.get(end_record.RUN):
-        left = f"ignoring {end_record.RUN}: the launch of that run has not started this process"
+    elif env.RUN.read():
+        left = f"ignoring {env.RUN.name}: the launch of that run has not started this process"
         print(f"cppmega: {left}", file=sys.stderr, flush=True)
     watch_ranks()
     atexit.register(_last_look)
@@ -130,7 +131,7 @@ def _refuse_silent_ranks(lines: Sequence[dict[str, Any]]) -> None:
         named = ", ".join(f"process {pid} (rank {rank})" for pid, rank in silent.items())
         raise CppmegaError(
             "no-step-seen",
-            f"{guard.where()}: {named} joined a process group and ended, and no step was seen.",
+            f"{roll_call.where()}: {named} joined a process group and ended, and no step was seen.",
             "Neither the imports nor the ranks nor the reached patches were checked there.",
             "write `for batch in cppmega.guard.steps(loader, args):` in the function that is "
             "spawned, or pass --no-steps for a script that does not train",
@@ -180,17 +181,12 @@ def _last_look() -> None:
             _judge(end)
         except CppmegaError as error:
             refused, end.status = True, 1
-            _tell(error)
+            error_file.report(error)
     close_gloo()
     if end.node is not None:
         end_record.write(end.node, end.status, end.reason)
     if refused:
         _exit(1)
-
-
-def _tell(error: CppmegaError) -> None:
-    error_file.record(error)
-    print(f"[{guard.where()}]\n{error.render()}", file=sys.stderr, flush=True)
 
 
 def _exit(status: int) -> None:
@@ -242,5 +238,5 @@ def _end_of_rank() -> None:
         guard.finish(reason)
     except CppmegaError as refusal:
         guard.refuse(refusal)
-        _tell(refusal)
+        error_file.report(refusal)
         _exit(1)

@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cppmega.host import process
+from cppmega.host import env, process
 from cppmega.runs.folder import Node, Run
 from cppmega.runs.manifest import read_json
 
-RUN = "CPPMEGA_RUN"
 _FOLDER = "ends"
 _ROOM = 2048
 """Bytes of a record."""
@@ -28,8 +27,8 @@ def node_of_this_rank() -> Node | None:
 
     A variable that is left over in a shell names a run whose torchrun is not our parent.
     """
-    named = os.environ.get(RUN)
-    for node in Run(Path(named)).nodes() if named else ():
+    folder = env.RUN.read()
+    for node in Run(folder).nodes() if folder is not None else ():
         status = node.status()
         if status.get("agent") == os.getppid() and status.get("boot") == process.boot():
             return node

@@ -7,18 +7,34 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Self, TextIO
+from typing import Any, Literal, Self, TextIO
+
+import click
 
 from cppmega.errors import CppmegaError
 
 
+def hold_standard_streams() -> None:
+    """Open /dev/null in place of a standard stream that is closed (`>&-`).
+
+    The next file to be opened would otherwise get its number, and receive what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def say(message: str) -> None:
-    """A line of progress. A reader that is gone ends nothing."""
+    """Print a line of progress; if its reader is gone, the command continues."""
     _put(f"{message}\n")
 
 
 def _put(text: str) -> None:
-    """Write to stderr; where nobody reads it, nothing is kept for Python to fail on at its end."""
+    """Write to stderr; if its reader is gone, redirect it so that Python does not fail at exit."""
     try:
         print(text, end="", file=sys.stderr, flush=True)
     except OSError:
@@ -30,9 +46,9 @@ def _mute(stream: TextIO) -> None:
 
 
 class Progress:
-    """Names of what is being done, each before it starts, in one line.
+    """The name of each task, printed before the task starts, in one line.
 
-    On a terminal the line changes; elsewhere it grows.
+    On a terminal the line is replaced; elsewhere it grows.
     """
 
     def __init__(self, title: str) -> None:
@@ -41,7 +57,7 @@ class Progress:
         self.begun = False
 
     def __call__(self, name: str) -> None:
-        """Say what starts now."""
+        """Print the name of the task that starts now."""
         if self.terminal:
             _put(f"\r\033[K{self.title}: {name}")
         else:
@@ -58,7 +74,7 @@ class Progress:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Print an answer; a reader that has seen enough (`| head`) does not change the exit status."""
+    """Print an answer; a reader that stops early (`| head`) does not change the exit status."""
     try:
         yield
         sys.stdout.flush()
@@ -66,12 +82,23 @@ def answering() -> Iterator[None]:
         _mute(sys.stdout)
 
 
-def coloured(word: str, code: str, stream: Any = None) -> str:
-    """A word in colour, on a terminal only and never against NO_COLOR."""
-    stream = stream or sys.stdout
-    if not code or os.environ.get("NO_COLOR") or not stream.isatty():
-        return word
-    return f"\033[{code}m{word}\033[0m"
+Style = Literal["good", "bad", "alarm", "waiting", "note"]
+
+STYLES: Mapping[Style, Mapping[str, Any]] = {
+    "good": {"fg": "green"},
+    "bad": {"fg": "red"},
+    "alarm": {"fg": "red", "bold": True},
+    "waiting": {"fg": "yellow"},
+    "note": {"fg": "cyan"},
+}
+"""What a style looks like: arguments of `click.style`."""
+
+
+def styled(text: str, style: Style | None) -> str:
+    """Style a text for stdout; unchanged if that is not a terminal or NO_COLOR is set."""
+    if style is None or os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+        return text
+    return click.style(text, **STYLES[style])
 
 
 NOTHING: Mapping[str, Any] = {
@@ -83,14 +110,14 @@ NOTHING: Mapping[str, Any] = {
     "notes": [],
     "patches": [],
 }
-"""What every answer of `--json` has, whatever the command knows."""
+"""The keys that every answer of `--json` has."""
 
 
 def error_json(error: CppmegaError) -> dict[str, Any]:
-    """The object that `--json` prints when nothing could be answered."""
+    """The object that `--json` prints for an error."""
     return {**NOTHING, "error": error.as_json()}
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """One object on stdout."""
+    """Print one object on stdout."""
     print(json.dumps(answer, indent=2))

@@ -1,8 +1,8 @@
-"""Small JSON files that can be written on a full disk too.
+"""Small JSON files that can be written even on a full disk.
 
-A file is replaced as a whole, so that a reader sees the old text or the new one. Where the disk has
-no room for a second file, it is overwritten in place: it was made longer than its text, and what it
-has of the disk is its own. How a run ended is written at the moment when disks are full.
+A file is replaced atomically, so that a reader sees the old text or the new one. If the disk has no
+room for a second file, it is overwritten in place: it was padded when it was created, and keeps the
+blocks that it has. The end of a run is often written when the disk is full.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 _ROOM = 2**14
-"""Bytes that a file takes at least; blanks after a JSON object mean nothing."""
+"""The least size of a file in bytes; blanks after a JSON object have no meaning."""
 _LONG = 1000
-"""Characters of one text that are kept where not everything has room."""
+"""Characters of a text that are kept if not everything fits."""
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -36,12 +36,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Make a file that says nothing yet, and has its room."""
+    """Create a file of blanks, which reserves its room."""
     replace(path, b" " * _ROOM)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace a file as a whole; leaves nothing else behind."""
+    """Replace a file atomically; leaves no temporary file behind."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         temporary.write_bytes(data)
@@ -58,7 +58,7 @@ def _overwrite(path: Path, content: Mapping[str, Any]) -> None:
         data = _text(content)
         if len(data) > room:
             data = _text({name: _cut(value) for name, value in content.items()})
-        # One call: a reader sees the whole of it.
+        # One call, so that a reader sees all of it.
         os.pwrite(file.fileno(), data.ljust(room), 0)
 
 

@@ -1,4 +1,4 @@
-"""Versions of the packages that train, read from their metadata: nothing is imported."""
+"""Versions of the packages that train, read from their metadata without importing them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NAMES = (
     *("megatron-core", "causal-conv1d", "flash-attn", "apache-tvm-ffi", "nvidia-cutlass-dsl"),
     *("transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"),
 )
-"""Whose demands on each other are looked at."""
+"""The distributions whose requirements on each other are checked."""
 
 
 def version(name: str) -> str | None:
-    """Of a distribution, or of the `cuda` that torch was built with; None where there is none."""
+    """The version of a distribution, or of the `cuda` that torch was built with; None if absent."""
     if name == "cuda":
         return _cuda()
     try:
@@ -29,7 +29,7 @@ def version(name: str) -> str | None:
 
 
 def _cuda() -> str | None:
-    """What torch/version.py says."""
+    """The CUDA version in torch/version.py."""
     folder = package("torch")
     if folder is None:
         return None
@@ -50,7 +50,7 @@ def package(name: str) -> Path | None:
 
 
 def demands() -> Iterator[tuple[str, Requirement, str]]:
-    """What an installed package demands of another one that is installed in a wrong version."""
+    """Yield each unmet requirement: the package, the requirement, and the version installed."""
     for name in NAMES:
         for text in _requires(name):
             try:

@@ -1,4 +1,4 @@
-"""Where the package lies, and the catalogue and the recipes that ship with it."""
+"""The folder of the package, and the catalogue and the recipes that ship with it."""
 
 from __future__ import annotations
 

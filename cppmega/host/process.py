@@ -1,14 +1,17 @@
-"""Processes of a run on this host: which live, whose children they are, how they end together."""
+"""Processes on this host: identity, liveness, relations, and shared termination."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import psutil
+
+from cppmega.host import env
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -21,10 +24,10 @@ _OF_A_RANK = {
 
 
 def end_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGTERM) -> None:
-    """Get a signal when the parent ends: no rank may hold a GPU for a launcher that is gone.
+    """Receive a signal when the parent ends: no rank may hold a GPU for a launcher that is gone.
 
     Args:
-        parent: who started this process, where that is known: it may have ended already.
+        parent: the process that started this one, if known: it may have ended already.
         number: the signal.
     """
     parent = os.getppid() if parent is None else parent
@@ -34,19 +37,19 @@ def end_with_parent(parent: int | None = None, number: signal.Signals = signal.S
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what the processes below leave behind, so that it can be ended."""
+    """Become the parent of orphans below this process, so that it can end them."""
     _control(_SET_CHILD_SUBREAPER, 1)
 
 
 def _control(option: int, value: int) -> None:
     import ctypes  # most commands start without it
 
-    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def end_children() -> None:
-    """End every process below this one, also what others left behind."""
+    """End every process below this one, including those that others have left behind."""
     while below := children(os.getpid()):
         for child in below:
             send(child, signal.SIGKILL)
@@ -55,7 +58,7 @@ def end_children() -> None:
 
 
 def of_a_rank(environ: Mapping[str, str]) -> list[str]:
-    """The variables by which a process is a rank, or torchrun another's: PET_* are its options."""
+    """The variables that make a process a rank, or configure torchrun (PET_*)."""
     return sorted(name for name, value in environ.items() if value and _is_of_a_rank(name))
 
 
@@ -64,42 +67,36 @@ def _is_of_a_rank(name: str) -> bool:
 
 
 def alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same environment for a process that waits for no other rank."""
+    """The environment for a process that is not a rank and waits for none."""
     return {name: value for name, value in environ.items() if not _is_of_a_rank(name)}
 
 
 def started(pid: int) -> str:
-    """When a process started, in ticks since boot: tells it from a later one of the same number.
+    """The start time of a process in ticks since boot; with its number it identifies the process.
 
-    Empty where there is no such process, or only its exit status waits to be read.
+    psutil's `create_time` will not do: it adds the time of boot, which moves when the clock is set,
+    and status files keep this value for as long as a run lasts. Empty if there is no such process,
+    or if it has ended and only its exit status is left.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    fields = _stat(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 def alive(pid: int, since: str) -> bool:
-    """Whether that process still runs."""
+    """Whether the process that started at that time still runs."""
     return bool(since) and started(pid) == since
 
 
-def ancestors(pid: int) -> list[int]:
-    """The parent of a process, its parent, and so on."""
-    found: list[int] = []
-    while pid > 1:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            break
-        pid = int(fields[1])
-        found.append(pid)
-    return found
+def age(pid: int) -> float:
+    """Seconds since a process was started; 0 if it is gone."""
+    since = started(pid)
+    if not since:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(since) / os.sysconf("SC_CLK_TCK")
 
 
 def boot() -> str:
-    """Names the time since this machine was started; process numbers mean nothing beyond it."""
+    """The identity of this boot of the machine; process numbers mean nothing beyond it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -107,110 +104,100 @@ def boot() -> str:
 
 
 def namespace() -> str:
-    """Names what our numbers of processes belong to: a container has its own."""
+    """The namespace that process numbers belong to; a container has its own."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
 
 
-def children(pid: int) -> list[int]:
-    """The direct children of a process."""
-    found: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, file.read_text().split())
-    return sorted(child for child in found if started(child))
+def ancestors(pid: int) -> list[int]:
+    """The parent of a process, its parent, and so on."""
+    with contextlib.suppress(psutil.Error):
+        return [parent.pid for parent in psutil.Process(pid).parents()]
+    return []
+
+
+def children(pid: int, *, recursive: bool = False) -> list[int]:
+    """The living children of a process.
+
+    Args:
+        recursive: include their children, and so on.
+    """
+    with contextlib.suppress(psutil.Error):
+        below = psutil.Process(pid).children(recursive)
+        return sorted(child.pid for child in below if started(child.pid))
+    return []
+
+
+def session(pid: int) -> int | None:
+    """The number of the session that a process belongs to; None if the process is gone."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 def of_session(leader: int) -> list[int]:
-    """The processes in the session of one that led it, whether that lives or not."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = file.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(int(file.parent.name))
-    return found
+    """The living processes in the session of a leader, whether or not the leader itself lives."""
+    return [pid for pid in psutil.pids() if session(pid) == leader and started(pid)]
 
 
 def command(pid: int) -> list[str]:
-    """The words that a process was started with; none where it is gone."""
-    try:
-        data = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
+    """The words that a process was started with; empty if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        words: list[str] = psutil.Process(pid).cmdline()
+        return words
+    return []
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The variables that a process was started with; empty if it is gone or another user's."""
+    with contextlib.suppress(psutil.Error):
+        variables: dict[str, str] = psutil.Process(pid).environ()
+        return variables
+    return {}
 
 
 def only_forked(pid: int) -> bool:
-    """Whether a process runs the program of its parent still: it was forked, and became no other.
+    """Whether a process still runs its parent's program: it was forked and has not called exec.
 
-    True where it is gone.
+    True if it is gone.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    fields = _stat(pid)
+    if not fields:
         return True
     return bool(int(fields[6]) & _FORKED) or command(pid) == command(int(fields[1]))
 
 
-def age(pid: int) -> float:
-    """Seconds since a process was started; 0 where it is gone."""
-    since = started(pid)
-    if not since:
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(since) / os.sysconf("SC_CLK_TCK")
-
-
-def leads_session(pid: int) -> bool:
-    """Whether a process was started in a session of its own."""
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name; empty if the process is gone."""
     try:
-        return os.getsid(pid) == pid
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return []
 
 
 def end_helpers(run: str, ranks: Iterable[int]) -> None:
-    """End what the ranks of a run had started: a writer of checkpoints does not hear of its end.
+    """End the processes that the ranks of a run had started; those do not notice its end.
 
     Args:
-        run: its folder, as `CPPMEGA_RUN` names it: numbers of processes are used again.
-        ranks: which torchrun has given a session of its own each.
+        run: the run folder, as `CPPMEGA_RUN` names it, since process numbers are used again.
+        ranks: the ranks, each of which torchrun has put into a session of its own.
     """
     for rank in ranks:
         for pid in of_session(rank):
-            if environment(pid).get("CPPMEGA_RUN") == run:
+            if environment(pid).get(env.RUN.name) == run:
                 send(pid, signal.SIGKILL)
 
 
-def environment(pid: int) -> dict[str, str]:
-    """The variables that a process was started with; empty where it is gone or another user's."""
-    try:
-        data = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in data.split("\0") if "=" in pair)
-
-
 def send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; whether there was somebody to get it."""
+    """Send a signal; returns whether there was a process to receive it."""
     try:
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):  # gone, or its number is another user's now
+    except (
+        ProcessLookupError,
+        PermissionError,
+    ):  # gone, or the number now belongs to another user's process
         return False
     return True
-
-
-def hold_standard_streams() -> None:
-    """Open /dev/null in place of a standard stream that is closed (`>&-`).
-
-    The next file to be opened would get its number, and take what is printed.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""How far work on many bytes is: a bar on stderr, or lines where other output is."""
+"""Progress of work on many bytes: a bar on stderr, or lines among other output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def of_bytes(what: str, total: int) -> Iterator[Advance]:
-    """Show a bar while the block runs; what it answers is told how many bytes more are done."""
+    """Show a bar while the block runs; call the value it yields with each number of bytes done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -38,7 +38,7 @@ def of_bytes(what: str, total: int) -> Iterator[Advance]:
 
 
 def lines(what: str, total: int, say: Callable[[str], None]) -> Advance:
-    """What is told how many bytes more are done, and says every ten seconds how far that is."""
+    """Return a function that is called with each number of bytes done, and reports every 10 s."""
     begun = last = time.monotonic()
     done = 0
 

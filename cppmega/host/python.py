@@ -1,7 +1,8 @@
-"""Start Python so that no file of the working directory takes the place of a library's.
+"""Start Python so that no file of the working directory shadows a library.
 
-`python -m` puts the working directory first on the path: a `json.py` there would be imported by
-whatever we run. What this file imports is part of the interpreter and cannot be taken.
+`python -m` puts the working directory first on the path: a `json.py` there would be imported in
+place of Python's own. The modules that this file imports are part of the interpreter and cannot be
+shadowed.
 """
 
 import os
@@ -13,11 +14,11 @@ _PARENT = os.path.dirname(os.path.dirname(os.path.abspath(cppmega.__file__)))  #
 
 
 def command(module: str, *words: str, here: bool = False) -> list[str]:
-    """The command line that runs one of our modules, of the same cppmega as this process's.
+    """The command line that runs a module of cppmega, from the same installation as this process.
 
     Args:
-        here: it also imports from the working directory, after everything that is installed, as
-            the training process would.
+        here: also import from the working directory, after everything that is installed, as the
+            training process would.
     """
     folders = [_PARENT, *([os.getcwd()] if here else [])]  # noqa: PTH109
     code = f"import runpy, sys; sys.path += {folders!r}; "
@@ -26,9 +27,9 @@ def command(module: str, *words: str, here: bool = False) -> list[str]:
 
 
 def working_directory_last() -> None:
-    """In a process that was started by `python -m`: the working directory loses its first place.
+    """Move the working directory, which `python -m` put first on the path, to its end.
 
-    A megatron in it is still found. To be called before anything else is imported.
+    A megatron in it is still found. Call this before anything else is imported.
     """
     if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109
         sys.path.append(sys.path.pop(0))

@@ -1,9 +1,9 @@
-"""Keeps credentials out of what is recorded: a manifest is copied, compared and sent around.
+"""Keep credentials out of records: a manifest is copied, compared and sent around.
 
-The environment is recorded by a list of what matters to training, by name; nothing else is. Of what
-is on that list, and of command lines, whatever looks like a credential is left out, by its name or
-by its value. What neither name nor value gives away cannot be known: secrets belong in variables
-that are not on the list, or in files.
+Of the environment only the variables on a list are recorded, those that matter to training. From
+these, and from command lines, anything that looks like a credential by its name or its value is
+left out. A secret that neither its name nor its value gives away cannot be recognized: it belongs
+in a variable that is not on the list, or in a file.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cppmega.host import env
+
 HIDDEN = "(not recorded)"
 
 _FAMILIES = (
-    *("CPPMEGA_", "CUDA", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "NVSHMEM_", "PYTORCH_", "TORCH"),
+    *(env.PREFIX, "CUDA", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "NVSHMEM_", "PYTORCH_", "TORCH"),
     *("TRITON_", "TL_", "TILELANG_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "GLOO_", "UCX_", "FI_"),
     *("UB_", "MEGATRON_", "MALLOC_", "GLIBC_"),
 )
-"""Beginnings of names: libraries that training code goes through, without accounts."""
+"""Prefixes of the variables of libraries that training code uses and that have no accounts."""
 _LISTED = """
 LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV CONDA_PREFIX MASTER_ADDR MASTER_PORT
 PYTHONPATH PYTHONHOME PYTHONHASHSEED PYTHONOPTIMIZE PYTHONSAFEPATH PYTHONNOUSERSITE
@@ -62,14 +64,14 @@ _SHAPES = re.compile(
     r"|\b(?:Bearer|Basic)\s+[\w.~+/=-]{8,}"
 )
 _RANDOM = re.compile(r"[0-9a-f]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*[0-9])[A-Za-z0-9+_=-]{32,}")
-"""A whole value that only a machine makes up; names of GPUs are not meant."""
+"""A value that looks randomly generated; identifiers of GPUs are excepted."""
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables that training code reads, without secrets."""
     return {
         name: text(value)
-        for name, value in sorted(given.items())
+        for name, value in sorted(variables.items())
         if (name in _NAMES or name.startswith(_FAMILIES))
         and not _SECRET_NAME.search(name)
         and not (_RANDOM.fullmatch(value) and not value.startswith(("GPU-", "MIG-")))
@@ -77,7 +79,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def words(line: Iterable[str]) -> list[str]:
-    """A command line: values of options that look like a secret's, and secrets in any word."""
+    """A command line without the values of secret options, and without secrets in its words."""
     found: list[str] = []
     hide = False
     for word in line:
@@ -94,14 +96,14 @@ def words(line: Iterable[str]) -> list[str]:
 
 
 def text(value: str) -> str:
-    """Without credentials in URLs, and without what has the shape of a known kind of token."""
+    """A text without credentials in URLs, and without tokens of known shapes."""
     value = _USER_OF_URL.sub(rf"\1{HIDDEN}@", value)
     value = _FIELD.sub(rf"\1{HIDDEN}", value)
     return _SHAPES.sub(HIDDEN, value)
 
 
 def everywhere(value: Any) -> Any:
-    """The same for every text in a JSON object."""
+    """A JSON value with `text` applied to every string in it."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, dict):

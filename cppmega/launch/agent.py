@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cppmega.host import durable, process
+from cppmega.host import durable, env, process
 from cppmega.host.process import end_with_parent
 from cppmega.launch.agent_watch import Watch
 from cppmega.runs import liveness
@@ -93,7 +93,7 @@ def _end_now(node: Node, watch: Watch) -> NoReturn:
 
 def _inherit(node: Node, watch: Watch) -> None:
     """Write down the end of a run whose process in charge was killed."""
-    process.end_helpers(os.environ.get("CPPMEGA_RUN", ""), watch.ranks)
+    process.end_helpers(os.environ.get(env.RUN.name, ""), watch.ranks)
     status = node.status()
     if liveness.in_charge(status):
         return

@@ -49,7 +49,7 @@ class Watch(threading.Thread):
             if (terminated or self.orphaned) and not self.asked:
                 self.asked = time.monotonic()
             living = set(process.children(os.getpid()))
-            self.ranks |= {child for child in living if process.leads_session(child)}
+            self.ranks |= {child for child in living if process.session(child) == child}
             if self.asked:
                 self._pass_on(living)
 

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 
 from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
-from cppmega.host import durable, process
+from cppmega.host import durable, env, process
+from cppmega.host.console import hold_standard_streams
 from cppmega.host.terminal import Terminal
 from cppmega.launch.agent import FAILURE, ORPHANS, of_torchrun
 from cppmega.runs import liveness
@@ -128,7 +129,7 @@ class Supervisor:
                 stdout=console,
                 stderr=console,
                 start_new_session=True,  # signals of the terminal are ours to pass on
-                env={**os.environ, "CPPMEGA_RUN": str(self.node.run.path)},
+                env={**os.environ, env.RUN.name: str(self.node.run.path)},
             )
         except OSError as error:
             self._say(f"torchrun could not be started: {error}")
@@ -322,7 +323,7 @@ def _not_written(node: Node, error: OSError) -> CppmegaError:
 
 def main() -> NoReturn:
     """`python -m cppmega.launch.supervise NODE TORCHRUN-WORDS`, as the tmux session runs it."""
-    process.hold_standard_streams()
+    hold_standard_streams()
     try:
         sys.exit(Supervisor(Node(Path(sys.argv[1])), sys.argv[2:]).run())
     except CppmegaError as error:

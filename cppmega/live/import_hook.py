@@ -1,4 +1,4 @@
-"""Callbacks after a module has been executed: under any name, and every time it is.
+"""Callbacks after a module has been executed, under any name and every time.
 
 wrapt's post-import hooks fire once per name. A module that is reloaded, dropped from `sys.modules`
 and imported again, or imported under a second name would come back without its runtime patch.
@@ -19,7 +19,7 @@ _HOOKED = "_cppmega_hooked"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hook:
-    """What to do with the modules that it wants."""
+    """Callbacks for the modules that it wants."""
 
     wants: Callable[[ModuleSpec], bool]
     after: Callable[[ModuleType], None] | None = None
@@ -33,13 +33,13 @@ _ASKING = threading.local()
 
 
 class _Finder:
-    """First on `sys.meta_path`; finds nothing itself, only attaches the hooks to what is found."""
+    """First on `sys.meta_path`; finds nothing itself, and attaches hooks to what others find."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         asked = _ASKING.__dict__.setdefault("names", set())
-        if name in asked:  # by another hooking finder, which asks everyone else as this one does
+        if name in asked:  # by another such finder, which asks all the others as well
             return None
         asked.add(name)
         try:
@@ -64,13 +64,8 @@ def add(hook: Hook) -> None:
     _HOOKS.append(hook)
 
 
-def remove(hook: Hook) -> None:
-    """Take a hook back; a module that is being executed right now still gets it."""
-    _HOOKS.remove(hook)
-
-
 def named(module: str) -> Callable[[ModuleSpec], bool]:
-    """Wants the module of that name."""
+    """A predicate for the spec of the module of that name."""
     return lambda spec: spec.name == module
 
 

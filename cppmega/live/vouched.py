@@ -10,25 +10,23 @@ import os
 import types
 from typing import Any
 
+from cppmega.host import env
 from cppmega.live.pinned import MISSING
-
-VARIABLE = "CPPMEGA_ALLOW_WRAPPER"
-"""Comma-separated keys; set by `--allow-wrapper` so that child processes read them too."""
 
 _MET: dict[str, str] = {}
 
 
 def allow(keys: tuple[str, ...]) -> None:
-    """Add keys for this process and its children."""
-    known = [key for key in os.environ.get(VARIABLE, "").split(",") if key]
+    """Add keys for this process and, through its environment, for its children."""
     if keys:
-        os.environ[VARIABLE] = ",".join(dict.fromkeys([*known, *keys]))
+        known = env.ALLOW_WRAPPER.read()
+        os.environ[env.ALLOW_WRAPPER.name] = ",".join(dict.fromkeys([*known, *keys]))
 
 
 def is_allowed(thing: Any, name: str) -> bool:
     """Whether the wrapper that a name leads to is vouched for; if so it is recorded."""
     wanted = key(thing)
-    if not wanted or wanted not in os.environ.get(VARIABLE, "").split(","):
+    if not wanted or wanted not in env.ALLOW_WRAPPER.read():
         return False
     _MET[name] = wanted
     return True

@@ -17,7 +17,6 @@ computed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -26,10 +25,11 @@ from megatron.core.models.common.language_module.language_module import Language
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
 from cppmega.ops.linear_cross_entropy import Upstream, counted_tokens, say_once
 
-UPSTREAM = "CPPMEGA_LINEAR_CE_UPSTREAM"
+UPSTREAM = env.LINEAR_CE_UPSTREAM.name
 """Variable: what is promised of the gradient of the loss where the loss mask is known."""
 
 
@@ -137,7 +137,7 @@ def _promise(loss_mask: Tensor | None, caller: str) -> Upstream:
     Raises:
         CppmegaError: `linear-ce-upstream-unknown`, a misspelt `CPPMEGA_LINEAR_CE_UPSTREAM`.
     """
-    asked = os.environ.get(UPSTREAM) or "weighted-scalar"
+    asked = env.LINEAR_CE_UPSTREAM.read()
     if asked not in get_args(Upstream):
         raise CppmegaError(
             "linear-ce-upstream-unknown",

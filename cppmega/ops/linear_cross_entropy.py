@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -46,6 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.ops import linear_cross_entropy_external as external
 from cppmega.ops import linear_cross_entropy_reference as reference
 from cppmega.ops.linear_cross_entropy_autograd import DeferredScalar, MainGrad, Recompute
@@ -56,7 +56,7 @@ from cppmega.ops.linear_cross_entropy_chunks import (
     walk,
 )
 
-ENVIRONMENT = "CPPMEGA_LINEAR_CE_KERNEL"
+ENVIRONMENT = env.LINEAR_CE_KERNEL.name
 BACKENDS = ("triton", "liger", "cce", "reference")
 Upstream = Literal["weighted-scalar", "arbitrary"]
 HiddenGrad = Literal["reduced", "partial"]
@@ -99,7 +99,7 @@ def select_backend(
     Raises:
         CppmegaError: an unknown name, or a backend asked for by name that cannot run here.
     """
-    asked = requested or os.environ.get(ENVIRONMENT) or "auto"
+    asked = requested or env.LINEAR_CE_KERNEL.read()
     if asked not in (*BACKENDS, "auto"):
         raise CppmegaError(
             "linear-ce-backend-unknown",

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.host import process
+from cppmega.host import env, process
 from cppmega.host.paths import PACKAGE
 from cppmega.rank import run_ledger
 
@@ -59,7 +59,7 @@ def check(where: str) -> None:
         CppmegaError: `worker-without-guard`.
     """
     holds = {line["pid"] for line in run_ledger.below(os.getpid()) if line["what"] == "holds"}
-    for pid in _descendants(os.getpid()):
+    for pid in process.children(os.getpid(), recursive=True):
         words = process.command(pid)
         if pid in holds or not _is_python(words) or process.only_forked(pid):
             continue
@@ -77,12 +77,6 @@ def check(where: str) -> None:
                 "multiprocessing.set_executable alone",
             )
         _name(words, why, where)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for child in process.children(pid):
-        yield child
-        yield from _descendants(child)
 
 
 def _is_worker(pid: int, words: Sequence[str]) -> bool:
@@ -160,8 +154,8 @@ def _lack(words: Sequence[str], environ: Mapping[str, str]) -> str:
     deaf = sorted(_options(words) & _DEAF)
     if deaf:
         return f"python -{''.join(deaf)}"
-    if environ.get(run_ledger.VARIABLE) != run_ledger.address():
-        return f"{run_ledger.VARIABLE} is not in its environment"
+    if env.GUARDED_BY.read(environ) != run_ledger.address():
+        return f"{env.GUARDED_BY.name} is not in its environment"
     for folder in environ.get("PYTHONPATH", "").split(os.pathsep):
         if folder == BOOTSTRAP:
             return ""

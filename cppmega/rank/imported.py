@@ -47,7 +47,7 @@ def watch(root: Path, receipt: Receipt, edits: Mapping[str, Sequence[Edit]]) -> 
                 digest = sha256((root / edit.path).read_bytes())
                 files[edit.path] = WatchedFile(edit.path, digest, page)
     live_code.watch(root, files)
-    swaps.tell(live_code.expect)
+    swaps.on_replacement(live_code.expect)
 
 
 def check(root: Path, receipt: Receipt) -> None:

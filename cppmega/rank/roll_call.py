@@ -9,15 +9,19 @@ before anything else is exchanged.
 from __future__ import annotations
 
 import functools
+import os
+import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from cppmega.errors import CppmegaError
 from cppmega.live import import_hook
 from cppmega.rank import run_ledger
+
+T = TypeVar("T")
 
 _KEY = "cppmega/guarded/{}"
 _LIMIT = timedelta(minutes=5)
@@ -32,6 +36,32 @@ def distributed() -> Any:
     if found is None or not found.is_available() or not found.is_initialized():
         return None
     return found
+
+
+def rank() -> int:
+    """The number of this rank, also where a script has spawned it without setting RANK."""
+    group = distributed()
+    return group.get_rank() if group else int(os.environ.get("RANK", "0"))
+
+
+def where() -> str:
+    """`host NAME, rank N`, as messages name this process."""
+    return f"host {socket.gethostname()}, rank {rank()}"
+
+
+def gather(mine: T) -> list[T]:
+    """Collect an object from every rank; a list of one where nothing is distributed.
+
+    Raises:
+        CppmegaError: `rank-without-guard`.
+    """
+    group = distributed()
+    if group is None:
+        return [mine]
+    require_everyone()
+    everyone: list[Any] = [None] * group.get_world_size()
+    group.all_gather_object(everyone, mine)
+    return everyone
 
 
 def on_join(action: Callable[[], None]) -> None:

@@ -15,9 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from cppmega.host import process
+from cppmega.host import env, process
 
-VARIABLE = "CPPMEGA_GUARDED_BY"
 _FILE = "cppmega-guard"
 
 What = Literal["holds", "joined", "stepped", "excused", "refused"]
@@ -44,11 +43,11 @@ def join_or_forget(environ: MutableMapping[str, str], *names: str) -> None:
         names: variables that mean nothing where it did not; they are taken out, with a remark.
     """
     global _address
-    address = environ.get(VARIABLE, "")
+    address = env.GUARDED_BY.read(environ)
     if _path(address) is not None:
         _address = address
         return
-    left = [name for name in (*names, VARIABLE) if environ.pop(name, None)]
+    left = [name for name in (*names, env.GUARDED_BY.name) if environ.pop(name, None)]
     if left:
         print(
             f"cppmega: ignoring {', '.join(left)}: left over from another run, which has not "

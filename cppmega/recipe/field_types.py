@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from cppmega.errors import did_you_mean
 from cppmega.recipe.fields import Fields, invalid
 
 _POSITIVE = (
@@ -31,11 +31,9 @@ def check(recipe: Fields) -> None:
         value = getattr(recipe, name)
         if not _fits(value, hint):
             words = _words(hint)
-            near = difflib.get_close_matches(str(value), words, n=1)
             raise invalid(
                 recipe,
-                f"{name}={value!r} is {_wanted(hint)}."
-                + (f" Did you mean {near[0]}?" if near else ""),
+                f"{name}={value!r} is {_wanted(hint)}." + did_you_mean(str(value), words),
                 "Megatron would refuse it, or read something else.",
             )
         if name in _POSITIVE and value is not None and value < 1:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host import paths
 from cppmega.loading import load_file
 from cppmega.recipe import Recipe
@@ -37,10 +36,9 @@ def load(name: str) -> Recipe:
     """
     path = file_of(name)
     if not path.is_file():
-        near = difflib.get_close_matches(name, shipped(), n=1)
         raise CppmegaError(
             "recipe-unknown",
-            f"There is no recipe {name}." + (f" Did you mean {near[0]}?" if near else ""),
+            f"There is no recipe {name}." + did_you_mean(name, shipped()),
             f"Shipped are {', '.join(shipped())}; a path ends in .py.",
             "cppmega recipes",
         )

@@ -6,11 +6,10 @@ there is no string of default flags that could be replaced as a whole.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, closest, suggestion
 from cppmega.recipe import field_types
 from cppmega.recipe import validate as recipe_checks
 from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3, NgramHash, Structure
@@ -46,10 +45,10 @@ class Recipe(Fields):
                     "-- --flag value adds to it; in Python: recipe.plus('--flag', 'value')",
                 )
             if name not in known:
-                near = difflib.get_close_matches(name, sorted(known), n=1)
+                near = closest(name, known)
                 raise CppmegaError(
                     "unknown-field",
-                    f"Recipe has no field {name}." + (f" Did you mean {near[0]}?" if near else ""),
+                    f"Recipe has no field {name}." + suggestion(near),
                     "The change would do nothing.",
                     f"--set {near[0]}=..."
                     if near

@@ -269,14 +269,21 @@ def _silence(run: Run) -> str:
     return ""
 
 
+_STYLES: dict[str, console.Style] = {
+    "crashed": "bad",
+    "killed": "bad",
+    "running": "good",
+    "finished": "note",
+}
+
+
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each run, and under a crashed one what it died of."""
     width = max([4, *(len(row["name"]) for row in rows)])
     head = f"{'STATE':<9} {'NAME':<{width}} {'EXIT':>4} {'STEP':>7} {'LOSS':>8} {'SAVED':>7} "
     yield head + f"{'TIME':>8} {'OVERLAY':<16} TMUX"
     for row in rows:
-        colour = {"crashed": "31", "killed": "31", "running": "32", "finished": "36"}
-        state = console.coloured(f"{row['state']:<9}", colour.get(row["state"], ""))
+        state = console.styled(f"{row['state']:<9}", _STYLES.get(row["state"]))
         loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
         yield (
             f"{state} {row['name']:<{width}} {_or_dash(row['exit']):>4} {_or_dash(row['step']):>7} "

@@ -27,11 +27,9 @@ from typing import Any, Literal
 
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
-from cppmega.host import durable
+from cppmega.host import durable, env
 from cppmega.runs import liveness
 from cppmega.runs import manifest as run_manifest
-
-VARIABLE = "CPPMEGA_RUNS"
 
 State = Literal["starting", "running", "stopping", "finished", "stopped", "crashed", "killed"]
 LIVE: frozenset[State] = frozenset({"starting", "running", "stopping"})
@@ -251,7 +249,7 @@ def _ended(status: Mapping[str, Any]) -> State:
 
 def root(given: Path | None = None) -> Path:
     """The folder of all run folders: what is named, the variable, `./runs`."""
-    return given or Path(os.environ.get(VARIABLE) or "runs")
+    return given or env.RUNS.read()
 
 
 def create(runs: Path, name: str) -> Run:
@@ -274,7 +272,7 @@ def create(runs: Path, name: str) -> Run:
             "runs-not-writable",
             f"{folder} cannot be made: {error.strerror}.",
             "Without it nobody could say later what ran.",
-            f"--runs FOLDER, or export {VARIABLE}=FOLDER",
+            f"--runs FOLDER, or export {env.RUNS.name}=FOLDER",
         ) from error
     return Run(folder.absolute())
 
@@ -345,7 +343,7 @@ def find(runs: Path, name: str | None) -> Run:
             "no-runs",
             f"There is no run folder in {runs.absolute()}.",
             "Nothing was launched there.",
-            f"cppmega launch RECIPE, or --runs FOLDER, or export {VARIABLE}=FOLDER",
+            f"cppmega launch RECIPE, or --runs FOLDER, or export {env.RUNS.name}=FOLDER",
         )
     if name is None:
         return known[0]

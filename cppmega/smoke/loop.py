@@ -7,7 +7,6 @@ It behaves like Megatron's own where a launcher can see it: the same names of ch
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from cppmega import guard
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
@@ -387,4 +387,4 @@ def folder_of(data: tuple[str, ...], recipe: Recipe) -> Path:
             "It builds its own corpus there and cannot mix.",
             "name one folder, or none",
         )
-    return Path(data[0]) if data else Path(os.environ.get("CPPMEGA_RUNS", "runs")) / "smoke_data"
+    return Path(data[0]) if data else env.RUNS.read() / "smoke_data"

@@ -22,19 +22,33 @@ _OPTIONS = (
     ),
     click.option("--data", multiple=True, metavar="PREFIX", help="A prepared dataset; repeatable."),
     click.option(
-        "--tokenizer", help="What made the data, where its card does not say or to check it."
+        "--tokenizer", help="Tokenizer of the data, if its card does not name one, or to check it."
     ),
-    click.option("--eod", help="End token of that tokenizer, where its files do not say it."),
-    click.option("--data-cache", type=_FOLDER, help="Folder for sample indices [beside the data]."),
-    click.option("--mock-data", is_flag=True, help="Train on made-up tokens; every line says so."),
-    click.option("--save", type=_FOLDER, help="Checkpoints; a restarted run resumes from them."),
+    click.option("--eod", help="End token of that tokenizer, if its files do not name it."),
+    click.option(
+        "--data-cache", type=_FOLDER, help="Folder for sample indices (default: next to the data)."
+    ),
+    click.option(
+        "--mock-data", is_flag=True, help="Train on made-up tokens; every log line says so."
+    ),
+    click.option(
+        "--save", type=_FOLDER, help="Folder for checkpoints; a restarted run resumes from them."
+    ),
     click.option("--load", type=_FOLDER, help="Resume from the checkpoint of another run."),
-    click.option("--save-interval", type=_STEPS, default=500, show_default=True, help="Steps."),
+    click.option(
+        "--save-interval",
+        type=_STEPS,
+        default=500,
+        show_default=True,
+        help="Steps between checkpoints.",
+    ),
     click.option("--exit-interval", type=_STEPS, help="End after a multiple of this many steps."),
-    click.option("--log-interval", type=_STEPS, default=1, show_default=True, help="Steps."),
+    click.option(
+        "--log-interval", type=_STEPS, default=1, show_default=True, help="Steps between log lines."
+    ),
     click.option("--tensorboard", type=_FOLDER, help="Folder for TensorBoard."),
     click.option("--wandb-project", default="", help="Log to this Weights & Biases project."),
-    click.option("--wandb-name", default="", help="Name of the run there [the recipe's]."),
+    click.option("--wandb-name", default="", help="Name of the run there (default: the recipe's)."),
     click.option("--metrics", type=_FOLDER, help="File for one JSON object per logged step."),
     click.option(
         "--accept",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 
 _GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)
 _PYTHONS = ("3.12", "3.11")
@@ -19,9 +20,9 @@ _PYTHONS = ("3.12", "3.11")
 
 def cache() -> Path:
     """The folder for wheels: `CPPMEGA_CACHE`, else the user's cache folder."""
-    chosen = os.environ.get("CPPMEGA_CACHE")
-    if chosen:
-        return Path(chosen)
+    chosen = env.CACHE.read()
+    if chosen is not None:
+        return chosen
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cppmega"
 
 

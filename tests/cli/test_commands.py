@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from cppmega.catalogue import loader as catalogue
@@ -323,7 +324,12 @@ def test_reader_that_stops_reading(lab: Lab) -> None:
     assert done.stdout.startswith("---") and done.stderr == ""
 
 
-_HEAVY = ("libcst", "torch", "rich", "pyflakes", "megatron", "wrapt", "numpy")
+def test_every_command_is_in_a_section_of_the_help() -> None:
+    named = cli.cli.list_commands(click.Context(cli.cli))
+    assert sorted(named) == sorted(cli.cli.commands)
+
+
+_HEAVY = ("libcst", "torch", "rich", "psutil", "pyflakes", "megatron", "wrapt", "numpy")
 _SEEN = f"""
 import atexit
 atexit.register(lambda: print([m for m in {_HEAVY!r} if m in sys.modules], file=sys.stderr))

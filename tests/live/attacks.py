@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron.core import thing, user
 
 from cppmega import guard
-from cppmega.live import vouched
+from cppmega.host import env
 from tests.live.scenes import Scene, play_all
 
 SCENES: dict[str, Scene] = {}
@@ -278,10 +278,10 @@ def fine_state():
 
 @scene
 def fine_vouched():
-    os.environ[vouched.VARIABLE] = "__main__:timed.<locals>.wrapper"
+    os.environ[env.ALLOW_WRAPPER.name] = "__main__:timed.<locals>.wrapper"
     with changed(thing, "double", timed(thing.double)):
         yield
-    del os.environ[vouched.VARIABLE]
+    del os.environ[env.ALLOW_WRAPPER.name]
 
 
 @scene

@@ -127,7 +127,7 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
     assert lines[:5] == [
         ["ok", "2 checks hold: a, mock"],
         ["not-applicable", "30 checks do not concern this launch (-v lists them)"],
-        ["not-run", "1 check waits for what fails: late"],
+        ["not-run", "1 check waits for those that fail: late"],
         ["ok", "mock  MOCK DATA"],
         ["failed", "bad   some-error"],
     ]

@@ -38,7 +38,8 @@ def run(x):
 """
 PRELUDE = """
 import sys
-from cppmega.rank import reached_marks, swaps
+from cppmega.live import import_hook
+from cppmega.rank import installed, reached_marks, swaps
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page, Patch
 
@@ -49,6 +50,13 @@ def page(name, **given):
 
 def arm(one):
     swaps.arm(one, one.patch.edits)
+
+def disarm():
+    for done in reversed(installed.REGISTRY.installed):
+        setattr(done.owner, done.name, done.original)
+    import_hook._HOOKS.clear()
+    installed.REGISTRY.installed.clear()
+    installed.REGISTRY.armed.clear()
 
 def triple(original):
     def scale(x, factor=2):
@@ -131,9 +139,9 @@ def test_patch_import_unpatch_restores_identity(run) -> None:
     run("""
     arm(FUNCTION); arm(METHOD)
     import pkg.target as t
-    before = [(i.owner, i.name, i.original) for i in swaps.installed()]
+    before = [(i.owner, i.name, i.original) for i in installed.entries()]
     assert len(before) == 2 and t.scale is not before[0][2]
-    swaps.disarm()
+    disarm()
     for owner, name, original in before:
         assert vars(owner)[name] is original
     assert t.scale(1) == 2 and t.Mixer(1).forward(1) == 2
@@ -144,23 +152,23 @@ def test_patch_patch_import_patches_once(run) -> None:
     run("""
     arm(FUNCTION); arm(FUNCTION)
     import pkg.target as t
-    assert t.scale(1) == 6 and len(swaps.installed()) == 1
+    assert t.scale(1) == 6 and len(installed.entries()) == 1
     """)
 
 
 def test_patch_unpatch_import_leaves_the_original(run) -> None:
     run("""
-    arm(FUNCTION); swaps.disarm()
+    arm(FUNCTION); disarm()
     import pkg.target as t
-    assert t.scale(1) == 2 and not swaps.installed()
+    assert t.scale(1) == 2 and not installed.entries()
     """)
 
 
 def test_patch_unpatch_patch_import_patches_once(run) -> None:
     run("""
-    arm(FUNCTION); swaps.disarm(); arm(FUNCTION)
+    arm(FUNCTION); disarm(); arm(FUNCTION)
     import pkg.target as t
-    assert t.scale(1) == 6 and len(swaps.installed()) == 1
+    assert t.scale(1) == 6 and len(installed.entries()) == 1
     """)
 
 
@@ -199,9 +207,9 @@ def test_a_copy_that_was_not_imported_is_refused(run) -> None:
 def test_armed_targets_wait_for_their_import(run) -> None:
     run("""
     arm(FUNCTION)
-    assert swaps.waiting() == ["pkg/target.py:scale"]
+    assert installed.waiting() == ["pkg/target.py:scale"]
     import pkg.target
-    assert swaps.waiting() == []
+    assert installed.waiting() == []
     """)
 
 

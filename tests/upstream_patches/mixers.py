@@ -23,7 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch.nn import functional
 
-from cppmega.rank import swaps
+from cppmega.rank import installed
 from tests.upstream_patches.distributed_optimizer import Adam
 from tests.upstream_patches.one_process import Stock
 
@@ -151,7 +151,7 @@ def build(seed: int, stock: bool = False) -> tuple[Any, Model, dict[str, Any]]:
     """The model in Float16Module, the model, and what its kept parameters were drawn as."""
     torch.manual_seed(seed)
     model = Model()
-    init = swaps.installed()[0].original if stock else Float16Module.__init__
+    init = installed.entries()[0].original if stock else Float16Module.__init__
     drawn = {name: value.detach().clone() for name, value in kept(model).items()}
     with mock.patch.object(Float16Module, "__init__", init):
         return Float16Module(CONFIG, model), model, drawn

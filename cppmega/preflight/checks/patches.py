@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from cppmega.catalogue import gates
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.overlay.verbs import NOT_WHOLE
 from cppmega.overlay.verdict import MEANING, Verdict, summary
 from cppmega.preflight.context import Context
@@ -34,12 +33,11 @@ def _found(context: Context) -> Iterator[CppmegaError]:
     verdicts = context.plan.verdicts
     for name in context.wanted_patches:
         if name not in verdicts:
-            near = difflib.get_close_matches(name, sorted(verdicts), n=1)
             assert context.recipe is not None
             yield CppmegaError(
                 "patch-unknown",
                 f"Recipe {context.recipe.name} needs the patch {name}, and no catalogue has a page "
-                "of that name." + (f" Did you mean {near[0]}?" if near else ""),
+                "of that name." + did_you_mean(name, verdicts),
                 "What the recipe relies on would not be there.",
                 "cppmega list; a page of your own: python -m cppmega.apply_patches --patches DIR",
             )

@@ -9,14 +9,11 @@ from collections.abc import Iterator
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
-from cppmega.host import process
+from cppmega.host import env, process
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 
 AFTER: tuple[str, ...] = ("one_root",)
-
-_OURS = ("CPPMEGA_OVERLAY", "CPPMEGA_ROOT", "CPPMEGA_GUARDED_BY", "CPPMEGA_RUN")
-"""Set for the processes of one run; in the environment of a launch they are another run's."""
 
 
 def check(context: Context) -> str:
@@ -27,16 +24,18 @@ def check(context: Context) -> str:
             switches), `leftover-variable` (also a rank's or torchrun's own), `bad-gate-value`.
     """
     refuse(_found(context))
-    set_ = sorted(name for name in context.environ if name.startswith("CPPMEGA_"))
+    set_ = sorted(name for name in context.environ if name.startswith(env.PREFIX))
     return ", ".join(f"{name}={context.environ[name]}" for name in set_) or "none is set"
 
 
 def _found(context: Context) -> Iterator[CppmegaError]:
     pages = context.session.pages.values()
-    rest = {n: v for n, v in context.environ.items() if n not in (*gates.GIVES_NAN, *_OURS)}
+    rest = {
+        n: v for n, v in context.environ.items() if n not in (*gates.GIVES_NAN, *env.OF_ONE_RUN)
+    }
     yield from gates.problems(pages, rest)
     gates.values(pages, context.environ)  # raises on a value that is neither on nor off
-    for name in _OURS:
+    for name in env.OF_ONE_RUN:
         if context.environ.get(name):
             yield CppmegaError(
                 "leftover-variable",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import io
 import json
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, closest
 from cppmega.preflight.ask import given_order
 
 
@@ -51,7 +50,7 @@ def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
 def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, str]]:
     """Everything that differs in this process from what was applied."""
     from cppmega import guard
-    from cppmega.rank import imported, provenance, swaps
+    from cppmega.rank import imported, installed, provenance
 
     held = guard.start(Path(order["root"]) if order["root"] else None)
     root = held.session.tree.root
@@ -75,7 +74,7 @@ def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, st
     found = judged.problems
     checks: tuple[Callable[[], None], ...] = (
         lambda: imported.check(root, held.receipt),
-        lambda: _refuse_waiting(swaps.waiting()),
+        lambda: _refuse_waiting(installed.waiting()),
     )
     for check in checks:
         try:
@@ -149,7 +148,7 @@ def _near(arguments: Any, argv: list[str]) -> dict[str, str]:
     found = {}
     for flag in dict.fromkeys(given):
         if flag not in known:
-            found[flag] = (difflib.get_close_matches(flag, known, n=1) or [""])[0]
+            found[flag] = next(iter(closest(flag, known)), "")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Commands that prove: verify, drift, new, pin."""
+"""Commands for authors of patches: drift, pin, new."""
 
 from __future__ import annotations
 
@@ -8,55 +8,7 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli.group import (
-    FINE,
-    NOT_AS_IT_MUST_BE,
-    carrying,
-    cli,
-    patches_option,
-    session_of,
-    tree_options,
-)
-
-
-@cli.command()
-@click.argument("names", nargs=-1)
-@tree_options
-@click.option(
-    "--record",
-    is_flag=True,
-    help="Keep the proofs that need more than a CPU in a file with the pages, for machines that "
-    "cannot make them.",
-)
-def verify(
-    names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool, record: bool
-) -> None:
-    """Run every page's proof: it must pass on patched code, fail on stock and on a mutant.
-
-    Where upstream has the fix, it must pass on stock. Without NAMES, exit status 1 also where a
-    page is in a failure state, which `cppmega status` shows.
-    """
-    from cppmega.host import console
-    from cppmega.proof import verify as proofs
-
-    session = session_of(root, patches)
-    recorded: list[Path] = []
-    proved = proofs.verify(session, names, recorded if record else None)
-    ok = all(one.proof not in ("failed", "stale") for one in proved)
-    if as_json:
-        rows = [one.as_json() for one in proved]
-        files = [str(path) for path in recorded]
-        console.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
-    else:
-        width = max((len(one.name) for one in proved), default=0)
-        for one in proved:
-            code = {"passed": "32", "failed": "31", "stale": "31"}.get(one.proof, "33")
-            click.echo(
-                f"{console.coloured(f'{one.proof:<11}', code)} {one.name:<{width}}  {one.detail}"
-            )
-        for path in recorded:
-            console.say(f"recorded in {path}: commit it with the pages")
-    sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
+from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, patches_option
 
 
 @cli.command()
@@ -66,23 +18,24 @@ def verify(
 @click.option(
     "--prove",
     is_flag=True,
-    help="Run the proofs of patches that NEW has by its text, on NEW's code: imports it.",
+    help="For patches whose fix NEW has by its text, run the proofs on NEW's code, which imports "
+    "it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
-    """What an upgrade from OLD to NEW would do to every patch; run it before you upgrade.
+    """Show what an upgrade of Megatron would do to every patch.
 
-    OLD and NEW are each a version (0.19.2; its wheel is downloaded with pip, once), a .whl file,
-    or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing is
-    imported.
+    OLD and NEW are each a version such as 0.19.2 (its wheel is downloaded with pip, once), a .whl
+    file, or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing
+    is imported.
 
     \b
-    same          the text that the patch edits did not change
-    changed       it did: which statements, and whether our edit replaces them (!) or is beside (~)
-    moved, gone   where it stands now, or what is most like it
-    upstreamed    NEW has the fix, the patch retires itself; --prove says whether it works
-    not-fixed     NEW has the fix by its text, and does not pass the proof
-    newly-needed  NEW needs it, OLD did not
+    same          the text that the patch edits is unchanged
+    changed       it has changed: in statements that the edit replaces (!), or next to them (~)
+    moved, gone   it is elsewhere, or absent: where it is now, or what is most like it
+    upstreamed    NEW has the fix and the patch retires; --prove tests that the fix works
+    not-fixed     NEW has the fix by its text, and fails the proof
+    newly-needed  NEW needs the patch, OLD did not
     lost-again    OLD has the fix, NEW has the bug again
 
     Exit status 0: after the upgrade every patch is known, fixed upstream or not applicable.
@@ -93,12 +46,12 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     from cppmega.authoring import drift_report
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
-    from cppmega.tree import resolve as given
+    from cppmega.tree import resolve
 
     pages = catalogue.load(patches)
     with tempfile.TemporaryDirectory(prefix="cppmega-drift-") as scratch:
         sides = [
-            (name, given.tree_of(name, Path(scratch) / place, console.say))
+            (name, resolve.tree_of(name, Path(scratch) / place, console.say))
             for name, place in ((old, "old"), (new, "new"))
         ]
         found = drifting.compare(sides[0], sides[1], pages)
@@ -127,7 +80,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     "--from",
     "source",
     metavar="ROOT|WHEEL",
-    help="Where the text is read: a folder that holds megatron/, or a wheel (default: the wheel "
+    help="Read the text from a folder that holds megatron/, or from a wheel (default: the wheel "
     "of VERSION, downloaded with pip).",
 )
 @click.option(
@@ -137,7 +90,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     help="Use the edits that the page has for this version.",
 )
 @click.option(
-    "--unverified", is_flag=True, help="Pin although the proof cannot run on this machine."
+    "--unverified", is_flag=True, help="Pin even if the proof cannot run on this machine."
 )
 @patches_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -150,30 +103,30 @@ def pin(
     patches: Sequence[Path],
     as_json: bool,
 ) -> None:
-    """Add a Megatron version to page NAME, after every law passed on that version's code.
+    """Add a Megatron version to a patch, if every law holds there.
 
     The page's edit is applied to the new text, applied again and reverted, and its proof must pass
-    with the patch, fail without it, and fail on a patch that does nothing. If one of them does not,
-    nothing is written. Only the pin is added to the page's file; everything else stays as it is.
+    with the patch, fail without it, and fail on a patch that does nothing. Otherwise nothing is
+    written. Only the pin is added to the page's file; everything else stays as it is.
     """
     import tempfile
 
     from cppmega.authoring import pin as pinning
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
-    from cppmega.tree import resolve as given
+    from cppmega.tree import resolve
 
     page = catalogue.get(catalogue.load(patches), name)
     with tempfile.TemporaryDirectory(prefix="cppmega-pin-") as folder:
         scratch = Path(folder)
-        tree = given.tree_of(source or version, scratch / "given", console.say)
+        tree = resolve.tree_of(source or version, scratch / "given", console.say)
         done = pinning.pin(
             page, version, tree, scratch, console.say, like=like, unverified=unverified
         )
     if as_json:
         console.print_json({**console.NOTHING, **done.as_json()})
         return
-    word = console.coloured("pinned" if done.added else "already pinned", "32")
+    word = console.styled("pinned" if done.added else "already pinned", "good")
     click.echo(f"{word} {name} for {version} in {done.path}")
     for target, fingerprint in done.added.items():
         click.echo(f"    {target}  {fingerprint}")
@@ -188,7 +141,7 @@ def pin(
     "targets",
     multiple=True,
     metavar="PATH:SYMBOL",
-    help="The function, method or class to patch; may be given more than once.",
+    help="The function, method or class to patch; repeatable.",
 )
 @click.option(
     "--dir",
@@ -201,16 +154,16 @@ def pin(
     "root",
     type=click.Path(path_type=Path),
     metavar="ROOT",
-    help="Where the target is looked up (default: the Megatron that Python would import).",
+    help="Look up the target in this folder (default: the Megatron that Python would import).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def new(
     name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
 ) -> None:
-    """Write the page of a new patch: a file that loads, with TODO where you have to fill in.
+    """Write the page of a new patch, with TODO where you fill in.
 
-    With --target megatron/core/transformer/mlp.py:MLP.forward the text of the installed Megatron is
-    pinned. The edit, and the proof that it works, are yours to write.
+    The page loads as it is. With --target megatron/core/transformer/mlp.py:MLP.forward the text of
+    the installed Megatron is pinned. The edit, and the proof that it works, are yours to write.
     """
     from cppmega.authoring import scaffold
     from cppmega.catalogue import loader as catalogue

@@ -1,0 +1,56 @@
+"""The command that proves patches: verify."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, cli, session_of, tree_options
+from cppmega.host.console import Style
+
+_STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "stale": "bad"}
+
+
+@cli.command()
+@click.argument("names", nargs=-1)
+@tree_options
+@click.option(
+    "--record",
+    is_flag=True,
+    help="Store proofs that need more than a CPU in a file next to the pages, for machines that "
+    "cannot run them.",
+)
+def verify(
+    names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool, record: bool
+) -> None:
+    """Prove every patch, or those named.
+
+    A proof must pass on patched code, and fail on stock code and on a mutant that has the patch's
+    text without its behavior. Where upstream has the fix, it must pass on stock. Without NAMES the
+    exit status is also 1 if a patch is in a failure state, which `cppmega status` shows.
+    """
+    from cppmega.host import console
+    from cppmega.host.table import Row, table
+    from cppmega.proof import verify as proofs
+
+    session = session_of(root, patches)
+    recorded: list[Path] = []
+    proved = proofs.verify(session, names, recorded if record else None)
+    ok = all(one.proof not in ("failed", "stale") for one in proved)
+    if as_json:
+        rows = [one.as_json() for one in proved]
+        files = [str(path) for path in recorded]
+        console.print_json({"schema": 1, "ok": ok, "pages": rows, "recorded": files})
+    else:
+        printed = (
+            Row((one.proof, one.name, one.detail), _STYLES.get(one.proof, "waiting"))
+            for one in proved
+        )
+        for line in table(printed, widths=(10,)):
+            click.echo(line)
+        for path in recorded:
+            console.say(f"recorded in {path}: commit it with the pages")
+    sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)

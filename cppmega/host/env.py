@@ -1,0 +1,106 @@
+"""The `CPPMEGA_*` variables that the package itself reads: their names, meanings and parsers.
+
+Pages declare further variables in their headers: gates, and whatever else the patched code reads.
+
+Example:
+    >>> env.CACHE.read({"CPPMEGA_CACHE": "/scratch/wheels"})
+    PosixPath('/scratch/wheels')
+    >>> env.ALLOW_WRAPPER.read({})
+    ()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T_co = TypeVar("T_co", covariant=True)
+
+PREFIX = "CPPMEGA_"
+"""Every variable of the package and of its pages begins with this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable(Generic[T_co]):
+    """One environment variable."""
+
+    name: str
+    meaning: str
+    parse: Callable[[str], T_co]
+    """From the text of the variable to its value; an unset variable is an empty text."""
+    of_one_run: bool = False
+    """Set by cppmega for the processes of one run, and never by a person."""
+
+    def read(self, environ: Mapping[str, str] = os.environ) -> T_co:
+        """The value in an environment, by default that of this process."""
+        return self.parse(environ.get(self.name, ""))
+
+
+def _optional_path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
+
+
+CACHE = Variable(
+    "CPPMEGA_CACHE",
+    "folder for downloaded wheels (default: the user's cache folder)",
+    _optional_path,
+)
+RUNS = Variable(
+    "CPPMEGA_RUNS",
+    "folder of the run folders (default: ./runs)",
+    lambda text: Path(text or "runs"),
+)
+ALLOW_WRAPPER = Variable(
+    "CPPMEGA_ALLOW_WRAPPER",
+    "wrappers of patched code that are intended: module:qualname,...",
+    _words,
+)
+LINEAR_CE_KERNEL = Variable(
+    "CPPMEGA_LINEAR_CE_KERNEL",
+    "backend of the linear cross-entropy (default: auto)",
+    lambda text: text or "auto",
+)
+LINEAR_CE_UPSTREAM = Variable(
+    "CPPMEGA_LINEAR_CE_UPSTREAM",
+    "arbitrary: the loss weights tokens by more than its mask (default: weighted-scalar)",
+    lambda text: text or "weighted-scalar",
+)
+OVERLAY = Variable(
+    "CPPMEGA_OVERLAY",
+    "digest of the overlay that child processes must hold; set by cppmega.run",
+    str,
+    of_one_run=True,
+)
+ROOT = Variable(
+    "CPPMEGA_ROOT",
+    "folder that child processes must import megatron from; set by cppmega.run",
+    _optional_path,
+    of_one_run=True,
+)
+GUARDED_BY = Variable(
+    "CPPMEGA_GUARDED_BY",
+    "address of the ledger that child processes write to; set by cppmega.run",
+    str,
+    of_one_run=True,
+)
+RUN = Variable(
+    "CPPMEGA_RUN",
+    "the run folder; set by cppmega launch for its ranks",
+    _optional_path,
+    of_one_run=True,
+)
+
+VARIABLES: tuple[Variable[object], ...] = (
+    *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
+    *(OVERLAY, ROOT, GUARDED_BY, RUN),
+)
+NAMES = frozenset(variable.name for variable in VARIABLES)
+OF_ONE_RUN = tuple(variable.name for variable in VARIABLES if variable.of_one_run)
+"""In the environment of a new launch they are left over from another run."""

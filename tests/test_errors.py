@@ -1,0 +1,30 @@
+"""Errors: their parts, and the suggestion for a misspelled word."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from cppmega.errors import CppmegaError, closest, did_you_mean, suggestion
+
+
+def test_a_misspelled_word_is_answered_with_the_closest_known_ones() -> None:
+    known = ["forward", "forwards", "backward"]
+    assert did_you_mean("forwrad", known) == " Did you mean forward?"
+    assert (
+        did_you_mean("forwar", known, 2)
+        == f" Did you mean {' or '.join(closest('forwar', known, 2))}?"
+    )
+    assert did_you_mean("xyz", known) == suggestion([]) == ""
+
+
+def test_an_error_survives_pickling() -> None:
+    error = CppmegaError("made-up", "what", "why", "next")
+    copy = pickle.loads(pickle.dumps(error))
+    assert copy.render() == error.render() and copy.as_json() == error.as_json()
+
+
+def test_an_error_name_is_kebab_case() -> None:
+    with pytest.raises(ValueError, match="kebab-case"):
+        CppmegaError("Made up", "what", "why", "next")
