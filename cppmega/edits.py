@@ -84,7 +84,7 @@ def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
             new = node_edits.statements(added)
             return [*new, *found] if before else [*found, *new]
 
-        swap = node_edits.StatementSwap(node_edits.statements(anchor), join)
+        swap = node_edits.StatementSwap(anchor, join)
         return node_edits.exactly(swap, node, anchor, 1)
 
     return edit

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter, ne
+from operator import attrgetter, is_not, ne
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -81,10 +81,8 @@ class Footprint:
             if getattr(sys, name) is not value:
                 setattr(sys, name, value)
                 yield f"replaces sys.{name}"
-        for name, module in self.modules.items():
-            if sys.modules.get(name) is not module and not name.startswith(OF_FILES):
-                sys.modules[name] = module
-                yield f"replaces the module {name}"
+        if any(map(is_not, map(sys.modules.get, self.modules), self.modules.values())):
+            yield from self._restored_modules()
         if any(vars(self.modules[name]) != before for name, before in self.names.items()):
             yield from self._restored_names()
         if [*map(_code, self.functions)] != self.code:
@@ -95,6 +93,12 @@ class Footprint:
             sys.setprofile(self.traced[0])
             sys.settrace(self.traced[1])
             yield "watches what the process calls (sys.setprofile, sys.settrace)"
+
+    def _restored_modules(self) -> Iterator[str]:
+        for name, module in self.modules.items():
+            if sys.modules.get(name) is not module and not name.startswith(OF_FILES):
+                sys.modules[name] = module
+                yield f"replaces the module {name}"
 
     def _restored_names(self) -> Iterator[str]:
         for module, before in self.names.items():
@@ -132,7 +136,7 @@ def _guarded() -> dict[str, ModuleType]:
     return {
         name: module
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == "cppmega" or name in _RELIED_ON
+        if name.startswith("cppmega.") or name in _RELIED_ON or name == "cppmega"
     }
 
 

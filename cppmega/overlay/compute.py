@@ -20,7 +20,7 @@ from cppmega.tree.installed import sha256
 _STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
 
 
-def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change], bytes, str]:
+def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change], Receipt]:
     """Compute every file in memory, and the receipt that goes with them."""
     new = Receipt(
         tool=__version__,
@@ -73,7 +73,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     new.digest = overlay_digest(new)
     new.survey = dict(sorted(plan.survey.used.items()))
     new.code = code_text.known()
-    return changes, new.dump(), new.digest
+    return changes, new
 
 
 def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str], str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from cppmega.catalogue import gates
 from cppmega.catalogue.revision import changed, engine_revision
 from cppmega.overlay.diagnose import Diagnosis, FileView, Written, diagnose, view
-from cppmega.overlay.receipt import Loaded, PatchedPage
+from cppmega.overlay.receipt import Loaded, PatchedPage, Receipt
 from cppmega.overlay.survey import Survey
 from cppmega.overlay.verdict import DONE, FAILURES, NEEDED, Proof, Verdict
 from cppmega.page import Edit, Page
@@ -73,6 +73,27 @@ class Plan:
             and entry.after == sha256(file.current or b"")
             and not changed(entry.runs)
         )
+
+    def written(self, data: Mapping[str, bytes], receipt: Receipt) -> Plan:
+        """The plan of the same tree after its files and its receipt were written.
+
+        Nothing is read for it: whoever wrote the files has compared them with what they must hold.
+
+        Args:
+            data: path -> bytes of the files that were written.
+        """
+        done = replace(self, loaded=Loaded(receipt, exists=True), views=dict(self.views))
+        for path in {*data, *receipt.files}:
+            file = self.views[path]
+            current = data.get(path, file.current)
+            ours = path in receipt.files
+            done.views[path] = replace(file, current=current, ours=ours, story="")
+        kept = {name: v for name, v in self.verdicts.items() if name in self.pages}
+        done.verdicts = {
+            name: _with_proof(done, _done_or_pending(done, name) if v.state in NEEDED else v)
+            for name, v in kept.items()
+        }
+        return done
 
 
 def make(

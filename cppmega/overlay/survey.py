@@ -7,7 +7,6 @@ second `apply` and `status` then hash files instead of parsing them.
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -141,7 +140,7 @@ class Survey:
         self._reads.add(path)
         data = self.read(path)
         found = [] if data is None else find(self._readable(data, path)[1], symbol)
-        return "\n".join(ast.unparse(_without_docstrings(node)) for node in found)
+        return "\n".join(map(_unparsed, found))
 
     def file(self, path: str) -> str:
         """For `fixed_upstream`: the text of a file."""
@@ -223,9 +222,16 @@ def ask(page: Page, source: Source) -> bool:
     return answer
 
 
-def _without_docstrings(node: Definition) -> ast.AST:
-    node = copy.deepcopy(node)
-    for inner in ast.walk(node):
-        if isinstance(inner, Definition) and ast.get_docstring(inner, clean=False) is not None:
-            inner.body = inner.body[1:] or [ast.copy_location(ast.Pass(), inner.body[0])]
-    return node
+def _unparsed(definition: Definition) -> str:
+    """The code of a definition without its docstrings; the shared tree is left as it was."""
+    inside = [node for node in ast.walk(definition) if isinstance(node, Definition)]
+    bodies = [
+        (node, node.body) for node in inside if ast.get_docstring(node, clean=False) is not None
+    ]
+    try:
+        for node, body in bodies:
+            node.body = body[1:] or [ast.copy_location(ast.Pass(), body[0])]
+        return ast.unparse(definition)
+    finally:
+        for node, body in bodies:
+            node.body = body

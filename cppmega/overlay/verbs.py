@@ -302,19 +302,20 @@ def _make_it_so(session: Session, choose: Callable[[Receipt], _Choice], check: b
     if not _needs_writing(session, plan):
         return Outcome(plan, plan.loaded.receipt.digest)
     if check:
-        changes, _, digest = changes_of(plan, session.catalogues or ())
-        return Outcome(plan, digest, sorted(changes), receipt_changed=True)
+        changes, new = changes_of(plan, session.catalogues or ())
+        return Outcome(plan, new.digest, sorted(changes), receipt_changed=True)
     with transaction.locked(session.tree, session.say):
         plan = _planned(session, choose)  # the tree may have changed while we waited
         if plan.failures:
             return Outcome(plan, "")
         if not _needs_writing(session, plan):
             return Outcome(plan, plan.loaded.receipt.digest)
-        changes, new, digest = changes_of(plan, session.catalogues or ())
+        changes, new = changes_of(plan, session.catalogues or ())
         if plan.loaded.problem:
             session.say(f"{plan.loaded.problem}; writing a new one")
-        transaction.commit(plan.tree, changes, new)
-    return Outcome(_planned(session, choose), digest, sorted(changes), True)
+        transaction.commit(plan.tree, changes, new.dump())
+    data = {path: change.data for path, change in changes.items()}
+    return Outcome(plan.written(data, new), new.digest, sorted(changes), True)
 
 
 def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import libcst as cst
 
 from cppmega.page import Edit
-from cppmega.rewriting.fingerprint import is_docstring
+from cppmega.rewriting.codegen import is_docstring
 from cppmega.rewriting.node_edits import shape
 
 

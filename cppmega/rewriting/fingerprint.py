@@ -12,66 +12,12 @@ from functools import lru_cache
 from typing import cast
 
 import libcst as cst
-from libcst._nodes.internal import CodegenState
 
 from cppmega.errors import CppmegaError
+from cppmega.rewriting.codegen import bare, text
 
 LENGTH = 16
 """Hex digits kept: 64 bits, far beyond an accident."""
-
-_NOT_CODE = (cst.TrailingWhitespace, cst.EmptyLine)
-
-
-class _BareState(CodegenState):
-    """Writes code and leaves out everything that is not code, in one pass over the nodes.
-
-    The same text as from a transformer that drops those nodes, in a quarter of its time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("    ", "\n")
-        self._starts: list[int] = []
-        self._docstrings: dict[int, bool] = {}
-        """Identity of a docstring's statement -> whether it is all that its block holds."""
-
-    def increase_indent(self, value: str) -> None:
-        self.indent_tokens.append(self.default_indent)
-
-    def before_codegen(self, node: cst.CSTNode) -> None:
-        kind = type(node)
-        if kind in _NOT_CODE or id(node) in self._docstrings:
-            self._starts.append(len(self.tokens))
-        elif kind is cst.FunctionDef or kind is cst.ClassDef:
-            body = cast(cst.FunctionDef, node).body
-            if isinstance(body, cst.IndentedBlock) and body.body and is_docstring(body.body[0]):
-                self._docstrings[id(body.body[0])] = len(body.body) == 1
-
-    def after_codegen(self, node: cst.CSTNode) -> None:
-        if type(node) in _NOT_CODE:
-            del self.tokens[self._starts.pop() :]
-            if type(node) is cst.TrailingWhitespace:
-                self.tokens.append("\n")
-        elif id(node) in self._docstrings:
-            del self.tokens[self._starts.pop() :]
-            if self._docstrings.pop(id(node)):
-                self.add_indent_tokens()
-                self.tokens.append("pass\n")
-
-
-def is_docstring(statement: cst.CSTNode) -> bool:
-    """Whether a statement is a string standing alone; an f-string is code."""
-    return (
-        isinstance(statement, cst.SimpleStatementLine)
-        and len(statement.body) == 1
-        and isinstance(statement.body[0], cst.Expr)
-        and _is_plain_string(statement.body[0].value)
-    )
-
-
-def _is_plain_string(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.ConcatenatedString):
-        return _is_plain_string(node.left) and _is_plain_string(node.right)
-    return isinstance(node, cst.SimpleString)
 
 
 @lru_cache(maxsize=512)
@@ -116,17 +62,9 @@ def _only(statements: Sequence[cst.CSTNode]) -> cst.CSTNode:
     return statements[0]
 
 
-@lru_cache(maxsize=512)
-def bare(node: cst.CSTNode) -> str:
-    """The text of a definition that the fingerprint is taken of."""
-    state = _BareState()
-    node._codegen(state)
-    return "".join(state.tokens).strip() + "\n"
-
-
-def of_text(text: str) -> str:
+def of_text(bare_text: str) -> str:
     """Hash of a bare text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
+    return hashlib.sha256(bare_text.encode()).hexdigest()[:LENGTH]
 
 
 @lru_cache(maxsize=512)
@@ -149,9 +87,8 @@ def of_class(node: cst.CSTNode, methods: Sequence[str]) -> str:
             "There would be nothing to subclass.",
             "use kind `function-swap` for functions and `method-wrap` for methods",
         )
-    code = cst.Module([]).code_for_node
     parts = [
-        code(argument.with_changes(comma=cst.MaybeSentinel.DEFAULT))
+        text(argument.with_changes(comma=cst.MaybeSentinel.DEFAULT))
         for argument in (*node.bases, *node.keywords)
     ]
     for name in ("__init__", *methods):

@@ -16,7 +16,7 @@ from cppmega.errors import CppmegaError
 from cppmega.page import Edit
 from cppmega.rewriting import code_text, fingerprint, marks, undefined_names
 from cppmega.rewriting.function_source import function_text
-from cppmega.rewriting.source import Definition, parse_silently
+from cppmega.rewriting.source import Definition, blocks, parse_silently
 
 Binding = tuple[str, ...]
 """What a name is bound to by an import: equal for equal imports in any spelling."""
@@ -187,12 +187,13 @@ def _module_bindings(tree: ast.Module) -> Iterator[tuple[str, Binding]]:
 
 def reaches(definition: Definition) -> set[str]:
     """How a definition reaches names outside of itself, each as a few words of code."""
-    found = {
-        f"global {name}"
-        for node in ast.walk(definition)
-        if isinstance(node, ast.Global)
-        for name in node.names
-    }
+    found: set[str] = set()
+    pending: list[ast.AST] = [definition]
+    while pending:
+        statement = pending.pop()
+        pending += blocks(statement)
+        if isinstance(statement, ast.Global):
+            found |= {f"global {name}" for name in statement.names}
     for node in _evaluated(_header(definition)):
         if isinstance(node, ast.NamedExpr):
             found.add(f"{node.target.id} := in its head")

@@ -88,7 +88,7 @@ def _descend(node: cst.CSTNode, path: list[str], page: str, edit: Edit) -> cst.C
 def _marked(function: cst.FunctionDef, page: str) -> cst.FunctionDef:
     import libcst as cst
 
-    from cppmega.rewriting.fingerprint import is_docstring
+    from cppmega.rewriting.codegen import is_docstring
 
     call = cst.parse_statement(f'{FUNCTION}("{page}")\n')
     if not isinstance(function.body, cst.IndentedBlock):

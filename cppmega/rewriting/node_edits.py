@@ -13,10 +13,9 @@ from typing import Any, cast
 import libcst as cst
 
 from cppmega.errors import CppmegaError
-from cppmega.rewriting.fingerprint import is_docstring
+from cppmega.rewriting import codegen
+from cppmega.rewriting.codegen import is_docstring
 from cppmega.rewriting.source import parse_silently
-
-_EMPTY = cst.Module([], default_indent="    ")
 
 
 def same(one: Any, other: Any) -> bool:
@@ -30,6 +29,33 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two nodes certainly are different code; quick, and silent about their layout.
+
+    No where the trees are alike, or where they may print the same although they are not: then
+    only their texts tell.
+    """
+    if one is other:
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if not one or not other:
+            return False  # an empty block prints as `pass`
+        return len(one) != len(other) or any(map(differ, one, other))
+    if not isinstance(one, cst.CSTNode | None) or not isinstance(other, cst.CSTNode | None):
+        return isinstance(one, str) and isinstance(other, str) and one != other
+    if isinstance(one, cst.Name) and not one.value.isidentifier():
+        return False  # whoever built it wrote other code into it
+    if type(one) is not type(other):
+        return True
+    if isinstance(one, cst.IndentedBlock) and isinstance(other, cst.IndentedBlock):
+        return differ(_without_docstring(one), _without_docstring(other))
+    return any(differ(getattr(one, name), getattr(other, name)) for name in _parts(type(one)))
+
+
+def _without_docstring(block: cst.IndentedBlock) -> Sequence[cst.BaseStatement]:
+    return block.body[1:] if block.body and is_docstring(block.body[0]) else block.body
 
 
 @cache
@@ -70,7 +96,7 @@ def is_expression(text: str) -> bool:
 
 def shape(node: cst.CSTNode) -> str:
     """The syntax tree of a node as text: equal for equal code in any layout."""
-    code = _EMPTY.code_for_node(node)
+    code = codegen.text(node)
     try:
         return ast.dump(parse_silently(textwrap.dedent(code)))
     except SyntaxError:  # parts of a line that stretch over several are not code by themselves
@@ -111,6 +137,8 @@ class Swap:
     """A change of every node that fits, and how many did."""
 
     found = 0
+    of_statements = False
+    """Whether it changes statements and blocks only, so that expressions need not be visited."""
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
         """What becomes of a node.
@@ -129,18 +157,35 @@ def swapped(node: Any, swap: Swap, place: str = "") -> Any:
     A libcst transformer would build every node anew, which takes ten times as long.
     """
     changes = {}
+    visits = _holds_statements if swap.of_statements else _is_node
     kind: Any = type(node)
     for name in _parts(kind):
         old = getattr(node, name)
-        if isinstance(old, cst.CSTNode):
+        if isinstance(old, list | tuple):
+            items = [swapped(one, swap, name) if visits(type(one)) else one for one in old]
+            if not all(map(operator.is_, items, old)):
+                changes[name] = items
+        elif visits(type(old)):
             new = swapped(old, swap, name)
             if new is not old:
                 changes[name] = new
-        elif isinstance(old, list | tuple):
-            items = [swapped(i, swap, name) if isinstance(i, cst.CSTNode) else i for i in old]
-            if any(item is not was for item, was in zip(items, old, strict=True)):
-                changes[name] = items
     return swap.leave(node, node.with_changes(**changes) if changes else node, place)
+
+
+@cache
+def _is_node(kind: type) -> bool:
+    return issubclass(kind, cst.CSTNode)
+
+
+@cache
+def _holds_statements(kind: type) -> bool:
+    return issubclass(kind, _WITH_BLOCKS)
+
+
+_WITH_BLOCKS = (
+    *(cst.BaseCompoundStatement, cst.IndentedBlock, cst.Else, cst.Finally, cst.MatchCase),
+    *(cst.ExceptHandler, cst.ExceptStarHandler),
+)
 
 
 _LAYOUT = (
@@ -187,9 +232,9 @@ class ExpressionSwap(Swap):
         old, new = self.texts
         hole = "_cppmega_hole"
         marked = swapped(before, ExpressionSwap(old, hole))
-        wanted = parse_silently(_EMPTY.code_for_node(marked))
+        wanted = parse_silently(codegen.text(marked))
         filled = _Fill(hole, ast.parse(f"({new})", mode="eval").body).visit(wanted)
-        if ast.dump(filled) != ast.dump(parse_silently(_EMPTY.code_for_node(after))):
+        if ast.dump(filled) != ast.dump(parse_silently(codegen.text(after))):
             raise mismatch(f"`{new}` comes apart where `{old}` stands; put it in parentheses")
 
 
@@ -217,6 +262,8 @@ class _Fill(ast.NodeTransformer):
 class HeadSwap(Swap):
     """`with a and b:` -> `with a, b:`, the block below untouched."""
 
+    of_statements = True
+
     def __init__(self, old: str, new: str) -> None:
         self.old: Any = cst.parse_statement(old + " pass\n")
         self.new: Any = cst.parse_statement(new + " pass\n")
@@ -235,13 +282,16 @@ class HeadSwap(Swap):
 
 
 class StatementSwap(Swap):
+    """A run of statements -> what `make` makes of them."""
+
+    of_statements = True
+
     def __init__(
         self,
-        old: Sequence[cst.BaseStatement],
+        old: str,
         make: Callable[[Sequence[cst.BaseStatement]], list[cst.BaseStatement]],
     ) -> None:
-        self.gists = [gist(statement) for statement in old]
-        self.shapes = [shape(statement) for statement in old]
+        self.gists, self.shapes = _looked_for(old)
         self.make = make
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
@@ -263,6 +313,13 @@ class StatementSwap(Swap):
 
     def _fits(self, found: Sequence[cst.BaseStatement]) -> bool:
         return [shape(statement) for statement in found] == self.shapes
+
+
+@cache
+def _looked_for(text: str) -> tuple[list[Any], list[str]]:
+    """Gists and shapes of the statements of a text; no node of it comes into a result."""
+    old = statements(text)
+    return [gist(statement) for statement in old], [shape(statement) for statement in old]
 
 
 def exactly(swap: Swap, node: cst.CSTNode, what: str, times: int) -> cst.CSTNode:
@@ -341,7 +398,7 @@ def swap_for(old: str, new: str) -> Swap:
         return HeadSwap(old, new)
     if is_expression(old) and is_expression(new):
         return ExpressionSwap(old, new)
-    return StatementSwap(statements(old), lambda found: statements(new))
+    return StatementSwap(old, lambda found: statements(new))
 
 
 class ArgumentSwap(Swap):

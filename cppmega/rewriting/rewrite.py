@@ -10,14 +10,14 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import libcst as cst
 
 from cppmega.errors import CppmegaError
 from cppmega.loading.containment import contained
 from cppmega.page import Edit, Page
-from cppmega.rewriting import fingerprint, marks, node_edits, undefined_names
+from cppmega.rewriting import codegen, fingerprint, marks, node_edits, undefined_names
 from cppmega.rewriting.inserted import Inserted, reaches
 from cppmega.rewriting.source import (
     Definition,
@@ -152,22 +152,30 @@ def _edit_slice(
         for step in group:
             node = _within(node, symbol, step, _edited)
     finally:
-        changed = source.strip() not in module.code
+        whole = codegen.text(module, module.default_indent, module.default_newline)
+        changed = source.strip() not in whole
         if changed:  # the node is kept, and would be given to others as it is now
             fingerprint.forget()
     if changed:
         raise _bad_edit(group[0], "changes the node that it is given, or a later page's does")
     for step in group:
         node = _within(node, symbol, step, _marked)
+    new, bare = _printed(module, node, wrapped=source.startswith((" ", "\t")))
     after = {}
     for step in group:
-        inner = node_edits.below(node, step.edit.symbol[len(symbol) + 1 :])
-        after[step.edit.symbol] = fingerprint.of_node(inner)
-        if after[step.edit.symbol] in step.known | set(step.edit.pins.values()):
-            raise _bad_edit(step, "gives a text that it would edit again")
-    new = _render(module, node, wrapped=source.startswith((" ", "\t")))
+        after[step.edit.symbol] = _print_after(step, symbol, node, bare)
     ending = source[len(source.rstrip("\r\n")) :]  # libcst drops a last line end of "\r" alone
     return new.rstrip("\r\n") + ending, after
+
+
+def _print_after(step: Step, symbol: str, node: cst.CSTNode, bare: str) -> str:
+    """Fingerprint of a step's target in the edited definition."""
+    below = step.edit.symbol[len(symbol) + 1 :]
+    inner = node_edits.below(node, below)
+    after = fingerprint.of_node(inner) if below else fingerprint.of_text(bare)
+    if after in step.known | set(step.edit.pins.values()):
+        raise _bad_edit(step, "gives a text that it would edit again")
+    return after
 
 
 def _within(
@@ -187,14 +195,13 @@ def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
     return marks.with_mark(node, step.page, step.edit)
 
 
-def _render(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
-    if not wrapped:
-        return module.with_changes(body=[node]).code
-    holder = module.body[0]
-    assert isinstance(holder, cst.If)
-    block = holder.body.with_changes(body=[node])
-    code = module.with_changes(body=[holder.with_changes(body=block)]).code
-    return code[code.index(module.default_newline) + len(module.default_newline) :]
+def _printed(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> tuple[str, str]:
+    """The lines of an edited definition, and its bare text."""
+    margin = ""
+    if wrapped:
+        block = cast(cst.IndentedBlock, cast(cst.If, module.body[0]).body)
+        margin = block.indent or module.default_indent
+    return codegen.both(node, module.default_indent, module.default_newline, margin)
 
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
@@ -203,7 +210,7 @@ def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
         raise _bad_edit(step, "gives back something else than its target")
     if not node_edits.same(again, new):
         raise _bad_edit(step, "gives another text when it is called again")
-    if fingerprint.of_node(new) == fingerprint.of_node(node):
+    if not node_edits.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
 
@@ -288,12 +295,13 @@ def _check(
             "report this: an edit cannot normally do it",
         )
     for symbol in groups:
-        before, after = (reaches(find(tree, symbol)[0]) for tree in (old_tree, new_tree))
-        if after - before:
+        beyond = reaches(find(new_tree, symbol)[0])
+        beyond -= reaches(find(old_tree, symbol)[0]) if beyond else set()
+        if beyond:
             raise CppmegaError(
                 "edit-reaches-beyond-its-target",
                 f"{path}:{symbol}, patched by {pages}, would reach beyond itself: "
-                f"{', '.join(sorted(after - before))}.",
+                f"{', '.join(sorted(beyond))}.",
                 "Only what a page declares may differ from upstream.",
                 "let the edit change its target only; other symbols need edits of their own",
             )

@@ -103,13 +103,21 @@ def parse_silently(body: str) -> ast.Module:
 
 def definitions(tree: ast.AST) -> Iterator[Definition]:
     """Functions and classes of one scope, also those below if, try, with, for and while."""
-    pending = list(ast.iter_child_nodes(tree))[::-1]
+    pending = blocks(tree)[::-1]
     while pending:
         node = pending.pop()
         if isinstance(node, Definition):
             yield node
-        elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
-            pending.extend(list(ast.iter_child_nodes(node))[::-1])
+        else:
+            pending += blocks(node)[::-1]
+
+
+def blocks(node: ast.AST) -> list[ast.AST]:
+    """The statements, handlers and cases directly below a node, in the order of the text."""
+    return [inner for name in node._fields if name in _BLOCKS for inner in getattr(node, name)]
+
+
+_BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
 
 
 def find(tree: ast.Module, symbol: str) -> list[Definition]:

@@ -298,7 +298,7 @@ _HAND_EDITED = 5
 
 
 def _refuse_outside(root: Path, path: str) -> None:
-    if path.startswith("/") or ".." in Path(path).parts:
+    if path.startswith("/") or ".." in path.split("/"):
         raise CppmegaError(
             "outside-root",
             f"{path} does not lie below {root}.",

@@ -59,7 +59,7 @@ def result(version: str, *only: str) -> dict[str, bytes]:
     """What the files become with some pages, or with all."""
     made = planned(version, *only)
     assert not made.failures, made.failures
-    changes, _, _ = changes_of(made, ())
+    changes, _ = changes_of(made, ())
     return {path: change.data for path, change in changes.items()}
 
 
