@@ -32,7 +32,12 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2", "0.19.2"), "f717e71c6759c41d"),
+            pins={
+                "0.16.1": "f717e71c6759c41d",
+                "0.17.1": "f717e71c6759c41d",
+                "0.18.2": "f717e71c6759c41d",
+                "0.19.2": "f717e71c6759c41d",
+            },
             edit=in_order(
                 replacing(
                     "assert hadamard_transform is not None, "

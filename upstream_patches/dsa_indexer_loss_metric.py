@@ -88,8 +88,6 @@ def reduce_loss_in_tracker():
     )
 
 
-RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")  # and main
-DEV = ("dev-d48bd6be",)
 LAYERS_WITH_A_LOSS = """\
 # A layer saves one loss per microbatch, and `loss_scale` is one over their number.
 # Two layers may share a slot, so the slots in use are only a lower bound.
@@ -99,10 +97,10 @@ counts = tracker.get("counts", indexer_loss_values != 0)
 """
 
 
-def _edit(method, versions, fingerprint, edit):
+def _edit(method, pins, edit):
     return Edit(
         target=f"{HELPER}.{method}",
-        pins=dict.fromkeys(versions, fingerprint),
+        pins=pins,
         edit=edit,
         helpers=(_cppmega_grow_indexer_tracker,),
     )
@@ -110,28 +108,58 @@ def _edit(method, versions, fingerprint, edit):
 
 PATCH = Patch(
     edits=(
-        _edit("save_loss_to_tracker", RELEASES, "879894a0114ce2fb", body_of(save_loss_to_tracker)),
         _edit(
-            "clean_loss_in_tracker", RELEASES, "c06ff6c1c8b9cd86", body_of(clean_loss_in_tracker)
+            "save_loss_to_tracker",
+            {
+                "0.16.1": "879894a0114ce2fb",
+                "0.17.1": "879894a0114ce2fb",
+                "0.18.2": "879894a0114ce2fb",
+                "0.19.2": "879894a0114ce2fb",
+            },
+            body_of(save_loss_to_tracker),
         ),
         _edit(
-            "reduce_loss_in_tracker", RELEASES, "fd9f3cdb341be908", body_of(reduce_loss_in_tracker)
+            "clean_loss_in_tracker",
+            {
+                "0.16.1": "c06ff6c1c8b9cd86",
+                "0.17.1": "c06ff6c1c8b9cd86",
+                "0.18.2": "c06ff6c1c8b9cd86",
+                "0.19.2": "c06ff6c1c8b9cd86",
+            },
+            body_of(clean_loss_in_tracker),
+        ),
+        _edit(
+            "reduce_loss_in_tracker",
+            {
+                "0.16.1": "fd9f3cdb341be908",
+                "0.17.1": "fd9f3cdb341be908",
+                "0.18.2": "fd9f3cdb341be908",
+                "0.19.2": "fd9f3cdb341be908",
+            },
+            body_of(reduce_loss_in_tracker),
         ),
         _edit(
             "track_indexer_metrics",
-            RELEASES,
-            "864d890809ae82dc",
+            {
+                "0.16.1": "864d890809ae82dc",
+                "0.17.1": "864d890809ae82dc",
+                "0.18.2": "864d890809ae82dc",
+                "0.19.2": "864d890809ae82dc",
+            },
             replacing(
                 "num_layers = indexer_loss_values.shape[0]",
                 LAYERS_WITH_A_LOSS.format(name="num_layers"),
             ),
         ),
         # The dev branch: the stages agree on the slots once, and its caller may know the layers.
-        _edit("save_loss_to_tracker", DEV, "1d6f5702223dc908", body_of(save_loss_to_tracker)),
+        _edit(
+            "save_loss_to_tracker",
+            {"dev-d48bd6be": "1d6f5702223dc908"},
+            body_of(save_loss_to_tracker),
+        ),
         _edit(
             "clean_loss_in_tracker",
-            DEV,
-            "720eb156fecb3646",
+            {"dev-d48bd6be": "720eb156fecb3646"},
             inserting(
                 """
                 if "counts" in tracker:
@@ -145,8 +173,7 @@ PATCH = Patch(
         ),
         _edit(
             "reduce_loss_in_tracker",
-            DEV,
-            "fb0526277692ea03",
+            {"dev-d48bd6be": "fb0526277692ea03"},
             in_order(
                 replacing(
                     """
@@ -180,8 +207,7 @@ PATCH = Patch(
         ),
         _edit(
             "track_indexer_metrics",
-            DEV,
-            "f43a6587d1fd8c49",
+            {"dev-d48bd6be": "f43a6587d1fd8c49"},
             in_order(
                 # `max` of a tensor would wait for the device.
                 replacing("max(num_indexer_layers, 1)", "num_indexer_layers"),

@@ -47,7 +47,11 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2"), "b5e039e3423e7693"),
+            pins={
+                "0.16.1": "b5e039e3423e7693",
+                "0.17.1": "b5e039e3423e7693",
+                "0.18.2": "b5e039e3423e7693",
+            },
             edit=body_of(_apply_rope),
             imports=(
                 "from megatron.core.models.common.embeddings.rope_utils import"

@@ -32,7 +32,7 @@ from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
 
-from ._mixed_optimizer import EDITS, GIT, ORDER, RELEASES
+from ._mixed_optimizer.edits import EDITS, ORDER
 
 MIXERS = {
     "megatron.core.ssm.mamba_mixer": "MambaMixer",
@@ -168,16 +168,29 @@ PATCH = Patch(
     edits=(
         Edit(
             target=WRAPPER,
-            pins={"0.15.3": "fa45c696e9bef19f"}
-            | dict.fromkeys(RELEASES[1:], "d246b07b2b33a70c")
-            | dict.fromkeys(GIT, "38bc9073cf010b2e"),
+            pins={
+                "0.15.3": "fa45c696e9bef19f",
+                "0.16.1": "d246b07b2b33a70c",
+                "0.17.1": "d246b07b2b33a70c",
+                "0.18.2": "d246b07b2b33a70c",
+                "0.19.2": "d246b07b2b33a70c",
+                "main-d98e8a64": "38bc9073cf010b2e",
+                "dev-d48bd6be": "38bc9073cf010b2e",
+            },
             edit=keep_mixers,
             kind="method-wrap",
         ),
         Edit(
             target=FSDP,
-            pins=dict.fromkeys((*RELEASES, *GIT), "e72e19e0f619a613")
-            | dict.fromkeys((RELEASES[-1], GIT[0]), "7613289739392c7a"),
+            pins={
+                "0.15.3": "e72e19e0f619a613",
+                "0.16.1": "e72e19e0f619a613",
+                "0.17.1": "e72e19e0f619a613",
+                "0.18.2": "e72e19e0f619a613",
+                "0.19.2": "7613289739392c7a",
+                "main-d98e8a64": "7613289739392c7a",
+                "dev-d48bd6be": "e72e19e0f619a613",
+            },
             edit=inserting(
                 "round_kept(module)", after="super().__init__(config=config, module=module)"
             ),

@@ -21,7 +21,6 @@ TARGET = (
     "megatron/core/optimizer/distrib_optimizer.py:"
     "DistributedOptimizer.sharded_param_state_fully_reshardable"
 )
-RELEASES = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2", "dev-d48bd6be")
 
 
 def saves_it(args: Any) -> bool:
@@ -37,7 +36,14 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(RELEASES, "1f473b58f435ae5d"),
+            pins={
+                "0.15.3": "1f473b58f435ae5d",
+                "0.16.1": "1f473b58f435ae5d",
+                "0.17.1": "1f473b58f435ae5d",
+                "0.18.2": "1f473b58f435ae5d",
+                "0.19.2": "1f473b58f435ae5d",
+                "dev-d48bd6be": "1f473b58f435ae5d",
+            },
             edit=in_order(
                 replacing(
                     "(param_world_start, param_world_end, _)",

@@ -15,7 +15,6 @@ from cppmega.page import Edit, Patch, Source
 FILE = "megatron/core/fusions/fused_cross_entropy.py"
 GRADIENT = f"{FILE}:calculate_gradients"
 FUNCTION = f"{FILE}:_VocabParallelCrossEntropy"
-VERSIONS = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 CALL = "calculate_gradients(softmax, grad_output, target_mask, masked_target_1d)"
 CALL_WITH_DTYPE = CALL.replace(")", ", ctx.logits_dtype)")
 FIRST = "vocab_parallel_logits, logits_max = calculate_logits_max(vocab_parallel_logits)"
@@ -24,18 +23,36 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{FUNCTION}.forward",
-            pins=dict.fromkeys(VERSIONS, "dd4c383d86669e54"),
+            pins={
+                "0.15.3": "dd4c383d86669e54",
+                "0.16.1": "dd4c383d86669e54",
+                "0.17.1": "dd4c383d86669e54",
+                "0.18.2": "dd4c383d86669e54",
+                "0.19.2": "dd4c383d86669e54",
+            },
             # From the next line on the name stands for a float32 copy.
             edit=inserting("ctx.logits_dtype = vocab_parallel_logits.dtype", before=FIRST),
         ),
         Edit(
             target=f"{FUNCTION}.backward",
-            pins=dict.fromkeys(VERSIONS, "65c3713fce3f9ddc"),
+            pins={
+                "0.15.3": "65c3713fce3f9ddc",
+                "0.16.1": "65c3713fce3f9ddc",
+                "0.17.1": "65c3713fce3f9ddc",
+                "0.18.2": "65c3713fce3f9ddc",
+                "0.19.2": "65c3713fce3f9ddc",
+            },
             edit=replacing(CALL, CALL_WITH_DTYPE),
         ),
         Edit(
             target=GRADIENT,
-            pins=dict.fromkeys(VERSIONS, "70ef999e85cef9ef"),
+            pins={
+                "0.15.3": "70ef999e85cef9ef",
+                "0.16.1": "70ef999e85cef9ef",
+                "0.17.1": "70ef999e85cef9ef",
+                "0.18.2": "70ef999e85cef9ef",
+                "0.19.2": "70ef999e85cef9ef",
+            },
             edit=in_order(
                 replacing("torch.bfloat16", "dtype"),
                 adding_parameter("dtype: torch.dtype = torch.bfloat16"),

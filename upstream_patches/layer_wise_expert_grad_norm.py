@@ -21,7 +21,6 @@ from cppmega.edits import adding_argument, in_order, inserting
 from cppmega.page import Edit, Patch, Source
 
 CLASS = "megatron/core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOptimizer"
-RELEASE = "0.19.2"
 
 
 def makes_it(args: Any) -> bool:
@@ -38,7 +37,7 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{CLASS}.__init__",
-            pins={RELEASE: "793a1e2db02aff46"},
+            pins={"0.19.2": "793a1e2db02aff46"},
             edit=inserting(
                 """
                 # The groups by which a parameter's copies on other ranks are told from others.
@@ -53,7 +52,7 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{CLASS}.count_zeros",
-            pins={RELEASE: "b97165e66c0ed362"},
+            pins={"0.19.2": "b97165e66c0ed362"},
             edit=in_order(
                 adding_argument("count_zeros_fp32", "tp_group=self.tp_group"),
                 adding_argument("count_zeros_fp32", "expert_tp_group=self.expert_tp_group"),

@@ -82,7 +82,11 @@ PATCH = Patch(
         ),
         Edit(
             target=IN_PARAMS,
-            pins=dict.fromkeys(("0.17.1", "0.18.2", "0.19.2"), "aa9450cee2c631bf"),
+            pins={
+                "0.17.1": "aa9450cee2c631bf",
+                "0.18.2": "aa9450cee2c631bf",
+                "0.19.2": "aa9450cee2c631bf",
+            },
             edit=body_of(post_init),
             helpers=(document_of_token,),
         ),

@@ -20,7 +20,12 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2", "0.19.2"), "0242d947e2113320"),
+            pins={
+                "0.16.1": "0242d947e2113320",
+                "0.17.1": "0242d947e2113320",
+                "0.18.2": "0242d947e2113320",
+                "0.19.2": "0242d947e2113320",
+            },
             edit=replacing("routing_map & ~padding_mask", "routing_map & ~padding_mask[:, None]"),
         ),
     ),

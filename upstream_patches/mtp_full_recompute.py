@@ -68,7 +68,11 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.15.3", "0.16.1", "0.17.1"), "5ee675869488710f"),
+            pins={
+                "0.15.3": "5ee675869488710f",
+                "0.16.1": "5ee675869488710f",
+                "0.17.1": "5ee675869488710f",
+            },
             edit=body_of(_checkpointed_forward),
         ),
         Edit(

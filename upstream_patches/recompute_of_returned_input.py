@@ -18,8 +18,6 @@ from cppmega.edits import inserting, replacing
 from cppmega.page import Edit, Patch, Source, left_alone
 
 CLASS = "megatron/core/tensor_parallel/random.py:CheckpointWithoutOutput"
-DEV = "dev-d48bd6be"
-RELEASES = ("0.17.1", "0.18.2", "0.19.2")
 RECOMPUTE = f"{CLASS}._recompute"
 
 
@@ -42,7 +40,12 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{CLASS}.checkpoint",
-            pins=dict.fromkeys(RELEASES, "ff508be5d85ff3af") | {DEV: "1711496d2d8c772f"},
+            pins={
+                "0.17.1": "ff508be5d85ff3af",
+                "0.18.2": "ff508be5d85ff3af",
+                "0.19.2": "ff508be5d85ff3af",
+                "dev-d48bd6be": "1711496d2d8c772f",
+            },
             edit=inserting(
                 """
                 self._cppmega_inputs = {
@@ -54,7 +57,12 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{CLASS}.discard_output_and_register_recompute",
-            pins=dict.fromkeys(RELEASES, "1f3398fcbcc63010") | {DEV: "991c856fb59c83bb"},
+            pins={
+                "0.17.1": "1f3398fcbcc63010",
+                "0.18.2": "1f3398fcbcc63010",
+                "0.19.2": "1f3398fcbcc63010",
+                "dev-d48bd6be": "991c856fb59c83bb",
+            },
             edit=replacing(
                 "output.untyped_storage().resize_(0)",
                 """
@@ -66,7 +74,11 @@ PATCH = Patch(
         ),
         Edit(
             target=RECOMPUTE,
-            pins=dict.fromkeys(RELEASES, "04ee57d6baea3508"),
+            pins={
+                "0.17.1": "04ee57d6baea3508",
+                "0.18.2": "04ee57d6baea3508",
+                "0.19.2": "04ee57d6baea3508",
+            },
             edit=replacing(
                 "share_storage(output, recomputation_output)",
                 """
@@ -76,7 +88,7 @@ PATCH = Patch(
             ),
             mark="",
         ),
-        Edit(RECOMPUTE, {DEV: "2765464246d2adf6"}, left_alone),
+        Edit(RECOMPUTE, {"dev-d48bd6be": "2765464246d2adf6"}, left_alone),
     ),
     reached="forward",
     # Up to 0.16 no norm returns the residual.

@@ -90,7 +90,12 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.15.3", "0.16.1", "0.17.1", "0.18.2"), "04977edc9a3f2bd2"),
+            pins={
+                "0.15.3": "04977edc9a3f2bd2",
+                "0.16.1": "04977edc9a3f2bd2",
+                "0.17.1": "04977edc9a3f2bd2",
+                "0.18.2": "04977edc9a3f2bd2",
+            },
             edit=body_of(until_018),
             helpers=(freqs_of_packed_tokens,),
         ),

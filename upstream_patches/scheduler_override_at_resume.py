@@ -25,8 +25,6 @@ from cppmega.page import Edit, Patch, Source, left_alone
 SCHEDULER = "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler"
 MATCH = "megatron/core/optimizer/optimizer.py:MegatronOptimizer._filter_and_reorder_param_groups"
 LOAD = "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer.load_state_dict"
-OLD = ("0.15.3", "0.16.1", "0.17.1", "0.18.2")
-MATCHING_BOUNDS = ("0.19.2", "main-d98e8a64")
 
 
 def _cppmega_match_other_bounds(saved, wanted):  # type: ignore[no-untyped-def]
@@ -65,8 +63,14 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{SCHEDULER}.__init__",
-            pins={OLD[0]: "47d81ec12654086d"}
-            | dict.fromkeys((*OLD[1:], *MATCHING_BOUNDS), "6430f8145d2a54f7"),
+            pins={
+                "0.15.3": "47d81ec12654086d",
+                "0.16.1": "6430f8145d2a54f7",
+                "0.17.1": "6430f8145d2a54f7",
+                "0.18.2": "6430f8145d2a54f7",
+                "0.19.2": "6430f8145d2a54f7",
+                "main-d98e8a64": "6430f8145d2a54f7",
+            },
             edit=inserting(
                 """
                 # Loading the optimizer gives its groups what the checkpoint has.
@@ -84,7 +88,14 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{SCHEDULER}.load_state_dict",
-            pins=dict.fromkeys((*OLD, *MATCHING_BOUNDS), "5e23ed71d77bdf71"),
+            pins={
+                "0.15.3": "5e23ed71d77bdf71",
+                "0.16.1": "5e23ed71d77bdf71",
+                "0.17.1": "5e23ed71d77bdf71",
+                "0.18.2": "5e23ed71d77bdf71",
+                "0.19.2": "5e23ed71d77bdf71",
+                "main-d98e8a64": "5e23ed71d77bdf71",
+            },
             edit=in_order(
                 replacing("self.step(increment=num_steps)", ""),
                 then(
@@ -100,7 +111,7 @@ self.step(increment=num_steps)
         ),
         Edit(
             target=MATCH,
-            pins=dict.fromkeys(MATCHING_BOUNDS, "27bea18c7110d576"),
+            pins={"0.19.2": "27bea18c7110d576", "main-d98e8a64": "27bea18c7110d576"},
             edit=inserting(
                 "_cppmega_match_other_bounds(loaded_groups_map, needed_groups)",
                 before="final_groups = []",
@@ -110,7 +121,7 @@ self.step(increment=num_steps)
         ),
         Edit(
             target=LOAD,
-            pins=dict.fromkeys(MATCHING_BOUNDS, "d5fc01af38ccc951"),
+            pins={"0.19.2": "d5fc01af38ccc951", "main-d98e8a64": "d5fc01af38ccc951"},
             edit=inserting(
                 """
                 _cppmega_match_other_bounds(
@@ -122,10 +133,24 @@ self.step(increment=num_steps)
             helpers=(_cppmega_match_other_bounds,),
             mark="",
         ),
-        Edit(MATCH, dict.fromkeys(OLD, "7b669b20346e699c"), left_alone),
+        Edit(
+            MATCH,
+            {
+                "0.15.3": "7b669b20346e699c",
+                "0.16.1": "7b669b20346e699c",
+                "0.17.1": "7b669b20346e699c",
+                "0.18.2": "7b669b20346e699c",
+            },
+            left_alone,
+        ),
         Edit(
             LOAD,
-            {OLD[0]: "8dfff489ecadd91d"} | dict.fromkeys(OLD[1:], "9c3575ef0b4fa5c2"),
+            {
+                "0.15.3": "8dfff489ecadd91d",
+                "0.16.1": "9c3575ef0b4fa5c2",
+                "0.17.1": "9c3575ef0b4fa5c2",
+                "0.18.2": "9c3575ef0b4fa5c2",
+            },
             left_alone,
         ),
     ),

@@ -103,10 +103,15 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{CONTEXT}#1",  # the one where there is Transformer Engine
-            pins=dict.fromkeys(
-                ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2", "main-d98e8a64", "dev-d48bd6be"),
-                "9cef16a49f0950d3",
-            ),
+            pins={
+                "0.15.3": "9cef16a49f0950d3",
+                "0.16.1": "9cef16a49f0950d3",
+                "0.17.1": "9cef16a49f0950d3",
+                "0.18.2": "9cef16a49f0950d3",
+                "0.19.2": "9cef16a49f0950d3",
+                "main-d98e8a64": "9cef16a49f0950d3",
+                "dev-d48bd6be": "9cef16a49f0950d3",
+            },
             edit=in_order(
                 adding_parameter("experts: bool = False"),
                 inserting(

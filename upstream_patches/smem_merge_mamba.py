@@ -11,8 +11,6 @@ Numerics: none (bitwise): the pass places buffers, it does not touch what is com
     description of the pass; kernels with and without it were not compared on a GPU.
 """
 
-from typing import Any
-
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -25,10 +23,10 @@ CONFIGS = """
 MERGE = "tilelang.PassConfigKey.TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True,"
 
 
-def _kernel(file: str, name: str, released: str, main: str) -> Any:
+def _kernel(file: str, name: str, pins: dict[str, str]) -> Edit:
     return Edit(
         target=f"{FOLDER}/mamba3_mimo_{file}.py:{name}",
-        pins={"2.3.2.post1": released, "main-e9594ce1": main},
+        pins=pins,
         edit=replacing(f"{{{CONFIGS}    }}", f"{{{CONFIGS}        {MERGE}\n    }}"),
         distribution="mamba-ssm",
     )
@@ -36,12 +34,36 @@ def _kernel(file: str, name: str, released: str, main: str) -> Any:
 
 PATCH = Patch(
     edits=(
-        _kernel("fwd", "mamba_mimo_fwd", "1f740adda80781a9", "b9d6dc60bc358801"),
-        _kernel("bwd", "mamba_mimo_bwd_fwd", "51b780962a7a46cf", "7f560995b3519886"),
-        _kernel("bwd", "mamba_mimo_bwd_bwd", "7ab89fb8ca005aed", "fcc05a2f14e983c6"),
-        _kernel("fwd_varlen", "mamba_mimo_fwd", "5bcf9be274c93583", "fa73d16eacecf3d2"),
-        _kernel("bwd_varlen", "mamba_mimo_bwd_fwd", "41f9137bb127802a", "a2305e5736963efa"),
-        _kernel("bwd_varlen", "mamba_mimo_bwd_bwd", "e77cc862484e0159", "a54e8af4b86cb743"),
+        _kernel(
+            "fwd",
+            "mamba_mimo_fwd",
+            {"2.3.2.post1": "1f740adda80781a9", "main-e9594ce1": "b9d6dc60bc358801"},
+        ),
+        _kernel(
+            "bwd",
+            "mamba_mimo_bwd_fwd",
+            {"2.3.2.post1": "51b780962a7a46cf", "main-e9594ce1": "7f560995b3519886"},
+        ),
+        _kernel(
+            "bwd",
+            "mamba_mimo_bwd_bwd",
+            {"2.3.2.post1": "7ab89fb8ca005aed", "main-e9594ce1": "fcc05a2f14e983c6"},
+        ),
+        _kernel(
+            "fwd_varlen",
+            "mamba_mimo_fwd",
+            {"2.3.2.post1": "5bcf9be274c93583", "main-e9594ce1": "fa73d16eacecf3d2"},
+        ),
+        _kernel(
+            "bwd_varlen",
+            "mamba_mimo_bwd_fwd",
+            {"2.3.2.post1": "41f9137bb127802a", "main-e9594ce1": "a2305e5736963efa"},
+        ),
+        _kernel(
+            "bwd_varlen",
+            "mamba_mimo_bwd_bwd",
+            {"2.3.2.post1": "e77cc862484e0159", "main-e9594ce1": "a54e8af4b86cb743"},
+        ),
     ),
     reached="never",  # TileLang reads the text of a kernel: a mark inside would be compiled
     feature=(f"{FOLDER}/mamba3_mimo_fwd.py:mamba_mimo_fwd",),

@@ -246,7 +246,7 @@ def _candidates(
         try:
             with law("header"):
                 wanted = _added(page, choice, texts, version)
-                data = pin_source.with_pins(page, wanted, version, scratch)
+                data = pin_source.with_pins(page, wanted, version)
                 new = pin_source.copy_with(page, data, scratch)
             result = check(new, plan, scratch / f"tree-{number}")
         except CppmegaError as error:
