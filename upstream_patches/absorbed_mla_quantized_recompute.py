@@ -15,6 +15,7 @@ Numerics: none (bitwise); such a run was refused
 from typing import Any
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import recomputes, uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 CLASS = (
@@ -26,15 +27,8 @@ TARGET = f"{CLASS}.get_query_key_value_tensors"
 
 def recomputes_quantized(args: Any) -> bool:
     """Whether the run's DSA layers recompute their up projection in FP8 or FP4."""
-    uses_dsa = getattr(args, "experimental_attention_variant", None) == "dsa" or "D" in (
-        getattr(args, "hybrid_layer_pattern", None) or ""
-    )
-    return (
-        uses_dsa
-        and bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
-        and getattr(args, "recompute_granularity", None) == "selective"
-        and "mla_up_proj" in (getattr(args, "recompute_modules", None) or ())
-    )
+    quantized = bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
+    return quantized and uses_dsa(args) and recomputes(args, "mla_up_proj")
 
 
 PATCH = Patch(

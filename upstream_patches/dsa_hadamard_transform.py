@@ -16,16 +16,15 @@ Numerics: none (bitwise): the fp32 sums of the package's kernel in its order, an
 from typing import Any
 
 from cppmega.edits import in_order, replacing
+from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:rotate_activation"
 
 
-def uses_dsa(args: Any) -> bool:
-    variant = getattr(args, "experimental_attention_variant", None)
-    pattern = getattr(args, "hybrid_layer_pattern", None) or ""  # 'D' from 0.18 on
-    rotates = getattr(args, "dsa_indexer_rotate_activation", True)  # an option from 0.19 on
-    return rotates and (variant == "dsa" or "D" in pattern)
+def rotates(args: Any) -> bool:
+    """Whether the run's DSA indexers rotate their activations, which is an option since 0.19."""
+    return uses_dsa(args) and bool(getattr(args, "dsa_indexer_rotate_activation", True))
 
 
 PATCH = Patch(
@@ -58,7 +57,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=uses_dsa,
+    when=rotates,
 )
 
 

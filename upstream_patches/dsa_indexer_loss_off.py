@@ -10,6 +10,7 @@ Numerics: none (bitwise)
 """
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention.forward"
@@ -34,10 +35,7 @@ PATCH = Patch(
     ),
     reached="forward",
     # True also where a hybrid pattern names the layers.
-    when=lambda args: (
-        getattr(args, "experimental_attention_variant", None) == "dsa"
-        or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
-    ),
+    when=uses_dsa,
     feature=(TARGET,),
 )
 

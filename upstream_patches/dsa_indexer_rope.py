@@ -18,6 +18,7 @@ Numerics: changes results: other channels are rotated. An indexer trained withou
 
 # ruff: noqa: F821
 from cppmega.edits import body_of
+from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 INDEXER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer"
@@ -61,10 +62,7 @@ PATCH = Patch(
     ),
     reached="forward",
     # True also where a hybrid pattern names the layers.
-    when=lambda args: (
-        getattr(args, "experimental_attention_variant", None) == "dsa"
-        or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
-    ),
+    when=uses_dsa,
     feature=(TARGET,),
 )
 

@@ -156,19 +156,16 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    import sys
     from importlib import import_module
-    from unittest import mock
 
     import torch
 
-    # A stand-in for TileLang, whose kernels need a GPU; in their place Megatron's unfused path.
-    tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
-    tilelang.language.prim_func = lambda function: function
-    sys.modules |= {"tilelang": tilelang, "tilelang.language": tilelang.language}
+    from cppmega.proof import stand_ins
+
+    # TileLang's kernels need a GPU; Megatron's unfused path takes their place.
+    stand_ins.tilelang()
     package = OPS.replace("/", ".")
-    for name in [name for name in sys.modules if name.startswith(package)]:
-        del sys.modules[name]
+    stand_ins.forget(package)
     forward = import_module(f"{package}.tilelang_sparse_mla_fwd")
     backward = import_module(f"{package}.tilelang_sparse_mla_bwd")
     hook = import_module(f"{package}.tilelang_dsa").fused_sparse_mla_absorbed

@@ -30,6 +30,7 @@ from typing import Any
 
 from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
+from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 from ._mixed_optimizer.edits import EDITS, ORDER
@@ -118,9 +119,8 @@ def has_mixers(args: Any) -> bool:
         return False
     if getattr(args, "experimental_attention_variant", None) == "gated_delta_net":
         return True
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):  # the second until 0.16
-        if getattr(args, name, None):
-            return not set("MG").isdisjoint(getattr(args, name))
+    if pattern := layer_pattern(args):
+        return not set("MG").isdisjoint(pattern)
     return bool(getattr(args, "is_hybrid_model", False))  # 0.16 without a pattern: all Mamba
 
 

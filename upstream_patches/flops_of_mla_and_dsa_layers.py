@@ -194,15 +194,11 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from types import SimpleNamespace
-
     from megatron.training.training import num_floating_point_operations
 
-    class Args(SimpleNamespace):
-        def __getattr__(self, name):
-            return None  # not given on the command line
+    from cppmega.proof.stand_ins import Arguments
 
-    args = Args(hidden_size=8, num_attention_heads=2, seq_length=4, num_layers=1)
+    args = Arguments(hidden_size=8, num_attention_heads=2, seq_length=4, num_layers=1)
     args.ffn_hidden_size = args.padded_vocab_size = 0
     args.multi_latent_attention, args.experimental_attention_variant = True, "dsa"
     args.q_lora_rank, args.kv_lora_rank = 4, 3

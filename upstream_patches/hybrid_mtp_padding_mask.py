@@ -13,6 +13,7 @@ Numerics: changes results of runs that pass a padding mask and have MoE in their
 """
 
 from cppmega.edits import adding_argument
+from cppmega.megatron_args import has_mtp, layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/models/hybrid/hybrid_model.py:HybridModel.forward"
@@ -31,9 +32,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(
-        getattr(args, "hybrid_layer_pattern", None) and getattr(args, "mtp_num_layers", None)
-    ),
+    when=lambda args: bool(layer_pattern(args)) and has_mtp(args),
 )
 
 
@@ -46,20 +45,13 @@ def verify() -> None:
     import torch
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    class Quiet:
-        """Has every attribute; what is not given is None."""
-
-        def __init__(self, **given):  # type: ignore[no-untyped-def]
-            self.__dict__.update(given)
-
-        def __getattr__(self, name):  # type: ignore[no-untyped-def]
-            return None
+    from cppmega.proof.stand_ins import Arguments
 
     def mtp(*, hidden_states, padding_mask=None, **_):  # type: ignore[no-untyped-def]
         return hidden_states if padding_mask is None else hidden_states.masked_fill(padding_mask, 0)
 
-    model = Quiet(
-        config=Quiet(),
+    model = Arguments(
+        config=Arguments(),
         decoder=lambda *, hidden_states, **_: hidden_states,
         mtp=mtp,
         mtp_process=True,

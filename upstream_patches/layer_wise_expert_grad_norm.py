@@ -18,6 +18,7 @@ Numerics: changes results where the experts have biases and another tensor-paral
 from typing import Any
 
 from cppmega.edits import adding_argument, in_order, inserting
+from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 CLASS = "megatron/core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOptimizer"
@@ -28,7 +29,7 @@ def makes_it(args: Any) -> bool:
     return (
         bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
         and getattr(args, "optimizer", None) == "muon"
-        and bool(getattr(args, "num_experts", None))
+        and has_experts(args)
         and not getattr(args, "skip_train", False)
     )
 

@@ -14,6 +14,7 @@ Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chun
     in fp32. The label -100 has no loss, where stock computes one of no meaning.
 """
 
+from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for, choosing_output_layer, returning_loss
@@ -65,7 +66,7 @@ PATCH = Patch(
         f"{MAMBA}.__init__",
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
-    when=lambda args: asked_for(args) and bool(getattr(args, "hybrid_layer_pattern", None)),
+    when=lambda args: asked_for(args) and bool(layer_pattern(args)),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.kind == "hybrid",
     after=("hybrid_mtp_padding_mask",),
 )

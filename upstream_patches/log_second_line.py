@@ -60,21 +60,16 @@ def verify() -> None:
     from megatron.core import timers as core_timers
     from megatron.training import training
 
-    from cppmega.proof import cpu_shims
+    from cppmega.proof import cpu_shims, stand_ins
 
     cpu_shims.init_distributed()
     tensor = torch.tensor
 
-    class Quiet(SimpleNamespace):
-        """Arguments that turn everything else off."""
-
-        def __getattr__(self, name: str) -> int:
-            return 0
-
     def logged(interval, first, last):  # type: ignore[no-untyped-def]
         """Per line: step, milliseconds per step, loss. Step n has the loss n and takes a second,
         the first takes 100."""
-        args = Quiet(
+        args = stand_ins.Arguments(
+            0,
             log_interval=interval,
             micro_batch_size=1,
             data_parallel_size=1,
@@ -90,16 +85,13 @@ def verify() -> None:
         clock = SimpleNamespace(now=0.0)
         lines: list[str] = []
         total: dict[str, object] = {}
-        nothing = ("tensorboard_writer", "wandb_writer", "one_logger", "energy_monitor")
         with (
-            mock.patch.multiple(
+            stand_ins.quiet_training(
                 training,
-                get_args=lambda: args,
+                args,
                 get_timers=lambda: timers,
-                get_num_microbatches=lambda: 1,
                 num_floating_point_operations=lambda *_, **__: 1,
                 print_rank_last=lines.append,
-                **{f"get_{name}": lambda: None for name in nothing},
             ),
             mock.patch.object(core_timers, "time", SimpleNamespace(time=lambda: clock.now)),
             mock.patch.object(torch, "tensor", lambda *a, **k: tensor(*a, **{**k, "device": None})),

@@ -14,7 +14,10 @@ Numerics: changes results where `seq_idx` was missing: documents no longer see e
     the caller set `total_tokens` the values are the same bits.
 """
 
+from typing import Any
+
 from cppmega.edits import body_of, replacing
+from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer"
@@ -60,10 +63,10 @@ def create_packed_seq_idx(self, packed_seq_params, total_tokens):  # type: ignor
     return document_of_token(cu_seqlens, total_tokens)
 
 
-def packs_for_mamba(args) -> bool:  # type: ignore[no-untyped-def]
+def packs_for_mamba(args: Any) -> bool:
+    """Whether the run packs documents for a model with Mamba layers."""
     packs = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    return bool(packs) and any("M" in (getattr(args, name, None) or "") for name in names)
+    return bool(packs) and "M" in layer_pattern(args)
 
 
 PATCH = Patch(

@@ -12,6 +12,7 @@ Numerics: none (bitwise); parameters keep their names
 
 from typing import Any
 
+from cppmega.megatron_args import layer_pattern, recomputes
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/ssm/mamba_block.py:MambaStack.forward"
@@ -114,12 +115,7 @@ PATCH = Patch(
     ),
     reached="forward",
     when=lambda args: (
-        getattr(args, "recompute_granularity", None) == "full"
-        and bool(
-            getattr(args, "hybrid_layer_pattern", None)
-            or getattr(args, "hybrid_override_pattern", None)
-            or getattr(args, "is_hybrid_model", False)
-        )
+        recomputes(args) and bool(layer_pattern(args) or getattr(args, "is_hybrid_model", False))
     ),
     feature=(TARGET,),
 )

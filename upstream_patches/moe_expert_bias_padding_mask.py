@@ -11,6 +11,7 @@ Numerics: changes results where the number of local tokens equals that of expert
 """
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/moe/router.py:TopKRouter._apply_expert_bias"
@@ -31,7 +32,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(getattr(args, "num_experts", None)),
+    when=has_experts,
 )
 
 

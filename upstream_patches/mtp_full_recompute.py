@@ -15,6 +15,7 @@ Numerics: none (bitwise), but for FP8 on 0.15 to 0.17: stock loses gradients the
 
 # ruff: noqa: F821
 from cppmega.edits import adding_argument, adding_parameter, body_of, in_order
+from cppmega.megatron_args import has_mtp, recomputes
 from cppmega.page import Edit, Patch, Source
 
 LAYER = "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionLayer"
@@ -88,10 +89,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    when=lambda args: (
-        bool(getattr(args, "mtp_num_layers", None))
-        and getattr(args, "recompute_granularity", None) == "full"
-    ),
+    when=lambda args: has_mtp(args) and recomputes(args),
     feature=(TARGET,),
 )
 

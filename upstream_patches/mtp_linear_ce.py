@@ -14,6 +14,7 @@ Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chun
 """
 
 from cppmega.edits import in_order, inserting, replacing
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for
@@ -160,7 +161,7 @@ PATCH = Patch(
         f"{MTP}:roll_tensor",
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
-    when=lambda args: asked_for(args) and bool(getattr(args, "mtp_num_layers", None)),
+    when=lambda args: asked_for(args) and has_mtp(args),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.layout.depths > 0,
     after=("mtp_loss_no_host_sync", "linear_ce_gpt_head"),
 )

@@ -9,6 +9,7 @@ Numerics: none (bitwise)
 """
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/multi_token_prediction.py:process_mtp_loss"
@@ -26,7 +27,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(getattr(args, "mtp_num_layers", None)),
+    when=has_mtp,
 )
 
 
@@ -36,15 +37,14 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from types import SimpleNamespace
     from unittest import mock
 
     import torch
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    off = ("calculate_per_token_loss", "mtp_detach_heads", "cross_entropy_loss_fusion")
-    config = SimpleNamespace(**dict.fromkeys(off, False))
-    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 0.1
+    from cppmega.proof.stand_ins import Arguments
+
+    config = Arguments(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
 
     def logged(mask, device="cpu"):  # type: ignore[no-untyped-def]
         with (

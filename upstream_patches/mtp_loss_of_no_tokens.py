@@ -10,6 +10,7 @@ Numerics: changes results of microbatches without such a token, which were NaN; 
 """
 
 from cppmega.edits import inserting
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 MTP = "megatron/core/transformer/multi_token_prediction.py"
@@ -28,7 +29,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(f"{MTP}:roll_tensor",),
-    when=lambda args: bool(getattr(args, "mtp_num_layers", None)),
+    when=has_mtp,
     after=("mtp_roll_packed_sequences", "mtp_linear_ce", "linear_ce_gpt_head"),
 )
 
@@ -45,13 +46,9 @@ def verify() -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    class Config(SimpleNamespace):
-        """Everything else is off."""
+    from cppmega.proof.stand_ins import Arguments
 
-        def __getattr__(self, name: str) -> int:
-            return 0
-
-    config = Config(mtp_num_layers=1, mtp_loss_scaling_factor=0.5, config_logger_dir="")
+    config = Arguments(0, mtp_num_layers=1, mtp_loss_scaling_factor=0.5, config_logger_dir="")
 
     def gradient(mask):  # type: ignore[no-untyped-def]
         """Of the MTP loss; the one of the main head is not computed."""

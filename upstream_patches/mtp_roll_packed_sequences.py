@@ -25,6 +25,7 @@ from __future__ import annotations
 from textwrap import indent
 
 from cppmega.edits import adding_argument, adding_parameter, in_order, inserting, replacing
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source, left_alone
 
 from ._mtp_roll import (
@@ -171,7 +172,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(f"{FILE}:roll_tensor",),
-    when=lambda args: bool(args.mtp_num_layers),
+    when=has_mtp,
     # Documents padded inside the pack: stock rolls their labels at the wrong boundaries.
     wanted_by=lambda recipe: (
         recipe.document_multiple > 1 and recipe.layout.depths > 0 and recipe.kind != "loop"
@@ -198,6 +199,7 @@ def verify() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cppmega.proof import cpu_shims
+    from cppmega.proof.stand_ins import Arguments
 
     cpu_shims.shim()
 
@@ -244,11 +246,7 @@ def verify() -> None:
         return  # its layer and its loss are as they were
 
     # What the layer and the loss see.
-    off = ("calculate_per_token_loss", "mtp_detach_heads", "sequence_parallel", "use_mup")
-    off += ("cross_entropy_loss_fusion",)
-    config = SimpleNamespace(**dict.fromkeys(off, False), recompute_granularity=None)
-    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 1.0
-    config.config_logger_dir = ""
+    config = Arguments(mtp_num_layers=1, mtp_loss_scaling_factor=1.0, config_logger_dir="")
     layer = mock.MagicMock(config=config, cp_group=None)
     layer._get_embeddings = MethodType(mtp.MultiTokenPredictionLayer._get_embeddings, layer)
     forward = mtp.MultiTokenPredictionLayer.forward

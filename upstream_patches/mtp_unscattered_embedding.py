@@ -13,6 +13,7 @@ Numerics: none (bitwise); such a run crashed
 """
 
 from cppmega.edits import inserting
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 TARGET = (
@@ -49,7 +50,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(getattr(args, "mtp_num_layers", None)),
+    when=has_mtp,
     after=("mtp_roll_packed_sequences",),
 )
 

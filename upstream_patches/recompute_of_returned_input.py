@@ -15,6 +15,7 @@ Numerics: none (bitwise); such a run crashed
 from typing import Any
 
 from cppmega.edits import inserting, replacing
+from cppmega.megatron_args import has_experts, recomputes
 from cppmega.page import Edit, Patch, Source, left_alone
 
 CLASS = "megatron/core/tensor_parallel/random.py:CheckpointWithoutOutput"
@@ -26,11 +27,10 @@ def returns_inputs(args: Any) -> bool:
     return (
         getattr(args, "fused_residual_rmsnorm", False)
         and getattr(args, "transformer_impl", None) == "transformer_engine"
-        and getattr(args, "recompute_granularity", None) == "selective"
-        and "layernorm" in (getattr(args, "recompute_modules", None) or ())
+        and recomputes(args, "layernorm")
         # Elsewhere the norm is part of the linear layer after it. With CUDA graphs a norm may be
         # left out of the recomputation.
-        and bool(getattr(args, "multi_latent_attention", False) or getattr(args, "num_experts", 0))
+        and bool(getattr(args, "multi_latent_attention", False) or has_experts(args))
         and getattr(args, "cuda_graph_impl", "none") == "none"
         and not getattr(args, "hybrid_layer_pattern", None)  # no norm of its layers is fused
     )

@@ -18,6 +18,7 @@ Numerics: changes results: GEMMs outside of the routed experts run in the parame
 from typing import Any
 
 from cppmega.edits import adding_parameter, in_order, inserting
+from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 CONTEXT = "megatron/core/fp8_utils.py:get_fp8_context"
@@ -155,7 +156,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(ROUTED,),
-    when=lambda args: bool(getattr(args, "fp8", None) and getattr(args, "num_experts", None)),
+    when=lambda args: bool(getattr(args, "fp8", None)) and has_experts(args),
     gate="CPPMEGA_SELECTIVE_FP8_MOE",
 )
 

@@ -79,44 +79,24 @@ def fixed_upstream(source: Source) -> bool:
 def verify() -> None:
     import importlib
     import sys
-    from importlib.machinery import ModuleSpec
     from pathlib import Path
-    from types import ModuleType
-    from unittest import mock
 
-    built = {}
+    from cppmega.proof import stand_ins
 
-    def jit(func=None, *, pass_configs=None, **ignored):
-        def build(kernel):
-            built[kernel.__module__, kernel.__name__] = pass_configs or {}
-            return kernel
-
-        return build if func is None else build(func)
-
-    # A stand-in for TileLang that notes what it is asked for, and packages without their
-    # `__init__`: those import compiled extensions, which need a GPU's driver.
-    def stand_in(name, **given):
-        spec = ModuleSpec(name, None)
-        sys.modules[name] = mock.MagicMock(__path__=[], __spec__=spec, **given)
-        return sys.modules[name]
-
-    tilelang = stand_in("tilelang", jit=jit)
-    for name in ("language", "profiler", "autotuner"):
-        setattr(tilelang, name, stand_in(f"tilelang.{name}"))
-    tilelang.autotuner.autotune = lambda *args, **kwargs: lambda kernel: kernel
+    # The `__init__` of these packages import compiled extensions, which need a GPU's driver.
+    tilelang = stand_ins.tilelang()
     for name in ("triton", "triton.testing", "einops"):
-        stand_in(name)
+        stand_ins.module(name)
     root = next(path for path in map(Path, sys.path) if (path / FOLDER).is_dir())
     for package in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.tilelang", FOLDER):
         name = package.replace("/", ".")
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(root / name.replace(".", "/"))]
+        stand_ins.package(name, str(root / name.replace(".", "/")))
     for name in ("mamba3_mimo_utils", "grouped_head_reduction"):  # Triton kernels
-        stand_in(f"mamba_ssm.ops.triton.mamba3.{name}")
+        stand_ins.module(f"mamba_ssm.ops.triton.mamba3.{name}")
     for file in ("fwd", "fwd_varlen", "bwd", "bwd_varlen"):
         importlib.import_module(f"{FOLDER.replace('/', '.')}.mamba3_mimo_{file}")
-    flag = tilelang.PassConfigKey.TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE
-    fast = tilelang.PassConfigKey.TL_ENABLE_FAST_MATH
-    assert len(built) == 6, built
-    for name, configs in built.items():
-        assert configs.get(flag) is True and configs[fast] is True, name
+    flag, fast = "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE", "TL_ENABLE_FAST_MATH"
+    assert len(tilelang.kernels) == 6, tilelang.kernels
+    for kernel in tilelang.kernels:
+        configs = kernel.options["pass_configs"]
+        assert configs.get(flag) is True and configs[fast] is True, kernel
