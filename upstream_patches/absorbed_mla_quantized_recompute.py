@@ -1,15 +1,15 @@
-"""Recompute the up projection of DSA's attention in FP8 and FP4 too.
+"""Allow FP8 and FP4 when the up projection of DSA's attention is recomputed.
 
-What: `AbsorbedMLASelfAttention` no longer refuses `--recompute-modules mla_up_proj` with
+What: `AbsorbedMLASelfAttention` no longer rejects `--recompute-modules mla_up_proj` together with
     `--fp8-format` or `--fp4-format`.
-Why: the first forward pass of such a run ends in `AssertionError: FP8/FP4 is not supported for
-    AbsorbedMLA`, while every other MLA layer may be recomputed so. Nothing is missing: the only
-    quantized product inside is the up projection of the query, the checkpoint is already told of
-    the quantization and replays it under the recipe of the forward pass, and the absorbed weight
-    is a parameter, the same in both. Since 0.19 DSA runs through this class.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6178 (dev, August 2026; in no release)
-Remove: when `get_query_key_value_tensors` asserts nothing about quantization.
-Numerics: none (bitwise); such a run was refused
+Why: The first forward pass of such a run fails with `AssertionError: FP8/FP4 is not supported for
+    AbsorbedMLA`, although every other MLA layer supports the combination. Nothing is missing: the
+    only quantized product inside is the up projection of the query, the checkpoint already receives
+    the quantization and replays it under the recipe of the forward pass, and the absorbed weight is
+    a parameter, the same in both passes. DSA has used this class since 0.19.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6178 (dev, August 2026; not released)
+Remove: when `get_query_key_value_tensors` no longer asserts that there is no quantization.
+Numerics: none (bitwise); such runs used to fail
 """
 
 from typing import Any

@@ -1,16 +1,16 @@
-"""Run DSA's indexer without the package fast_hadamard_transform.
+"""Run DSA's indexer without the fast_hadamard_transform package.
 
-What: `rotate_activation` uses a Hadamard transform of our own, with gradient, where the package
-    `fast_hadamard_transform` cannot be imported; where it can, the package stays in use.
-    One kernel on CUDA: 0.14 ms for queries of `[4096, 8, 32, 128]` where a launch per stage took
-    4.8 (benchmarks/results/hadamard_h200.md).
-Why: without the package the first forward through a DSA layer ends in an AssertionError, and
-    no release of it on the package index can be installed: there are no wheels, and each of the
-    five sdists (1.0.0.post1 to 1.1.0) lacks its C++ and CUDA sources (seen on 0.16.1 to 0.19.2).
-Upstream: Not sent: the package has to mend its releases; upstream installs it from git.
+What: `rotate_activation` falls back to a differentiable Hadamard transform from `cppmega.ops` when
+    `fast_hadamard_transform` cannot be imported; otherwise the package is still used. On CUDA it is
+    a single kernel: 0.14 ms for queries of shape `[4096, 8, 32, 128]`, compared with 4.8 ms for one
+    launch per stage (benchmarks/results/hadamard_h200.md).
+Why: Without the package, the first forward pass through a DSA layer raises AssertionError, and no
+    release on the package index can be installed: there are no wheels, and each of the five sdists
+    (1.0.0.post1 to 1.1.0) lacks its C++ and CUDA sources (seen on 0.16.1 to 0.19.2).
+Upstream: Not sent: the package has to fix its releases; upstream installs it from git.
 Remove: when Megatron no longer needs the package, or the index has a release that installs.
-Numerics: none (bitwise): the fp32 sums of the package's kernel in its order, and one rounding
-    (read from the kernel's source; the two were not run side by side).
+Numerics: none (bitwise): the fp32 sums of the package's kernel in the same order, rounded once
+    (derived from the kernel's source; the two were not run side by side).
 """
 
 from typing import Any

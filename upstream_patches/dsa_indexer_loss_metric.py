@@ -1,17 +1,18 @@
-"""Log the indexer loss of the layers that have one, on every pipeline layout.
+"""Report the mean indexer loss over the DSA layers, for every pipeline layout.
 
-What: The logged "indexer loss" is the mean over the DSA layers that saved a loss, MTP layers
-    included; a pipeline stage without a DSA layer takes part in the reduction.
-Why: The sum was divided by all layers (52 for NAM56R, of which 9 are DSA: the curve reads 5.8 times
-    too low); an MTP layer shares a slot with a decoder layer, or (0.16) indexes past the last slot
-    and raises IndexError; a stage without DSA returned early and left the other stages waiting in
-    the pipeline all-reduce. Each seen on CPU with two gloo ranks, 0.16.1 to 0.19.2.
-    The dev branch mended the hang and the slots; it still divides by all layers, DeepSeek-V4's
-    excepted, and a last stage without DSA logs what one context-parallel rank found.
-Upstream: Not sent: the dev branch is half-way there, in other code.
-Remove: when `track_indexer_metrics` divides by the layers that own an indexer.
+What: The logged "indexer loss" is the mean over the DSA layers that saved a loss, including MTP
+    layers. Pipeline stages without a DSA layer take part in the reduction.
+Why: The sum was divided by the number of all layers (52 for NAM56R, of which 9 are DSA: the curve
+    is 5.8 times too low). An MTP layer shared a slot with a decoder layer or, on 0.16, indexed past
+    the last slot and raised IndexError. A stage without DSA returned early and left the other
+    stages waiting in the pipeline all-reduce. Each was seen on CPU with two gloo ranks, on 0.16.1
+    to 0.19.2. The dev branch fixed the hang and the slots; it still divides by the number of all
+    layers, except for DeepSeek-V4, and a last stage without DSA logs the value of a single
+    context-parallel rank.
+Upstream: Not sent: the dev branch has a partial fix in different code.
+Remove: when `track_indexer_metrics` divides by the number of layers that have an indexer.
 Numerics: none (bitwise); only the logged metric changes. With pipeline parallelism the host waits
-    for the device once more per step (on dev it does not)
+    for the device once more per step (not on dev)
 """
 
 # ruff: noqa: F821

@@ -1,9 +1,10 @@
-"""Train DSA with the indexer loss left at its default, off.
+"""Allow DSA training with the default indexer loss coefficient.
 
-What: `DSAttention.forward` reads the default `dsa_indexer_loss_coeff=None` as 0.0.
-Why: `None` is the configuration's default, and the loss is multiplied by it: TypeError in the first
-    training forward of every DSA model that does not set it (seen on CPU, 0.16.1 to 0.18.2). The
-    code reads it with the default 0.0, which never applies, because the field exists.
+What: `DSAttention.forward` treats the default `dsa_indexer_loss_coeff=None` as 0.0.
+Why: The loss is multiplied by `None`, the default of the configuration: every DSA model that does
+    not set the coefficient raises TypeError in its first training forward pass (seen on CPU, 0.16.1
+    to 0.18.2). The code reads it with a fallback of 0.0 that never applies, because the field
+    exists.
 Upstream: Not sent: 0.19.0 rewrote the function and reads `None` as 0.0.
 Remove: when `DSAttention.forward` reads `None` as 0.0.
 Numerics: none (bitwise)

@@ -1,24 +1,27 @@
-"""Let TileLang's sparse MLA take other widths than DeepSeek's 576 and 512.
+"""Support head widths other than DeepSeek's 576 and 512 in TileLang's sparse MLA.
 
-What: `fused_sparse_mla_absorbed` takes queries of 128 with values of 64 and of 192 with 128 beside
-    576 with 512; the widths reach the kernels, which were written for any, instead of the
-    constants 576 and 512 before them. 576 and 512 run as before, all others are declined, and a
-    call that is declined (widths, fp16, 24 heads, a top-k of 250) warns with its reason once. The
-    deterministic mode declines the new widths, too: the kernel adds dkv up by atomics.
-Why: At other widths the hook returns None, which only a log at DEBUG says, and Megatron runs
-    `_unfused_absorbed_dsa_fn`, whose scores are `[batch, heads, seq, seq]` in fp32. Forward and
-    backward at NAM56R's 128 and 64 (32 heads, sequence 4096, 256 keys), stock and patched: 53.4 ms
-    and 15.1 GiB against 4.0 ms and 0.1 GiB; with a batch of 4, 213 ms and 60.6 GiB against 5.1 ms
-    and 0.5 GiB (one H200, TileLang 0.1.8; benchmarks/results/dsa_sparse_mla_h200.md).
-Upstream: Not sent: no model of upstream's has such widths.
-Remove: when `fused_sparse_mla_absorbed` takes a value width of 64.
-Numerics: reorders sums: softmax over the chosen keys in blocks of 64, and dkv by fp32 atomics, so
-    that dkv does not repeat bitwise (as at 576 and 512; the output and dq do). Relative L2 errors
-    against fp64 of output, dq and dkv at 128 and 64: 1.9e-3, 2.1e-3, 2.4e-3; unfused 2.1e-3,
-    2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. The more peaked the scores, the
-    worse is dq: 2.4, 4.2 and 4.9 times that reference's error at queries 5, 30 and 150 times as
-    large (unfused 1.4 at 5), because the kernels form delta from the output in bf16, at 576 and
-    512 too. Those two ignore the deterministic mode, as released.
+What: `fused_sparse_mla_absorbed` accepts queries of width 128 with values of width 64, and 192 with
+    128, in addition to 576 with 512. The kernels, which support any width, receive the actual
+    widths instead of the constants 576 and 512. Calls with 576 and 512 run as before and all other
+    widths are declined. A declined call (widths, fp16, 24 heads, a top-k of 250) warns once and
+    gives the reason. The deterministic mode declines the new widths as well, because the kernel
+    accumulates dkv with atomics.
+Why: With other widths the hook returns None, which is logged only at DEBUG level, and Megatron runs
+    `_unfused_absorbed_dsa_fn`, whose fp32 scores have shape `[batch, heads, seq, seq]`. Forward and
+    backward with NAM56R's 128 and 64 (32 heads, sequence length 4096, 256 keys), unpatched and
+    patched: 53.4 ms and 15.1 GiB compared with 4.0 ms and 0.1 GiB; with a batch of 4, 213 ms and
+    60.6 GiB compared with 5.1 ms and 0.5 GiB (one H200, TileLang 0.1.8;
+    benchmarks/results/dsa_sparse_mla_h200.md).
+Upstream: Not sent: no upstream model has such widths.
+Remove: when `fused_sparse_mla_absorbed` supports a value width of 64.
+Numerics: reorders sums: softmax over the selected keys in blocks of 64, and dkv with fp32 atomics,
+    so that dkv is not bitwise reproducible (as with 576 and 512; the output and dq are). Relative
+    L2 errors against fp64 of the output, dq and dkv with 128 and 64: 1.9e-3, 2.1e-3, 2.4e-3;
+    unfused 2.1e-3, 2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. The error of dq
+    grows with the peakedness of the scores: 2.4, 4.2 and 4.9 times the error of that reference with
+    queries 5, 30 and 150 times as large (unfused 1.4 times with 5), because the kernels compute
+    delta from the bf16 output, also with 576 and 512. Those two ignore the deterministic mode, as
+    released.
 """
 
 from __future__ import annotations

@@ -1,28 +1,29 @@
 """Keep A_log, D and dt_bias of Mamba mixers and gated delta nets in fp32.
 
-What: `Float16Module`, and every later `.bfloat16()`, `.half()` or `.to(dtype)`, leaves these
+What: `Float16Module`, and every later `.bfloat16()`, `.half()` or `.to(dtype)`, keeps these
     parameters of each `MambaMixer`, and A_log and dt_bias of each `GatedDeltaNet`, in fp32. The
-    optimizers save them where stock does: a checkpoint of stock is resumed with the page, and one
-    of the page without it, in every `torch_dist` format, with the next step of a run that never
-    stopped. The layer-wise optimizer (Muon) gathers each dtype for itself.
-Why: the mixers compute with these in fp32, but `Float16Module` rounds them (dt_bias, and both of a
-    delta net, are created in bf16): at the initial values the decay A is off by up to 0.8 %, and
-    dt, once trained, by up to 1.6 % (computed on CPU). With fp32 parameters among bf16 ones the
-    optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model shape (8,)"), the
-    distributed one cannot load its default format, nor save it where a rank has no part of the
-    fp32 buffer, and the layer-wise one gathers two dtypes as one (all seen on CPU), so the page
-    mends them too.
+    optimizers save them where stock does, so that checkpoints can be resumed in both directions,
+    with and without the page, in every `torch_dist` format, and the next step is that of an
+    uninterrupted run. The layer-wise optimizer (Muon) gathers each dtype separately.
+Why: The mixers compute with these parameters in fp32, but `Float16Module` rounds them (dt_bias, and
+    both parameters of a delta net, are created in bf16): at initialization the decay A is off by up
+    to 0.8 %, and dt after training by up to 1.6 % (computed on CPU). With both fp32 and bf16
+    parameters, the optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model
+    shape (8,)"), the distributed optimizer cannot load its default format, nor save it if a rank
+    has no part of the fp32 buffer, and the layer-wise optimizer gathers two dtypes as one (all seen
+    on CPU). The page fixes these as well.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5929 (the marker, on main) and
-    https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); none marks the mixers.
-Remove: when both mixers mark theirs with `mark_keep_in_fp32` (main has it, for other modules) and
-    DistributedOptimizer.__init__ mends the order of mixed groups, as on dev; checkpoints must then
-    be `--dist-ckpt-optim-fully-reshardable`, because upstream divides its buckets by dtype.
-Numerics: changes results: the forward uses unrounded A_log, D and dt_bias. Under
+    https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); neither marks the mixers.
+Remove: when both mixers mark their parameters with `mark_keep_in_fp32` (main has it, for other
+    modules) and DistributedOptimizer.__init__ fixes the order of mixed groups, as on dev.
+    Checkpoints must then be `--dist-ckpt-optim-fully-reshardable`, because upstream divides its
+    buckets by dtype.
+Numerics: changes results: the forward pass uses unrounded A_log, D and dt_bias. Under
     `--use-torch-fsdp2`, which shards parameters of one dtype together, they are rounded as in
-    stock, with a warning. The preflight refuses `--use-precision-aware-optimizer` (FusedAdam saves
+    stock, with a warning. The preflight rejects `--use-precision-aware-optimizer` (FusedAdam saves
     a copy of an fp32 parameter that it never steps), and checkpoints of earlier versions of the
-    page, which saved these parameters apart. With the legacy `--ckpt-format torch`, the state of
-    the distributed optimizer still loads only with the page where it was saved with it.
+    page, which saved these parameters separately. With the legacy `--ckpt-format torch`, the state
+    of the distributed optimizer can be loaded with the page only if it was saved with it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,14 +1,15 @@
-"""Count MLA and DSA layers in the reported FLOPs.
+"""Include MLA and DSA layers in the reported FLOPs.
 
-What: `num_floating_point_operations`, which the logged TFLOP/s comes from, counts the `+` (MLA) and
-    `D` (DSA) layers of a hybrid pattern, and counts the DSA of a GPT model as what it is: an
-    indexer over all pairs and attention over the top-k. The formulas are in the docstrings below.
-Why: A hybrid model's `+` and `D` layers count as nothing: the 9 DSA and 4 MLA layers of the
-    NAM56R shape are 7 % of its FLOPs at sequence 4096 (computed with 0.19.2). A GPT with DSA counts
-    dense MLA and no indexer. What is counted equals what torch counts in a real layer on CPU.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6331 (open) and #6753 (merged, in no
-    release), both for GPT only.
-Remove: when the hybrid branch counts `D` and `+`, and the GPT branch knows `dsa`.
+What: `num_floating_point_operations`, from which the logged TFLOP/s are computed, includes the `+`
+    (MLA) and `D` (DSA) layers of a hybrid pattern. For a GPT model it counts DSA as an indexer over
+    all pairs and attention over the top-k. The docstrings below contain the formulas.
+Why: The `+` and `D` layers of a hybrid model count as zero: the 9 DSA and 4 MLA layers of the
+    NAM56R shape are 7 % of its FLOPs at sequence length 4096 (computed with 0.19.2). A GPT model
+    with DSA counts dense MLA and no indexer. The result equals what torch counts in a real layer on
+    CPU.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6331 (open) and #6753 (merged, not released),
+    both for GPT only.
+Remove: when the hybrid branch counts `D` and `+`, and the GPT branch supports `dsa`.
 Numerics: none (bitwise); only the logged throughput changes
 """
 

@@ -1,15 +1,17 @@
-"""Save each parameter's own optimizer state in fully reshardable checkpoints.
+"""Save the correct optimizer state of each parameter in fully reshardable checkpoints.
 
-What: `sharded_param_state_fully_reshardable` takes the padding at the ends of the buckets before a
-    parameter off its place in the buffer, before it slices the gathered state there.
-Why: the gathered fp32 masters and moments hold no such padding, the places do. With more than one
-    bucket (`--overlap-grad-reduce`) each parameter after the first bucket is saved with states
-    shifted by the padding, the last with zeros at its end, and a run that resumes trains on them:
-    the states of 6 of 8 parameters were wrong after one step (seen on CPU, 0.16.1 to 0.19.2). In
-    the checkpoint the model's own weights stay right, so the loss of its first step does too.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5077 (main, August 2026; in no release)
+What: `sharded_param_state_fully_reshardable` subtracts the padding of all previous buckets from a
+    parameter's position in the buffer before it slices the gathered state.
+Why: The gathered fp32 parameters and moments contain no padding, but the positions include it. With
+    more than one bucket (`--overlap-grad-reduce`), each parameter after the first bucket is saved
+    with states that are shifted by the padding, the last one with zeros at its end, and a run that
+    resumes trains on them: the states of 6 of 8 parameters were wrong after one step (seen on CPU,
+    0.16.1 to 0.19.2). The model weights in the checkpoint are correct, so the loss of the first
+    step after the resume is, too.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5077 (main, August 2026; not released)
 Remove: when the method accounts for the bucket of a parameter.
-Numerics: changes results of runs that resume from a checkpoint it saves; mends no earlier one
+Numerics: changes results of runs that resume from a checkpoint saved with the page; checkpoints
+    saved without it are not repaired
 """
 
 from typing import Any

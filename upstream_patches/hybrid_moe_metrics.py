@@ -1,12 +1,13 @@
-"""Log the MoE losses of a hybrid model as a mean over the MoE layers that it has.
+"""Report the MoE losses of a hybrid model as a mean over its MoE layers.
 
-What: `training_log` counts each MoE layer of a hybrid pattern once, and sizes the metric after all
-    layers, as the routers do.
-Why: the count of the pattern has the MTP depths in it, and `report` adds the depths once more:
-    with 22 MoE layers and 2 depths that have one each, every logged loss is 24/26 of the truth
-    (tested: 2.77 where every layer has 3). A pipeline stage without MoE also makes its tensor too
-    short, 26 values in place of 54: the reduction over the stages then aborts (gloo) or hangs.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6748 (main, August 2026; in no release)
+What: `training_log` counts each MoE layer of a hybrid pattern once, and sizes the metric by the
+    number of all layers, as the routers do.
+Why: The count from the pattern includes the MTP depths, and `report` adds the depths again: with 22
+    MoE layers and 2 depths that have one MoE layer each, every logged loss is 24/26 of the correct
+    value (tested: 2.77 where every layer has 3). A pipeline stage without MoE also allocates a
+    tensor that is too short, 26 values instead of 54: the reduction over the stages then aborts
+    (gloo) or hangs.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6748 (main, August 2026; not released)
 Remove: when `training_log` no longer passes the number of MoE layers as `num_layers`.
 Numerics: none (bitwise); only the logged metrics change
 """

@@ -1,18 +1,19 @@
-"""Count every expert's gradients once in the norm of the layer-wise optimizer (Muon).
+"""Count each expert's gradients once in the norm of the layer-wise optimizer (Muon).
 
-What: `LayerWiseDistributedOptimizer` gives the optimizers that it makes, and its own count of
-    zeros, the tensor-parallel groups by which parameters that ranks hold in common are found.
-Why: without them an expert's parameter counts on the first rank of the attention's tensor-parallel
-    group. Where the experts' group is another (`--expert-tensor-parallel-size`), ranks that hold
-    other experts are left out, or copies are counted again: with TP 2, EP 2 and ETP 1 the biases
-    of the second half of the experts are missing from the norm, so gradients are clipped too
-    little, and from the number of zeros (seen on two ranks, on 0.19.2). It takes experts with
-    biases, and `--no-use-layer-wise-param-layout`, without which Megatron refuses them. Up to 0.18
-    all optimizers count so (#5916).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6099 (main, July 2026; in no release)
-Remove: when the children of `LayerWiseDistributedOptimizer` know `expert_tp_group`.
-Numerics: changes results where the experts have biases and another tensor-parallel size: the
-    gradient norm, and what is clipped by it
+What: `LayerWiseDistributedOptimizer` passes the tensor-parallel groups to the optimizers that it
+    creates and to its own count of zeros. They determine which parameters are duplicates of those
+    of another rank.
+Why: Without the groups, an expert's parameter counts only on the first rank of the attention's
+    tensor-parallel group. If the experts have a different group (`--expert-tensor-parallel-size`),
+    ranks that hold other experts are left out, or duplicates are counted twice: with TP 2, EP 2 and
+    ETP 1, the biases of the second half of the experts are missing from the norm, so that gradients
+    are clipped too little, and from the number of zeros (seen on two ranks, on 0.19.2). This
+    requires experts with biases, and `--no-use-layer-wise-param-layout`, without which Megatron
+    rejects them. Up to 0.18 all optimizers count this way (#5916).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6099 (main, July 2026; not released)
+Remove: when the optimizers of `LayerWiseDistributedOptimizer` know `expert_tp_group`.
+Numerics: changes results if the experts have biases and a tensor-parallel size of their own: the
+    gradient norm, and therefore clipping
 """
 
 from typing import Any

@@ -1,17 +1,17 @@
 """Compute the loss of a hybrid model without its logits, for `--cross-entropy-fusion-impl linear`.
 
-What: the output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearCrossEntropyModule`,
-    a ColumnParallelLinear with the same parameters and checkpoint, and `forward` takes the loss
-    from the hidden states. Inference, calls without labels, a model with a loss of its own, a bias
-    and gathered logits take Megatron's path, and the reason is said once.
-Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
-    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster
+What: The output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearCrossEntropyModule`,
+    a ColumnParallelLinear with the same parameters and checkpoint format, and `forward` computes
+    the loss from the hidden states. Inference, calls without labels, a model with its own loss, a
+    bias and gathered logits use Megatron's path; the reason is reported once.
+Why: Stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB with V=131072, s=4096 and
+    MBS 12. One kernel pass per chunk of tokens needs 2 GiB and is faster
     (benchmarks/results/linear_cross_entropy_h200.md).
-Upstream: Not sent: dev has the GPT head alone, with kernels for Blackwell; its hybrid head lost the
-    class in a merge, and stops at the first MTP depth.
-Remove: when the releases have linear cross-entropy for hybrid models that runs on Hopper.
-Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
-    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+Upstream: Not sent: dev has only the GPT head, with kernels for Blackwell; its hybrid head lost the
+    class in a merge, and fails at the first MTP depth.
+Remove: when the releases have a linear cross-entropy for hybrid models that runs on Hopper.
+Numerics: reorders sums: the softmax is computed in fp32 from the same logits, chunk by chunk; dW is
+    accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
 """
 
 from cppmega.megatron_args import layer_pattern

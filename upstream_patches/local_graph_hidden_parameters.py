@@ -1,15 +1,16 @@
-"""Give parameters inside a recomputed part of a layer their gradients under local CUDA graphs.
+"""Compute the gradients of recomputed parameters under local CUDA graphs.
 
-What: with `--cuda-graph-impl local` and recomputation, a layer's graphs are made for the parameters
-    that the warm-up reaches, and hand out what a nested backward left in `param.grad`.
-Why: a graph's parameters are looked for from the outputs of its capture, and what is recomputed
-    there (`layernorm`, `mla_up_proj`) hides its own. Their gradients stay in `param.grad` at
-    capture, where nothing reads them: replays leave the weights of these norms and projections
-    without a gradient, and `--overlap-grad-reduce` waits for parameters that are never ready (the
-    code run on CPU in place of a capture, 0.17.1 to 0.19.2). In 0.16 the warm-up never ends, so
-    nothing is recomputed and nothing is lost; 0.15 refuses with an exception.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (main, August 2026; in no release)
-Remove: when `create_fwd_graph` looks for the parameters in what the warm-up returned.
+What: With `--cuda-graph-impl local` and recomputation, the graphs of a layer are created for the
+    parameters that the warm-up reaches, and return what a nested backward pass left in
+    `param.grad`.
+Why: The parameters of a graph are found from the outputs of its capture, and modules that are
+    recomputed there (`layernorm`, `mla_up_proj`) hide their own. Their gradients stay in
+    `param.grad` at capture, where nothing reads them: replays leave the weights of these norms and
+    projections without a gradient, and `--overlap-grad-reduce` waits for parameters that are never
+    ready (seen on CPU, where the code ran instead of being captured, 0.17.1 to 0.19.2). On 0.16 the
+    warm-up never ends, so nothing is recomputed and nothing is lost; 0.15 raises an exception.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (main, August 2026; not released)
+Remove: when `create_fwd_graph` finds the parameters from the outputs of the warm-up.
 Numerics: changes results of runs with local CUDA graphs and selective recomputation
 """
 

@@ -1,16 +1,17 @@
-"""Log the second step's own loss and time where the first line ends a log interval.
+"""Log the second step's own loss and time if the first step ends a log interval.
 
-What: `training_log` resets its sums and timers after the first line of a run or a resume too, where
-    that step ends a log interval. Elsewhere it keeps them, for the window that the step belongs to.
-Why: the first line never resets, so at `--log-interval 1` the second is a mean over two steps: on
-    an H200 it said 4.109 for a loss of 4.1297, and 1889 tokens/s in place of 6100, as half of the
-    first step's compilation was in it (energy is halved, as its meter does reset). The curves of
-    equal runs, one of them resumed, differed by 2e-2 there
-    (benchmarks/results/launch_resume_h200.md). Since 0.16, whose wheel has no
+What: `training_log` also resets its sums and timers after the first line of a run or of a resume if
+    that step ends a log interval. Otherwise it keeps them for the interval to which the step
+    belongs.
+Why: The first line never resets, so with `--log-interval 1` the second is a mean over two steps: on
+    an H200 it reported 4.109 for a loss of 4.1297, and 1889 tokens/s instead of 6100, because it
+    included half of the first step's compilation (the energy is halved, because its meter does
+    reset). The curves of two equal runs, one of them resumed, differed by 2e-2 there
+    (benchmarks/results/launch_resume_h200.md). The bug exists since 0.16, whose wheel has no
     training loop to patch.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7092 (merged in autumn 2026; in no release)
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7092 (merged in autumn 2026; not released)
 Remove: when `training_log` resets after a first iteration that is a multiple of the log interval.
-Numerics: none (bitwise); only what is logged changes
+Numerics: none (bitwise); only the logged values change
 """
 
 from cppmega.edits import replacing

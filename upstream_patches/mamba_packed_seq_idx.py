@@ -1,17 +1,18 @@
-"""Keep Mamba's state inside a document when documents are packed, and ask the device for nothing.
+"""Reset Mamba's state at the document boundaries of a pack, without waiting for the device.
 
-What: The mixer derives `seq_idx` from the `cu_seqlens` of a `thd` pack for the length it works on,
-    when none of that length was given; `seq_idx` itself is computed by a search instead of
+What: The mixer derives `seq_idx` from the `cu_seqlens` of a `thd` pack if none was given for the
+    sequence length that it processes. `seq_idx` itself is computed by a search instead of by
     `repeat_interleave`.
-Why: since 0.17.0 `seq_idx` exists only if the caller of `PackedSeqParams` also set `total_tokens`.
-    Nothing in megatron/training 0.19.2 and no helper in megatron/core does, and the mixer takes
-    None as "one document": convolution and scan state run on into the next one, without an error
-    (tested with a plain stand-in for the kernel: every document but the first came out wrong).
-    And `repeat_interleave` with counts on the GPU waits for it: per batch, on 0.16 per layer.
+Why: Since 0.17.0 `seq_idx` exists only if the caller of `PackedSeqParams` also sets `total_tokens`.
+    Nothing in megatron/training 0.19.2 and no helper in megatron/core does so, and the mixer
+    interprets None as "one document": the state of the convolution and of the scan is carried into
+    the next document without an error (tested with a plain stand-in for the kernel: every document
+    but the first was wrong). In addition, `repeat_interleave` with counts on the GPU waits for the
+    device, once per batch, on 0.16 once per layer.
 Upstream: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3484 sets `total_tokens` in one caller
-Remove: when `MambaMixer` refuses or computes a missing `seq_idx`, without `repeat_interleave`.
-Numerics: changes results where `seq_idx` was missing: documents no longer see each other; where
-    the caller set `total_tokens` the values are the same bits.
+Remove: when `MambaMixer` rejects or computes a missing `seq_idx`, without `repeat_interleave`.
+Numerics: changes results if `seq_idx` was missing: documents no longer see each other. If the
+    caller sets `total_tokens`, the values are bitwise the same.
 """
 
 from typing import Any

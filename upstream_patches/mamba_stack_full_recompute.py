@@ -1,12 +1,13 @@
-"""Make full recompute recompute in a Mamba or hybrid stack.
+"""Support full recomputation in a Mamba or hybrid stack.
 
 What: `MambaStack.forward` runs its layers under activation checkpoints with
-    `recompute_granularity=full`: chunks of `recompute_num_layers` layers (`uniform`), or the first
-    so many layers, one by one (`block`), as the stack of a GPT does.
-Why: Up to 0.17 the class has no recompute at all: the option is accepted and nothing happens, every
-    activation of every layer is kept (on CPU each layer ran once with `full`, and must run twice).
+    `recompute_granularity=full`: in chunks of `recompute_num_layers` layers (`uniform`), or that
+    many first layers one by one (`block`), as the stack of a GPT model does.
+Why: Up to 0.17 the class has no recomputation: the option is accepted and silently ignored, and
+    every activation of every layer is kept (on CPU, each layer ran once with `full` where it must
+    run twice).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4496 (in 0.18.0, where it is `HybridStack`)
-Remove: when `MambaStack.forward` looks at `recompute_granularity`, or is gone; 0.18.0 has.
+Remove: when `MambaStack.forward` reads `recompute_granularity`, or no longer exists (0.18.0).
 Numerics: none (bitwise); parameters keep their names
 """
 

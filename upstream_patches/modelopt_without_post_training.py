@@ -1,12 +1,12 @@
-"""Train from the wheel where NVIDIA ModelOpt happens to be installed.
+"""Allow training from the wheel when NVIDIA ModelOpt is installed.
 
-What: `get_model` goes on where `megatron.post_training`, which the wheel does not ship, cannot be
-    imported, and refuses only what needs it: a ModelOpt checkpoint or a distillation teacher.
-Why: With `modelopt` importable (many images have it) `get_model` imports
-    `megatron.post_training.checkpointing`, so every run from the 0.17 and 0.18 wheels stops with
-    ModuleNotFoundError at model setup. Seen on CPU with 0.17.1 and 0.18.2.
+What: `get_model` continues if `megatron.post_training`, which the wheel does not ship, cannot be
+    imported, and fails only for what needs it: a ModelOpt checkpoint or a distillation teacher.
+Why: If `modelopt` can be imported (many images include it), `get_model` imports
+    `megatron.post_training.checkpointing`, so that every run from the 0.17 and 0.18 wheels fails
+    with ModuleNotFoundError during model setup (seen on CPU with 0.17.1 and 0.18.2).
 Upstream: Not sent: 0.19.0 imports both packages under one guard.
-Remove: when `get_model` does not import from `megatron.post_training` by itself.
+Remove: when `get_model` no longer imports `megatron.post_training` without a guard.
 Numerics: none (bitwise)
 """
 

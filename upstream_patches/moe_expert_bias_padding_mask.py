@@ -1,13 +1,15 @@
-"""Let a padding mask and the MoE expert bias be used together.
+"""Support a padding mask together with the MoE expert bias.
 
-What: `TopKRouter._apply_expert_bias` takes a token's whole row out of the load count.
-Why: the mask is a vector over tokens, the routing map has tokens times experts, and the two are
-    combined as they are: with `--moe-router-enable-expert-bias` the first forward pass with a mask
-    dies ("The size of tensor a (4) must match the size of tensor b (6)"), and where both happen to
-    be of one size it drops experts in place of tokens, unseen (tested on 0.16.1 to 0.19.2).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6114 (main, August 2026; in no release)
+What: `TopKRouter._apply_expert_bias` removes the complete row of a padded token from the load
+    count.
+Why: The mask is a vector over tokens, the routing map has shape tokens by experts, and the two are
+    combined as they are. With `--moe-router-enable-expert-bias`, the first forward pass with a mask
+    fails ("The size of tensor a (4) must match the size of tensor b (6)"); if both sizes are equal,
+    it silently drops experts instead of tokens (tested on 0.16.1 to 0.19.2).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6114 (main, August 2026; not released)
 Remove: when the mask is unsqueezed there.
-Numerics: changes results where the number of local tokens equals that of experts; else it crashed
+Numerics: changes results if the number of local tokens equals that of the experts; other runs used
+    to fail
 """
 
 from cppmega.edits import replacing

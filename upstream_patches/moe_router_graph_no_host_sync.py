@@ -1,12 +1,12 @@
-"""Do not wait for the device after each MoE router's graph where nothing comes to the host.
+"""Wait for the graph of an MoE router only if the host needs a value from it.
 
-What: with CUDA graphs of the router alone, `MoETransformerLayer` waits for the router's copies to
-    the host only where the dispatcher has values there.
-Why: it waits after every replay, so the host can enqueue nothing ahead: one stop per MoE layer and
-    microbatch. With the DeepEP and HybridEP dispatchers every value stays on the device, and there
-    is nothing to wait for (counted with a stand-in for the event, 0.17.1 to 0.19.2).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6432 (main, August 2026; in no release)
-Remove: when the event is waited for only with values on the host.
+What: With CUDA graphs of the router alone, `MoETransformerLayer` waits for the router's copies to
+    the host only if the dispatcher has values there.
+Why: Stock waits after every replay, so that the host cannot enqueue ahead: one wait per MoE layer
+    and microbatch. With the DeepEP and HybridEP dispatchers every value stays on the device, and
+    there is nothing to wait for (counted with a stand-in for the event, 0.17.1 to 0.19.2).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6432 (main, August 2026; not released)
+Remove: when the event is only waited for if there are values on the host.
 Numerics: none (bitwise)
 """
 

@@ -1,16 +1,16 @@
 """Compute the MTP losses without their logits, for `--cross-entropy-fusion-impl linear`.
 
-What: `process_mtp_loss`, in 0.16 the loop in `GPTModel`, takes each depth's loss, and on 0.19 the
-    tokens that its acceptance rate counts, from the hidden states, where the output layer is a
-    `LinearCrossEntropyModule`. Masks, logging, scaling and detached heads stay stock's. A model
-    with a loss of its own, a bias and gathered logits take Megatron's path, and the reason is said
-    once.
-Why: each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward: a GPT of 2
-    layers with 2 depths and V=131072 takes 71 GiB more than without at MBS 8 (one H200).
-Upstream: Not sent: dev does it for GPTModel, with kernels for Blackwell alone.
-Remove: when the releases have linear cross-entropy that runs on Hopper.
-Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
-    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+What: `process_mtp_loss` (on 0.16 the loop in `GPTModel`) computes each depth's loss, and on 0.19
+    the tokens for its acceptance rate, from the hidden states if the output layer is a
+    `LinearCrossEntropyModule`. Masks, logging, scaling and detached heads are unchanged. A model
+    with its own loss, a bias and gathered logits use Megatron's path; the reason is reported once.
+Why: Each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward pass: a GPT
+    model of 2 layers with 2 depths and V=131072 needs 71 GiB more than without MTP at MBS 8 (one
+    H200).
+Upstream: Not sent: dev does this for GPTModel, but its kernels support only Blackwell.
+Remove: when the releases have a linear cross-entropy that runs on Hopper.
+Numerics: reorders sums: the softmax is computed in fp32 from the same logits, chunk by chunk; dW is
+    accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
 """
 
 from cppmega.edits import in_order, inserting, replacing

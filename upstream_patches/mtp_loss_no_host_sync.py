@@ -1,4 +1,4 @@
-"""Log the MTP loss without asking the device how many tokens counted.
+"""Log the MTP loss without reading the number of tokens on the host.
 
 What: `process_mtp_loss` chooses between the mean and zero on the device.
 Why: `... if num_tokens > 0 else ...` waits for the GPU once per MTP depth and microbatch, and

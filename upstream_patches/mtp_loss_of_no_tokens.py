@@ -1,12 +1,12 @@
-"""Let a microbatch without a token to predict have an MTP loss of zero, not NaN.
+"""Return an MTP loss of zero instead of NaN for a microbatch without tokens to predict.
 
-What: the MTP loss in `GPTModel._postprocess` is divided by one where no token counts.
-Why: the mean over zero tokens is 0/0: where the loss mask of a microbatch ends with its first
-    token, or has none at all (a prompt without its answer, a padded last batch), the gradient of
-    every layer is NaN, and the step is lost to all ranks (tested on 0.15.3 and 0.16.1).
+What: The MTP loss in `GPTModel._postprocess` is divided by one if no token counts.
+Why: The mean over zero tokens is 0/0: if the loss mask of a microbatch ends with its first token,
+    or is empty (a prompt without its answer, a padded last batch), the gradient of every layer is
+    NaN, and the step is lost on all ranks (tested on 0.15.3 and 0.16.1).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/3396 (0.17.0)
 Remove: when 0.16 is no longer supported.
-Numerics: changes results of microbatches without such a token, which were NaN; else none
+Numerics: changes results of microbatches without such a token, which were NaN; no change otherwise
 """
 
 from cppmega.edits import inserting

@@ -1,15 +1,15 @@
-"""Let MTP train with sequence parallelism where the embedding does not scatter its output.
+"""Support MTP with sequence parallelism if the embedding does not scatter its output.
 
-What: `MultiTokenPredictionLayer._get_embeddings` takes its rank's part of the sequence, where the
-    model's embedding was built to give the whole.
-Why: a model around a language model inserts images into the whole sequence and scatters it by
-    itself (`scatter_embedding_sequence_parallel=False`), and MTP calls the same embedding: its
-    decoder input is as long as the sequence, the hidden states are a rank's part, and the first
-    forward pass dies ("Sizes of tensors must match except in dimension 2. Expected size 8 but got
+What: `MultiTokenPredictionLayer._get_embeddings` scatters the sequence to the ranks if the model's
+    embedding was built to return all of it.
+Why: A multimodal model inserts images into the complete sequence and scatters it by itself
+    (`scatter_embedding_sequence_parallel=False`). MTP calls the same embedding, so that its decoder
+    input is as long as the sequence, while the hidden states are one rank's part of it. The first
+    forward pass fails ("Sizes of tensors must match except in dimension 2. Expected size 8 but got
     size 4"; seen on two ranks, on 0.16.1 and 0.19.2).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6256 (main, August 2026; in no release)
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6256 (main, August 2026; not released)
 Remove: when `_get_embeddings` scatters what the embedding does not.
-Numerics: none (bitwise); such a run crashed
+Numerics: none (bitwise); such runs used to fail
 """
 
 from cppmega.edits import inserting

@@ -1,15 +1,15 @@
-"""Apply RoPE to packed sequences without asking the device for the sequence lengths.
+"""Apply RoPE to packed sequences without reading the sequence lengths on the host.
 
-What: `_apply_rotary_pos_emb_thd` finds each token's position by search and gather on the device,
-    for any number of sequences and for context parallelism.
-Why: stock reads the lengths on the host: two waits for the GPU per call, one call each for the
-    queries and the keys of every attention layer, and with a table for the whole pack one more per
-    sequence (tested: `.tolist()`, `cu_seqlens[-1]`, `cu_seqlens[i].item()`). None of it can be
-    captured in a CUDA graph, 0.19 also launches a dozen kernels per sequence, and DSA does not
-    allow the fused RoPE. main still reads the last boundary where no `max_seqlen` is given, as
-    DSA's indexer does not.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; in no release)
-Remove: when the function has neither `.tolist()` nor `.item()`.
+What: `_apply_rotary_pos_emb_thd` computes each token's position with a search and a gather on the
+    device, for any number of sequences and for context parallelism.
+Why: Stock reads the lengths on the host: it waits for the GPU twice per call, with one call each
+    for the queries and the keys of every attention layer, and with a table for the complete pack
+    once more per sequence (tested: `.tolist()`, `cu_seqlens[-1]`, `cu_seqlens[i].item()`). None of
+    this can be captured in a CUDA graph. 0.19 also launches a dozen kernels per sequence, and DSA
+    does not support the fused RoPE. main still reads the last boundary if no `max_seqlen` is given,
+    as in DSA's indexer.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; not released)
+Remove: when the function contains neither `.tolist()` nor `.item()`.
 Numerics: none (bitwise)
 """
 

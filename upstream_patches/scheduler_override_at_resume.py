@@ -1,20 +1,20 @@
-"""Resume with the learning rates of the launch line where `--override-opt_param-scheduler` asks.
+"""Apply the learning rates of the command line with `--override-opt_param-scheduler`.
 
 What: `OptimizerParamScheduler` remembers the bounds (`max_lr`, `min_lr`, `start_wd`, `end_wd`) that
-    each parameter group was built with, and puts them back when it loads its state and overrides.
-    It sets rates and decay after all it loads, and on 0.19 and main the optimizers find a saved
-    group whose bounds alone differ.
-Why: the groups' bounds win over the scheduler's and come from the checkpoint, so the option is
-    logged and then ignored: a run saved at `--lr 1e-3`, halfway through its decay, resumes with
-    `--lr 1e-5` at 5.05e-4 for 5.05e-6 (computed on CPU, 0.15.3 to 0.18.2). From 0.19 it does not
-    resume at all: groups are matched by their bounds too ("Could not find parameter group with
-    key"). And the first step after a resume with `--use-checkpoint-opt_param-scheduler` decays
-    weights as the launch line says.
+    each parameter group was created with, and restores them when it loads its state and overrides.
+    It sets rates and weight decay after it has loaded everything, and on 0.19 and main the
+    optimizers also match a saved group that differs only in its bounds.
+Why: The bounds of the groups take precedence over those of the scheduler and come from the
+    checkpoint, so that the option is logged and then ignored: a run that was saved with `--lr 1e-3`
+    halfway through its decay resumes with `--lr 1e-5` at 5.05e-4 instead of 5.05e-6 (computed on
+    CPU, 0.15.3 to 0.18.2). Since 0.19 it does not resume at all, because groups are matched by
+    their bounds too ("Could not find parameter group with key"). In addition, the first step after
+    a resume with `--use-checkpoint-opt_param-scheduler` uses the weight decay of the command line.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5213 (dev, June 2026) and
-    https://github.com/NVIDIA/Megatron-LM/pull/3720 (main, August 2026: the rates only, and every
-    group gets the same); in no release
+    https://github.com/NVIDIA/Megatron-LM/pull/3720 (main, August 2026: only the rates, and the same
+    for every group); neither is released
 Remove: when the scheduler restores its groups, and the optimizers match groups without bounds.
-Numerics: changes results of resumed runs that ask for it
+Numerics: changes results of resumed runs that use the option
 """
 
 from typing import Any

@@ -1,18 +1,20 @@
-"""FP8 for the GEMMs of the routed experts, and for nothing else.
+"""Use FP8 for the GEMMs of the routed experts only.
 
-What: With `CPPMEGA_SELECTIVE_FP8_MOE=1` at apply, `get_fp8_context` gives every caller FP8 switched
-    off, for weights and for GEMMs, and `MoELayer` switches it on around its routed experts alone.
-    Layers that `first_last_layers_bf16` keeps in bf16 keep their experts in bf16 too.
-Why: Megatron's contexts wrap whole layers: attention, Mamba mixers, latent and shared experts, and
-    the whole of MTP run in FP8 with the experts, and only first and last layers can be left out. An
-    earlier overlay assigned another `get_fp8_context` after six modules had copied the name: it did
-    nothing and was measured as neutral. It also gave `nullcontext`, which leaves FP8 on inside
-    MTP's context, and asked the layer number, which starts at 1 again inside an MTP stack.
-Upstream: Not sent: a config option such as `fp8_experts_only` belongs there.
+What: With `CPPMEGA_SELECTIVE_FP8_MOE=1` at apply, `get_fp8_context` returns a context with FP8
+    disabled to every caller, for weights and for GEMMs, and `MoELayer` enables it only around its
+    routed experts. In layers that `first_last_layers_bf16` keeps in bf16, the experts stay in bf16
+    too.
+Why: Megatron's contexts wrap complete layers: attention, Mamba mixers, latent and shared experts,
+    and all of MTP run in FP8 together with the experts, and only the first and last layers can be
+    excluded. An earlier overlay assigned another `get_fp8_context` after six modules had copied the
+    name: it did nothing and was measured as neutral. It also returned `nullcontext`, which leaves
+    FP8 enabled inside MTP's context, and used the layer number, which restarts at 1 inside an MTP
+    stack.
+Upstream: Not sent: upstream would need a config option such as `fp8_experts_only`.
 Remove: when a config option runs only the experts in FP8.
 Numerics: changes results: GEMMs outside of the routed experts run in the parameters' dtype. Delayed
-    scaling, CUDA graphs of Transformer Engine and `use_grouped_gemm_for_*` are refused: the first
-    needs one context around the whole pass, the others enter FP8 past `get_fp8_context`.
+    scaling, CUDA graphs of Transformer Engine and `use_grouped_gemm_for_*` are rejected: the first
+    needs one context around the complete pass, and the others enter FP8 without `get_fp8_context`.
 """
 
 from typing import Any

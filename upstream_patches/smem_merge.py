@@ -1,14 +1,15 @@
-"""Build Megatron's TileLang kernels with aggressive merging of their shared memory.
+"""Build Megatron's TileLang kernels with aggressive shared-memory merging.
 
-What: With `CPPMEGA_SMEM_MERGE=1` at apply, `tilelang_jit`, through which every TileLang kernel of
-    Megatron is built, adds `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True` to the pass configs.
-Why: sm_120 and sm_121 give a block 99 KiB of dynamic shared memory (sm_90: 227), and a kernel that
-    wants more does not start. Of the nine TileLang kernels of 0.19.2 only the sparse MLA backward
-    asks for its buffers to share their places (read in the wheel, and by `cppmega.preflight.smem`).
+What: With `CPPMEGA_SMEM_MERGE=1` at apply, `tilelang_jit`, with which Megatron builds every
+    TileLang kernel, adds `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True` to the pass configs.
+Why: sm_120 and sm_121 provide 99 KiB of dynamic shared memory per block (sm_90: 227), and a kernel
+    that needs more cannot be launched. Of the nine TileLang kernels of 0.19.2, only the sparse MLA
+    backward requests that its buffers share memory (read in the wheel, and by
+    `cppmega.preflight.smem`).
 Upstream: Not sent: upstream tunes these kernels for sm_90 and sm_100, which do not need it.
 Remove: when `tilelang_jit` or every kernel sets it.
-Numerics: none (bitwise): the pass places buffers, it does not touch what is computed. Read in the
-    description of the pass; kernels with and without it were not compared on a GPU.
+Numerics: none (bitwise): the pass places buffers and does not change what is computed. This follows
+    from the documentation of the pass; kernels with and without it were not compared on a GPU.
 """
 
 from cppmega.edits import inserting

@@ -1,14 +1,14 @@
-"""Build mamba_ssm's TileLang kernels with aggressive merging of their shared memory.
+"""Build mamba_ssm's TileLang kernels with aggressive shared-memory merging.
 
 What: With `CPPMEGA_SMEM_MERGE=1` at apply, the six TileLang kernels of Mamba-3's MIMO scan, forward
-    and backward, packed or not, carry `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True`.
-Why: sm_120 and sm_121 give a block 99 KiB of dynamic shared memory (sm_90: 227), and a kernel that
-    wants more does not start. None of the six asks for its buffers to share their places (read in
-    2.3.2.post1, and by `cppmega.preflight.smem`).
+    and backward, packed or not, set `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True`.
+Why: sm_120 and sm_121 provide 99 KiB of dynamic shared memory per block (sm_90: 227), and a kernel
+    that needs more cannot be launched. None of the six requests that its buffers share memory (read
+    in 2.3.2.post1, and by `cppmega.preflight.smem`).
 Upstream: Not sent: upstream tunes these kernels for sm_90, which does not need it.
 Remove: when the kernels set it themselves.
-Numerics: none (bitwise): the pass places buffers, it does not touch what is computed. Read in the
-    description of the pass; kernels with and without it were not compared on a GPU.
+Numerics: none (bitwise): the pass places buffers and does not change what is computed. This follows
+    from the documentation of the pass; kernels with and without it were not compared on a GPU.
 """
 
 from cppmega.edits import replacing
