@@ -1,4 +1,4 @@
-"""What `mtp_roll_packed_sequences` writes into Megatron, and the edit that puts it in place."""
+"""The code that `mtp_roll_packed_sequences` writes into Megatron, and its edits."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ return [
 
 
 def replacing_run(first: str, last: str, new: str) -> Any:
-    """Replace the statements from the one that begins with `first` to the one with `last`."""
+    """Replace a run of statements: from the one that begins with `first` to the one with `last`."""
 
     def edit(node: Any) -> Any:
         import libcst as cst

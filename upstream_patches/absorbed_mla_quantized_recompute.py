@@ -42,7 +42,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    # Up to 0.18 no model of Megatron's has this attention, and it has two up projections.
+    # Up to 0.18 no Megatron model uses this attention, which has two up projections there.
     feature=(f"{CLASS}._get_kv_up_weights",),
     when=recomputes_quantized,
 )
@@ -63,7 +63,7 @@ def verify() -> None:
     asked = []
 
     class Checkpoint:
-        """The real one needs Transformer Engine where it is told of a quantization."""
+        """The real one needs Transformer Engine for a quantization."""
 
         def __init__(self, fp8=None):  # type: ignore[no-untyped-def]
             asked.append(fp8)
@@ -72,7 +72,7 @@ def verify() -> None:
             return function(*args)
 
     def tensors(**given):  # type: ignore[no-untyped-def]
-        """Query and key of a layer with one head, each part two wide."""
+        """Return query and key of a layer with one head, each part two channels wide."""
         layer = absorbed_mla.AbsorbedMLASelfAttention.__new__(absorbed_mla.AbsorbedMLASelfAttention)
         torch.nn.Module.__init__(layer)
         widths = dict.fromkeys(("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"), 2)
@@ -85,7 +85,7 @@ def verify() -> None:
         layer.recompute_up_proj, layer.cache_mla_latents = bool(given), False
         layer.kv_layernorm = torch.nn.Identity()
         layer.linear_kv_down_proj = layer.linear_q_proj = lambda hidden: (hidden, None)
-        layer._uses_combined_kv_up_projection = True  # a layer's own answer on dev
+        layer._uses_combined_kv_up_projection = True  # a property of the layer on dev
         layer.linear_kv_up_proj = SimpleNamespace(weight=torch.arange(8.0).view(4, 2))
         return layer.get_query_key_value_tensors(torch.arange(12.0).view(3, 1, 4))
 

@@ -77,7 +77,7 @@ def verify() -> None:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(7):
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
-    with mock.patch.object(dsa, "hadamard_transform", None):  # also where it can be imported
+    with mock.patch.object(dsa, "hadamard_transform", None):  # even if it can be imported
         y = dsa.rotate_activation(x)
         y.backward(grad)
     for ours, given in ((y, x), (x.grad, grad)):

@@ -152,7 +152,7 @@ PATCH = Patch(
                 LAYERS_WITH_A_LOSS.format(name="num_layers"),
             ),
         ),
-        # The dev branch: the stages agree on the slots once, and its caller may know the layers.
+        # The dev branch: the stages agree on the slots once, and the caller may pass the layers.
         _edit(
             "save_loss_to_tracker",
             {"dev-d48bd6be": "1d6f5702223dc908"},
@@ -249,7 +249,7 @@ def verify() -> None:
         mock.patch.object(torch.distributed, "all_reduce"),
         mock.patch.dict(helper.tracker, clear=True),
     ):
-        # Two microbatches; decoder layers 5 and 9 of 52, MTP layers that say 5 and 53.
+        # Two microbatches; decoder layers 5 and 9 of 52, and MTP layers with the numbers 5 and 53.
         for _ in range(2):
             for layer, loss in ((5, 1.0), (9, 2.0), (5, 3.0), (53, 6.0)):
                 helper.save_loss_to_tracker(torch.tensor(loss), layer, 52)

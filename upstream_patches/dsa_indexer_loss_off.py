@@ -61,7 +61,7 @@ def verify() -> None:
         layer.config = SimpleNamespace(
             dsa_indexer_loss_coeff=coefficient, dsa_indexer_use_sparse_loss=False, num_layers=1
         )
-        # What 0.19 asks besides.
+        # Further attributes that 0.19 reads.
         layer.index_topk, layer.index_share, layer.skip_topk = 2, False, False
         layer.cp_comm_type, layer.pg_collection = "p2p", SimpleNamespace(tp=None, cp=None)
         layer.config.sequence_parallel = layer.config.calculate_per_token_loss = False

@@ -99,7 +99,7 @@ PATCH = Patch(
             ),
             imports=("import warnings",),
             helpers=(_cppmega_declines,),
-            mark="",  # a call that it declines has not gone through the patch
+            mark="",  # a declined call has not passed through the patch
         ),
         Edit(
             target=f"{OPS}/sparse_mla.py:SparseMLA.forward",
@@ -147,7 +147,7 @@ PATCH = Patch(
     wanted_by=lambda recipe: (
         recipe.uses_dsa
         and recipe.dsa_kernel_backend == "tilelang"
-        and recipe.dsa_widths in WIDTHS[:-1]  # the last are those of the release
+        and recipe.dsa_widths in WIDTHS[:-1]  # the last pair is that of the release
     ),
     provides={"dsa_widths_tilelang": WIDTHS},
 )
@@ -218,5 +218,5 @@ def verify() -> None:
         got, want = ((x, *torch.autograd.grad(x, (q, kv), grad)) for x in (ours, stock))
         for mine, other in zip(got, want, strict=True):
             assert (mine - other).norm() < 1e-2 * other.norm(), (query, width)
-    for query, width in ((320, 256), (160, 96), (96, 64), (576, 448)):  # not run on a GPU
+    for query, width in ((320, 256), (160, 96), (96, 64), (576, 448)):  # not tested on a GPU
         assert hook(*inputs(query), indices, 0.1, width) is None, (query, width)

@@ -63,7 +63,7 @@ def keep_mixers(init):  # type: ignore[no-untyped-def]
 
     @functools.wraps(init)
     def __init__(self, config, module):  # type: ignore[no-untyped-def]  # noqa: N807
-        # A module that was not imported has no mixers.
+        # If the module was not imported, the model has no such mixers.
         imported = [(sys.modules.get(module), name) for module, name in MIXERS.items()]
         mixers = tuple(getattr(there, name) for there, name in imported if there is not None)
         for mixer in module.modules():
@@ -79,13 +79,13 @@ def keep_mixers(init):  # type: ignore[no-untyped-def]
 
 
 def kept_parameters(mixer):  # type: ignore[no-untyped-def]
-    """The parameters of a mixer that stay in fp32."""
+    """Return the parameters of a mixer that stay in fp32."""
     found = (mixer._parameters.get(name) for name in KEPT)
     return [parameter for parameter in found if parameter is not None]
 
 
 def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-    """`torch.nn.Module._apply` that moves the kept parameters, and does not round them."""
+    """Move the parameters like `torch.nn.Module._apply`, without rounding the kept ones."""
     import torch
 
     parameters = kept_parameters(self)
@@ -115,7 +115,7 @@ def round_kept(module):  # type: ignore[no-untyped-def]
 
 
 def has_mixers(args: Any) -> bool:
-    """Whether the run has parameters that stock rounds."""
+    """Whether the run has parameters that stock would round."""
     if not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
         return False
     if getattr(args, "experimental_attention_variant", None) == "gated_delta_net":
@@ -126,7 +126,7 @@ def has_mixers(args: Any) -> bool:
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """An optimizer with copies of its own, and checkpoints of this page as it once was."""
+    """Reject optimizers with their own copies, and checkpoints of earlier versions of this page."""
     if not has_mixers(args):
         return
     if getattr(args, "use_precision_aware_optimizer", False):
@@ -214,7 +214,7 @@ def fixed_upstream(source: Source) -> bool:
     marked = all(_marks(mixer, name) for name in KEPT) and all(
         _marks(net, name) for net in nets for name in ("A_log", "dt_bias")
     )
-    # dev mends the order in __init__ already
+    # dev already fixes the order in __init__
     init = source.text(ORDER.rpartition(".")[0] + ".__init__")
     return marked and "model_param_group_index_map[" in init
 
@@ -240,7 +240,7 @@ def verify() -> None:
         from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
         mixers[GatedDeltaNet] = ("A_log", "dt_bias")
-    except ImportError:  # 0.15 has none
+    except ImportError:  # 0.15 has no delta nets
         pass
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True)
     for cls, kept in mixers.items():
@@ -262,7 +262,7 @@ def verify() -> None:
     buffers = [{p.dtype: [{"param_map": {p: {}}}]} for p in (norm, a_log)]
     build = DistributedOptimizer._build_optimizer_group_ranges
     order, _ = build([{"params": [norm, a_log]}], buffers)
-    assert order == {a_log: (0, 0), norm: (0, 1)}, "states would be taken from the wrong parameter"
+    assert order == {a_log: (0, 0), norm: (0, 1)}, "states would be loaded from the wrong parameter"
     a_log.stock_dtype = torch.bfloat16
 
     optimizer = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
@@ -280,7 +280,7 @@ def verify() -> None:
     keys = [tensor.key for tensor in state["fp32_from_fp16_params"][0]]
     assert keys == ["optimizer.state.fp32_param.A", "optimizer.state.fp32_param.n"], keys
 
-    # One bucket, of A (4 elements) in front of n (8 elements, at the next 64th).
+    # One bucket: A (4 elements), followed by n (8 elements, aligned to 64).
     half = (torch.bfloat16, torch.bfloat16)
     owned = [{"param_map": {p: {"param": SimpleNamespace(start=0)}}} for p in (norm, a_log)]
     start, end = {"gbuf_local_start": 0}, {"gbuf_local_end": 0}
@@ -305,6 +305,6 @@ def verify() -> None:
     state = DistributedOptimizer.sharded_param_state_dp_reshardable(distributed, {})
     saved = [one[0][0]["param"] for i in (0, 1) for one in state[i].values()]
     bucket = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_{half}.bucket_idx_0.param"
-    assert [t.key for t in saved] == [bucket] * 2, "saved where no run of stock looks"
+    assert [t.key for t in saved] == [bucket] * 2, "saved under a key that stock does not read"
     places = [(t.global_offset, t.global_shape) for t in saved]
     assert places == [((64,), (72,)), ((0,), (72,))], places

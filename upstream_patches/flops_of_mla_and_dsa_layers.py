@@ -152,7 +152,7 @@ PATCH = Patch(
             ),
             helpers=(_cppmega_mla_flops, _cppmega_dsa_flops, _cppmega_hybrid_latent_flops),
         ),
-        Edit(  # the dev branch has no `+`, and takes `D` for dense MLA
+        Edit(  # the dev branch has no `+`, and counts `D` as dense MLA
             target=f"{FLOPS}.hybrid_flops",
             pins={"dev-d48bd6be": "35c04b1123051acd"},
             edit=replacing(
@@ -214,7 +214,7 @@ def verify() -> None:
     try:
         from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_layer_counts
     except ImportError:
-        return  # a tree whose hybrid models have no `D` yet
+        return  # hybrid models have no `D` yet
     assert get_hybrid_layer_counts("D")["D"] == 1
     args.hybrid_layer_pattern = "DD/D"
     args.mamba_state_dim = args.mamba_num_groups = args.mamba_num_heads = args.kv_channels = 1

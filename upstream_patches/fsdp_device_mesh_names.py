@@ -71,5 +71,5 @@ def verify() -> None:
 
     mesh = Mesh(mesh_dim_names=("dp", "cp"), _flatten_mapping={"dp_cp": None, "cp": None})
     names = get_mesh_names(mesh)
-    assert list(dict.fromkeys(names)) == ["dp", "cp", "dp_cp"]  # upstream's own names some twice
+    assert list(dict.fromkeys(names)) == ["dp", "cp", "dp_cp"]  # upstream repeats some names
     assert get_mesh_names(None) == []

@@ -26,7 +26,7 @@ TARGET = (
 
 
 def saves_it(args: Any) -> bool:
-    """Whether the run writes the format from more than one bucket of parameters."""
+    """Whether the run saves fully reshardable optimizer states."""
     return (
         getattr(args, "use_distributed_optimizer", False)
         and getattr(args, "dist_ckpt_optim_fully_reshardable", False)
@@ -99,7 +99,9 @@ def verify() -> None:
         optimizer, model, metadata={}
     )
     masters = [saved[i]["param"].data.tolist() for i in range(3)]
-    assert masters == [[0, 1, 2], [3, 4, 5], [6, 7]], f"saved with another's state: {masters}"
+    assert masters == [[0, 1, 2], [3, 4, 5], [6, 7]], (
+        f"saved with the state of another parameter: {masters}"
+    )
     assert [saved[i]["exp_avg"].data.tolist() for i in range(3)] == [
         [-value for value in values] for values in masters
     ]

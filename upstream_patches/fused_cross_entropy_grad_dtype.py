@@ -31,7 +31,7 @@ PATCH = Patch(
                 "0.18.2": "dd4c383d86669e54",
                 "0.19.2": "dd4c383d86669e54",
             },
-            # From the next line on the name stands for a float32 copy.
+            # The next line rebinds the name to a float32 copy.
             edit=inserting("ctx.logits_dtype = vocab_parallel_logits.dtype", before=FIRST),
         ),
         Edit(
@@ -87,7 +87,7 @@ def verify() -> None:
 
     def gradient(dtype, loss):  # type: ignore[no-untyped-def]
         leaf = logits.to(dtype, copy=True).requires_grad_()
-        loss(leaf * 1).sum().backward()  # a copy: the loss overwrites its input
+        loss(leaf * 1).sum().backward()  # a copy, because the loss overwrites its input
         return leaf.grad
 
     def fused(given):  # type: ignore[no-untyped-def]

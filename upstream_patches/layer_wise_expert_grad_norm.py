@@ -26,7 +26,7 @@ CLASS = "megatron/core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOpt
 
 
 def makes_it(args: Any) -> bool:
-    """Whether the run has experts and builds this optimizer."""
+    """Whether the run has experts and uses this optimizer."""
     return (
         bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
         and getattr(args, "optimizer", None) == "muon"
@@ -63,7 +63,7 @@ PATCH = Patch(
         ),
     ),
     reached="startup",
-    # Up to 0.18 no optimizer asks for the experts' group.
+    # Up to 0.18 no optimizer knows the experts' group.
     feature=("megatron/core/extensions/transformer_engine.py:_set_expert_parameter_attributes",),
     when=makes_it,
 )
@@ -93,16 +93,16 @@ def verify() -> None:
         param.grad = torch.ones(2)
 
     def counting(params, tp_group=None, expert_tp_group=None, **_):  # type: ignore[no-untyped-def]
-        """In place of the count of zeros, which needs CUDA: the parameters that it would count."""
+        """Replace the count of zeros, which needs CUDA, by the parameters that it would count."""
         groups = {"tp_group": tp_group, "expert_tp_group": expert_tp_group}
         kept = [p for p in params if param_is_not_tensor_parallel_duplicate(p, **groups)]
         return [name for name, param in named.items() if any(param is other for other in kept)]
 
     def counted(rank, expert_rank):  # type: ignore[no-untyped-def]
-        """What counts in the norm and in the zeros of a rank of both groups."""
+        """Return the parameters that count in the norm and in the zeros of a rank."""
         groups = {"tp": group(rank, 2), "expt_tp": group(expert_rank, expert_rank + 1)}
         config = OptimizerConfig(optimizer="adam", lr=0.1)
-        child = FP32Optimizer.__new__(FP32Optimizer)  # its scale is a tensor on a GPU
+        child = FP32Optimizer.__new__(FP32Optimizer)  # its __init__ creates a tensor on the GPU
         child.optimizer, child.config = torch.optim.SGD(named.values(), lr=0.1), config
         child.is_stub_optimizer = False
         made = layer_wise_optimizer.LayerWiseDistributedOptimizer(
@@ -116,7 +116,7 @@ def verify() -> None:
 
     wanted = {(0, 0): [*names], (1, 0): ["expert's"], (0, 1): ["dense"], (1, 1): []}
     for (rank, expert_rank), own in wanted.items():
-        # The rank that is asked where no group is given.
+        # The rank that counts if no group is given.
         with mock.patch.object(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", rank):
             got = counted(rank, expert_rank)
         assert got == (own, own), f"rank {rank}, of the experts' group {expert_rank}: {got}"

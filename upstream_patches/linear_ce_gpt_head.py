@@ -53,7 +53,7 @@ PATCH = Patch(
             target=POSTPROCESS,
             pins={"0.16.1": "46958da335bff1de"},
             edit=in_order(
-                # MTP, which is inline in this version, rolls the mask under the name it came by.
+                # MTP is inline in this version and rebinds the name of the mask.
                 inserting(
                     "main_loss_mask = loss_mask  # before MTP rolls it",
                     before="output_weight = None",
@@ -73,7 +73,7 @@ PATCH = Patch(
 
 
 def fixed_upstream(source: Source) -> bool:
-    # dev has the module, with kernels that refuse every GPU but Blackwell.
+    # dev has the module, with kernels that support only Blackwell.
     return "LinearCrossEntropyModule" in source.text(INIT) and "hopper" in source.file(KERNELS)
 
 

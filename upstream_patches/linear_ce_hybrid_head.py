@@ -57,7 +57,7 @@ PATCH = Patch(
         Edit(
             target=f"{MAMBA}.forward",
             pins={"0.16.1": "a51e85e60db9f16b"},
-            # It is not told the loss mask, so nothing is promised about the gradient.
+            # It does not receive the loss mask, so it cannot rely on anything about the gradient.
             edit=returning_loss("linear_ce_hybrid_head", loss_mask="None"),
         ),
     ),

@@ -96,7 +96,7 @@ PATCH = Patch(
             edit=WITH_HIDDEN,
         ),
     ),
-    reached="never",  # graphs are made after the first step, and in few runs
+    reached="never",  # graphs are created after the first step, and only in few runs
     feature=(f"{RUNNER}.get_connected_params",),
 )
 
@@ -123,7 +123,7 @@ def verify() -> None:
     cpu_shims.shim()
 
     class Recomputed(torch.autograd.Function):
-        """A linear layer without its own place in the autograd graph."""
+        """A linear layer that is not part of the autograd graph itself."""
 
         @staticmethod
         def forward(ctx, linear, x):  # type: ignore[no-untyped-def]
@@ -171,7 +171,7 @@ def verify() -> None:
     for param in layer.parameters():
         param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
 
-    # Neither graphs nor their memory: what would be captured runs, on inputs and gradients of 1.
+    # Without graphs and their memory: the code runs instead of being captured, on ones.
     stand_ins = [
         (torch.cuda, "CUDAGraph", mock.Mock()),
         (torch.cuda, "graph", lambda *_, **__: nullcontext()),
@@ -194,7 +194,7 @@ def verify() -> None:
 
     layer.outer(layer.inner(torch.ones(1, 2))).sum().backward()
     assert [id(p) for p in runner.params_to_backprop] == [id(p) for p in layer.parameters()]
-    handed_out = runner.static_grad_inputs[1:]  # to autograd, until 0.18
+    handed_out = runner.static_grad_inputs[1:]  # passed to autograd, until 0.18
     for at, param in enumerate(layer.parameters()):
         got = handed_out[at] if handed_out else param.main_grad
         assert torch.equal(got, param.grad), (got, param.grad)

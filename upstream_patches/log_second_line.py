@@ -67,8 +67,10 @@ def verify() -> None:
     tensor = torch.tensor
 
     def logged(interval, first, last):  # type: ignore[no-untyped-def]
-        """Per line: step, milliseconds per step, loss. Step n has the loss n and takes a second,
-        the first takes 100."""
+        """Return step, milliseconds per step and loss of each line.
+
+        Step n has the loss n. The first step takes 100 seconds, the others one.
+        """
         args = stand_ins.Arguments(
             0,
             log_interval=interval,
@@ -110,6 +112,6 @@ def verify() -> None:
     everyone = [(1, 100_000, 1), (2, 1000, 2), (3, 1000, 3)]
     assert logged(1, 1, 3) == everyone, "the second line has the first step in it"
     assert logged(1, 21, 22) == [(21, 100_000, 21), (22, 1000, 22)]  # resumed
-    # 21 ends an interval of 3, 1 begins one: the line of step 3 is the mean of 1, 2 and 3.
+    # Step 21 ends an interval of 3. Step 1 begins one: the line of step 3 is the mean of 1 to 3.
     assert logged(3, 21, 24) == [(21, 100_000, 21), (24, 1000, 23)]
     assert logged(3, 1, 6) == [(1, 100_000, 1), (3, 34_000, 2), (6, 1000, 5)]

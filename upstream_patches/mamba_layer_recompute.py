@@ -53,7 +53,7 @@ def _cppmega_recompute(module, forward, hidden_states, inference_context):
 
 
 def _body_into_function(node: Any) -> Any:
-    """All that follows the treatment of `inference_params` becomes a function of the input."""
+    """Turn everything after the handling of `inference_params` into a function of the input."""
     import libcst as cst
 
     from cppmega.rewriting import node_edits
@@ -139,5 +139,5 @@ def verify() -> None:
     ):
         recomputed, full, evaluation = train(), train("full"), train(training=False)
     assert (recomputed[0], full[0], evaluation[0]) == (2, 1, 1), (recomputed, full, evaluation)
-    assert recomputed[1] == 1 < full[1]  # its input, instead of all it made
+    assert recomputed[1] == 1 < full[1]  # only its input
     assert torch.equal(recomputed[2], full[2])

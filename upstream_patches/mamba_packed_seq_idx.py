@@ -123,7 +123,7 @@ def verify() -> None:
     from megatron.core.ssm import mamba_mixer
 
     def scan(x, *_, seq_idx=None, **__):  # type: ignore[no-untyped-def]
-        """Each token's output is the sum over its document so far."""
+        """Return for each token the sum over its document so far."""
         same = torch.ones(1, x.shape[1], x.shape[1], device=x.device)
         if seq_idx is not None:
             same = (seq_idx[:, :, None] == seq_idx[:, None, :]).float()
@@ -160,10 +160,10 @@ def verify() -> None:
             return mixer._ssm_training(torch.ones(10, 1, 2, device=device), params)[:, 0, 0]
 
     wanted = [1, 2, 3, 1, 2, 3, 4, 5, 1, 2]
-    assert outputs("cpu").tolist() == wanted, "state runs on into the next document"
-    # A meta tensor has no values: whatever asks it for one raises.
+    assert outputs("cpu").tolist() == wanted, "the state is carried into the next document"
+    # A meta tensor has no values: reading one raises.
     assert outputs("meta").shape == (10,)
     if any(field.name == "total_tokens" for field in dataclasses.fields(PackedSeqParams)):
-        for total in (10, 5):  # all of it, and the share of one of two ranks
+        for total in (10, 5):  # the complete length, and the share of one of two ranks
             assert outputs("cpu", total_tokens=total).tolist() == wanted
             assert outputs("meta", total_tokens=total).shape == (10,)

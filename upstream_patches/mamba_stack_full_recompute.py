@@ -62,10 +62,10 @@ def _cppmega_run_layers(stack, run, hidden_states):
 
 
 def _loop_into_function(node: Any) -> Any:
-    """`for layer in self.layers: ...` becomes a function of the layers and their input.
+    """Turn `for layer in self.layers: ...` into a function of the layers and their input.
 
     Masks, rotary embeddings and packed-sequence parameters need no gradient: they stay in its
-    closure, whatever this version calls them.
+    closure, under the names that they have in each version.
     """
     import libcst as cst
 

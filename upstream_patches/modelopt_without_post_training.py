@@ -58,7 +58,7 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     text = source.text(TARGET)
-    shipped = source.file("megatron/post_training/checkpointing.py")  # a checkout has it
+    shipped = source.file("megatron/post_training/checkpointing.py")  # a checkout ships it
     return bool(text) and (bool(shipped) or "megatron.post_training" not in text)
 
 
@@ -69,14 +69,14 @@ def verify() -> None:
     from megatron.training import training
 
     class BuiltError(Exception):
-        """The model provider was asked for the model."""
+        """Raised by the model provider: the run got that far."""
 
     args = SimpleNamespace(load=None, virtual_pipeline_model_parallel_size=None)
     args.init_model_with_meta_device = False
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     with (
         mock.patch.object(training, "has_nvidia_modelopt", True),
-        # Imported with the flag, where upstream has the fix.
+        # Releases with the fix import it together with the flag.
         mock.patch.object(training, "maybe_enable_modelopt", mock.Mock(), create=True),
         mock.patch.object(training, "get_args", return_value=args),
     ):
@@ -86,6 +86,8 @@ def verify() -> None:
             )
         except BuiltError:
             return
-        except ModuleNotFoundError as error:  # the bug itself: not a package that the proof lacks
+        except (
+            ModuleNotFoundError
+        ) as error:  # the bug itself, not a missing dependency of the proof
             raise AssertionError(f"the wheel does not ship it: {error}") from None
     raise AssertionError("the model provider was never called")

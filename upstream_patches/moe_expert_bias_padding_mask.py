@@ -50,7 +50,7 @@ def verify() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     def load(tokens, padded):  # type: ignore[no-untyped-def]
-        """Tokens per expert, where token i goes to experts i and i + 1 of 4."""
+        """Return the tokens per expert if token i is routed to experts i and i + 1 of 4."""
         to = torch.arange(tokens)
         routing_map = torch.zeros(tokens, 4, dtype=torch.bool)
         routing_map[to, to % 4] = routing_map[to, (to + 1) % 4] = True
@@ -62,5 +62,5 @@ def verify() -> None:
         return router.local_tokens_per_expert.tolist()
 
     assert load(6, None) == [3, 4, 3, 2]
-    assert load(4, [3]) == [1, 2, 2, 1], "the mask took experts out, not tokens"
+    assert load(4, [3]) == [1, 2, 2, 1], "the mask removed experts instead of tokens"
     assert load(6, [4, 5]) == [2, 2, 2, 2]

@@ -50,7 +50,7 @@ PATCH = Patch(
             edit=waiting_for("token_dispatcher_attr_outputs"),
         ),
     ),
-    reached="never",  # the layer's graphs are of more than the router in most runs
+    reached="never",  # most runs capture more of the layer than the router
     # 0.16 has neither this method nor the event.
     feature=(TARGET.replace("_forward_mlp", "transition_cudagraph_scope"),),
 )
@@ -68,7 +68,7 @@ def verify() -> None:
     from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
     def waits(*devices):  # type: ignore[no-untyped-def]
-        """How often the host waits where the dispatcher's values are on these devices."""
+        """Return how often the host waits if the dispatcher's values are on these devices."""
         values = {
             f"value{at}": SimpleNamespace(is_cuda=kind == "cuda", device=SimpleNamespace(type=kind))
             for at, kind in enumerate(devices)
@@ -91,5 +91,5 @@ def verify() -> None:
         assert layer._forward_mlp(torch.zeros(2, 1, 1)) == "hidden"
         return event.record.call_count, event.synchronize.call_count
 
-    assert waits("cuda", "cuda") == waits() == (0, 0), "waits for nothing"
-    assert waits("cuda", "cpu") == (1, 1), "must wait for the copy"
+    assert waits("cuda", "cuda") == waits() == (0, 0), "the host waits without a reason"
+    assert waits("cuda", "cpu") == (1, 1), "the host must wait for the copy"

@@ -120,7 +120,7 @@ def verify() -> None:
         return hidden_states * weight + decoder_input
 
     layer._proj_and_transformer_layer = inner
-    # As `forward` of the version calls it.
+    # As `forward` calls it in this version.
     given, function = {"packed_seq_params": PackedSeqParams(qkv_format="thd")}, (inner,)
     if "forward_func" not in inspect.signature(layer._checkpointed_forward).parameters:
         given["padding_mask"], function = torch.tensor([[False, True]]), ()
@@ -134,7 +134,7 @@ def verify() -> None:
         )
         assert len(seen) == 1
         out.sum().backward()
-    assert len(seen) == 2  # the second time in the backward
+    assert len(seen) == 2  # a second time in the backward pass
     for named in seen:
         assert named.keys() == given.keys()
         for name, value in named.items():

@@ -5,7 +5,7 @@ What: `process_mtp_loss` (on 0.16 the loop in `GPTModel`) computes each depth's 
     `LinearCrossEntropyModule`. Masks, logging, scaling and detached heads are unchanged. A model
     with its own loss, a bias and gathered logits use Megatron's path; the reason is reported once.
 Why: Each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward pass: a GPT
-    model of 2 layers with 2 depths and V=131072 needs 71 GiB more than without MTP at MBS 8 (one
+    model of 2 layers with 2 depths and V=131072 needs 71 GiB more than without them at MBS 8 (one
     H200).
 Upstream: Not sent: dev does this for GPTModel, but its kernels support only Blackwell.
 Remove: when the releases have a linear cross-entropy that runs on Hopper.
@@ -85,7 +85,7 @@ if linear_ce is None:
 
 
 def without_logits(accepted: str):  # type: ignore[no-untyped-def]
-    """The edit; `accepted` says when the acceptance counts are wanted."""
+    """Return the edit; `accepted` is true if the acceptance counts are needed."""
     return in_order(
         inserting(FIND, before="original_num_tokens = loss_mask.sum()"),
         replacing(LOGITS, NO_LOGITS),

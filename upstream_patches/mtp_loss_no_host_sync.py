@@ -63,11 +63,11 @@ def verify() -> None:
                 compute_language_model_loss=lambda labels, logits: labels.float() + 1,
                 config=config,
             )
-        names = {"values", "loss_values", "loss_sums"}  # of three versions
+        names = {"values", "loss_values", "loss_sums"}  # their names in three versions
         (losses,) = [tracker[name] for name in names & set(tracker)]
         return losses[0]
 
-    # A meta tensor has no values: whatever asks it for one raises.
+    # A meta tensor has no values: reading one raises.
     assert logged([1.0, 1.0, 1.0, 1.0], "meta").shape == ()
     assert logged([1.0, 1.0, 0.0, 1.0]).item() == 3.0  # rolled: labels 1, 2, 3, mask 1, 0, 1
-    assert logged([1.0, 0.0, 0.0, 0.0]).item() == 0.0, "no token counts, the loss is zero"
+    assert logged([1.0, 0.0, 0.0, 0.0]).item() == 0.0, "the loss must be zero if no token counts"

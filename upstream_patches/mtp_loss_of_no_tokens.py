@@ -51,7 +51,7 @@ def verify() -> None:
     config = Arguments(0, mtp_num_layers=1, mtp_loss_scaling_factor=0.5, config_logger_dir="")
 
     def gradient(mask):  # type: ignore[no-untyped-def]
-        """Of the MTP loss; the one of the main head is not computed."""
+        """Return the gradient of the MTP loss alone."""
         scaled = []
         model = mock.MagicMock(config=config, cp_group=None, training=False)
         model.pg_collection = SimpleNamespace(cp=None, tp=None)
@@ -72,6 +72,11 @@ def verify() -> None:
         (found,) = torch.autograd.grad(scaled[0].sum(), states)
         return found[4:, 0, 0].tolist()
 
-    assert gradient([1.0, 1.0, 0.0, 1.0]) == [0.25, 0.0, 0.75, 0.0]  # labels 1, 2, 3, two count
+    assert gradient([1.0, 1.0, 0.0, 1.0]) == [
+        0.25,
+        0.0,
+        0.75,
+        0.0,
+    ]  # labels 1, 2, 3; two of them count
     for mask in ([0.0] * 4, [1.0, 0.0, 0.0, 0.0]):
-        assert gradient(mask) == [0.0] * 4, "the gradient of no token"
+        assert gradient(mask) == [0.0] * 4, "without a token the gradient must be zero"

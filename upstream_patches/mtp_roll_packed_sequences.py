@@ -73,7 +73,7 @@ PATCH = Patch(
             },
             edit=replacing_run("assert (", "for i in range(", PACKED),
         ),
-        Edit(  # True is padding there, and roll_tensor now leaves zeros in what is padding
+        Edit(  # True means padding there, and roll_tensor now fills padding with zeros
             target=f"{LAYER}._get_embeddings",
             pins={
                 "0.18.2": "a9a604c68eb9e732",
@@ -92,13 +92,13 @@ PATCH = Patch(
                 ),
             ),
         ),
-        Edit(  # no padding mask there yet
+        Edit(  # no padding mask yet
             target=f"{LAYER}._get_embeddings",
             pins={"0.16.1": "3481911cc4e0f5ee", "0.17.1": "3481911cc4e0f5ee"},
             edit=left_alone,
         ),
-        # The dev branch, which rolls several tensors at once, and is right without context
-        # parallelism. It hands over the padded boundaries alone: the loss mask hides padding.
+        # The dev branch, which rolls several tensors at once, and is correct without context
+        # parallelism. It passes only the padded boundaries: the loss mask hides the padding.
         Edit(
             target=f"{FILE}:_roll_tensors_unpacked",
             pins={"dev-d48bd6be": "2da0fd4dba660732"},
@@ -130,7 +130,7 @@ PATCH = Patch(
                 PACKED_ON_DEV,
             ),
         ),
-        # The backport: 0.15 has neither the packed roll nor the way to it.
+        # The backport: 0.15 has neither the packed roll nor the arguments for it.
         Edit(
             target=f"{FILE}:roll_tensor",
             pins={"0.15.3": "2c1afec1041a6aeb"},
@@ -174,7 +174,7 @@ PATCH = Patch(
     reached="forward",
     feature=(f"{FILE}:roll_tensor",),
     when=has_mtp,
-    # Documents padded inside the pack: stock rolls their labels at the wrong boundaries.
+    # With documents padded inside the pack, stock rolls labels at the wrong boundaries.
     wanted_by=lambda recipe: (
         recipe.document_multiple > 1 and recipe.layout.depths > 0 and recipe.kind != "loop"
     ),
@@ -217,11 +217,11 @@ def verify() -> None:
     shifted = [[2, 3, 9, 0, 5, 9, 9, 0, 0]] if on_dev else [[2, 3, 0, 0, 5, 0, 0, 0, 0]]
     rolled, *total = mtp.roll_tensor([tokens] if on_dev else tokens, packed_seq_params=pack())
     assert rolled.tolist() == shifted and all(t.item() == 10 for t in total), (rolled, total)
-    with FakeTensorMode():  # raises where the host needs a value
+    with FakeTensorMode():  # raises if the host reads a value
         roll(torch.ones(1, 9), packed_seq_params=pack())
 
-    # Rank 0 of 2, with a token of one document and the ends of two: the group's other member sends
-    # what follows, all of it at once.
+    # Rank 0 of 2, with one token of a document, and with the ends of two documents: the other rank
+    # of the group sends all successors in one message.
     group, messages = SimpleNamespace(size=lambda: 2), []
 
     def exchange(ops):
@@ -244,9 +244,9 @@ def verify() -> None:
     kinds = (torch.distributed.isend, torch.distributed.irecv)
     assert messages == [(kind, 6, group) for kind in kinds] * 2, messages
     if on_dev:
-        return  # its layer and its loss are as they were
+        return  # the page does not change its layer and its loss
 
-    # What the layer and the loss see.
+    # The inputs of the layer and of the loss.
     config = Arguments(mtp_num_layers=1, mtp_loss_scaling_factor=1.0, config_logger_dir="")
     layer = mock.MagicMock(config=config, cp_group=None)
     layer._get_embeddings = MethodType(mtp.MultiTokenPredictionLayer._get_embeddings, layer)
@@ -256,7 +256,7 @@ def verify() -> None:
         "position_ids": tokens,
         "hidden_states": torch.zeros(9, 1, 1),
         "attention_mask": None,
-        "padding_mask": tokens == 9,  # rolled from 0.18 on
+        "padding_mask": tokens == 9,  # rolled since 0.18
         "packed_seq_params": pack(),
         "embedding": lambda input_ids, position_ids: input_ids,
     }

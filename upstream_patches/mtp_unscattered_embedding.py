@@ -33,7 +33,7 @@ PATCH = Patch(
                 "0.19.2": "41664a509d6f2b38",
                 "dev-d48bd6be": "db62416b9a42510b",
             },
-            # Until 0.16 the layer has no group of its own, and the default one is meant.
+            # Until 0.16 the layer has no group, and None selects the default one.
             edit=inserting(
                 """
                 if self.config.sequence_parallel and not getattr(
@@ -71,7 +71,7 @@ def verify() -> None:
             return input_ids.t()[..., None].float()
 
     def part(sequence_parallel, **embedding):  # type: ignore[no-untyped-def]
-        """What the first of two ranks gets of four tokens."""
+        """Return the tokens of the first of two ranks, out of four."""
         config = SimpleNamespace(sequence_parallel=sequence_parallel, mtp_detach_heads=False)
         layer = SimpleNamespace(config=config, cp_group=None, tp_group="the layer's")
         ids = torch.arange(1, 5)[None]
@@ -87,6 +87,8 @@ def verify() -> None:
         return got[-2].flatten().tolist()
 
     whole = [2.0, 3.0, 4.0, 0.0]  # MTP predicts from the next token
-    assert part(True, scatter_to_sequence_parallel=False) == whole[:2], "the whole sequence"
+    assert part(True, scatter_to_sequence_parallel=False) == whole[:2], (
+        "the rank received the complete sequence"
+    )
     assert part(True, scatter_to_sequence_parallel=True) == whole
     assert part(True) == part(False, scatter_to_sequence_parallel=False) == whole

@@ -28,11 +28,11 @@ def returns_inputs(args: Any) -> bool:
         getattr(args, "fused_residual_rmsnorm", False)
         and getattr(args, "transformer_impl", None) == "transformer_engine"
         and recomputes(args, "layernorm")
-        # Elsewhere the norm is part of the linear layer after it. With CUDA graphs a norm may be
-        # left out of the recomputation.
+        # In other models the norm is part of the linear layer after it. With CUDA graphs a norm may
+        # be excluded from recomputation.
         and bool(getattr(args, "multi_latent_attention", False) or has_experts(args))
         and getattr(args, "cuda_graph_impl", "none") == "none"
-        and not getattr(args, "hybrid_layer_pattern", None)  # no norm of its layers is fused
+        and not getattr(args, "hybrid_layer_pattern", None)  # hybrid layers have no fused norm
     )
 
 
@@ -111,21 +111,21 @@ def verify() -> None:
 
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
     takes = inspect.signature(random.CheckpointWithoutOutput).parameters
-    # With upstream's fix it is for the caller to ask.
+    # With upstream's fix the caller has to request it.
     asked = {"retain_input_tensors": True} if "retain_input_tensors" in takes else {}
 
     def norm(hidden):  # type: ignore[no-untyped-def]
         return torch.tanh(hidden) * weight, hidden
 
     def share(output, recomputed):  # type: ignore[no-untyped-def]
-        """In place of the extension, which a proof has no time to compile."""
+        """Replace the extension, which takes too long to compile for a proof."""
         storage, other = output.untyped_storage(), recomputed.untyped_storage()
-        assert storage._cdata != other._cdata, "a storage is linked to itself"
+        assert storage._cdata != other._cdata, "a storage was linked to itself"
         storage.resize_(other.nbytes())
         storage.copy_(other)
 
     def outcome(recompute):  # type: ignore[no-untyped-def]
-        """Output and gradients of a layer: norm, something with a backward, residual."""
+        """Return output and gradients of a layer: norm, differentiable function, residual."""
         weight.grad = None
         given = torch.tensor([[1.0, -2.0]], requires_grad=True)
         hidden = given * 1.0
@@ -134,7 +134,7 @@ def verify() -> None:
         inner = normed**2
         if recompute:
             checkpoint.discard_output_and_register_recompute(inner)
-            assert residual.untyped_storage().nbytes(), "the residual is freed before it is added"
+            assert residual.untyped_storage().nbytes(), "the residual was freed before it was added"
             assert not normed.untyped_storage().nbytes(), "nothing was freed"
         output = inner + residual
         output.sum().backward()

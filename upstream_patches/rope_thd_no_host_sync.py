@@ -130,7 +130,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: False,  # only runs that pack sequences and do not fuse RoPE come here
+    when=lambda args: False,  # only runs that pack sequences and do not fuse RoPE reach it
 )
 
 
@@ -150,7 +150,7 @@ def verify() -> None:
     )
 
     def positions(group, boundaries, rows, tokens, device="cpu"):  # type: ignore[no-untyped-def]
-        """Turn unit vectors; the angle they are turned by is the row of the table they got."""
+        """Rotate unit vectors, and return the row of the table that each was rotated by."""
         table = (torch.arange(rows, device=device) * 0.01).view(rows, 1, 1, 1).expand(-1, 1, 1, 2)
         unit = torch.tensor([1.0, 0.0]).to(device).expand(tokens, 1, 2)
         longest = rows if rows < boundaries[-1] else rows - 1
@@ -158,7 +158,7 @@ def verify() -> None:
         turn = rope_utils._apply_rotary_pos_emb_thd
         try:
             turned = turn(unit, boundaries, table, cp_group=group)
-        except AssertionError:  # dev has every caller say how long a sequence can be
+        except AssertionError:  # on dev every caller passes the length of the longest sequence
             turned = turn(unit, boundaries, table, cp_group=group, max_seqlen=longest)
         return (torch.atan2(turned[:, 0, 1], turned[:, 0, 0]) * 100).round().long()
 
@@ -170,5 +170,5 @@ def verify() -> None:
     )
     for group, boundaries, rows, wanted in cases:
         assert positions(group, boundaries, rows, len(wanted)).tolist() == wanted
-        # A meta tensor has no values: whatever asks it for one raises.
+        # A meta tensor has no values: reading one raises.
         assert positions(group, boundaries, rows, len(wanted), "meta").shape == (len(wanted),)

@@ -177,7 +177,7 @@ def verify() -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     def run(lr, wd=0.1, **given):  # type: ignore[no-untyped-def]
-        """A run with two groups, halfway from their rate to a hundredth of it at step 5."""
+        """Return a run whose two groups decay to a hundredth of their rate, halfway at step 5."""
         common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
         groups = [
             {"params": [0], "wd_mult": 1.0, "max_lr": lr, "min_lr": lr / 100, **common},
@@ -195,7 +195,7 @@ def verify() -> None:
     old.step(5)
 
     def resumed(lr, wd, **given):  # type: ignore[no-untyped-def]
-        """Rates and decay of the first step of a run that resumes at step 5."""
+        """Return rates and weight decay of the first step after a resume at step 5."""
         new = run(lr, wd, **given)
         groups = new.optimizer.param_groups
         saved = [dict(group) for group in old.optimizer.param_groups]
@@ -207,6 +207,6 @@ def verify() -> None:
 
     assert resumed(1e-3, 0.1) == [(505.0, 0.1), (1010.0, 0.0)]
     got = resumed(1e-5, 0.2, override_opt_param_scheduler=True)
-    assert got == [(5.05, 0.2), (10.1, 0.0)], f"the checkpoint's rates: {got}"
+    assert got == [(5.05, 0.2), (10.1, 0.0)], f"the rates of the checkpoint: {got}"
     got = resumed(1e-5, 0.2, use_checkpoint_opt_param_scheduler=True)
-    assert got == [(505.0, 0.1), (1010.0, 0.0)], f"the launch line's decay: {got}"
+    assert got == [(505.0, 0.1), (1010.0, 0.0)], f"the weight decay of the command line: {got}"

@@ -83,7 +83,7 @@ def _cppmega_experts_fp8(layer, is_init=False):
 
 
 def _around_experts(head: str, wanted: str) -> Any:
-    """Put the one statement of the body that holds `wanted` below a `with`."""
+    """Return an edit that puts the only statement that contains `wanted` below a `with`."""
 
     def edit(node: Any) -> Any:
         import libcst as cst
@@ -91,7 +91,7 @@ def _around_experts(head: str, wanted: str) -> Any:
         module = cst.Module([])
         body = list(node.body.body)
         at = [n for n, statement in enumerate(body) if wanted in module.code_for_node(statement)]
-        assert len(at) == 1, f"{wanted} stands in {len(at)} statements"
+        assert len(at) == 1, f"{wanted} is in {len(at)} statements"
         held = body[at[0]]
         lead, held = held.leading_lines, held.with_changes(leading_lines=())
         around = cst.ensure_type(cst.parse_statement(f"{head}\n    pass\n"), cst.With)
@@ -105,7 +105,7 @@ def _around_experts(head: str, wanted: str) -> Any:
 PATCH = Patch(
     edits=(
         Edit(
-            target=f"{CONTEXT}#1",  # the one where there is Transformer Engine
+            target=f"{CONTEXT}#1",  # the definition with Transformer Engine
             pins={
                 "0.15.3": "9cef16a49f0950d3",
                 "0.16.1": "9cef16a49f0950d3",
@@ -195,7 +195,7 @@ def verify() -> None:
 
         return context
 
-    # A stand-in for Transformer Engine that keeps account: the real one needs a GPU.
+    # A stand-in that records the contexts: Transformer Engine needs a GPU.
     for name in ("", ".pytorch", ".pytorch.fp8", ".pytorch.tensor", ".pytorch.tensor.utils"):
         name = f"transformer_engine{name}"
         spec = importlib.machinery.ModuleSpec(name, None)

@@ -65,7 +65,7 @@ PATCH = Patch(
             {"2.3.2.post1": "e77cc862484e0159", "main-e9594ce1": "a54e8af4b86cb743"},
         ),
     ),
-    reached="never",  # TileLang reads the text of a kernel: a mark inside would be compiled
+    reached="never",  # TileLang compiles the text of a kernel, and would compile a mark inside
     feature=(f"{FOLDER}/mamba3_mimo_fwd.py:mamba_mimo_fwd",),
     gate="CPPMEGA_SMEM_MERGE",
     provides={"shared_memory_merge": (True,)},

@@ -37,13 +37,13 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def no_logits(columns: int = V) -> Iterator[None]:
-    """Fails if the logits of all `S * B` tokens were made; the op's chunks are made small.
+    """Fail if the logits of all `S * B` tokens were computed; the op uses small chunks.
 
     Args:
-        columns: of the logits on this rank.
+        columns: vocabulary size of this rank.
 
     Raises:
-        AssertionError: they were.
+        AssertionError: all logits were computed at once.
     """
     from cppmega.ops import linear_cross_entropy as op
 
@@ -64,7 +64,7 @@ def hybrid(**options: Any) -> Any:
 
 
 def head(model: Any) -> None:
-    """The loss of a model's head comes without its logits, and is the cross-entropy of them."""
+    """Assert that a model computes the cross-entropy of its logits without the logits."""
     given = arguments(model)
     with no_logits():
         loss = model(**given)
@@ -77,7 +77,7 @@ def head(model: Any) -> None:
 
 
 def mtp() -> None:
-    """The MTP loss comes without logits; its gradient is that of the masked mean."""
+    """Assert that the MTP loss needs no logits, and has the gradient of the masked mean."""
     cpu_shims.init_distributed()
     from megatron.core.transformer import multi_token_prediction as module
 
@@ -105,7 +105,7 @@ def mtp() -> None:
 
 
 def _in_a_function(settings: Any, layer: Any, hidden: Any, labels: Any, mask: Any) -> Any:
-    """What carries the MTP loss into the backward pass, from 0.17 on."""
+    """Return the hidden states that carry the MTP loss into the backward pass, since 0.17."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer import multi_token_prediction as module
 
@@ -124,12 +124,12 @@ def _in_a_function(settings: Any, layer: Any, hidden: Any, labels: Any, mask: An
 
 
 def _inline(settings: Any, layer: Any, hidden: Any, labels: Any, mask: Any) -> Any:
-    """The scaled MTP loss of 0.16, which `GPTModel` computes in a loop before its main head."""
+    """Return the scaled MTP loss of 0.16, from the loop in `GPTModel` before the main head."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import gpt_model
 
     class Seen(Exception):  # noqa: N818
-        """The loop's one depth is over."""
+        """The only depth of the loop is done."""
 
     def stop(_: Any, loss: Any) -> None:
         raise Seen(loss)

@@ -61,7 +61,7 @@ def saving_edit(pins: dict[str, str], groups: int) -> Edit:
 
 
 def saving_as_main(is_main: str, pins: dict[str, str]) -> Edit:
-    """Where upstream mends the order, it saves copies alone."""
+    """Return the edit for releases that fix the order, and save only copies."""
     return Edit(SAVE, pins, replacing(is_main, f"{is_main} or hasattr(param, 'stock_dtype')"))
 
 
