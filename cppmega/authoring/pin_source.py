@@ -19,7 +19,7 @@ Pins = dict[tuple[int, str], str]
 """(Index of the edit, version) -> fingerprint."""
 
 
-class PinsNotFound(CppmegaError):  # noqa: N818
+class PinsNotFoundError(CppmegaError):
     """The page does not write the pins of an edit as a dict of its own."""
 
 
@@ -63,7 +63,7 @@ def with_pins(page: Page, wanted: Mapping[int, str], version: str) -> bytes:
         wanted: index of the edit -> fingerprint.
 
     Raises:
-        PinsNotFound: `pins-not-found`.
+        PinsNotFoundError: `pins-not-found`.
     """
     data = Path(page.path).read_bytes()
     places = {index: _place(page, data, index) for index in wanted}
@@ -95,12 +95,12 @@ def _dicts(data: bytes) -> Iterator[ast.Dict]:
             yield node
 
 
-def _not_found(page: Page, missing: Mapping[int, str], version: str) -> PinsNotFound:
+def _not_found(page: Page, missing: Mapping[int, str], version: str) -> PinsNotFoundError:
     lines = [
         f'"{version}": "{pin}" to the pins of {page.patch.edits[index].target}'
         for index, pin in missing.items()
     ]
-    return PinsNotFound(
+    return PinsNotFoundError(
         "pins-not-found",
         f"{page.path} does not write these pins as a literal dict of each edit.",
         "This command extends nothing else. Nothing was written.",

@@ -13,6 +13,7 @@ from typing import Any, cast
 import libcst as cst
 
 from cppmega.errors import CppmegaError
+from cppmega.rewriting.errors import EditMismatchError
 from cppmega.rewriting.fingerprint import is_docstring
 from cppmega.rewriting.source import parse_silently
 
@@ -294,12 +295,7 @@ def _definitions(scope: cst.CSTNode) -> Iterator[cst.FunctionDef | cst.ClassDef]
 
 
 def mismatch(what: str) -> CppmegaError:
-    return CppmegaError(
-        "edit-mismatch",
-        f"An edit does not fit its target: {what}.",
-        "A patch that changes the wrong place, or none, trains the wrong model.",
-        "correct the page; `cppmega diff NAME` shows the result",
-    )
+    return EditMismatchError(what)
 
 
 def with_body(target: cst.FunctionDef, ours: cst.FunctionDef) -> cst.FunctionDef:

@@ -259,7 +259,7 @@ def test_pins_that_are_computed_are_refused_with_what_to_write(
 ) -> None:
     page = spelt(tmp_path / "pages", COMPUTED[spelling])
     before = Path(page.path).read_bytes()
-    with pytest.raises(pin_source.PinsNotFound) as caught:
+    with pytest.raises(pin_source.PinsNotFoundError) as caught:
         pin_source.with_pins(page, OTHER, "3.0")
     assert caught.value.name == "pins-not-found" and f'"3.0": "{C}"' in caught.value.next
     assert Path(page.path).read_bytes() == before
@@ -274,7 +274,7 @@ def test_pages_of_ours_can_be_pinned_further(tmp_path: Path) -> None:
         wanted = {i: e.pins[newest] for i, e in enumerate(page.patch.edits) if newest in e.pins}
         try:
             data = pin_source.with_pins(page, wanted, "99.0")
-        except pin_source.PinsNotFound:
+        except pin_source.PinsNotFoundError:
             refused.append(name)
             continue
         new = pin_source.pins_of(pin_source.copy_with(page, data, tmp_path / name))
