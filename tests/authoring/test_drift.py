@@ -15,7 +15,7 @@ from textwrap import indent
 
 import pytest
 
-from cppmega.authoring import drift, drift_report, statements
+from cppmega.authoring import drift, drift_report, similar, statements
 from cppmega.authoring.drift_result import Drift, PageDrift, TargetDrift
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import main as cli
