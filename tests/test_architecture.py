@@ -25,6 +25,7 @@ PUBLIC = {
     "megatron_args": ("has_experts", "has_mtp", "layer_pattern", "recomputes", "uses_dsa"),
     "recipe": ("Recipe", "Mamba3", "M2RNN", "NgramHash", "Structure"),
     "recipes_index": ("load",),
+    "proof.small_models": ("B", "H", "S", "V", "arguments", "batch", "config", "gpt", "hybrid"),
     "proof.stand_ins": ("Arguments", "forget", "module", "package", "quiet_training", "tilelang"),
     "cli": ("main",),
     "modules.linear_cross_entropy": ("LinearCrossEntropyModule",),
