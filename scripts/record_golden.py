@@ -1,10 +1,9 @@
-"""Record the hashes of what pages make of every supported version: tests/golden/*.json.
+"""Record the hashes of the patched files of every supported version: tests/golden/*.json.
 
-    python scripts/record_golden.py [PAGE ...]     # default: every page, and all of them together
-
-Look at `cppmega diff PAGE` before you commit the new hashes: they say that the bytes are meant.
+Inspect `cppmega diff PAGE` before you commit new hashes: they declare that the bytes are intended.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,22 +13,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support import laws
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "pages",
+        nargs="*",
+        metavar="PAGE",
+        help="pages to record, besides all pages together (default: every page; hashes of pages "
+        "that no longer exist are removed)",
+    )
+    names = parser.parse_args().pages
+    for name in names:
+        if name not in laws.names():
+            parser.error(f"there is no page {name}")
+    record(names or laws.names())
+    if not names:
+        _remove_others()
+
+
+def record(names: list[str]) -> None:
+    """Write the hashes of some pages, and of all pages together, where they have changed."""
     laws.GOLDEN.mkdir(exist_ok=True)
-    wanted = names or laws.names()
-    for name in [*wanted, laws.TOGETHER]:
+    for name in [*names, laws.TOGETHER]:
         file = laws.GOLDEN / f"{name}.json"
         text = json.dumps(laws.golden(name), indent=1, sort_keys=True) + "\n"
         old = file.read_text() if file.exists() else ""
         if text != old:
             file.write_text(text)
             print(f"{'changed' if old else 'new':<8} {file.name}")
-    if not names:
-        for file in laws.GOLDEN.glob("*.json"):
-            if file.stem not in {*wanted, laws.TOGETHER}:
-                file.unlink()
-                print(f"{'removed':<8} {file.name}")
+
+
+def _remove_others() -> None:
+    for file in laws.GOLDEN.glob("*.json"):
+        if file.stem not in {*laws.names(), laws.TOGETHER}:
+            file.unlink()
+            print(f"{'removed':<8} {file.name}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

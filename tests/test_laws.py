@@ -253,11 +253,13 @@ def _assert_patched(root: Path, version: str) -> None:
 def test_text_is_the_same_under_another_hash_seed(version: str) -> None:
     """An edit that walks through a set writes another overlay on the next machine."""
     made = laws.planned(version)
-    order = {"root": str(made.tree.root), "side": "stock", "forks": True, "pages": []}
     texts: list[hash_seeds.Texts] = []
     environment = {"PYTHONHASHSEED": str(VERSIONS.index(version))}
-    order["texts"] = hash_seeds.order(made)
-    assert not list(proof_process.answers(order, [], environment, texts))
+    order = hash_seeds.order(made)
+    root = str(made.tree.root)
+    assert not list(
+        proof_process.answers(root, "stock", [], environment, ordered=order, texts=texts)
+    )
     assert len(texts) == 1 and set(texts[0]) == set(made.work)
     assert not set(hash_seeds.differing(made, texts))
 

@@ -1,20 +1,21 @@
-"""Recompute the up projection of DSA's attention in FP8 and FP4 too.
+"""Allow FP8 and FP4 when the up projection of DSA's attention is recomputed.
 
-What: `AbsorbedMLASelfAttention` no longer refuses `--recompute-modules mla_up_proj` with
+What: `AbsorbedMLASelfAttention` no longer rejects `--recompute-modules mla_up_proj` together with
     `--fp8-format` or `--fp4-format`.
-Why: the first forward pass of such a run ends in `AssertionError: FP8/FP4 is not supported for
-    AbsorbedMLA`, while every other MLA layer may be recomputed so. Nothing is missing: the only
-    quantized product inside is the up projection of the query, the checkpoint is already told of
-    the quantization and replays it under the recipe of the forward pass, and the absorbed weight
-    is a parameter, the same in both. Since 0.19 DSA runs through this class.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6178 (dev, August 2026; in no release)
-Remove: when `get_query_key_value_tensors` asserts nothing about quantization.
-Numerics: none (bitwise); such a run was refused
+Why: The first forward pass of such a run fails with `AssertionError: FP8/FP4 is not supported for
+    AbsorbedMLA`, although every other MLA layer supports the combination. Nothing is missing: the
+    only quantized product inside is the up projection of the query, the checkpoint already receives
+    the quantization and replays it under the recipe of the forward pass, and the absorbed weight is
+    a parameter, the same in both passes. DSA has used this class since 0.19.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6178 (dev, August 2026; not released)
+Remove: when `get_query_key_value_tensors` no longer asserts that there is no quantization.
+Numerics: none (bitwise); such runs used to fail
 """
 
 from typing import Any
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import recomputes, uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 CLASS = (
@@ -26,15 +27,8 @@ TARGET = f"{CLASS}.get_query_key_value_tensors"
 
 def recomputes_quantized(args: Any) -> bool:
     """Whether the run's DSA layers recompute their up projection in FP8 or FP4."""
-    uses_dsa = getattr(args, "experimental_attention_variant", None) == "dsa" or "D" in (
-        getattr(args, "hybrid_layer_pattern", None) or ""
-    )
-    return (
-        uses_dsa
-        and bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
-        and getattr(args, "recompute_granularity", None) == "selective"
-        and "mla_up_proj" in (getattr(args, "recompute_modules", None) or ())
-    )
+    quantized = bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
+    return quantized and uses_dsa(args) and recomputes(args, "mla_up_proj")
 
 
 PATCH = Patch(
@@ -48,7 +42,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    # Up to 0.18 no model of Megatron's has this attention, and it has two up projections.
+    # Up to 0.18 no Megatron model uses this attention, which has two up projections there.
     feature=(f"{CLASS}._get_kv_up_weights",),
     when=recomputes_quantized,
 )
@@ -69,7 +63,7 @@ def verify() -> None:
     asked = []
 
     class Checkpoint:
-        """The real one needs Transformer Engine where it is told of a quantization."""
+        """The real one needs Transformer Engine for a quantization."""
 
         def __init__(self, fp8=None):  # type: ignore[no-untyped-def]
             asked.append(fp8)
@@ -78,7 +72,7 @@ def verify() -> None:
             return function(*args)
 
     def tensors(**given):  # type: ignore[no-untyped-def]
-        """Query and key of a layer with one head, each part two wide."""
+        """Return query and key of a layer with one head, each part two channels wide."""
         layer = absorbed_mla.AbsorbedMLASelfAttention.__new__(absorbed_mla.AbsorbedMLASelfAttention)
         torch.nn.Module.__init__(layer)
         widths = dict.fromkeys(("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"), 2)
@@ -91,7 +85,7 @@ def verify() -> None:
         layer.recompute_up_proj, layer.cache_mla_latents = bool(given), False
         layer.kv_layernorm = torch.nn.Identity()
         layer.linear_kv_down_proj = layer.linear_q_proj = lambda hidden: (hidden, None)
-        layer._uses_combined_kv_up_projection = True  # a layer's own answer on dev
+        layer._uses_combined_kv_up_projection = True  # a property of the layer on dev
         layer.linear_kv_up_proj = SimpleNamespace(weight=torch.arange(8.0).view(4, 2))
         return layer.get_query_key_value_tensors(torch.arange(12.0).view(3, 1, 4))
 

@@ -1,12 +1,13 @@
-"""Run the combined forward and backward of 1F1B under autocast where it was asked for.
+"""Apply autocast to the combined forward and backward pass of 1F1B when it is enabled.
 
-What: `combined_forward_backward_step` enters autocast and the FP8 context, not only the latter.
-Why: `with a and b` enters `b` alone, because `a` is true. With `enable_autocast` and overlapped
-    expert communication the layers ran in the dtype of their weights: a float32 product stays
-    float32 where bfloat16 was asked for (tested on 0.16.1 to 0.19.2).
+What: `combined_forward_backward_step` enters both the autocast context and the FP8 context, not
+    only the latter.
+Why: `with a and b` enters only `b`, because `a` is truthy. With `enable_autocast` and overlapped
+    expert communication, the layers ran in the dtype of their weights: a float32 product stayed
+    float32 where bfloat16 was requested (tested on 0.16.1 to 0.19.2).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5761 (merged after 0.19.2)
-Remove: when no `with` there says `and`.
-Numerics: changes results with `enable_autocast`; none without it
+Remove: when none of its `with` statements contains `and`.
+Numerics: changes results with `enable_autocast`; no change without it
 """
 
 from cppmega.edits import replacing

@@ -1,12 +1,12 @@
-"""Accept `--cross-entropy-fusion-impl linear`, and never compute no loss for it.
+"""Accept `--cross-entropy-fusion-impl linear`, and always compute a loss for it.
 
-What: `ModelParallelConfig` knows the value `linear`, from which Megatron's parser makes its
-    choices, and `compute_language_model_loss` computes the unfused loss for it, with a warning:
-    whoever calls it has the logits already.
-Why: launch lines written for upstream's dev branch carry the flag, and every release refuses it
-    (argparse: invalid choice); a configuration built in code is accepted, and the first loss ends
-    in an UnboundLocalError (tested on 0.16.1, 0.17.1, 0.18.2 and 0.19.2).
-Upstream: Not sent: dev has the value, with kernels for Blackwell alone.
+What: `ModelParallelConfig` accepts the value `linear`, from which Megatron's parser derives its
+    choices. `compute_language_model_loss`, whose callers already have the logits, computes the
+    unfused loss for this value and warns about it.
+Why: Command lines written for upstream's dev branch use the flag, and every release rejects it
+    (argparse: invalid choice). A configuration built in code is accepted, but its first loss raises
+    UnboundLocalError (tested on 0.16.1, 0.17.1, 0.18.2 and 0.19.2).
+Upstream: Not sent: dev has the value, but its kernels support only Blackwell.
 Remove: when every supported release has `linear`.
 Numerics: none (bitwise)
 """

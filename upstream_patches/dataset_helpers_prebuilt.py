@@ -1,12 +1,14 @@
-"""Start training from the wheel: use the dataset helpers it ships instead of building them.
+"""Use the dataset helpers that ship with the wheel instead of building them.
 
-What: `compile_helpers` returns when the compiled `helpers_cpp` can be imported, and runs make only
-    where it cannot.
-Why: the wheel ships the compiled module but no Makefile, so `make` fails and every training run
+What: `compile_helpers` returns if the compiled `helpers_cpp` can be imported, and runs make only if
+    it cannot.
+Why: The wheel ships the compiled module but no Makefile, so `make` fails and every training run
     that uses Megatron's datasets exits with status 1 before its first step (seen on 0.19.2 with
     upstream's own `pretrain_hybrid.py`; the function is the same in every release).
-Upstream: Not sent: a checkout needs the build, the wheel does not; upstream trains from checkouts.
-Remove: when the wheel ships the Makefile and sources, or `compile_helpers` looks before it builds.
+Upstream: Not sent: a checkout needs the build and the wheel does not; upstream trains from
+    checkouts.
+Remove: when the wheel ships the Makefile and the sources, or `compile_helpers` checks for the
+    module before it builds.
 Numerics: none (bitwise)
 """
 

@@ -1,38 +1,42 @@
-"""Run DSA's indexer without the package fast_hadamard_transform.
+"""Run DSA's indexer without the fast_hadamard_transform package.
 
-What: `rotate_activation` uses a Hadamard transform of our own, with gradient, where the package
-    `fast_hadamard_transform` cannot be imported; where it can, the package stays in use.
-    One kernel on CUDA: 0.14 ms for queries of `[4096, 8, 32, 128]` where a launch per stage took
-    4.8 (benchmarks/results/hadamard_h200.md).
-Why: without the package the first forward through a DSA layer ends in an AssertionError, and
-    no release of it on the package index can be installed: there are no wheels, and each of the
-    five sdists (1.0.0.post1 to 1.1.0) lacks its C++ and CUDA sources (seen on 0.16.1 to 0.19.2).
-Upstream: Not sent: the package has to mend its releases; upstream installs it from git.
+What: `rotate_activation` falls back to a differentiable Hadamard transform from `cppmega.ops` when
+    `fast_hadamard_transform` cannot be imported; otherwise the package is still used. On CUDA it is
+    a single kernel: 0.14 ms for queries of shape `[4096, 8, 32, 128]`, compared with 4.8 ms for one
+    launch per stage (benchmarks/results/hadamard_h200.md).
+Why: Without the package, the first forward pass through a DSA layer raises AssertionError, and no
+    release on the package index can be installed: there are no wheels, and each of the five sdists
+    (1.0.0.post1 to 1.1.0) lacks its C++ and CUDA sources (seen on 0.16.1 to 0.19.2).
+Upstream: Not sent: the package has to fix its releases; upstream installs it from git.
 Remove: when Megatron no longer needs the package, or the index has a release that installs.
-Numerics: none (bitwise): the fp32 sums of the package's kernel in its order, and one rounding
-    (read from the kernel's source; the two were not run side by side).
+Numerics: none (bitwise): the fp32 sums of the package's kernel in the same order, rounded once
+    (derived from the kernel's source; the two were not run side by side).
 """
 
 from typing import Any
 
 from cppmega.edits import in_order, replacing
+from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:rotate_activation"
 
 
-def uses_dsa(args: Any) -> bool:
-    variant = getattr(args, "experimental_attention_variant", None)
-    pattern = getattr(args, "hybrid_layer_pattern", None) or ""  # 'D' from 0.18 on
-    rotates = getattr(args, "dsa_indexer_rotate_activation", True)  # an option from 0.19 on
-    return rotates and (variant == "dsa" or "D" in pattern)
+def rotates(args: Any) -> bool:
+    """Whether the run's DSA indexers rotate their activations, which is an option since 0.19."""
+    return uses_dsa(args) and bool(getattr(args, "dsa_indexer_rotate_activation", True))
 
 
 PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2", "0.19.2"), "f717e71c6759c41d"),
+            pins={
+                "0.16.1": "f717e71c6759c41d",
+                "0.17.1": "f717e71c6759c41d",
+                "0.18.2": "f717e71c6759c41d",
+                "0.19.2": "f717e71c6759c41d",
+            },
             edit=in_order(
                 replacing(
                     "assert hadamard_transform is not None, "
@@ -53,7 +57,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=uses_dsa,
+    when=rotates,
 )
 
 
@@ -73,7 +77,7 @@ def verify() -> None:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(7):
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
-    with mock.patch.object(dsa, "hadamard_transform", None):  # also where it can be imported
+    with mock.patch.object(dsa, "hadamard_transform", None):  # even if it can be imported
         y = dsa.rotate_activation(x)
         y.backward(grad)
     for ours, given in ((y, x), (x.grad, grad)):

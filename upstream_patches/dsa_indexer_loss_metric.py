@@ -1,17 +1,18 @@
-"""Log the indexer loss of the layers that have one, on every pipeline layout.
+"""Report the mean indexer loss over the DSA layers, for every pipeline layout.
 
-What: The logged "indexer loss" is the mean over the DSA layers that saved a loss, MTP layers
-    included; a pipeline stage without a DSA layer takes part in the reduction.
-Why: The sum was divided by all layers (52 for NAM56R, of which 9 are DSA: the curve reads 5.8 times
-    too low); an MTP layer shares a slot with a decoder layer, or (0.16) indexes past the last slot
-    and raises IndexError; a stage without DSA returned early and left the other stages waiting in
-    the pipeline all-reduce. Each seen on CPU with two gloo ranks, 0.16.1 to 0.19.2.
-    The dev branch mended the hang and the slots; it still divides by all layers, DeepSeek-V4's
-    excepted, and a last stage without DSA logs what one context-parallel rank found.
-Upstream: Not sent: the dev branch is half-way there, in other code.
-Remove: when `track_indexer_metrics` divides by the layers that own an indexer.
+What: The logged "indexer loss" is the mean over the DSA layers that saved a loss, including MTP
+    layers. Pipeline stages without a DSA layer take part in the reduction.
+Why: The sum was divided by the number of all layers (52 for NAM56R, of which 9 are DSA: the curve
+    is 5.8 times too low). An MTP layer shared a slot with a decoder layer or, on 0.16, indexed past
+    the last slot and raised IndexError. A stage without DSA returned early and left the other
+    stages waiting in the pipeline all-reduce. Each was seen on CPU with two gloo ranks, on 0.16.1
+    to 0.19.2. The dev branch fixed the hang and the slots; it still divides by the number of all
+    layers, except for DeepSeek-V4, and a last stage without DSA logs the value of a single
+    context-parallel rank.
+Upstream: Not sent: the dev branch has a partial fix in different code.
+Remove: when `track_indexer_metrics` divides by the number of layers that have an indexer.
 Numerics: none (bitwise); only the logged metric changes. With pipeline parallelism the host waits
-    for the device once more per step (on dev it does not)
+    for the device once more per step (not on dev)
 """
 
 # ruff: noqa: F821
@@ -88,8 +89,6 @@ def reduce_loss_in_tracker():
     )
 
 
-RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")  # and main
-DEV = ("dev-d48bd6be",)
 LAYERS_WITH_A_LOSS = """\
 # A layer saves one loss per microbatch, and `loss_scale` is one over their number.
 # Two layers may share a slot, so the slots in use are only a lower bound.
@@ -99,10 +98,10 @@ counts = tracker.get("counts", indexer_loss_values != 0)
 """
 
 
-def _edit(method, versions, fingerprint, edit):
+def _edit(method, pins, edit):
     return Edit(
         target=f"{HELPER}.{method}",
-        pins=dict.fromkeys(versions, fingerprint),
+        pins=pins,
         edit=edit,
         helpers=(_cppmega_grow_indexer_tracker,),
     )
@@ -110,28 +109,58 @@ def _edit(method, versions, fingerprint, edit):
 
 PATCH = Patch(
     edits=(
-        _edit("save_loss_to_tracker", RELEASES, "879894a0114ce2fb", body_of(save_loss_to_tracker)),
         _edit(
-            "clean_loss_in_tracker", RELEASES, "c06ff6c1c8b9cd86", body_of(clean_loss_in_tracker)
+            "save_loss_to_tracker",
+            {
+                "0.16.1": "879894a0114ce2fb",
+                "0.17.1": "879894a0114ce2fb",
+                "0.18.2": "879894a0114ce2fb",
+                "0.19.2": "879894a0114ce2fb",
+            },
+            body_of(save_loss_to_tracker),
         ),
         _edit(
-            "reduce_loss_in_tracker", RELEASES, "fd9f3cdb341be908", body_of(reduce_loss_in_tracker)
+            "clean_loss_in_tracker",
+            {
+                "0.16.1": "c06ff6c1c8b9cd86",
+                "0.17.1": "c06ff6c1c8b9cd86",
+                "0.18.2": "c06ff6c1c8b9cd86",
+                "0.19.2": "c06ff6c1c8b9cd86",
+            },
+            body_of(clean_loss_in_tracker),
+        ),
+        _edit(
+            "reduce_loss_in_tracker",
+            {
+                "0.16.1": "fd9f3cdb341be908",
+                "0.17.1": "fd9f3cdb341be908",
+                "0.18.2": "fd9f3cdb341be908",
+                "0.19.2": "fd9f3cdb341be908",
+            },
+            body_of(reduce_loss_in_tracker),
         ),
         _edit(
             "track_indexer_metrics",
-            RELEASES,
-            "864d890809ae82dc",
+            {
+                "0.16.1": "864d890809ae82dc",
+                "0.17.1": "864d890809ae82dc",
+                "0.18.2": "864d890809ae82dc",
+                "0.19.2": "864d890809ae82dc",
+            },
             replacing(
                 "num_layers = indexer_loss_values.shape[0]",
                 LAYERS_WITH_A_LOSS.format(name="num_layers"),
             ),
         ),
-        # The dev branch: the stages agree on the slots once, and its caller may know the layers.
-        _edit("save_loss_to_tracker", DEV, "1d6f5702223dc908", body_of(save_loss_to_tracker)),
+        # The dev branch: the stages agree on the slots once, and the caller may pass the layers.
+        _edit(
+            "save_loss_to_tracker",
+            {"dev-d48bd6be": "1d6f5702223dc908"},
+            body_of(save_loss_to_tracker),
+        ),
         _edit(
             "clean_loss_in_tracker",
-            DEV,
-            "720eb156fecb3646",
+            {"dev-d48bd6be": "720eb156fecb3646"},
             inserting(
                 """
                 if "counts" in tracker:
@@ -145,8 +174,7 @@ PATCH = Patch(
         ),
         _edit(
             "reduce_loss_in_tracker",
-            DEV,
-            "fb0526277692ea03",
+            {"dev-d48bd6be": "fb0526277692ea03"},
             in_order(
                 replacing(
                     """
@@ -180,8 +208,7 @@ PATCH = Patch(
         ),
         _edit(
             "track_indexer_metrics",
-            DEV,
-            "f43a6587d1fd8c49",
+            {"dev-d48bd6be": "f43a6587d1fd8c49"},
             in_order(
                 # `max` of a tensor would wait for the device.
                 replacing("max(num_indexer_layers, 1)", "num_indexer_layers"),
@@ -222,7 +249,7 @@ def verify() -> None:
         mock.patch.object(torch.distributed, "all_reduce"),
         mock.patch.dict(helper.tracker, clear=True),
     ):
-        # Two microbatches; decoder layers 5 and 9 of 52, MTP layers that say 5 and 53.
+        # Two microbatches; decoder layers 5 and 9 of 52, and MTP layers with the numbers 5 and 53.
         for _ in range(2):
             for layer, loss in ((5, 1.0), (9, 2.0), (5, 3.0), (53, 6.0)):
                 helper.save_loss_to_tracker(torch.tensor(loss), layer, 52)

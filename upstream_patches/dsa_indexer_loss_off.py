@@ -1,15 +1,17 @@
-"""Train DSA with the indexer loss left at its default, off.
+"""Allow DSA training with the default indexer loss coefficient.
 
-What: `DSAttention.forward` reads the default `dsa_indexer_loss_coeff=None` as 0.0.
-Why: `None` is the configuration's default, and the loss is multiplied by it: TypeError in the first
-    training forward of every DSA model that does not set it (seen on CPU, 0.16.1 to 0.18.2). The
-    code reads it with the default 0.0, which never applies, because the field exists.
+What: `DSAttention.forward` treats the default `dsa_indexer_loss_coeff=None` as 0.0.
+Why: The loss is multiplied by `None`, the default of the configuration: every DSA model that does
+    not set the coefficient raises TypeError in its first training forward pass (seen on CPU, 0.16.1
+    to 0.18.2). The code reads it with a fallback of 0.0 that never applies, because the field
+    exists.
 Upstream: Not sent: 0.19.0 rewrote the function and reads `None` as 0.0.
 Remove: when `DSAttention.forward` reads `None` as 0.0.
 Numerics: none (bitwise)
 """
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention.forward"
@@ -34,10 +36,7 @@ PATCH = Patch(
     ),
     reached="forward",
     # True also where a hybrid pattern names the layers.
-    when=lambda args: (
-        getattr(args, "experimental_attention_variant", None) == "dsa"
-        or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
-    ),
+    when=uses_dsa,
     feature=(TARGET,),
 )
 
@@ -62,7 +61,7 @@ def verify() -> None:
         layer.config = SimpleNamespace(
             dsa_indexer_loss_coeff=coefficient, dsa_indexer_use_sparse_loss=False, num_layers=1
         )
-        # What 0.19 asks besides.
+        # Further attributes that 0.19 reads.
         layer.index_topk, layer.index_share, layer.skip_topk = 2, False, False
         layer.cp_comm_type, layer.pg_collection = "p2p", SimpleNamespace(tp=None, cp=None)
         layer.config.sequence_parallel = layer.config.calculate_per_token_loss = False

@@ -1,16 +1,16 @@
 """Scale the gradient of the DSA indexer loss like that of every other loss.
 
-What: `forward_step_calc_loss` sets the scale of the indexer loss: one over the number of
-    microbatches, times what the gradient scaler asks for, as it does for MoE and MTP losses.
-Why: Nothing ever set it, so the indexer's gradient was the sum over the microbatches, not their
-    mean (8 microbatches: 8 times too large, so clipping shrinks everything else), and under a
-    gradient scaler (fp16) it was divided by a factor it had never been multiplied with. Seen on
-    CPU, 0.16.1 to 0.18.2.
+What: `forward_step_calc_loss` sets the scale of the indexer loss to the gradient scale divided by
+    the number of microbatches, as it does for the MoE and MTP losses.
+Why: The scale was never set, so the indexer's gradient was the sum over the microbatches and not
+    their mean (with 8 microbatches it is 8 times too large, and clipping then shrinks all other
+    gradients). With a gradient scaler (fp16) it was divided by a factor that it had never been
+    multiplied by. Seen on CPU, 0.16.1 to 0.18.2.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4070 (in 0.19.0)
 Remove: when `forward_step_calc_loss` sets the scale of `DSAIndexerLossAutoScaler`.
 Numerics: changes results: the indexer's gradient is divided by the number of microbatches and
-    multiplied by the gradient scale; nothing changes with one microbatch and no scaler. With
-    `calculate_per_token_loss` only the gradient scale applies, as upstream does it.
+    multiplied by the gradient scale. With one microbatch and no gradient scaler nothing changes.
+    With `calculate_per_token_loss` only the gradient scale applies, as upstream does it.
 """
 
 # ruff: noqa: F821

@@ -1,23 +1,24 @@
 """Rotate the DSA indexer's queries and keys as DeepSeek and Megatron 0.19 do.
 
-What: `DSAIndexer._apply_rope` rotates the first `qk_pos_emb_head_dim` channels of a head, in
-    halves, instead of the last ones in interleaved pairs.
-Why: DeepSeek's weights, and those of megatron-core from 0.19.0 on, have the rotated channels first
-    and not interleaved; 0.16 to 0.18 turn others, so that an indexer trained elsewhere picks other
-    keys (here 0.19.2's own scores, within rounding, are the proof), and one trained here does so in
-    0.19.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/3026 (in 0.19.0), of which this is the RoPE
-    part; its other part moves the q and k norms, and with them the names of parameters.
-Remove: when `_apply_rope` puts the rotated channels first; 0.19.0 does.
-Numerics: changes results: other channels are rotated. An indexer trained without this page needs
-    its head channels put in the new order, or it must train again: the last r = qk_pos_emb_head_dim
-    channels first, of these the even ones before the odd ones, then the rest. That is a permutation
-    of the rows of `linear_wq_b.weight` (in every head), `linear_wk.weight`, `k_norm.weight` and
-    `k_norm.bias`, after which the scores are the old ones.
+What: `DSAIndexer._apply_rope` rotates the first `qk_pos_emb_head_dim` channels of a head in halves,
+    instead of the last channels in interleaved pairs.
+Why: DeepSeek's weights, and those of megatron-core since 0.19.0, store the rotated channels first
+    and not interleaved. Releases 0.16 to 0.18 rotate different channels, so an indexer that was
+    trained elsewhere selects different keys, and one trained here does so on 0.19 (the proof
+    compares with the scores of 0.19.2, within rounding).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/3026 (in 0.19.0). This is its RoPE part; the
+    other part moves the q and k norms, and with them the names of parameters.
+Remove: when `_apply_rope` puts the rotated channels first, as 0.19.0 does.
+Numerics: changes results: different channels are rotated. An indexer trained without this page must
+    either be trained again or have its head channels permuted: the last r = qk_pos_emb_head_dim
+    channels come first, the even ones before the odd ones, followed by the rest. This permutes the
+    rows of `linear_wq_b.weight` (in every head), `linear_wk.weight`, `k_norm.weight` and
+    `k_norm.bias`, after which the scores are the previous ones.
 """
 
 # ruff: noqa: F821
 from cppmega.edits import body_of
+from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 INDEXER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer"
@@ -47,7 +48,11 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2"), "b5e039e3423e7693"),
+            pins={
+                "0.16.1": "b5e039e3423e7693",
+                "0.17.1": "b5e039e3423e7693",
+                "0.18.2": "b5e039e3423e7693",
+            },
             edit=body_of(_apply_rope),
             imports=(
                 "from megatron.core.models.common.embeddings.rope_utils import"
@@ -57,10 +62,7 @@ PATCH = Patch(
     ),
     reached="forward",
     # True also where a hybrid pattern names the layers.
-    when=lambda args: (
-        getattr(args, "experimental_attention_variant", None) == "dsa"
-        or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
-    ),
+    when=uses_dsa,
     feature=(TARGET,),
 )
 

@@ -1,24 +1,27 @@
-"""Let TileLang's sparse MLA take other widths than DeepSeek's 576 and 512.
+"""Support head widths other than DeepSeek's 576 and 512 in TileLang's sparse MLA.
 
-What: `fused_sparse_mla_absorbed` takes queries of 128 with values of 64 and of 192 with 128 beside
-    576 with 512; the widths reach the kernels, which were written for any, instead of the
-    constants 576 and 512 before them. 576 and 512 run as before, all others are declined, and a
-    call that is declined (widths, fp16, 24 heads, a top-k of 250) warns with its reason once. The
-    deterministic mode declines the new widths, too: the kernel adds dkv up by atomics.
-Why: At other widths the hook returns None, which only a log at DEBUG says, and Megatron runs
-    `_unfused_absorbed_dsa_fn`, whose scores are `[batch, heads, seq, seq]` in fp32. Forward and
-    backward at NAM56R's 128 and 64 (32 heads, sequence 4096, 256 keys), stock and patched: 53.4 ms
-    and 15.1 GiB against 4.0 ms and 0.1 GiB; with a batch of 4, 213 ms and 60.6 GiB against 5.1 ms
-    and 0.5 GiB (one H200, TileLang 0.1.8; benchmarks/results/dsa_sparse_mla_h200.md).
-Upstream: Not sent: no model of upstream's has such widths.
-Remove: when `fused_sparse_mla_absorbed` takes a value width of 64.
-Numerics: reorders sums: softmax over the chosen keys in blocks of 64, and dkv by fp32 atomics, so
-    that dkv does not repeat bitwise (as at 576 and 512; the output and dq do). Relative L2 errors
-    against fp64 of output, dq and dkv at 128 and 64: 1.9e-3, 2.1e-3, 2.4e-3; unfused 2.1e-3,
-    2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. The more peaked the scores, the
-    worse is dq: 2.4, 4.2 and 4.9 times that reference's error at queries 5, 30 and 150 times as
-    large (unfused 1.4 at 5), because the kernels form delta from the output in bf16, at 576 and
-    512 too. Those two ignore the deterministic mode, as released.
+What: `fused_sparse_mla_absorbed` accepts queries of width 128 with values of width 64, and 192 with
+    128, in addition to 576 with 512. The kernels, which support any width, receive the actual
+    widths instead of the constants 576 and 512. Calls with 576 and 512 run as before and all other
+    widths are declined. A declined call (widths, fp16, 24 heads, a top-k of 250) warns once and
+    gives the reason. The deterministic mode declines the new widths as well, because the kernel
+    accumulates dkv with atomics.
+Why: With other widths the hook returns None, which is logged only at DEBUG level, and Megatron runs
+    `_unfused_absorbed_dsa_fn`, whose fp32 scores have shape `[batch, heads, seq, seq]`. Forward and
+    backward with NAM56R's 128 and 64 (32 heads, sequence length 4096, 256 keys), unpatched and
+    patched: 53.4 ms and 15.1 GiB compared with 4.0 ms and 0.1 GiB; with a batch of 4, 213 ms and
+    60.6 GiB compared with 5.1 ms and 0.5 GiB (one H200, TileLang 0.1.8;
+    benchmarks/results/dsa_sparse_mla_h200.md).
+Upstream: Not sent: no upstream model has such widths.
+Remove: when `fused_sparse_mla_absorbed` supports a value width of 64.
+Numerics: reorders sums: softmax over the selected keys in blocks of 64, and dkv with fp32 atomics,
+    so that dkv is not bitwise reproducible (as with 576 and 512; the output and dq are). Relative
+    L2 errors against fp64 of the output, dq and dkv with 128 and 64: 1.9e-3, 2.1e-3, 2.4e-3;
+    unfused 2.1e-3, 2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. The error of dq
+    grows with the peakedness of the scores: 2.4, 4.2 and 4.9 times the error of that reference with
+    queries 5, 30 and 150 times as large (unfused 1.4 times with 5), because the kernels compute
+    delta from the bf16 output, also with 576 and 512. Those two ignore the deterministic mode, as
+    released.
 """
 
 from __future__ import annotations
@@ -66,15 +69,11 @@ _GIVEN = "query_bshd, key_bshd, indices_bsgk, softmax_scale"
 _CALL = "sparse_mla_fwd_interface(q, kv, indices, sm_scale=scaling)"
 
 
-def _known(fingerprint: str) -> dict[str, str]:
-    return dict.fromkeys(("0.19.2", "main-d98e8a64"), fingerprint)
-
-
 PATCH = Patch(
     edits=(
         Edit(
             target=HOOK,
-            pins=_known("031883292557e60e"),
+            pins={"0.19.2": "031883292557e60e", "main-d98e8a64": "031883292557e60e"},
             edit=in_order(
                 replacing(
                     """
@@ -100,11 +99,11 @@ PATCH = Patch(
             ),
             imports=("import warnings",),
             helpers=(_cppmega_declines,),
-            mark="",  # a call that it declines has not gone through the patch
+            mark="",  # a declined call has not passed through the patch
         ),
         Edit(
             target=f"{OPS}/sparse_mla.py:SparseMLA.forward",
-            pins=_known("7fb4ae0ff8933c47"),
+            pins={"0.19.2": "7fb4ae0ff8933c47", "main-d98e8a64": "7fb4ae0ff8933c47"},
             edit=in_order(
                 adding_parameter("d_v=512"),
                 replacing(_CALL, f"{_CALL[:-1]}, d_v=d_v)"),
@@ -112,7 +111,7 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{OPS}/sparse_mla.py:SparseMLA.backward",
-            pins=_known("e44012a33e4cdb25"),
+            pins={"0.19.2": "e44012a33e4cdb25", "main-d98e8a64": "e44012a33e4cdb25"},
             edit=in_order(
                 replacing(_CALL, f"{_CALL[:-1]}, d_v=grad_output.size(-1))"),
                 replacing(
@@ -126,7 +125,7 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{OPS}/tilelang_sparse_mla_fwd.py:sparse_mla_fwd_interface",
-            pins=_known("1a4229cf13d4cbaf"),
+            pins={"0.19.2": "1a4229cf13d4cbaf", "main-d98e8a64": "1a4229cf13d4cbaf"},
             edit=replacing(
                 """
                 assert (
@@ -138,7 +137,7 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{OPS}/tilelang_sparse_mla_bwd.py:sparse_mla_bwd",
-            pins=_known("a803cd02a7ee7ae9"),
+            pins={"0.19.2": "a803cd02a7ee7ae9", "main-d98e8a64": "a803cd02a7ee7ae9"},
             edit=replacing("D = 512", "D = do.shape[-1]"),
         ),
     ),
@@ -148,7 +147,7 @@ PATCH = Patch(
     wanted_by=lambda recipe: (
         recipe.uses_dsa
         and recipe.dsa_kernel_backend == "tilelang"
-        and recipe.dsa_widths in WIDTHS[:-1]  # the last are those of the release
+        and recipe.dsa_widths in WIDTHS[:-1]  # the last pair is that of the release
     ),
     provides={"dsa_widths_tilelang": WIDTHS},
 )
@@ -160,19 +159,16 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    import sys
     from importlib import import_module
-    from unittest import mock
 
     import torch
 
-    # A stand-in for TileLang, whose kernels need a GPU; in their place Megatron's unfused path.
-    tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
-    tilelang.language.prim_func = lambda function: function
-    sys.modules |= {"tilelang": tilelang, "tilelang.language": tilelang.language}
+    from cppmega.proof import stand_ins
+
+    # TileLang's kernels need a GPU; Megatron's unfused path takes their place.
+    stand_ins.tilelang()
     package = OPS.replace("/", ".")
-    for name in [name for name in sys.modules if name.startswith(package)]:
-        del sys.modules[name]
+    stand_ins.forget(package)
     forward = import_module(f"{package}.tilelang_sparse_mla_fwd")
     backward = import_module(f"{package}.tilelang_sparse_mla_bwd")
     hook = import_module(f"{package}.tilelang_dsa").fused_sparse_mla_absorbed
@@ -222,5 +218,5 @@ def verify() -> None:
         got, want = ((x, *torch.autograd.grad(x, (q, kv), grad)) for x in (ours, stock))
         for mine, other in zip(got, want, strict=True):
             assert (mine - other).norm() < 1e-2 * other.norm(), (query, width)
-    for query, width in ((320, 256), (160, 96), (96, 64), (576, 448)):  # not run on a GPU
+    for query, width in ((320, 256), (160, 96), (96, 64), (576, 448)):  # not tested on a GPU
         assert hook(*inputs(query), indices, 0.1, width) is None, (query, width)

@@ -1,28 +1,29 @@
 """Keep A_log, D and dt_bias of Mamba mixers and gated delta nets in fp32.
 
-What: `Float16Module`, and every later `.bfloat16()`, `.half()` or `.to(dtype)`, leaves these
+What: `Float16Module`, and every later `.bfloat16()`, `.half()` or `.to(dtype)`, keeps these
     parameters of each `MambaMixer`, and A_log and dt_bias of each `GatedDeltaNet`, in fp32. The
-    optimizers save them where stock does: a checkpoint of stock is resumed with the page, and one
-    of the page without it, in every `torch_dist` format, with the next step of a run that never
-    stopped. The layer-wise optimizer (Muon) gathers each dtype for itself.
-Why: the mixers compute with these in fp32, but `Float16Module` rounds them (dt_bias, and both of a
-    delta net, are created in bf16): at the initial values the decay A is off by up to 0.8 %, and
-    dt, once trained, by up to 1.6 % (computed on CPU). With fp32 parameters among bf16 ones the
-    optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model shape (8,)"), the
-    distributed one cannot load its default format, nor save it where a rank has no part of the
-    fp32 buffer, and the layer-wise one gathers two dtypes as one (all seen on CPU), so the page
-    mends them too.
+    optimizers save them where stock does, so that checkpoints can be resumed in both directions,
+    with and without the page, in every `torch_dist` format, and the next step is that of an
+    uninterrupted run. The layer-wise optimizer (Muon) gathers each dtype separately.
+Why: The mixers compute with these parameters in fp32, but `Float16Module` rounds them (dt_bias, and
+    both parameters of a delta net, are created in bf16): at initialization the decay A is off by up
+    to 0.8 %, and dt after training by up to 1.6 % (computed on CPU). With both fp32 and bf16
+    parameters, the optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model
+    shape (8,)"), the distributed optimizer cannot load its default format, nor save it if a rank
+    has no part of the fp32 buffer, and the layer-wise optimizer gathers two dtypes as one (all seen
+    on CPU). The page fixes these as well.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5929 (the marker, on main) and
-    https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); none marks the mixers.
-Remove: when both mixers mark theirs with `mark_keep_in_fp32` (main has it, for other modules) and
-    DistributedOptimizer.__init__ mends the order of mixed groups, as on dev; checkpoints must then
-    be `--dist-ckpt-optim-fully-reshardable`, because upstream divides its buckets by dtype.
-Numerics: changes results: the forward uses unrounded A_log, D and dt_bias. Under
+    https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); neither marks the mixers.
+Remove: when both mixers mark their parameters with `mark_keep_in_fp32` (main has it, for other
+    modules) and DistributedOptimizer.__init__ fixes the order of mixed groups, as on dev.
+    Checkpoints must then be `--dist-ckpt-optim-fully-reshardable`, because upstream divides its
+    buckets by dtype.
+Numerics: changes results: the forward pass uses unrounded A_log, D and dt_bias. Under
     `--use-torch-fsdp2`, which shards parameters of one dtype together, they are rounded as in
-    stock, with a warning. The preflight refuses `--use-precision-aware-optimizer` (FusedAdam saves
+    stock, with a warning. The preflight rejects `--use-precision-aware-optimizer` (FusedAdam saves
     a copy of an fp32 parameter that it never steps), and checkpoints of earlier versions of the
-    page, which saved these parameters apart. With the legacy `--ckpt-format torch`, the state of
-    the distributed optimizer still loads only with the page where it was saved with it.
+    page, which saved these parameters separately. With the legacy `--ckpt-format torch`, the state
+    of the distributed optimizer can be loaded with the page only if it was saved with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,9 +31,10 @@ from typing import Any
 
 from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
+from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
-from ._mixed_optimizer import EDITS, GIT, ORDER, RELEASES
+from ._mixed_optimizer.edits import EDITS, ORDER
 
 MIXERS = {
     "megatron.core.ssm.mamba_mixer": "MambaMixer",
@@ -61,7 +63,7 @@ def keep_mixers(init):  # type: ignore[no-untyped-def]
 
     @functools.wraps(init)
     def __init__(self, config, module):  # type: ignore[no-untyped-def]  # noqa: N807
-        # A module that was not imported has no mixers.
+        # If the module was not imported, the model has no such mixers.
         imported = [(sys.modules.get(module), name) for module, name in MIXERS.items()]
         mixers = tuple(getattr(there, name) for there, name in imported if there is not None)
         for mixer in module.modules():
@@ -77,13 +79,13 @@ def keep_mixers(init):  # type: ignore[no-untyped-def]
 
 
 def kept_parameters(mixer):  # type: ignore[no-untyped-def]
-    """The parameters of a mixer that stay in fp32."""
+    """Return the parameters of a mixer that stay in fp32."""
     found = (mixer._parameters.get(name) for name in KEPT)
     return [parameter for parameter in found if parameter is not None]
 
 
 def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-    """`torch.nn.Module._apply` that moves the kept parameters, and does not round them."""
+    """Move the parameters like `torch.nn.Module._apply`, without rounding the kept ones."""
     import torch
 
     parameters = kept_parameters(self)
@@ -113,19 +115,18 @@ def round_kept(module):  # type: ignore[no-untyped-def]
 
 
 def has_mixers(args: Any) -> bool:
-    """Whether the run has parameters that stock rounds."""
+    """Whether the run has parameters that stock would round."""
     if not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
         return False
     if getattr(args, "experimental_attention_variant", None) == "gated_delta_net":
         return True
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):  # the second until 0.16
-        if getattr(args, name, None):
-            return not set("MG").isdisjoint(getattr(args, name))
+    if pattern := layer_pattern(args):
+        return not set("MG").isdisjoint(pattern)
     return bool(getattr(args, "is_hybrid_model", False))  # 0.16 without a pattern: all Mamba
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """An optimizer with copies of its own, and checkpoints of this page as it once was."""
+    """Reject optimizers with their own copies, and checkpoints of earlier versions of this page."""
     if not has_mixers(args):
         return
     if getattr(args, "use_precision_aware_optimizer", False):
@@ -168,16 +169,29 @@ PATCH = Patch(
     edits=(
         Edit(
             target=WRAPPER,
-            pins={"0.15.3": "fa45c696e9bef19f"}
-            | dict.fromkeys(RELEASES[1:], "d246b07b2b33a70c")
-            | dict.fromkeys(GIT, "38bc9073cf010b2e"),
+            pins={
+                "0.15.3": "fa45c696e9bef19f",
+                "0.16.1": "d246b07b2b33a70c",
+                "0.17.1": "d246b07b2b33a70c",
+                "0.18.2": "d246b07b2b33a70c",
+                "0.19.2": "d246b07b2b33a70c",
+                "main-d98e8a64": "38bc9073cf010b2e",
+                "dev-d48bd6be": "38bc9073cf010b2e",
+            },
             edit=keep_mixers,
             kind="method-wrap",
         ),
         Edit(
             target=FSDP,
-            pins=dict.fromkeys((*RELEASES, *GIT), "e72e19e0f619a613")
-            | dict.fromkeys((RELEASES[-1], GIT[0]), "7613289739392c7a"),
+            pins={
+                "0.15.3": "e72e19e0f619a613",
+                "0.16.1": "e72e19e0f619a613",
+                "0.17.1": "e72e19e0f619a613",
+                "0.18.2": "e72e19e0f619a613",
+                "0.19.2": "7613289739392c7a",
+                "main-d98e8a64": "7613289739392c7a",
+                "dev-d48bd6be": "e72e19e0f619a613",
+            },
             edit=inserting(
                 "round_kept(module)", after="super().__init__(config=config, module=module)"
             ),
@@ -200,7 +214,7 @@ def fixed_upstream(source: Source) -> bool:
     marked = all(_marks(mixer, name) for name in KEPT) and all(
         _marks(net, name) for net in nets for name in ("A_log", "dt_bias")
     )
-    # dev mends the order in __init__ already
+    # dev already fixes the order in __init__
     init = source.text(ORDER.rpartition(".")[0] + ".__init__")
     return marked and "model_param_group_index_map[" in init
 
@@ -226,7 +240,7 @@ def verify() -> None:
         from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
         mixers[GatedDeltaNet] = ("A_log", "dt_bias")
-    except ImportError:  # 0.15 has none
+    except ImportError:  # 0.15 has no delta nets
         pass
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True)
     for cls, kept in mixers.items():
@@ -248,7 +262,7 @@ def verify() -> None:
     buffers = [{p.dtype: [{"param_map": {p: {}}}]} for p in (norm, a_log)]
     build = DistributedOptimizer._build_optimizer_group_ranges
     order, _ = build([{"params": [norm, a_log]}], buffers)
-    assert order == {a_log: (0, 0), norm: (0, 1)}, "states would be taken from the wrong parameter"
+    assert order == {a_log: (0, 0), norm: (0, 1)}, "states would be loaded from the wrong parameter"
     a_log.stock_dtype = torch.bfloat16
 
     optimizer = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
@@ -266,7 +280,7 @@ def verify() -> None:
     keys = [tensor.key for tensor in state["fp32_from_fp16_params"][0]]
     assert keys == ["optimizer.state.fp32_param.A", "optimizer.state.fp32_param.n"], keys
 
-    # One bucket, of A (4 elements) in front of n (8 elements, at the next 64th).
+    # One bucket: A (4 elements), followed by n (8 elements, aligned to 64).
     half = (torch.bfloat16, torch.bfloat16)
     owned = [{"param_map": {p: {"param": SimpleNamespace(start=0)}}} for p in (norm, a_log)]
     start, end = {"gbuf_local_start": 0}, {"gbuf_local_end": 0}
@@ -291,6 +305,6 @@ def verify() -> None:
     state = DistributedOptimizer.sharded_param_state_dp_reshardable(distributed, {})
     saved = [one[0][0]["param"] for i in (0, 1) for one in state[i].values()]
     bucket = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_{half}.bucket_idx_0.param"
-    assert [t.key for t in saved] == [bucket] * 2, "saved where no run of stock looks"
+    assert [t.key for t in saved] == [bucket] * 2, "saved under a key that stock does not read"
     places = [(t.global_offset, t.global_shape) for t in saved]
     assert places == [((64,), (72,)), ((0,), (72,))], places

@@ -1,14 +1,15 @@
-"""Count MLA and DSA layers in the reported FLOPs.
+"""Include MLA and DSA layers in the reported FLOPs.
 
-What: `num_floating_point_operations`, which the logged TFLOP/s comes from, counts the `+` (MLA) and
-    `D` (DSA) layers of a hybrid pattern, and counts the DSA of a GPT model as what it is: an
-    indexer over all pairs and attention over the top-k. The formulas are in the docstrings below.
-Why: A hybrid model's `+` and `D` layers count as nothing: the 9 DSA and 4 MLA layers of the
-    NAM56R shape are 7 % of its FLOPs at sequence 4096 (computed with 0.19.2). A GPT with DSA counts
-    dense MLA and no indexer. What is counted equals what torch counts in a real layer on CPU.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6331 (open) and #6753 (merged, in no
-    release), both for GPT only.
-Remove: when the hybrid branch counts `D` and `+`, and the GPT branch knows `dsa`.
+What: `num_floating_point_operations`, from which the logged TFLOP/s are computed, includes the `+`
+    (MLA) and `D` (DSA) layers of a hybrid pattern. For a GPT model it counts DSA as an indexer over
+    all pairs and attention over the top-k. The docstrings below contain the formulas.
+Why: The `+` and `D` layers of a hybrid model count as zero: the 9 DSA and 4 MLA layers of the
+    NAM56R shape are 7 % of its FLOPs at sequence length 4096 (computed with 0.19.2). A GPT model
+    with DSA counts dense MLA and no indexer. The result equals what torch counts in a real layer on
+    CPU.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6331 (open) and #6753 (merged, not released),
+    both for GPT only.
+Remove: when the hybrid branch counts `D` and `+`, and the GPT branch supports `dsa`.
 Numerics: none (bitwise); only the logged throughput changes
 """
 
@@ -151,7 +152,7 @@ PATCH = Patch(
             ),
             helpers=(_cppmega_mla_flops, _cppmega_dsa_flops, _cppmega_hybrid_latent_flops),
         ),
-        Edit(  # the dev branch has no `+`, and takes `D` for dense MLA
+        Edit(  # the dev branch has no `+`, and counts `D` as dense MLA
             target=f"{FLOPS}.hybrid_flops",
             pins={"dev-d48bd6be": "35c04b1123051acd"},
             edit=replacing(
@@ -194,15 +195,11 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from types import SimpleNamespace
-
     from megatron.training.training import num_floating_point_operations
 
-    class Args(SimpleNamespace):
-        def __getattr__(self, name):
-            return None  # not given on the command line
+    from cppmega.proof.stand_ins import Arguments
 
-    args = Args(hidden_size=8, num_attention_heads=2, seq_length=4, num_layers=1)
+    args = Arguments(hidden_size=8, num_attention_heads=2, seq_length=4, num_layers=1)
     args.ffn_hidden_size = args.padded_vocab_size = 0
     args.multi_latent_attention, args.experimental_attention_variant = True, "dsa"
     args.q_lora_rank, args.kv_lora_rank = 4, 3
@@ -217,7 +214,7 @@ def verify() -> None:
     try:
         from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_layer_counts
     except ImportError:
-        return  # a tree whose hybrid models have no `D` yet
+        return  # hybrid models have no `D` yet
     assert get_hybrid_layer_counts("D")["D"] == 1
     args.hybrid_layer_pattern = "DD/D"
     args.mamba_state_dim = args.mamba_num_groups = args.mamba_num_heads = args.kv_channels = 1

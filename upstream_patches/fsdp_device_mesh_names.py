@@ -1,12 +1,12 @@
 """Let Megatron-FSDP of 0.15.0 name its device meshes under PyTorch 2.11.
 
-What: `get_mesh_names` asks the root mesh for the meshes flattened out of it, and the registry
-    of an older PyTorch where it cannot.
-Why: 0.15.0 reads `_mesh_resources.child_to_root_mapping`, which PyTorch 2.11 has no more:
-    AttributeError as soon as Megatron-FSDP looks at a named device mesh (seen on CPU).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/2575 (in 0.15.3 and 0.16.0), of which this is
-    what fails under PyTorch 2.11.
-Remove: when 0.15.0 is no longer used; 0.15.3 has the fix.
+What: `get_mesh_names` reads the flattened meshes from the root mesh, and from the registry on older
+    versions of PyTorch.
+Why: 0.15.0 reads `_mesh_resources.child_to_root_mapping`, which PyTorch 2.11 removed: Megatron-FSDP
+    raises AttributeError as soon as it inspects a named device mesh (seen on CPU).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/2575 (in 0.15.3 and 0.16.0), of which this page
+    contains the part that PyTorch 2.11 needs.
+Remove: when 0.15.0 is no longer supported; 0.15.3 has the fix.
 Numerics: none (bitwise)
 """
 
@@ -71,5 +71,5 @@ def verify() -> None:
 
     mesh = Mesh(mesh_dim_names=("dp", "cp"), _flatten_mapping={"dp_cp": None, "cp": None})
     names = get_mesh_names(mesh)
-    assert list(dict.fromkeys(names)) == ["dp", "cp", "dp_cp"]  # upstream's own names some twice
+    assert list(dict.fromkeys(names)) == ["dp", "cp", "dp_cp"]  # upstream repeats some names
     assert get_mesh_names(None) == []

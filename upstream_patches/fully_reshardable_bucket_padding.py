@@ -1,15 +1,17 @@
-"""Save each parameter's own optimizer state in fully reshardable checkpoints.
+"""Save the correct optimizer state of each parameter in fully reshardable checkpoints.
 
-What: `sharded_param_state_fully_reshardable` takes the padding at the ends of the buckets before a
-    parameter off its place in the buffer, before it slices the gathered state there.
-Why: the gathered fp32 masters and moments hold no such padding, the places do. With more than one
-    bucket (`--overlap-grad-reduce`) each parameter after the first bucket is saved with states
-    shifted by the padding, the last with zeros at its end, and a run that resumes trains on them:
-    the states of 6 of 8 parameters were wrong after one step (seen on CPU, 0.16.1 to 0.19.2). In
-    the checkpoint the model's own weights stay right, so the loss of its first step does too.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5077 (main, August 2026; in no release)
+What: `sharded_param_state_fully_reshardable` subtracts the padding of all previous buckets from a
+    parameter's position in the buffer before it slices the gathered state.
+Why: The gathered fp32 parameters and moments contain no padding, but the positions include it. With
+    more than one bucket (`--overlap-grad-reduce`), each parameter after the first bucket is saved
+    with states that are shifted by the padding, the last one with zeros at its end, and a run that
+    resumes trains on them: the states of 6 of 8 parameters were wrong after one step (seen on CPU,
+    0.16.1 to 0.19.2). The model weights in the checkpoint are correct, so the loss of the first
+    step after the resume is, too.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5077 (main, August 2026; not released)
 Remove: when the method accounts for the bucket of a parameter.
-Numerics: changes results of runs that resume from a checkpoint it saves; mends no earlier one
+Numerics: changes results of runs that resume from a checkpoint saved with the page; checkpoints
+    saved without it are not repaired
 """
 
 from typing import Any
@@ -21,11 +23,10 @@ TARGET = (
     "megatron/core/optimizer/distrib_optimizer.py:"
     "DistributedOptimizer.sharded_param_state_fully_reshardable"
 )
-RELEASES = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2", "dev-d48bd6be")
 
 
 def saves_it(args: Any) -> bool:
-    """Whether the run writes the format from more than one bucket of parameters."""
+    """Whether the run saves fully reshardable optimizer states."""
     return (
         getattr(args, "use_distributed_optimizer", False)
         and getattr(args, "dist_ckpt_optim_fully_reshardable", False)
@@ -37,7 +38,14 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(RELEASES, "1f473b58f435ae5d"),
+            pins={
+                "0.15.3": "1f473b58f435ae5d",
+                "0.16.1": "1f473b58f435ae5d",
+                "0.17.1": "1f473b58f435ae5d",
+                "0.18.2": "1f473b58f435ae5d",
+                "0.19.2": "1f473b58f435ae5d",
+                "dev-d48bd6be": "1f473b58f435ae5d",
+            },
             edit=in_order(
                 replacing(
                     "(param_world_start, param_world_end, _)",
@@ -91,7 +99,9 @@ def verify() -> None:
         optimizer, model, metadata={}
     )
     masters = [saved[i]["param"].data.tolist() for i in range(3)]
-    assert masters == [[0, 1, 2], [3, 4, 5], [6, 7]], f"saved with another's state: {masters}"
+    assert masters == [[0, 1, 2], [3, 4, 5], [6, 7]], (
+        f"saved with the state of another parameter: {masters}"
+    )
     assert [saved[i]["exp_avg"].data.tolist() for i in range(3)] == [
         [-value for value in values] for values in masters
     ]

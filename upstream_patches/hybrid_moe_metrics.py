@@ -1,17 +1,19 @@
-"""Log the MoE losses of a hybrid model as a mean over the MoE layers that it has.
+"""Report the MoE losses of a hybrid model as a mean over its MoE layers.
 
-What: `training_log` counts each MoE layer of a hybrid pattern once, and sizes the metric after all
-    layers, as the routers do.
-Why: the count of the pattern has the MTP depths in it, and `report` adds the depths once more:
-    with 22 MoE layers and 2 depths that have one each, every logged loss is 24/26 of the truth
-    (tested: 2.77 where every layer has 3). A pipeline stage without MoE also makes its tensor too
-    short, 26 values in place of 54: the reduction over the stages then aborts (gloo) or hangs.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6748 (main, August 2026; in no release)
+What: `training_log` counts each MoE layer of a hybrid pattern once, and sizes the metric by the
+    number of all layers, as the routers do.
+Why: The count from the pattern includes the MTP depths, and `report` adds the depths again: with 22
+    MoE layers and 2 depths that have one MoE layer each, every logged loss is 24/26 of the correct
+    value (tested: 2.77 where every layer has 3). A pipeline stage without MoE also allocates a
+    tensor that is too short, 26 values instead of 54: the reduction over the stages then aborts
+    (gloo) or hangs.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6748 (main, August 2026; not released)
 Remove: when `training_log` no longer passes the number of MoE layers as `num_layers`.
 Numerics: none (bitwise); only the logged metrics change
 """
 
 from cppmega.edits import in_order, replacing
+from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/training/training.py:training_log"
@@ -47,7 +49,7 @@ PATCH = Patch(
     ),
     reached="log",
     feature=(TARGET,),
-    when=lambda args: bool(getattr(args, "num_experts", None)),
+    when=has_experts,
 )
 
 
@@ -63,7 +65,7 @@ def verify() -> None:
     from megatron.core.transformer.moe import moe_utils
     from megatron.training import training
 
-    from cppmega.proof import cpu_shims
+    from cppmega.proof import cpu_shims, stand_ins
 
     cpu_shims.init_distributed()
 
@@ -74,18 +76,10 @@ def verify() -> None:
     else:
         record = get_moe_metrics_tracker().record
 
-    class Quiet:
-        """Has every attribute; what is not given is false."""
-
-        def __init__(self, **given):  # type: ignore[no-untyped-def]
-            self.__dict__.update(given)
-
-        def __getattr__(self, name):  # type: ignore[no-untyped-def]
-            return 0
-
     def logged(pattern, moe_layers):  # type: ignore[no-untyped-def]
         main, *depths = pattern.split("/")
-        args = Quiet(
+        args = stand_ins.Arguments(
+            0,
             hybrid_layer_pattern=pattern,
             num_layers=len(main),
             mtp_num_layers=len(depths) or None,
@@ -100,19 +94,8 @@ def verify() -> None:
             size = len(main) + len(depths)
             record("load_balancing_loss", torch.tensor(3.0), layer, size)
         total = {}
-        quiet = dict.fromkeys(
-            ("get_timers", "get_tensorboard_writer", "get_wandb_writer", "get_one_logger"),
-            lambda: None,
-        )
         with (
-            mock.patch.multiple(
-                training,
-                get_args=lambda: args,
-                get_energy_monitor=lambda: None,
-                get_num_microbatches=lambda: 1,
-                is_hybrid_model=lambda _: True,
-                **quiet,
-            ),
+            stand_ins.quiet_training(training, args, is_hybrid_model=lambda _: True),
             mock.patch.object(torch.distributed, "all_reduce", lambda *_, **__: None),
         ):
             training.training_log({}, total, 0.1, 1, 1.0, False, 0, None, None, None, None)

@@ -1,18 +1,19 @@
-"""Tell the MTP heads of a hybrid model which tokens are padding.
+"""Pass the padding mask to the MTP heads of a hybrid model.
 
-What: `HybridModel.forward` hands `padding_mask` to the MTP block, as it does to the decoder.
-Why: MTP takes the mask and rolls it along with the tokens, and `GPTModel` passes it; `HybridModel`
-    does not. The MoE routers of the MTP depths then count padding as tokens: in their auxiliary
-    losses, and in the loads that move the expert bias (tested: 8 tokens of 2 x 8 were padding, and
+What: `HybridModel.forward` passes `padding_mask` to the MTP block, as it does to the decoder.
+Why: MTP accepts the mask and rolls it along with the tokens. `GPTModel` passes it and `HybridModel`
+    does not, so the MoE routers of the MTP depths count padding as tokens, both in their auxiliary
+    losses and in the loads that update the expert bias (tested: 8 of 2 x 8 tokens were padding, and
     an MTP router counted all 16). `MambaModel` of 0.17 drops the mask as well, but its MTP block
-    cannot take one yet. With sequence parallelism the routers see slices of the sequence; that was
-    not tested.
+    does not accept one yet. Not tested: sequence parallelism, where the routers see slices of the
+    sequence.
 Upstream: Not sent: found by reading; dev passes the mask, main does not.
 Remove: when `HybridModel.forward` passes `padding_mask` to `self.mtp`.
 Numerics: changes results of runs that pass a padding mask and have MoE in their MTP depths
 """
 
 from cppmega.edits import adding_argument
+from cppmega.megatron_args import has_mtp, layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/models/hybrid/hybrid_model.py:HybridModel.forward"
@@ -31,9 +32,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(
-        getattr(args, "hybrid_layer_pattern", None) and getattr(args, "mtp_num_layers", None)
-    ),
+    when=lambda args: bool(layer_pattern(args)) and has_mtp(args),
 )
 
 
@@ -46,20 +45,13 @@ def verify() -> None:
     import torch
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    class Quiet:
-        """Has every attribute; what is not given is None."""
-
-        def __init__(self, **given):  # type: ignore[no-untyped-def]
-            self.__dict__.update(given)
-
-        def __getattr__(self, name):  # type: ignore[no-untyped-def]
-            return None
+    from cppmega.proof.stand_ins import Arguments
 
     def mtp(*, hidden_states, padding_mask=None, **_):  # type: ignore[no-untyped-def]
         return hidden_states if padding_mask is None else hidden_states.masked_fill(padding_mask, 0)
 
-    model = Quiet(
-        config=Quiet(),
+    model = Arguments(
+        config=Arguments(),
         decoder=lambda *, hidden_states, **_: hidden_states,
         mtp=mtp,
         mtp_process=True,

@@ -1,35 +1,36 @@
-"""Count every expert's gradients once in the norm of the layer-wise optimizer (Muon).
+"""Count each expert's gradients once in the norm of the layer-wise optimizer (Muon).
 
-What: `LayerWiseDistributedOptimizer` gives the optimizers that it makes, and its own count of
-    zeros, the tensor-parallel groups by which parameters that ranks hold in common are found.
-Why: without them an expert's parameter counts on the first rank of the attention's tensor-parallel
-    group. Where the experts' group is another (`--expert-tensor-parallel-size`), ranks that hold
-    other experts are left out, or copies are counted again: with TP 2, EP 2 and ETP 1 the biases
-    of the second half of the experts are missing from the norm, so gradients are clipped too
-    little, and from the number of zeros (seen on two ranks, on 0.19.2). It takes experts with
-    biases, and `--no-use-layer-wise-param-layout`, without which Megatron refuses them. Up to 0.18
-    all optimizers count so (#5916).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6099 (main, July 2026; in no release)
-Remove: when the children of `LayerWiseDistributedOptimizer` know `expert_tp_group`.
-Numerics: changes results where the experts have biases and another tensor-parallel size: the
-    gradient norm, and what is clipped by it
+What: `LayerWiseDistributedOptimizer` passes the tensor-parallel groups to the optimizers that it
+    creates and to its own count of zeros. They determine which parameters are duplicates of those
+    of another rank.
+Why: Without the groups, an expert's parameter counts only on the first rank of the attention's
+    tensor-parallel group. If the experts have a different group (`--expert-tensor-parallel-size`),
+    ranks that hold other experts are left out, or duplicates are counted twice: with TP 2, EP 2 and
+    ETP 1, the biases of the second half of the experts are missing from the norm, so that gradients
+    are clipped too little, and from the number of zeros (seen on two ranks, on 0.19.2). This
+    requires experts with biases, and `--no-use-layer-wise-param-layout`, without which Megatron
+    rejects them. Up to 0.18 all optimizers count this way (#5916).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6099 (main, July 2026; not released)
+Remove: when the optimizers of `LayerWiseDistributedOptimizer` know `expert_tp_group`.
+Numerics: changes results if the experts have biases and a tensor-parallel size of their own: the
+    gradient norm, and therefore clipping
 """
 
 from typing import Any
 
 from cppmega.edits import adding_argument, in_order, inserting
+from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 CLASS = "megatron/core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOptimizer"
-RELEASE = "0.19.2"
 
 
 def makes_it(args: Any) -> bool:
-    """Whether the run has experts and builds this optimizer."""
+    """Whether the run has experts and uses this optimizer."""
     return (
         bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
         and getattr(args, "optimizer", None) == "muon"
-        and bool(getattr(args, "num_experts", None))
+        and has_experts(args)
         and not getattr(args, "skip_train", False)
     )
 
@@ -38,7 +39,7 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{CLASS}.__init__",
-            pins={RELEASE: "793a1e2db02aff46"},
+            pins={"0.19.2": "793a1e2db02aff46"},
             edit=inserting(
                 """
                 # The groups by which a parameter's copies on other ranks are told from others.
@@ -53,7 +54,7 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{CLASS}.count_zeros",
-            pins={RELEASE: "b97165e66c0ed362"},
+            pins={"0.19.2": "b97165e66c0ed362"},
             edit=in_order(
                 adding_argument("count_zeros_fp32", "tp_group=self.tp_group"),
                 adding_argument("count_zeros_fp32", "expert_tp_group=self.expert_tp_group"),
@@ -62,7 +63,7 @@ PATCH = Patch(
         ),
     ),
     reached="startup",
-    # Up to 0.18 no optimizer asks for the experts' group.
+    # Up to 0.18 no optimizer knows the experts' group.
     feature=("megatron/core/extensions/transformer_engine.py:_set_expert_parameter_attributes",),
     when=makes_it,
 )
@@ -92,16 +93,16 @@ def verify() -> None:
         param.grad = torch.ones(2)
 
     def counting(params, tp_group=None, expert_tp_group=None, **_):  # type: ignore[no-untyped-def]
-        """In place of the count of zeros, which needs CUDA: the parameters that it would count."""
+        """Replace the count of zeros, which needs CUDA, by the parameters that it would count."""
         groups = {"tp_group": tp_group, "expert_tp_group": expert_tp_group}
         kept = [p for p in params if param_is_not_tensor_parallel_duplicate(p, **groups)]
         return [name for name, param in named.items() if any(param is other for other in kept)]
 
     def counted(rank, expert_rank):  # type: ignore[no-untyped-def]
-        """What counts in the norm and in the zeros of a rank of both groups."""
+        """Return the parameters that count in the norm and in the zeros of a rank."""
         groups = {"tp": group(rank, 2), "expt_tp": group(expert_rank, expert_rank + 1)}
         config = OptimizerConfig(optimizer="adam", lr=0.1)
-        child = FP32Optimizer.__new__(FP32Optimizer)  # its scale is a tensor on a GPU
+        child = FP32Optimizer.__new__(FP32Optimizer)  # its __init__ creates a tensor on the GPU
         child.optimizer, child.config = torch.optim.SGD(named.values(), lr=0.1), config
         child.is_stub_optimizer = False
         made = layer_wise_optimizer.LayerWiseDistributedOptimizer(
@@ -115,7 +116,7 @@ def verify() -> None:
 
     wanted = {(0, 0): [*names], (1, 0): ["expert's"], (0, 1): ["dense"], (1, 1): []}
     for (rank, expert_rank), own in wanted.items():
-        # The rank that is asked where no group is given.
+        # The rank that counts if no group is given.
         with mock.patch.object(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", rank):
             got = counted(rank, expert_rank)
         assert got == (own, own), f"rank {rank}, of the experts' group {expert_rank}: {got}"

@@ -1,19 +1,20 @@
 """Compute the loss of GPTModel without its logits, for `--cross-entropy-fusion-impl linear`.
 
-What: the output layer is a `LinearCrossEntropyModule`, a ColumnParallelLinear with the same
-    parameters and checkpoint, and `_postprocess` takes the loss from the hidden states. Inference,
-    calls without labels, logged logits, a model with a loss of its own, a bias, gathered logits and
-    deferred weight gradients take Megatron's path, and the reason is said once.
-Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
-    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster
+What: The output layer is a `LinearCrossEntropyModule`, a ColumnParallelLinear with the same
+    parameters and checkpoint format, and `_postprocess` computes the loss from the hidden states.
+    Inference, calls without labels, logged logits, a model with its own loss, a bias, gathered
+    logits and deferred weight gradients use Megatron's path; the reason is reported once.
+Why: Stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB with V=131072, s=4096 and
+    MBS 12. One kernel pass per chunk of tokens needs 2 GiB and is faster
     (benchmarks/results/linear_cross_entropy_h200.md).
-Upstream: Not sent: dev has a GPT head with kernels for Blackwell alone.
-Remove: when the releases have linear cross-entropy that runs on Hopper.
-Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
-    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+Upstream: Not sent: dev has a GPT head, but its kernels support only Blackwell.
+Remove: when the releases have a linear cross-entropy that runs on Hopper.
+Numerics: reorders sums: the softmax is computed in fp32 from the same logits, chunk by chunk; dW is
+    accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
 """
 
 from cppmega.edits import in_order, inserting
+from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for, choosing_output_layer, returning_loss
@@ -52,7 +53,7 @@ PATCH = Patch(
             target=POSTPROCESS,
             pins={"0.16.1": "46958da335bff1de"},
             edit=in_order(
-                # MTP, which is inline in this version, rolls the mask under the name it came by.
+                # MTP is inline in this version and rebinds the name of the mask.
                 inserting(
                     "main_loss_mask = loss_mask  # before MTP rolls it",
                     before="output_weight = None",
@@ -66,13 +67,13 @@ PATCH = Patch(
         POSTPROCESS,
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
-    when=lambda args: asked_for(args) and not getattr(args, "hybrid_layer_pattern", None),
+    when=lambda args: asked_for(args) and not layer_pattern(args),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.kind != "hybrid",
 )
 
 
 def fixed_upstream(source: Source) -> bool:
-    # dev has the module, with kernels that refuse every GPU but Blackwell.
+    # dev has the module, with kernels that support only Blackwell.
     return "LinearCrossEntropyModule" in source.text(INIT) and "hopper" in source.file(KERNELS)
 
 

@@ -1,19 +1,20 @@
 """Compute the loss of a hybrid model without its logits, for `--cross-entropy-fusion-impl linear`.
 
-What: the output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearCrossEntropyModule`,
-    a ColumnParallelLinear with the same parameters and checkpoint, and `forward` takes the loss
-    from the hidden states. Inference, calls without labels, a model with a loss of its own, a bias
-    and gathered logits take Megatron's path, and the reason is said once.
-Why: stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB at V=131072, s=4096 and
-    MBS 12. One kernel pass per chunk of tokens needs 2 GiB, and is faster
+What: The output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearCrossEntropyModule`,
+    a ColumnParallelLinear with the same parameters and checkpoint format, and `forward` computes
+    the loss from the hidden states. Inference, calls without labels, a model with its own loss, a
+    bias and gathered logits use Megatron's path; the reason is reported once.
+Why: Stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB with V=131072, s=4096 and
+    MBS 12. One kernel pass per chunk of tokens needs 2 GiB and is faster
     (benchmarks/results/linear_cross_entropy_h200.md).
-Upstream: Not sent: dev has the GPT head alone, with kernels for Blackwell; its hybrid head lost the
-    class in a merge, and stops at the first MTP depth.
-Remove: when the releases have linear cross-entropy for hybrid models that runs on Hopper.
-Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
-    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+Upstream: Not sent: dev has only the GPT head, with kernels for Blackwell; its hybrid head lost the
+    class in a merge, and fails at the first MTP depth.
+Remove: when the releases have a linear cross-entropy for hybrid models that runs on Hopper.
+Numerics: reorders sums: the softmax is computed in fp32 from the same logits, chunk by chunk; dW is
+    accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
 """
 
+from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for, choosing_output_layer, returning_loss
@@ -56,7 +57,7 @@ PATCH = Patch(
         Edit(
             target=f"{MAMBA}.forward",
             pins={"0.16.1": "a51e85e60db9f16b"},
-            # It is not told the loss mask, so nothing is promised about the gradient.
+            # It does not receive the loss mask, so it cannot rely on anything about the gradient.
             edit=returning_loss("linear_ce_hybrid_head", loss_mask="None"),
         ),
     ),
@@ -65,7 +66,7 @@ PATCH = Patch(
         f"{MAMBA}.__init__",
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
-    when=lambda args: asked_for(args) and bool(getattr(args, "hybrid_layer_pattern", None)),
+    when=lambda args: asked_for(args) and bool(layer_pattern(args)),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.kind == "hybrid",
     after=("hybrid_mtp_padding_mask",),
 )

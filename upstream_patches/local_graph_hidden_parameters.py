@@ -1,15 +1,16 @@
-"""Give parameters inside a recomputed part of a layer their gradients under local CUDA graphs.
+"""Compute the gradients of recomputed parameters under local CUDA graphs.
 
-What: with `--cuda-graph-impl local` and recomputation, a layer's graphs are made for the parameters
-    that the warm-up reaches, and hand out what a nested backward left in `param.grad`.
-Why: a graph's parameters are looked for from the outputs of its capture, and what is recomputed
-    there (`layernorm`, `mla_up_proj`) hides its own. Their gradients stay in `param.grad` at
-    capture, where nothing reads them: replays leave the weights of these norms and projections
-    without a gradient, and `--overlap-grad-reduce` waits for parameters that are never ready (the
-    code run on CPU in place of a capture, 0.17.1 to 0.19.2). In 0.16 the warm-up never ends, so
-    nothing is recomputed and nothing is lost; 0.15 refuses with an exception.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (main, August 2026; in no release)
-Remove: when `create_fwd_graph` looks for the parameters in what the warm-up returned.
+What: With `--cuda-graph-impl local` and recomputation, the graphs of a layer are created for the
+    parameters that the warm-up reaches, and return what a nested backward pass left in
+    `param.grad`.
+Why: The parameters of a graph are found from the outputs of its capture, and modules that are
+    recomputed there (`layernorm`, `mla_up_proj`) hide their own. Their gradients stay in
+    `param.grad` at capture, where nothing reads them: replays leave the weights of these norms and
+    projections without a gradient, and `--overlap-grad-reduce` waits for parameters that are never
+    ready (seen on CPU, where the code ran instead of being captured, 0.17.1 to 0.19.2). On 0.16 the
+    warm-up never ends, so nothing is recomputed and nothing is lost; 0.15 raises an exception.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (main, August 2026; not released)
+Remove: when `create_fwd_graph` finds the parameters from the outputs of the warm-up.
 Numerics: changes results of runs with local CUDA graphs and selective recomputation
 """
 
@@ -95,7 +96,7 @@ PATCH = Patch(
             edit=WITH_HIDDEN,
         ),
     ),
-    reached="never",  # graphs are made after the first step, and in few runs
+    reached="never",  # graphs are created after the first step, and only in few runs
     feature=(f"{RUNNER}.get_connected_params",),
 )
 
@@ -122,7 +123,7 @@ def verify() -> None:
     cpu_shims.shim()
 
     class Recomputed(torch.autograd.Function):
-        """A linear layer without its own place in the autograd graph."""
+        """A linear layer that is not part of the autograd graph itself."""
 
         @staticmethod
         def forward(ctx, linear, x):  # type: ignore[no-untyped-def]
@@ -170,7 +171,7 @@ def verify() -> None:
     for param in layer.parameters():
         param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
 
-    # Neither graphs nor their memory: what would be captured runs, on inputs and gradients of 1.
+    # Without graphs and their memory: the code runs instead of being captured, on ones.
     stand_ins = [
         (torch.cuda, "CUDAGraph", mock.Mock()),
         (torch.cuda, "graph", lambda *_, **__: nullcontext()),
@@ -193,7 +194,7 @@ def verify() -> None:
 
     layer.outer(layer.inner(torch.ones(1, 2))).sum().backward()
     assert [id(p) for p in runner.params_to_backprop] == [id(p) for p in layer.parameters()]
-    handed_out = runner.static_grad_inputs[1:]  # to autograd, until 0.18
+    handed_out = runner.static_grad_inputs[1:]  # passed to autograd, until 0.18
     for at, param in enumerate(layer.parameters()):
         got = handed_out[at] if handed_out else param.main_grad
         assert torch.equal(got, param.grad), (got, param.grad)

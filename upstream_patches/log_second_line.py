@@ -1,16 +1,17 @@
-"""Log the second step's own loss and time where the first line ends a log interval.
+"""Log the second step's own loss and time if the first step ends a log interval.
 
-What: `training_log` resets its sums and timers after the first line of a run or a resume too, where
-    that step ends a log interval. Elsewhere it keeps them, for the window that the step belongs to.
-Why: the first line never resets, so at `--log-interval 1` the second is a mean over two steps: on
-    an H200 it said 4.109 for a loss of 4.1297, and 1889 tokens/s in place of 6100, as half of the
-    first step's compilation was in it (energy is halved, as its meter does reset). The curves of
-    equal runs, one of them resumed, differed by 2e-2 there
-    (benchmarks/results/launch_resume_h200.md). Since 0.16, whose wheel has no
+What: `training_log` also resets its sums and timers after the first line of a run or of a resume if
+    that step ends a log interval. Otherwise it keeps them for the interval to which the step
+    belongs.
+Why: The first line never resets, so with `--log-interval 1` the second is a mean over two steps: on
+    an H200 it reported 4.109 for a loss of 4.1297, and 1889 tokens/s instead of 6100, because it
+    included half of the first step's compilation (the energy is halved, because its meter does
+    reset). The curves of two equal runs, one of them resumed, differed by 2e-2 there
+    (benchmarks/results/launch_resume_h200.md). The bug exists since 0.16, whose wheel has no
     training loop to patch.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7092 (merged in autumn 2026; in no release)
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7092 (merged in autumn 2026; not released)
 Remove: when `training_log` resets after a first iteration that is a multiple of the log interval.
-Numerics: none (bitwise); only what is logged changes
+Numerics: none (bitwise); only the logged values change
 """
 
 from cppmega.edits import replacing
@@ -60,21 +61,18 @@ def verify() -> None:
     from megatron.core import timers as core_timers
     from megatron.training import training
 
-    from cppmega.proof import cpu_shims
+    from cppmega.proof import cpu_shims, stand_ins
 
     cpu_shims.init_distributed()
     tensor = torch.tensor
 
-    class Quiet(SimpleNamespace):
-        """Arguments that turn everything else off."""
-
-        def __getattr__(self, name: str) -> int:
-            return 0
-
     def logged(interval, first, last):  # type: ignore[no-untyped-def]
-        """Per line: step, milliseconds per step, loss. Step n has the loss n and takes a second,
-        the first takes 100."""
-        args = Quiet(
+        """Return step, milliseconds per step and loss of each line.
+
+        Step n has the loss n. The first step takes 100 seconds, the others one.
+        """
+        args = stand_ins.Arguments(
+            0,
             log_interval=interval,
             micro_batch_size=1,
             data_parallel_size=1,
@@ -90,16 +88,13 @@ def verify() -> None:
         clock = SimpleNamespace(now=0.0)
         lines: list[str] = []
         total: dict[str, object] = {}
-        nothing = ("tensorboard_writer", "wandb_writer", "one_logger", "energy_monitor")
         with (
-            mock.patch.multiple(
+            stand_ins.quiet_training(
                 training,
-                get_args=lambda: args,
+                args,
                 get_timers=lambda: timers,
-                get_num_microbatches=lambda: 1,
                 num_floating_point_operations=lambda *_, **__: 1,
                 print_rank_last=lines.append,
-                **{f"get_{name}": lambda: None for name in nothing},
             ),
             mock.patch.object(core_timers, "time", SimpleNamespace(time=lambda: clock.now)),
             mock.patch.object(torch, "tensor", lambda *a, **k: tensor(*a, **{**k, "device": None})),
@@ -117,6 +112,6 @@ def verify() -> None:
     everyone = [(1, 100_000, 1), (2, 1000, 2), (3, 1000, 3)]
     assert logged(1, 1, 3) == everyone, "the second line has the first step in it"
     assert logged(1, 21, 22) == [(21, 100_000, 21), (22, 1000, 22)]  # resumed
-    # 21 ends an interval of 3, 1 begins one: the line of step 3 is the mean of 1, 2 and 3.
+    # Step 21 ends an interval of 3. Step 1 begins one: the line of step 3 is the mean of 1 to 3.
     assert logged(3, 21, 24) == [(21, 100_000, 21), (24, 1000, 23)]
     assert logged(3, 1, 6) == [(1, 100_000, 1), (3, 34_000, 2), (6, 1000, 5)]

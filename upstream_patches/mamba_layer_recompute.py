@@ -1,16 +1,16 @@
-"""Recompute the Mamba layers, and only these, in the backward.
+"""Recompute the Mamba layers, and only these, in the backward pass.
 
-What: With `CPPMEGA_MAMBA_RECOMPUTE=1` at apply, every `MambaLayer` keeps its input alone and runs a
-    second time in the backward. Nothing happens with `recompute_granularity=full` (whose method
-    `block` leaves the layers beyond `recompute_num_layers` as they are, Mamba layers too), in
-    evaluation, and in inference.
-Why: Megatron recomputes a hybrid model's layers as a whole (`full`) or its attention, MLP and MoE
-    parts (`selective`), but has nothing for Mamba layers alone, whose projections and convolution
-    hold most of a Mamba-heavy model's activations. A layer then keeps one hidden state instead of
-    all its intermediates and costs a second forward; the calls were counted on CPU, 0.15.3 to
-    0.19.2.
-Upstream: Not sent: a module list entry such as `recompute_modules=mamba` belongs there.
-Remove: when `recompute_modules` knows Mamba layers.
+What: With `CPPMEGA_MAMBA_RECOMPUTE=1` at apply, every `MambaLayer` keeps only its input and runs a
+    second time in the backward pass. This has no effect with `recompute_granularity=full` (whose
+    method `block` does not recompute the layers beyond `recompute_num_layers`, Mamba layers
+    included), in evaluation, and in inference.
+Why: Megatron recomputes either the complete layers of a hybrid model (`full`) or its attention, MLP
+    and MoE parts (`selective`), but not the Mamba layers alone, whose projections and convolution
+    hold most of the activations of a model with many Mamba layers. A layer then keeps one hidden
+    state instead of all its intermediate tensors, at the cost of a second forward pass (the calls
+    were counted on CPU, 0.15.3 to 0.19.2).
+Upstream: Not sent: upstream would need a module name such as `recompute_modules=mamba`.
+Remove: when `recompute_modules` supports Mamba layers.
 Numerics: none (bitwise); parameters keep their names. Random numbers are replayed by Megatron's own
     checkpoint (Transformer Engine's under FP8 and FP4). Not run: FP8, FP4, and CUDA graphs that
     capture Mamba layers.
@@ -53,7 +53,7 @@ def _cppmega_recompute(module, forward, hidden_states, inference_context):
 
 
 def _body_into_function(node: Any) -> Any:
-    """All that follows the treatment of `inference_params` becomes a function of the input."""
+    """Turn everything after the handling of `inference_params` into a function of the input."""
     import libcst as cst
 
     from cppmega.rewriting import node_edits
@@ -139,5 +139,5 @@ def verify() -> None:
     ):
         recomputed, full, evaluation = train(), train("full"), train(training=False)
     assert (recomputed[0], full[0], evaluation[0]) == (2, 1, 1), (recomputed, full, evaluation)
-    assert recomputed[1] == 1 < full[1]  # its input, instead of all it made
+    assert recomputed[1] == 1 < full[1]  # only its input
     assert torch.equal(recomputed[2], full[2])

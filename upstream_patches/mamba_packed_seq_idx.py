@@ -1,20 +1,24 @@
-"""Keep Mamba's state inside a document when documents are packed, and ask the device for nothing.
+"""Reset Mamba's state at the document boundaries of a pack, without waiting for the device.
 
-What: The mixer derives `seq_idx` from the `cu_seqlens` of a `thd` pack for the length it works on,
-    when none of that length was given; `seq_idx` itself is computed by a search instead of
+What: The mixer derives `seq_idx` from the `cu_seqlens` of a `thd` pack if none was given for the
+    sequence length that it processes. `seq_idx` itself is computed by a search instead of by
     `repeat_interleave`.
-Why: since 0.17.0 `seq_idx` exists only if the caller of `PackedSeqParams` also set `total_tokens`.
-    Nothing in megatron/training 0.19.2 and no helper in megatron/core does, and the mixer takes
-    None as "one document": convolution and scan state run on into the next one, without an error
-    (tested with a plain stand-in for the kernel: every document but the first came out wrong).
-    And `repeat_interleave` with counts on the GPU waits for it: per batch, on 0.16 per layer.
+Why: Since 0.17.0 `seq_idx` exists only if the caller of `PackedSeqParams` also sets `total_tokens`.
+    Nothing in megatron/training 0.19.2 and no helper in megatron/core does so, and the mixer
+    interprets None as "one document": the state of the convolution and of the scan is carried into
+    the next document without an error (tested with a plain stand-in for the kernel: every document
+    but the first was wrong). In addition, `repeat_interleave` with counts on the GPU waits for the
+    device, once per batch, on 0.16 once per layer.
 Upstream: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3484 sets `total_tokens` in one caller
-Remove: when `MambaMixer` refuses or computes a missing `seq_idx`, without `repeat_interleave`.
-Numerics: changes results where `seq_idx` was missing: documents no longer see each other; where
-    the caller set `total_tokens` the values are the same bits.
+Remove: when `MambaMixer` rejects or computes a missing `seq_idx`, without `repeat_interleave`.
+Numerics: changes results if `seq_idx` was missing: documents no longer see each other. If the
+    caller sets `total_tokens`, the values are bitwise the same.
 """
 
+from typing import Any
+
 from cppmega.edits import body_of, replacing
+from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer"
@@ -60,10 +64,10 @@ def create_packed_seq_idx(self, packed_seq_params, total_tokens):  # type: ignor
     return document_of_token(cu_seqlens, total_tokens)
 
 
-def packs_for_mamba(args) -> bool:  # type: ignore[no-untyped-def]
+def packs_for_mamba(args: Any) -> bool:
+    """Whether the run packs documents for a model with Mamba layers."""
     packs = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    return bool(packs) and any("M" in (getattr(args, name, None) or "") for name in names)
+    return bool(packs) and "M" in layer_pattern(args)
 
 
 PATCH = Patch(
@@ -82,7 +86,11 @@ PATCH = Patch(
         ),
         Edit(
             target=IN_PARAMS,
-            pins=dict.fromkeys(("0.17.1", "0.18.2", "0.19.2"), "aa9450cee2c631bf"),
+            pins={
+                "0.17.1": "aa9450cee2c631bf",
+                "0.18.2": "aa9450cee2c631bf",
+                "0.19.2": "aa9450cee2c631bf",
+            },
             edit=body_of(post_init),
             helpers=(document_of_token,),
         ),
@@ -115,7 +123,7 @@ def verify() -> None:
     from megatron.core.ssm import mamba_mixer
 
     def scan(x, *_, seq_idx=None, **__):  # type: ignore[no-untyped-def]
-        """Each token's output is the sum over its document so far."""
+        """Return for each token the sum over its document so far."""
         same = torch.ones(1, x.shape[1], x.shape[1], device=x.device)
         if seq_idx is not None:
             same = (seq_idx[:, :, None] == seq_idx[:, None, :]).float()
@@ -152,10 +160,10 @@ def verify() -> None:
             return mixer._ssm_training(torch.ones(10, 1, 2, device=device), params)[:, 0, 0]
 
     wanted = [1, 2, 3, 1, 2, 3, 4, 5, 1, 2]
-    assert outputs("cpu").tolist() == wanted, "state runs on into the next document"
-    # A meta tensor has no values: whatever asks it for one raises.
+    assert outputs("cpu").tolist() == wanted, "the state is carried into the next document"
+    # A meta tensor has no values: reading one raises.
     assert outputs("meta").shape == (10,)
     if any(field.name == "total_tokens" for field in dataclasses.fields(PackedSeqParams)):
-        for total in (10, 5):  # all of it, and the share of one of two ranks
+        for total in (10, 5):  # the complete length, and the share of one of two ranks
             assert outputs("cpu", total_tokens=total).tolist() == wanted
             assert outputs("meta", total_tokens=total).shape == (10,)

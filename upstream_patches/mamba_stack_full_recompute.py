@@ -1,17 +1,19 @@
-"""Make full recompute recompute in a Mamba or hybrid stack.
+"""Support full recomputation in a Mamba or hybrid stack.
 
 What: `MambaStack.forward` runs its layers under activation checkpoints with
-    `recompute_granularity=full`: chunks of `recompute_num_layers` layers (`uniform`), or the first
-    so many layers, one by one (`block`), as the stack of a GPT does.
-Why: Up to 0.17 the class has no recompute at all: the option is accepted and nothing happens, every
-    activation of every layer is kept (on CPU each layer ran once with `full`, and must run twice).
+    `recompute_granularity=full`: in chunks of `recompute_num_layers` layers (`uniform`), or that
+    many first layers one by one (`block`), as the stack of a GPT model does.
+Why: Up to 0.17 the class has no recomputation: the option is accepted and silently ignored, and
+    every activation of every layer is kept (on CPU, each layer ran once with `full` where it must
+    run twice).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4496 (in 0.18.0, where it is `HybridStack`)
-Remove: when `MambaStack.forward` looks at `recompute_granularity`, or is gone; 0.18.0 has.
+Remove: when `MambaStack.forward` reads `recompute_granularity`, or no longer exists (0.18.0).
 Numerics: none (bitwise); parameters keep their names
 """
 
 from typing import Any
 
+from cppmega.megatron_args import layer_pattern, recomputes
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/ssm/mamba_block.py:MambaStack.forward"
@@ -60,10 +62,10 @@ def _cppmega_run_layers(stack, run, hidden_states):
 
 
 def _loop_into_function(node: Any) -> Any:
-    """`for layer in self.layers: ...` becomes a function of the layers and their input.
+    """Turn `for layer in self.layers: ...` into a function of the layers and their input.
 
     Masks, rotary embeddings and packed-sequence parameters need no gradient: they stay in its
-    closure, whatever this version calls them.
+    closure, under the names that they have in each version.
     """
     import libcst as cst
 
@@ -114,12 +116,7 @@ PATCH = Patch(
     ),
     reached="forward",
     when=lambda args: (
-        getattr(args, "recompute_granularity", None) == "full"
-        and bool(
-            getattr(args, "hybrid_layer_pattern", None)
-            or getattr(args, "hybrid_override_pattern", None)
-            or getattr(args, "is_hybrid_model", False)
-        )
+        recomputes(args) and bool(layer_pattern(args) or getattr(args, "is_hybrid_model", False))
     ),
     feature=(TARGET,),
 )

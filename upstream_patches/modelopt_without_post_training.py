@@ -1,12 +1,12 @@
-"""Train from the wheel where NVIDIA ModelOpt happens to be installed.
+"""Allow training from the wheel when NVIDIA ModelOpt is installed.
 
-What: `get_model` goes on where `megatron.post_training`, which the wheel does not ship, cannot be
-    imported, and refuses only what needs it: a ModelOpt checkpoint or a distillation teacher.
-Why: With `modelopt` importable (many images have it) `get_model` imports
-    `megatron.post_training.checkpointing`, so every run from the 0.17 and 0.18 wheels stops with
-    ModuleNotFoundError at model setup. Seen on CPU with 0.17.1 and 0.18.2.
+What: `get_model` continues if `megatron.post_training`, which the wheel does not ship, cannot be
+    imported, and fails only for what needs it: a ModelOpt checkpoint or a distillation teacher.
+Why: If `modelopt` can be imported (many images include it), `get_model` imports
+    `megatron.post_training.checkpointing`, so that every run from the 0.17 and 0.18 wheels fails
+    with ModuleNotFoundError during model setup (seen on CPU with 0.17.1 and 0.18.2).
 Upstream: Not sent: 0.19.0 imports both packages under one guard.
-Remove: when `get_model` does not import from `megatron.post_training` by itself.
+Remove: when `get_model` no longer imports `megatron.post_training` without a guard.
 Numerics: none (bitwise)
 """
 
@@ -58,7 +58,7 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     text = source.text(TARGET)
-    shipped = source.file("megatron/post_training/checkpointing.py")  # a checkout has it
+    shipped = source.file("megatron/post_training/checkpointing.py")  # a checkout ships it
     return bool(text) and (bool(shipped) or "megatron.post_training" not in text)
 
 
@@ -69,14 +69,14 @@ def verify() -> None:
     from megatron.training import training
 
     class BuiltError(Exception):
-        """The model provider was asked for the model."""
+        """Raised by the model provider: the run got that far."""
 
     args = SimpleNamespace(load=None, virtual_pipeline_model_parallel_size=None)
     args.init_model_with_meta_device = False
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     with (
         mock.patch.object(training, "has_nvidia_modelopt", True),
-        # Imported with the flag, where upstream has the fix.
+        # Releases with the fix import it together with the flag.
         mock.patch.object(training, "maybe_enable_modelopt", mock.Mock(), create=True),
         mock.patch.object(training, "get_args", return_value=args),
     ):
@@ -86,6 +86,8 @@ def verify() -> None:
             )
         except BuiltError:
             return
-        except ModuleNotFoundError as error:  # the bug itself: not a package that the proof lacks
+        except (
+            ModuleNotFoundError
+        ) as error:  # the bug itself, not a missing dependency of the proof
             raise AssertionError(f"the wheel does not ship it: {error}") from None
     raise AssertionError("the model provider was never called")

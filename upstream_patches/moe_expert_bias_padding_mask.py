@@ -1,16 +1,19 @@
-"""Let a padding mask and the MoE expert bias be used together.
+"""Support a padding mask together with the MoE expert bias.
 
-What: `TopKRouter._apply_expert_bias` takes a token's whole row out of the load count.
-Why: the mask is a vector over tokens, the routing map has tokens times experts, and the two are
-    combined as they are: with `--moe-router-enable-expert-bias` the first forward pass with a mask
-    dies ("The size of tensor a (4) must match the size of tensor b (6)"), and where both happen to
-    be of one size it drops experts in place of tokens, unseen (tested on 0.16.1 to 0.19.2).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6114 (main, August 2026; in no release)
+What: `TopKRouter._apply_expert_bias` removes the complete row of a padded token from the load
+    count.
+Why: The mask is a vector over tokens, the routing map has shape tokens by experts, and the two are
+    combined as they are. With `--moe-router-enable-expert-bias`, the first forward pass with a mask
+    fails ("The size of tensor a (4) must match the size of tensor b (6)"); if both sizes are equal,
+    it silently drops experts instead of tokens (tested on 0.16.1 to 0.19.2).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6114 (main, August 2026; not released)
 Remove: when the mask is unsqueezed there.
-Numerics: changes results where the number of local tokens equals that of experts; else it crashed
+Numerics: changes results if the number of local tokens equals that of the experts; other runs used
+    to fail
 """
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/moe/router.py:TopKRouter._apply_expert_bias"
@@ -20,13 +23,18 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.16.1", "0.17.1", "0.18.2", "0.19.2"), "0242d947e2113320"),
+            pins={
+                "0.16.1": "0242d947e2113320",
+                "0.17.1": "0242d947e2113320",
+                "0.18.2": "0242d947e2113320",
+                "0.19.2": "0242d947e2113320",
+            },
             edit=replacing("routing_map & ~padding_mask", "routing_map & ~padding_mask[:, None]"),
         ),
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(getattr(args, "num_experts", None)),
+    when=has_experts,
 )
 
 
@@ -42,7 +50,7 @@ def verify() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     def load(tokens, padded):  # type: ignore[no-untyped-def]
-        """Tokens per expert, where token i goes to experts i and i + 1 of 4."""
+        """Return the tokens per expert if token i is routed to experts i and i + 1 of 4."""
         to = torch.arange(tokens)
         routing_map = torch.zeros(tokens, 4, dtype=torch.bool)
         routing_map[to, to % 4] = routing_map[to, (to + 1) % 4] = True
@@ -54,5 +62,5 @@ def verify() -> None:
         return router.local_tokens_per_expert.tolist()
 
     assert load(6, None) == [3, 4, 3, 2]
-    assert load(4, [3]) == [1, 2, 2, 1], "the mask took experts out, not tokens"
+    assert load(4, [3]) == [1, 2, 2, 1], "the mask removed experts instead of tokens"
     assert load(6, [4, 5]) == [2, 2, 2, 2]

@@ -1,12 +1,12 @@
-"""Do not wait for the device after each MoE router's graph where nothing comes to the host.
+"""Wait for the graph of an MoE router only if the host needs a value from it.
 
-What: with CUDA graphs of the router alone, `MoETransformerLayer` waits for the router's copies to
-    the host only where the dispatcher has values there.
-Why: it waits after every replay, so the host can enqueue nothing ahead: one stop per MoE layer and
-    microbatch. With the DeepEP and HybridEP dispatchers every value stays on the device, and there
-    is nothing to wait for (counted with a stand-in for the event, 0.17.1 to 0.19.2).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6432 (main, August 2026; in no release)
-Remove: when the event is waited for only with values on the host.
+What: With CUDA graphs of the router alone, `MoETransformerLayer` waits for the router's copies to
+    the host only if the dispatcher has values there.
+Why: Stock waits after every replay, so that the host cannot enqueue ahead: one wait per MoE layer
+    and microbatch. With the DeepEP and HybridEP dispatchers every value stays on the device, and
+    there is nothing to wait for (counted with a stand-in for the event, 0.17.1 to 0.19.2).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6432 (main, August 2026; not released)
+Remove: when the event is only waited for if there are values on the host.
 Numerics: none (bitwise)
 """
 
@@ -50,7 +50,7 @@ PATCH = Patch(
             edit=waiting_for("token_dispatcher_attr_outputs"),
         ),
     ),
-    reached="never",  # the layer's graphs are of more than the router in most runs
+    reached="never",  # most runs capture more of the layer than the router
     # 0.16 has neither this method nor the event.
     feature=(TARGET.replace("_forward_mlp", "transition_cudagraph_scope"),),
 )
@@ -68,7 +68,7 @@ def verify() -> None:
     from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
     def waits(*devices):  # type: ignore[no-untyped-def]
-        """How often the host waits where the dispatcher's values are on these devices."""
+        """Return how often the host waits if the dispatcher's values are on these devices."""
         values = {
             f"value{at}": SimpleNamespace(is_cuda=kind == "cuda", device=SimpleNamespace(type=kind))
             for at, kind in enumerate(devices)
@@ -91,5 +91,5 @@ def verify() -> None:
         assert layer._forward_mlp(torch.zeros(2, 1, 1)) == "hidden"
         return event.record.call_count, event.synchronize.call_count
 
-    assert waits("cuda", "cuda") == waits() == (0, 0), "waits for nothing"
-    assert waits("cuda", "cpu") == (1, 1), "must wait for the copy"
+    assert waits("cuda", "cuda") == waits() == (0, 0), "the host waits without a reason"
+    assert waits("cuda", "cpu") == (1, 1), "the host must wait for the copy"

@@ -1,20 +1,21 @@
-"""Let MTP layers train with full recompute, with packed sequences too.
+"""Support full recomputation in MTP layers, with packed sequences as well.
 
-What: `MultiTokenPredictionLayer._checkpointed_forward` takes the padding mask that `forward` hands
-    it (0.18), and keeps what is no tensor, such as the packed-sequence parameters, out of what is
-    saved for the backward (up to 0.17).
-Why: With `recompute_granularity=full` every MTP run on 0.18 raises TypeError (unexpected keyword
-    `padding_mask`) in its first forward; on 0.16 and 0.17 every one with packed sequences does
-    (save_for_backward takes tensors only). Both seen on CPU. 0.15 needs it for the packed
-    sequences that `mtp_roll_packed_sequences` brings there.
+What: `MultiTokenPredictionLayer._checkpointed_forward` accepts the padding mask that `forward`
+    passes to it (0.18), and saves only tensors for the backward pass, not other arguments such as
+    the packed-sequence parameters (up to 0.17).
+Why: With `recompute_granularity=full`, every MTP run on 0.18 raises TypeError (unexpected keyword
+    `padding_mask`) in its first forward pass, and on 0.16 and 0.17 every run with packed sequences
+    does (save_for_backward accepts only tensors). Both were seen on CPU. On 0.15 the page is needed
+    for the packed sequences that `mtp_roll_packed_sequences` adds there.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6367 (0.18, open) and #4593 (in 0.18.0).
-Remove: when `_checkpointed_forward` has the parameter `padding_mask`; 0.19.0 has.
-Numerics: none (bitwise), but for FP8 on 0.15 to 0.17: stock loses gradients there, and this page
-    does not bring the outer FP8 context of the later releases
+Remove: when `_checkpointed_forward` has the parameter `padding_mask`, as in 0.19.0.
+Numerics: none (bitwise), except for FP8 on 0.15 to 0.17: stock loses gradients there, and this page
+    does not add the outer FP8 context of the later releases
 """
 
 # ruff: noqa: F821
 from cppmega.edits import adding_argument, adding_parameter, body_of, in_order
+from cppmega.megatron_args import has_mtp, recomputes
 from cppmega.page import Edit, Patch, Source
 
 LAYER = "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionLayer"
@@ -68,7 +69,11 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.15.3", "0.16.1", "0.17.1"), "5ee675869488710f"),
+            pins={
+                "0.15.3": "5ee675869488710f",
+                "0.16.1": "5ee675869488710f",
+                "0.17.1": "5ee675869488710f",
+            },
             edit=body_of(_checkpointed_forward),
         ),
         Edit(
@@ -84,10 +89,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    when=lambda args: (
-        bool(getattr(args, "mtp_num_layers", None))
-        and getattr(args, "recompute_granularity", None) == "full"
-    ),
+    when=lambda args: has_mtp(args) and recomputes(args),
     feature=(TARGET,),
 )
 
@@ -118,7 +120,7 @@ def verify() -> None:
         return hidden_states * weight + decoder_input
 
     layer._proj_and_transformer_layer = inner
-    # As `forward` of the version calls it.
+    # As `forward` calls it in this version.
     given, function = {"packed_seq_params": PackedSeqParams(qkv_format="thd")}, (inner,)
     if "forward_func" not in inspect.signature(layer._checkpointed_forward).parameters:
         given["padding_mask"], function = torch.tensor([[False, True]]), ()
@@ -132,7 +134,7 @@ def verify() -> None:
         )
         assert len(seen) == 1
         out.sum().backward()
-    assert len(seen) == 2  # the second time in the backward
+    assert len(seen) == 2  # a second time in the backward pass
     for named in seen:
         assert named.keys() == given.keys()
         for name, value in named.items():

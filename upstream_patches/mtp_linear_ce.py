@@ -1,19 +1,20 @@
 """Compute the MTP losses without their logits, for `--cross-entropy-fusion-impl linear`.
 
-What: `process_mtp_loss`, in 0.16 the loop in `GPTModel`, takes each depth's loss, and on 0.19 the
-    tokens that its acceptance rate counts, from the hidden states, where the output layer is a
-    `LinearCrossEntropyModule`. Masks, logging, scaling and detached heads stay stock's. A model
-    with a loss of its own, a bias and gathered logits take Megatron's path, and the reason is said
-    once.
-Why: each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward: a GPT of 2
-    layers with 2 depths and V=131072 takes 71 GiB more than without at MBS 8 (one H200).
-Upstream: Not sent: dev does it for GPTModel, with kernels for Blackwell alone.
-Remove: when the releases have linear cross-entropy that runs on Hopper.
-Numerics: reorders sums: the softmax in fp32 from the same logits, chunk by chunk; dW is accumulated
-    in fp32. The label -100 has no loss, where stock computes one of no meaning.
+What: `process_mtp_loss` (on 0.16 the loop in `GPTModel`) computes each depth's loss, and on 0.19
+    the tokens for its acceptance rate, from the hidden states if the output layer is a
+    `LinearCrossEntropyModule`. Masks, logging, scaling and detached heads are unchanged. A model
+    with its own loss, a bias and gathered logits use Megatron's path; the reason is reported once.
+Why: Each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward pass: a GPT
+    model of 2 layers with 2 depths and V=131072 needs 71 GiB more than without them at MBS 8 (one
+    H200).
+Upstream: Not sent: dev does this for GPTModel, but its kernels support only Blackwell.
+Remove: when the releases have a linear cross-entropy that runs on Hopper.
+Numerics: reorders sums: the softmax is computed in fp32 from the same logits, chunk by chunk; dW is
+    accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
 """
 
 from cppmega.edits import in_order, inserting, replacing
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for
@@ -84,7 +85,7 @@ if linear_ce is None:
 
 
 def without_logits(accepted: str):  # type: ignore[no-untyped-def]
-    """The edit; `accepted` says when the acceptance counts are wanted."""
+    """Return the edit; `accepted` is true if the acceptance counts are needed."""
     return in_order(
         inserting(FIND, before="original_num_tokens = loss_mask.sum()"),
         replacing(LOGITS, NO_LOGITS),
@@ -160,7 +161,7 @@ PATCH = Patch(
         f"{MTP}:roll_tensor",
         "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
     ),
-    when=lambda args: asked_for(args) and bool(getattr(args, "mtp_num_layers", None)),
+    when=lambda args: asked_for(args) and has_mtp(args),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.layout.depths > 0,
     after=("mtp_loss_no_host_sync", "linear_ce_gpt_head"),
 )

@@ -1,4 +1,4 @@
-"""Log the MTP loss without asking the device how many tokens counted.
+"""Log the MTP loss without reading the number of tokens on the host.
 
 What: `process_mtp_loss` chooses between the mean and zero on the device.
 Why: `... if num_tokens > 0 else ...` waits for the GPU once per MTP depth and microbatch, and
@@ -9,6 +9,7 @@ Numerics: none (bitwise)
 """
 
 from cppmega.edits import replacing
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/multi_token_prediction.py:process_mtp_loss"
@@ -26,7 +27,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(getattr(args, "mtp_num_layers", None)),
+    when=has_mtp,
 )
 
 
@@ -36,15 +37,14 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from types import SimpleNamespace
     from unittest import mock
 
     import torch
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    off = ("calculate_per_token_loss", "mtp_detach_heads", "cross_entropy_loss_fusion")
-    config = SimpleNamespace(**dict.fromkeys(off, False))
-    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 0.1
+    from cppmega.proof.stand_ins import Arguments
+
+    config = Arguments(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
 
     def logged(mask, device="cpu"):  # type: ignore[no-untyped-def]
         with (
@@ -63,11 +63,11 @@ def verify() -> None:
                 compute_language_model_loss=lambda labels, logits: labels.float() + 1,
                 config=config,
             )
-        names = {"values", "loss_values", "loss_sums"}  # of three versions
+        names = {"values", "loss_values", "loss_sums"}  # their names in three versions
         (losses,) = [tracker[name] for name in names & set(tracker)]
         return losses[0]
 
-    # A meta tensor has no values: whatever asks it for one raises.
+    # A meta tensor has no values: reading one raises.
     assert logged([1.0, 1.0, 1.0, 1.0], "meta").shape == ()
     assert logged([1.0, 1.0, 0.0, 1.0]).item() == 3.0  # rolled: labels 1, 2, 3, mask 1, 0, 1
-    assert logged([1.0, 0.0, 0.0, 0.0]).item() == 0.0, "no token counts, the loss is zero"
+    assert logged([1.0, 0.0, 0.0, 0.0]).item() == 0.0, "the loss must be zero if no token counts"

@@ -1,15 +1,16 @@
-"""Let a microbatch without a token to predict have an MTP loss of zero, not NaN.
+"""Return an MTP loss of zero instead of NaN for a microbatch without tokens to predict.
 
-What: the MTP loss in `GPTModel._postprocess` is divided by one where no token counts.
-Why: the mean over zero tokens is 0/0: where the loss mask of a microbatch ends with its first
-    token, or has none at all (a prompt without its answer, a padded last batch), the gradient of
-    every layer is NaN, and the step is lost to all ranks (tested on 0.15.3 and 0.16.1).
+What: The MTP loss in `GPTModel._postprocess` is divided by one if no token counts.
+Why: The mean over zero tokens is 0/0: if the loss mask of a microbatch ends with its first token,
+    or is empty (a prompt without its answer, a padded last batch), the gradient of every layer is
+    NaN, and the step is lost on all ranks (tested on 0.15.3 and 0.16.1).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/3396 (0.17.0)
 Remove: when 0.16 is no longer supported.
-Numerics: changes results of microbatches without such a token, which were NaN; else none
+Numerics: changes results of microbatches without such a token, which were NaN; no change otherwise
 """
 
 from cppmega.edits import inserting
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 MTP = "megatron/core/transformer/multi_token_prediction.py"
@@ -28,7 +29,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(f"{MTP}:roll_tensor",),
-    when=lambda args: bool(getattr(args, "mtp_num_layers", None)),
+    when=has_mtp,
     after=("mtp_roll_packed_sequences", "mtp_linear_ce", "linear_ce_gpt_head"),
 )
 
@@ -45,16 +46,12 @@ def verify() -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    class Config(SimpleNamespace):
-        """Everything else is off."""
+    from cppmega.proof.stand_ins import Arguments
 
-        def __getattr__(self, name: str) -> int:
-            return 0
-
-    config = Config(mtp_num_layers=1, mtp_loss_scaling_factor=0.5, config_logger_dir="")
+    config = Arguments(0, mtp_num_layers=1, mtp_loss_scaling_factor=0.5, config_logger_dir="")
 
     def gradient(mask):  # type: ignore[no-untyped-def]
-        """Of the MTP loss; the one of the main head is not computed."""
+        """Return the gradient of the MTP loss alone."""
         scaled = []
         model = mock.MagicMock(config=config, cp_group=None, training=False)
         model.pg_collection = SimpleNamespace(cp=None, tp=None)
@@ -75,6 +72,11 @@ def verify() -> None:
         (found,) = torch.autograd.grad(scaled[0].sum(), states)
         return found[4:, 0, 0].tolist()
 
-    assert gradient([1.0, 1.0, 0.0, 1.0]) == [0.25, 0.0, 0.75, 0.0]  # labels 1, 2, 3, two count
+    assert gradient([1.0, 1.0, 0.0, 1.0]) == [
+        0.25,
+        0.0,
+        0.75,
+        0.0,
+    ]  # labels 1, 2, 3; two of them count
     for mask in ([0.0] * 4, [1.0, 0.0, 0.0, 0.0]):
-        assert gradient(mask) == [0.0] * 4, "the gradient of no token"
+        assert gradient(mask) == [0.0] * 4, "without a token the gradient must be zero"

@@ -1,165 +1,45 @@
 """Shift MTP labels, masks and inputs within the documents of a pack, without waiting for the GPU.
 
 What: `roll_tensor` finds each token's successor from the padded boundaries on the device, and under
-    context parallelism exchanges all boundary tokens at once inside the group. What has no real
-    successor (a document's last token, padding, the tail of the pack) becomes 0 and is not
-    counted. Under context parallelism a pack that was split as one sequence and not document by
-    document is refused on the device. On 0.15 this adds packed sequences to MTP, which refuses
+    context parallelism exchanges all boundary tokens at once within the group. Tokens without a
+    real successor (a document's last token, padding, the tail of the pack) become 0 and are not
+    counted. Under context parallelism, a pack that was split as one sequence and not document by
+    document is rejected on the device. On 0.15 this adds packed sequences to MTP, which rejects
     them there.
 Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and padded=[0,4,8] becomes
-    2 3 0 4 0 5 P P, so a padding slot is trained on 4, token 4 on nothing, token 5 on itself. 100
-    documents cost 1302 operators and 400 host syncs per roll, now 32 and none (counted on 0.19.2).
-    Tokens behind the last boundary are counted, a local piece of 1 token raises IndexError, and
-    the exchange takes the world's process group, one pair of messages per document. The dev branch
-    is right without context parallelism, and has all of the latter with it.
+    2 3 0 4 0 5 P P, so that a padding slot is trained on 4, token 4 on nothing, and token 5 on
+    itself. 100 documents cost 1302 operators and 400 host syncs per roll, and now 32 and none
+    (counted on 0.19.2). In addition, tokens after the last boundary are counted, a local piece of 1
+    token raises IndexError, and the exchange uses the world's process group, with one pair of
+    messages per document. The dev branch is correct without context parallelism, and has all of the
+    latter problems with it.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6205 (padding) and
     https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); dev fixed CP=1.
-Remove: when a release reads the padded boundaries, sends in the group and has no loop over
-    documents.
-Numerics: changes results: MTP labels, masks and token counts of padded packs and of tails; packs
+Remove: when a release reads the padded boundaries, sends within the group and does not loop over
+    the documents.
+Numerics: changes results: MTP labels, masks and token counts of padded packs and of tails. Packs
     without padding and unpacked sequences stay bitwise the same.
 """
 
 from __future__ import annotations
 
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
 
 from cppmega.edits import adding_argument, adding_parameter, in_order, inserting, replacing
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source, left_alone
 
-if TYPE_CHECKING:
-    import torch
+from ._mtp_roll import (
+    ONE_EXCHANGE,
+    PACKED,
+    PACKED_ON_DEV,
+    UNPACKED_ON_DEV,
+    _cppmega_roll_documents,
+    replacing_run,
+)
 
 FILE = "megatron/core/transformer/multi_token_prediction.py"
 LAYER = f"{FILE}:MultiTokenPredictionLayer"
-
-
-def _cppmega_roll_documents(tensor, cu_seqlens, cu_seqlens_padded, cp_group, fill_value=0):
-    """Along the last dimension: each token's successor in its document, or `fill_value`.
-
-    Nothing here waits for the device, so CUDA graphs can capture it. Under context parallelism
-    documents lie as Transformer Engine partitions them: rank r of n has the pieces r and 2n-1-r of
-    each document's 2n equal pieces.
-    """
-    starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-    assert starts.shape == cu_seqlens.shape, "Each document needs a real and a padded boundary."
-    documents, tokens = starts.numel() - 1, tensor.size(-1)
-    if documents < 1 or tokens == 0:
-        return torch.zeros_like(tensor)
-    cp_size = cp_group.size() if cp_group is not None else 1
-    cp_rank = torch.distributed.get_rank(group=cp_group) if cp_size > 1 else 0
-
-    # The tail behind the last boundary counts as one more document, which has no tokens.
-    extend = torch.nn.functional.pad
-    real = extend(cu_seqlens.to(tensor.device).long().diff(), (0, 1))
-    starts = starts.to(tensor.device).long() // cp_size
-    length = extend(starts.diff(), (0, 1))
-    front = (length + 1) // 2
-    here = torch.arange(tokens, device=tensor.device)
-    document = torch.searchsorted(starts[1:], here, right=True)
-    offset, half = here - starts[document], front[document]
-    in_back = offset >= half
-    place = offset + half * (cp_rank + in_back * 2 * (cp_size - 1 - cp_rank))
-    has_successor = place + 1 < real[document]
-
-    rolled = torch.roll(tensor, -1, dims=-1)
-    if cp_size > 1:
-        # Behind piece r comes the front piece of rank r+1, behind piece 2n-1-r the back piece of
-        # rank r-1. All documents' first tokens travel together: one message to each neighbour.
-        heads = torch.cat((starts[:-1], starts[:-1] + front[:-1])).clamp(max=tokens - 1)
-        sent = tensor.detach().index_select(-1, heads).chunk(2, dim=-1)
-        to_prev, to_next = (part.contiguous() for part in sent)
-        from_next, from_prev = torch.empty_like(to_prev), torch.empty_like(to_next)
-        ranks = torch.distributed.get_process_group_ranks(group=cp_group)
-        ops = []
-        for peer, out, into in (
-            (cp_rank - 1, to_prev, from_prev),
-            (cp_rank + 1, to_next, from_next),
-        ):
-            if 0 <= peer < cp_size:
-                for op, buffer in ((torch.distributed.isend, out), (torch.distributed.irecv, into)):
-                    ops.append(torch.distributed.P2POp(op, buffer, ranks[peer], group=cp_group))
-        for request in torch.distributed.batch_isend_irecv(ops):
-            request.wait()
-        crosses = offset + 1 == length[document]
-        if cp_rank < cp_size - 1:  # the last rank's two pieces adjoin
-            crosses = crosses | (offset + 1 == half)
-        slot = (document + documents * in_back).clamp(max=2 * documents - 1)
-        received = torch.cat((from_next, from_prev), dim=-1).index_select(-1, slot)
-        rolled = torch.where(crosses, received, rolled)
-    return rolled.masked_fill(~has_successor, fill_value)
-
-
-ONE_TOKEN = 'assert shifts == -1, "Packed sequence roll only supports a single-token left shift."\n'
-WHOLE_PIECES = """\
-# Each document must have been split into 2n equal pieces (or one token per rank); a pack that
-# was split as one sequence would be shifted across its documents.
-lengths, ranks = bounds.diff(), cp_group.size()
-torch._assert_async(
-    ((lengths % (2 * ranks) == 0) | (lengths == ranks)).all(),
-    "mtp_roll_packed_sequences: MTP under context parallelism needs documents padded to "
-    "multiples of 2 * CP and split one by one; --dataloader-inter-document-masking splits "
-    "the whole sequence",
-)
-"""
-PACKED = f"""\
-assert dims in (-1, tensor.dim() - 1), "Packed sequence roll only supports the last dimension."
-{ONE_TOKEN}cu_seqlens = packed_seq_params.cu_seqlens_q
-assert cu_seqlens is not None, "Packed sequence parameters must provide cu_seqlens_q."
-padded = packed_seq_params.cu_seqlens_q_padded
-if cp_group is not None and cp_group.size() > 1:
-    bounds = cu_seqlens if padded is None else padded
-{indent(WHOLE_PIECES, " " * 4)}\
-rolled_tensor = _cppmega_roll_documents(tensor, cu_seqlens, padded, cp_group)
-"""
-PACKED_ON_DEV = f"""\
-bounds = cu_seqlens
-{WHOLE_PIECES}\
-return [
-    _cppmega_roll_documents(tensor, bounds, None, cp_group, fill_value)
-    for tensor, fill_value in zip(tensors, fill_values)
-]
-"""
-UNPACKED = """\
-# One document over all ranks; its boundaries are made on the device, because a copy would wait.
-assert shifts == -1, "Context parallel roll only supports a single-token left shift."
-cu_seqlens = torch.arange(2, device=tensor.device) * (tensor.size(dims) * cp_group.size())
-rolled_tensor = _cppmega_roll_documents(tensor.movedim(dims, -1), cu_seqlens, None, cp_group)
-rolled_tensor = rolled_tensor.movedim(-1, dims)
-"""
-UNPACKED_ON_DEV = """\
-# One document over all ranks; its boundaries are made on the device, because a copy would wait.
-assert shifts == -1, "Context parallel roll only supports a single-token left shift."
-cu_seqlens = torch.arange(2, device=tensors[0].device) * (tensors[0].size(dims) * cp_group.size())
-return [
-    _cppmega_roll_documents(
-        tensor.movedim(dims, -1), cu_seqlens, None, cp_group, fill_value
-    ).movedim(-1, dims)
-    for tensor, fill_value in zip(tensors, fill_values)
-]
-"""
-
-
-def _replacing_run(first: str, last: str, new: str) -> Any:
-    """Replace the statements from the one that begins with `first` to the one with `last`."""
-
-    def edit(node: Any) -> Any:
-        import libcst as cst
-
-        from cppmega.rewriting import node_edits
-
-        body = list(node.body.body)
-        code = [cst.Module([]).code_for_node(s.with_changes(leading_lines=())) for s in body]
-        (start,) = [at for at, text in enumerate(code) if text.startswith(first)]
-        (end,) = [at for at, text in enumerate(code) if text.startswith(last)]
-        body[start : end + 1] = node_edits.statements(new)
-        return node.with_changes(body=node.body.with_changes(body=body))
-
-    return edit
-
-
-ONE_EXCHANGE = _replacing_run("tensor_list = ", "rolled_tensor = torch.cat(", UNPACKED)
 THROUGH = "packed_seq_params=packed_seq_params"
 PARAMETER = "packed_seq_params: Optional[PackedSeqParams] = None"
 ROLLED_MASK = f"""\
@@ -191,9 +71,9 @@ PATCH = Patch(
                 "0.19.2": "8c63ad2a905a227a",
                 "main-d98e8a64": "ff01aa649ac849ff",
             },
-            edit=_replacing_run("assert (", "for i in range(", PACKED),
+            edit=replacing_run("assert (", "for i in range(", PACKED),
         ),
-        Edit(  # True is padding there, and roll_tensor now leaves zeros in what is padding
+        Edit(  # True means padding there, and roll_tensor now fills padding with zeros
             target=f"{LAYER}._get_embeddings",
             pins={
                 "0.18.2": "a9a604c68eb9e732",
@@ -212,13 +92,13 @@ PATCH = Patch(
                 ),
             ),
         ),
-        Edit(  # no padding mask there yet
+        Edit(  # no padding mask yet
             target=f"{LAYER}._get_embeddings",
-            pins=dict.fromkeys(("0.16.1", "0.17.1"), "3481911cc4e0f5ee"),
+            pins={"0.16.1": "3481911cc4e0f5ee", "0.17.1": "3481911cc4e0f5ee"},
             edit=left_alone,
         ),
-        # The dev branch, which rolls several tensors at once, and is right without context
-        # parallelism. It hands over the padded boundaries alone: the loss mask hides padding.
+        # The dev branch, which rolls several tensors at once, and is correct without context
+        # parallelism. It passes only the padded boundaries: the loss mask hides the padding.
         Edit(
             target=f"{FILE}:_roll_tensors_unpacked",
             pins={"dev-d48bd6be": "2da0fd4dba660732"},
@@ -250,7 +130,7 @@ PATCH = Patch(
                 PACKED_ON_DEV,
             ),
         ),
-        # The backport: 0.15 has neither the packed roll nor the way to it.
+        # The backport: 0.15 has neither the packed roll nor the arguments for it.
         Edit(
             target=f"{FILE}:roll_tensor",
             pins={"0.15.3": "2c1afec1041a6aeb"},
@@ -281,7 +161,7 @@ PATCH = Patch(
             target=f"{LAYER}.forward",
             pins={"0.15.3": "55fe47cbf21ba1a0"},
             edit=in_order(
-                _replacing_run("assert (", "assert (", ""),
+                replacing_run("assert (", "assert (", ""),
                 adding_argument("self._get_embeddings", THROUGH),
             ),
         ),
@@ -293,8 +173,8 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(f"{FILE}:roll_tensor",),
-    when=lambda args: bool(args.mtp_num_layers),
-    # Documents padded inside the pack: stock rolls their labels at the wrong boundaries.
+    when=has_mtp,
+    # With documents padded inside the pack, stock rolls labels at the wrong boundaries.
     wanted_by=lambda recipe: (
         recipe.document_multiple > 1 and recipe.layout.depths > 0 and recipe.kind != "loop"
     ),
@@ -320,6 +200,7 @@ def verify() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cppmega.proof import cpu_shims
+    from cppmega.proof.stand_ins import Arguments
 
     cpu_shims.shim()
 
@@ -336,11 +217,11 @@ def verify() -> None:
     shifted = [[2, 3, 9, 0, 5, 9, 9, 0, 0]] if on_dev else [[2, 3, 0, 0, 5, 0, 0, 0, 0]]
     rolled, *total = mtp.roll_tensor([tokens] if on_dev else tokens, packed_seq_params=pack())
     assert rolled.tolist() == shifted and all(t.item() == 10 for t in total), (rolled, total)
-    with FakeTensorMode():  # raises where the host needs a value
+    with FakeTensorMode():  # raises if the host reads a value
         roll(torch.ones(1, 9), packed_seq_params=pack())
 
-    # Rank 0 of 2, with a token of one document and the ends of two: the group's other member sends
-    # what follows, all of it at once.
+    # Rank 0 of 2, with one token of a document, and with the ends of two documents: the other rank
+    # of the group sends all successors in one message.
     group, messages = SimpleNamespace(size=lambda: 2), []
 
     def exchange(ops):
@@ -363,14 +244,10 @@ def verify() -> None:
     kinds = (torch.distributed.isend, torch.distributed.irecv)
     assert messages == [(kind, 6, group) for kind in kinds] * 2, messages
     if on_dev:
-        return  # its layer and its loss are as they were
+        return  # the page does not change its layer and its loss
 
-    # What the layer and the loss see.
-    off = ("calculate_per_token_loss", "mtp_detach_heads", "sequence_parallel", "use_mup")
-    off += ("cross_entropy_loss_fusion",)
-    config = SimpleNamespace(**dict.fromkeys(off, False), recompute_granularity=None)
-    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 1.0
-    config.config_logger_dir = ""
+    # The inputs of the layer and of the loss.
+    config = Arguments(mtp_num_layers=1, mtp_loss_scaling_factor=1.0, config_logger_dir="")
     layer = mock.MagicMock(config=config, cp_group=None)
     layer._get_embeddings = MethodType(mtp.MultiTokenPredictionLayer._get_embeddings, layer)
     forward = mtp.MultiTokenPredictionLayer.forward
@@ -379,7 +256,7 @@ def verify() -> None:
         "position_ids": tokens,
         "hidden_states": torch.zeros(9, 1, 1),
         "attention_mask": None,
-        "padding_mask": tokens == 9,  # rolled from 0.18 on
+        "padding_mask": tokens == 9,  # rolled since 0.18
         "packed_seq_params": pack(),
         "embedding": lambda input_ids, position_ids: input_ids,
     }

@@ -1,18 +1,19 @@
-"""Let MTP train with sequence parallelism where the embedding does not scatter its output.
+"""Support MTP with sequence parallelism if the embedding does not scatter its output.
 
-What: `MultiTokenPredictionLayer._get_embeddings` takes its rank's part of the sequence, where the
-    model's embedding was built to give the whole.
-Why: a model around a language model inserts images into the whole sequence and scatters it by
-    itself (`scatter_embedding_sequence_parallel=False`), and MTP calls the same embedding: its
-    decoder input is as long as the sequence, the hidden states are a rank's part, and the first
-    forward pass dies ("Sizes of tensors must match except in dimension 2. Expected size 8 but got
+What: `MultiTokenPredictionLayer._get_embeddings` scatters the sequence to the ranks if the model's
+    embedding was built to return all of it.
+Why: A multimodal model inserts images into the complete sequence and scatters it by itself
+    (`scatter_embedding_sequence_parallel=False`). MTP calls the same embedding, so that its decoder
+    input is as long as the sequence, while the hidden states are one rank's part of it. The first
+    forward pass fails ("Sizes of tensors must match except in dimension 2. Expected size 8 but got
     size 4"; seen on two ranks, on 0.16.1 and 0.19.2).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6256 (main, August 2026; in no release)
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6256 (main, August 2026; not released)
 Remove: when `_get_embeddings` scatters what the embedding does not.
-Numerics: none (bitwise); such a run crashed
+Numerics: none (bitwise); such runs used to fail
 """
 
 from cppmega.edits import inserting
+from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 TARGET = (
@@ -32,7 +33,7 @@ PATCH = Patch(
                 "0.19.2": "41664a509d6f2b38",
                 "dev-d48bd6be": "db62416b9a42510b",
             },
-            # Until 0.16 the layer has no group of its own, and the default one is meant.
+            # Until 0.16 the layer has no group, and None selects the default one.
             edit=inserting(
                 """
                 if self.config.sequence_parallel and not getattr(
@@ -49,7 +50,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: bool(getattr(args, "mtp_num_layers", None)),
+    when=has_mtp,
     after=("mtp_roll_packed_sequences",),
 )
 
@@ -70,7 +71,7 @@ def verify() -> None:
             return input_ids.t()[..., None].float()
 
     def part(sequence_parallel, **embedding):  # type: ignore[no-untyped-def]
-        """What the first of two ranks gets of four tokens."""
+        """Return the tokens of the first of two ranks, out of four."""
         config = SimpleNamespace(sequence_parallel=sequence_parallel, mtp_detach_heads=False)
         layer = SimpleNamespace(config=config, cp_group=None, tp_group="the layer's")
         ids = torch.arange(1, 5)[None]
@@ -86,6 +87,8 @@ def verify() -> None:
         return got[-2].flatten().tolist()
 
     whole = [2.0, 3.0, 4.0, 0.0]  # MTP predicts from the next token
-    assert part(True, scatter_to_sequence_parallel=False) == whole[:2], "the whole sequence"
+    assert part(True, scatter_to_sequence_parallel=False) == whole[:2], (
+        "the rank received the complete sequence"
+    )
     assert part(True, scatter_to_sequence_parallel=True) == whole
     assert part(True) == part(False, scatter_to_sequence_parallel=False) == whole

@@ -1,25 +1,24 @@
-"""Do not free a layer's input where a recomputed function returns it.
+"""Keep a layer's input alive if a recomputed function returns it.
 
 What: `CheckpointWithoutOutput` frees only those outputs of its function that are not its inputs,
-    and links no storage to itself when it recomputes.
-Why: with `--fused-residual-rmsnorm` the norm returns its input as the residual. Where the norm is
-    recomputed too (`--recompute-modules layernorm`, MLA or MoE layers), the layer's input is freed
+    and never links a storage to itself when it recomputes.
+Why: With `--fused-residual-rmsnorm` the norm returns its input as the residual. If the norm is also
+    recomputed (`--recompute-modules layernorm`, MLA or MoE layers), the layer's input is freed
     before the residual is added, and is missing again when the norm is recomputed. The first
-    forward pass reads a null pointer and dies (a segmentation fault on CPU, on 0.17.1, 0.18.2 and
-    0.19.2, with a norm that returns what Transformer Engine's operations do).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4497 (main, August 2026; in no release)
+    forward pass reads a null pointer and crashes (a segmentation fault on CPU, on 0.17.1, 0.18.2
+    and 0.19.2, with a norm that returns what Transformer Engine's operations do).
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4497 (main, August 2026; not released)
 Remove: when outputs that share their storage with an input are kept.
-Numerics: none (bitwise); such a run crashed
+Numerics: none (bitwise); such runs used to crash
 """
 
 from typing import Any
 
 from cppmega.edits import inserting, replacing
+from cppmega.megatron_args import has_experts, recomputes
 from cppmega.page import Edit, Patch, Source, left_alone
 
 CLASS = "megatron/core/tensor_parallel/random.py:CheckpointWithoutOutput"
-DEV = "dev-d48bd6be"
-RELEASES = ("0.17.1", "0.18.2", "0.19.2")
 RECOMPUTE = f"{CLASS}._recompute"
 
 
@@ -28,13 +27,12 @@ def returns_inputs(args: Any) -> bool:
     return (
         getattr(args, "fused_residual_rmsnorm", False)
         and getattr(args, "transformer_impl", None) == "transformer_engine"
-        and getattr(args, "recompute_granularity", None) == "selective"
-        and "layernorm" in (getattr(args, "recompute_modules", None) or ())
-        # Elsewhere the norm is part of the linear layer after it. With CUDA graphs a norm may be
-        # left out of the recomputation.
-        and bool(getattr(args, "multi_latent_attention", False) or getattr(args, "num_experts", 0))
+        and recomputes(args, "layernorm")
+        # In other models the norm is part of the linear layer after it. With CUDA graphs a norm may
+        # be excluded from recomputation.
+        and bool(getattr(args, "multi_latent_attention", False) or has_experts(args))
         and getattr(args, "cuda_graph_impl", "none") == "none"
-        and not getattr(args, "hybrid_layer_pattern", None)  # no norm of its layers is fused
+        and not getattr(args, "hybrid_layer_pattern", None)  # hybrid layers have no fused norm
     )
 
 
@@ -42,7 +40,12 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{CLASS}.checkpoint",
-            pins=dict.fromkeys(RELEASES, "ff508be5d85ff3af") | {DEV: "1711496d2d8c772f"},
+            pins={
+                "0.17.1": "ff508be5d85ff3af",
+                "0.18.2": "ff508be5d85ff3af",
+                "0.19.2": "ff508be5d85ff3af",
+                "dev-d48bd6be": "1711496d2d8c772f",
+            },
             edit=inserting(
                 """
                 self._cppmega_inputs = {
@@ -54,7 +57,12 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{CLASS}.discard_output_and_register_recompute",
-            pins=dict.fromkeys(RELEASES, "1f3398fcbcc63010") | {DEV: "991c856fb59c83bb"},
+            pins={
+                "0.17.1": "1f3398fcbcc63010",
+                "0.18.2": "1f3398fcbcc63010",
+                "0.19.2": "1f3398fcbcc63010",
+                "dev-d48bd6be": "991c856fb59c83bb",
+            },
             edit=replacing(
                 "output.untyped_storage().resize_(0)",
                 """
@@ -66,7 +74,11 @@ PATCH = Patch(
         ),
         Edit(
             target=RECOMPUTE,
-            pins=dict.fromkeys(RELEASES, "04ee57d6baea3508"),
+            pins={
+                "0.17.1": "04ee57d6baea3508",
+                "0.18.2": "04ee57d6baea3508",
+                "0.19.2": "04ee57d6baea3508",
+            },
             edit=replacing(
                 "share_storage(output, recomputation_output)",
                 """
@@ -76,7 +88,7 @@ PATCH = Patch(
             ),
             mark="",
         ),
-        Edit(RECOMPUTE, {DEV: "2765464246d2adf6"}, left_alone),
+        Edit(RECOMPUTE, {"dev-d48bd6be": "2765464246d2adf6"}, left_alone),
     ),
     reached="forward",
     # Up to 0.16 no norm returns the residual.
@@ -99,21 +111,21 @@ def verify() -> None:
 
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
     takes = inspect.signature(random.CheckpointWithoutOutput).parameters
-    # With upstream's fix it is for the caller to ask.
+    # With upstream's fix the caller has to request it.
     asked = {"retain_input_tensors": True} if "retain_input_tensors" in takes else {}
 
     def norm(hidden):  # type: ignore[no-untyped-def]
         return torch.tanh(hidden) * weight, hidden
 
     def share(output, recomputed):  # type: ignore[no-untyped-def]
-        """In place of the extension, which a proof has no time to compile."""
+        """Replace the extension, which takes too long to compile for a proof."""
         storage, other = output.untyped_storage(), recomputed.untyped_storage()
-        assert storage._cdata != other._cdata, "a storage is linked to itself"
+        assert storage._cdata != other._cdata, "a storage was linked to itself"
         storage.resize_(other.nbytes())
         storage.copy_(other)
 
     def outcome(recompute):  # type: ignore[no-untyped-def]
-        """Output and gradients of a layer: norm, something with a backward, residual."""
+        """Return output and gradients of a layer: norm, differentiable function, residual."""
         weight.grad = None
         given = torch.tensor([[1.0, -2.0]], requires_grad=True)
         hidden = given * 1.0
@@ -122,7 +134,7 @@ def verify() -> None:
         inner = normed**2
         if recompute:
             checkpoint.discard_output_and_register_recompute(inner)
-            assert residual.untyped_storage().nbytes(), "the residual is freed before it is added"
+            assert residual.untyped_storage().nbytes(), "the residual was freed before it was added"
             assert not normed.untyped_storage().nbytes(), "nothing was freed"
         output = inner + residual
         output.sum().backward()

@@ -1,15 +1,15 @@
-"""Apply RoPE to packed sequences without asking the device for the sequence lengths.
+"""Apply RoPE to packed sequences without reading the sequence lengths on the host.
 
-What: `_apply_rotary_pos_emb_thd` finds each token's position by search and gather on the device,
-    for any number of sequences and for context parallelism.
-Why: stock reads the lengths on the host: two waits for the GPU per call, one call each for the
-    queries and the keys of every attention layer, and with a table for the whole pack one more per
-    sequence (tested: `.tolist()`, `cu_seqlens[-1]`, `cu_seqlens[i].item()`). None of it can be
-    captured in a CUDA graph, 0.19 also launches a dozen kernels per sequence, and DSA does not
-    allow the fused RoPE. main still reads the last boundary where no `max_seqlen` is given, as
-    DSA's indexer does not.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; in no release)
-Remove: when the function has neither `.tolist()` nor `.item()`.
+What: `_apply_rotary_pos_emb_thd` computes each token's position with a search and a gather on the
+    device, for any number of sequences and for context parallelism.
+Why: Stock reads the lengths on the host: it waits for the GPU twice per call, with one call each
+    for the queries and the keys of every attention layer, and with a table for the complete pack
+    once more per sequence (tested: `.tolist()`, `cu_seqlens[-1]`, `cu_seqlens[i].item()`). None of
+    this can be captured in a CUDA graph. 0.19 also launches a dozen kernels per sequence, and DSA
+    does not support the fused RoPE. main still reads the last boundary if no `max_seqlen` is given,
+    as in DSA's indexer.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; not released)
+Remove: when the function contains neither `.tolist()` nor `.item()`.
 Numerics: none (bitwise)
 """
 
@@ -90,7 +90,12 @@ PATCH = Patch(
     edits=(
         Edit(
             target=TARGET,
-            pins=dict.fromkeys(("0.15.3", "0.16.1", "0.17.1", "0.18.2"), "04977edc9a3f2bd2"),
+            pins={
+                "0.15.3": "04977edc9a3f2bd2",
+                "0.16.1": "04977edc9a3f2bd2",
+                "0.17.1": "04977edc9a3f2bd2",
+                "0.18.2": "04977edc9a3f2bd2",
+            },
             edit=body_of(until_018),
             helpers=(freqs_of_packed_tokens,),
         ),
@@ -125,7 +130,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(TARGET,),
-    when=lambda args: False,  # only runs that pack sequences and do not fuse RoPE come here
+    when=lambda args: False,  # only runs that pack sequences and do not fuse RoPE reach it
 )
 
 
@@ -145,7 +150,7 @@ def verify() -> None:
     )
 
     def positions(group, boundaries, rows, tokens, device="cpu"):  # type: ignore[no-untyped-def]
-        """Turn unit vectors; the angle they are turned by is the row of the table they got."""
+        """Rotate unit vectors, and return the row of the table that each was rotated by."""
         table = (torch.arange(rows, device=device) * 0.01).view(rows, 1, 1, 1).expand(-1, 1, 1, 2)
         unit = torch.tensor([1.0, 0.0]).to(device).expand(tokens, 1, 2)
         longest = rows if rows < boundaries[-1] else rows - 1
@@ -153,7 +158,7 @@ def verify() -> None:
         turn = rope_utils._apply_rotary_pos_emb_thd
         try:
             turned = turn(unit, boundaries, table, cp_group=group)
-        except AssertionError:  # dev has every caller say how long a sequence can be
+        except AssertionError:  # on dev every caller passes the length of the longest sequence
             turned = turn(unit, boundaries, table, cp_group=group, max_seqlen=longest)
         return (torch.atan2(turned[:, 0, 1], turned[:, 0, 0]) * 100).round().long()
 
@@ -165,5 +170,5 @@ def verify() -> None:
     )
     for group, boundaries, rows, wanted in cases:
         assert positions(group, boundaries, rows, len(wanted)).tolist() == wanted
-        # A meta tensor has no values: whatever asks it for one raises.
+        # A meta tensor has no values: reading one raises.
         assert positions(group, boundaries, rows, len(wanted), "meta").shape == (len(wanted),)

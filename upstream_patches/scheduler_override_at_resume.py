@@ -1,20 +1,20 @@
-"""Resume with the learning rates of the launch line where `--override-opt_param-scheduler` asks.
+"""Apply the learning rates of the command line with `--override-opt_param-scheduler`.
 
 What: `OptimizerParamScheduler` remembers the bounds (`max_lr`, `min_lr`, `start_wd`, `end_wd`) that
-    each parameter group was built with, and puts them back when it loads its state and overrides.
-    It sets rates and decay after all it loads, and on 0.19 and main the optimizers find a saved
-    group whose bounds alone differ.
-Why: the groups' bounds win over the scheduler's and come from the checkpoint, so the option is
-    logged and then ignored: a run saved at `--lr 1e-3`, halfway through its decay, resumes with
-    `--lr 1e-5` at 5.05e-4 for 5.05e-6 (computed on CPU, 0.15.3 to 0.18.2). From 0.19 it does not
-    resume at all: groups are matched by their bounds too ("Could not find parameter group with
-    key"). And the first step after a resume with `--use-checkpoint-opt_param-scheduler` decays
-    weights as the launch line says.
+    each parameter group was created with, and restores them when it loads its state and overrides.
+    It sets rates and weight decay after it has loaded everything, and on 0.19 and main the
+    optimizers also match a saved group that differs only in its bounds.
+Why: The bounds of the groups take precedence over those of the scheduler and come from the
+    checkpoint, so that the option is logged and then ignored: a run that was saved with `--lr 1e-3`
+    halfway through its decay resumes with `--lr 1e-5` at 5.05e-4 instead of 5.05e-6 (computed on
+    CPU, 0.15.3 to 0.18.2). Since 0.19 it does not resume at all, because groups are matched by
+    their bounds too ("Could not find parameter group with key"). In addition, the first step after
+    a resume with `--use-checkpoint-opt_param-scheduler` uses the weight decay of the command line.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5213 (dev, June 2026) and
-    https://github.com/NVIDIA/Megatron-LM/pull/3720 (main, August 2026: the rates only, and every
-    group gets the same); in no release
+    https://github.com/NVIDIA/Megatron-LM/pull/3720 (main, August 2026: only the rates, and the same
+    for every group); neither is released
 Remove: when the scheduler restores its groups, and the optimizers match groups without bounds.
-Numerics: changes results of resumed runs that ask for it
+Numerics: changes results of resumed runs that use the option
 """
 
 from typing import Any
@@ -25,8 +25,6 @@ from cppmega.page import Edit, Patch, Source, left_alone
 SCHEDULER = "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler"
 MATCH = "megatron/core/optimizer/optimizer.py:MegatronOptimizer._filter_and_reorder_param_groups"
 LOAD = "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer.load_state_dict"
-OLD = ("0.15.3", "0.16.1", "0.17.1", "0.18.2")
-MATCHING_BOUNDS = ("0.19.2", "main-d98e8a64")
 
 
 def _cppmega_match_other_bounds(saved, wanted):  # type: ignore[no-untyped-def]
@@ -65,8 +63,14 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{SCHEDULER}.__init__",
-            pins={OLD[0]: "47d81ec12654086d"}
-            | dict.fromkeys((*OLD[1:], *MATCHING_BOUNDS), "6430f8145d2a54f7"),
+            pins={
+                "0.15.3": "47d81ec12654086d",
+                "0.16.1": "6430f8145d2a54f7",
+                "0.17.1": "6430f8145d2a54f7",
+                "0.18.2": "6430f8145d2a54f7",
+                "0.19.2": "6430f8145d2a54f7",
+                "main-d98e8a64": "6430f8145d2a54f7",
+            },
             edit=inserting(
                 """
                 # Loading the optimizer gives its groups what the checkpoint has.
@@ -84,7 +88,14 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{SCHEDULER}.load_state_dict",
-            pins=dict.fromkeys((*OLD, *MATCHING_BOUNDS), "5e23ed71d77bdf71"),
+            pins={
+                "0.15.3": "5e23ed71d77bdf71",
+                "0.16.1": "5e23ed71d77bdf71",
+                "0.17.1": "5e23ed71d77bdf71",
+                "0.18.2": "5e23ed71d77bdf71",
+                "0.19.2": "5e23ed71d77bdf71",
+                "main-d98e8a64": "5e23ed71d77bdf71",
+            },
             edit=in_order(
                 replacing("self.step(increment=num_steps)", ""),
                 then(
@@ -100,7 +111,7 @@ self.step(increment=num_steps)
         ),
         Edit(
             target=MATCH,
-            pins=dict.fromkeys(MATCHING_BOUNDS, "27bea18c7110d576"),
+            pins={"0.19.2": "27bea18c7110d576", "main-d98e8a64": "27bea18c7110d576"},
             edit=inserting(
                 "_cppmega_match_other_bounds(loaded_groups_map, needed_groups)",
                 before="final_groups = []",
@@ -110,7 +121,7 @@ self.step(increment=num_steps)
         ),
         Edit(
             target=LOAD,
-            pins=dict.fromkeys(MATCHING_BOUNDS, "d5fc01af38ccc951"),
+            pins={"0.19.2": "d5fc01af38ccc951", "main-d98e8a64": "d5fc01af38ccc951"},
             edit=inserting(
                 """
                 _cppmega_match_other_bounds(
@@ -122,10 +133,24 @@ self.step(increment=num_steps)
             helpers=(_cppmega_match_other_bounds,),
             mark="",
         ),
-        Edit(MATCH, dict.fromkeys(OLD, "7b669b20346e699c"), left_alone),
+        Edit(
+            MATCH,
+            {
+                "0.15.3": "7b669b20346e699c",
+                "0.16.1": "7b669b20346e699c",
+                "0.17.1": "7b669b20346e699c",
+                "0.18.2": "7b669b20346e699c",
+            },
+            left_alone,
+        ),
         Edit(
             LOAD,
-            {OLD[0]: "8dfff489ecadd91d"} | dict.fromkeys(OLD[1:], "9c3575ef0b4fa5c2"),
+            {
+                "0.15.3": "8dfff489ecadd91d",
+                "0.16.1": "9c3575ef0b4fa5c2",
+                "0.17.1": "9c3575ef0b4fa5c2",
+                "0.18.2": "9c3575ef0b4fa5c2",
+            },
             left_alone,
         ),
     ),
@@ -152,7 +177,7 @@ def verify() -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     def run(lr, wd=0.1, **given):  # type: ignore[no-untyped-def]
-        """A run with two groups, halfway from their rate to a hundredth of it at step 5."""
+        """Return a run whose two groups decay to a hundredth of their rate, halfway at step 5."""
         common = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
         groups = [
             {"params": [0], "wd_mult": 1.0, "max_lr": lr, "min_lr": lr / 100, **common},
@@ -170,7 +195,7 @@ def verify() -> None:
     old.step(5)
 
     def resumed(lr, wd, **given):  # type: ignore[no-untyped-def]
-        """Rates and decay of the first step of a run that resumes at step 5."""
+        """Return rates and weight decay of the first step after a resume at step 5."""
         new = run(lr, wd, **given)
         groups = new.optimizer.param_groups
         saved = [dict(group) for group in old.optimizer.param_groups]
@@ -182,6 +207,6 @@ def verify() -> None:
 
     assert resumed(1e-3, 0.1) == [(505.0, 0.1), (1010.0, 0.0)]
     got = resumed(1e-5, 0.2, override_opt_param_scheduler=True)
-    assert got == [(5.05, 0.2), (10.1, 0.0)], f"the checkpoint's rates: {got}"
+    assert got == [(5.05, 0.2), (10.1, 0.0)], f"the rates of the checkpoint: {got}"
     got = resumed(1e-5, 0.2, use_checkpoint_opt_param_scheduler=True)
-    assert got == [(505.0, 0.1), (1010.0, 0.0)], f"the launch line's decay: {got}"
+    assert got == [(505.0, 0.1), (1010.0, 0.0)], f"the weight decay of the command line: {got}"

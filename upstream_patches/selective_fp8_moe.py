@@ -1,23 +1,26 @@
-"""FP8 for the GEMMs of the routed experts, and for nothing else.
+"""Use FP8 for the GEMMs of the routed experts only.
 
-What: With `CPPMEGA_SELECTIVE_FP8_MOE=1` at apply, `get_fp8_context` gives every caller FP8 switched
-    off, for weights and for GEMMs, and `MoELayer` switches it on around its routed experts alone.
-    Layers that `first_last_layers_bf16` keeps in bf16 keep their experts in bf16 too.
-Why: Megatron's contexts wrap whole layers: attention, Mamba mixers, latent and shared experts, and
-    the whole of MTP run in FP8 with the experts, and only first and last layers can be left out. An
-    earlier overlay assigned another `get_fp8_context` after six modules had copied the name: it did
-    nothing and was measured as neutral. It also gave `nullcontext`, which leaves FP8 on inside
-    MTP's context, and asked the layer number, which starts at 1 again inside an MTP stack.
-Upstream: Not sent: a config option such as `fp8_experts_only` belongs there.
+What: With `CPPMEGA_SELECTIVE_FP8_MOE=1` at apply, `get_fp8_context` returns a context with FP8
+    disabled to every caller, for weights and for GEMMs, and `MoELayer` enables it only around its
+    routed experts. In layers that `first_last_layers_bf16` keeps in bf16, the experts stay in bf16
+    too.
+Why: Megatron's contexts wrap complete layers: attention, Mamba mixers, latent and shared experts,
+    and all of MTP run in FP8 together with the experts, and only the first and last layers can be
+    excluded. An earlier overlay assigned another `get_fp8_context` after six modules had copied the
+    name: it did nothing and was measured as neutral. It also returned `nullcontext`, which leaves
+    FP8 enabled inside MTP's context, and used the layer number, which restarts at 1 inside an MTP
+    stack.
+Upstream: Not sent: upstream would need a config option such as `fp8_experts_only`.
 Remove: when a config option runs only the experts in FP8.
 Numerics: changes results: GEMMs outside of the routed experts run in the parameters' dtype. Delayed
-    scaling, CUDA graphs of Transformer Engine and `use_grouped_gemm_for_*` are refused: the first
-    needs one context around the whole pass, the others enter FP8 past `get_fp8_context`.
+    scaling, CUDA graphs of Transformer Engine and `use_grouped_gemm_for_*` are rejected: the first
+    needs one context around the complete pass, and the others enter FP8 without `get_fp8_context`.
 """
 
 from typing import Any
 
 from cppmega.edits import adding_parameter, in_order, inserting
+from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 CONTEXT = "megatron/core/fp8_utils.py:get_fp8_context"
@@ -80,7 +83,7 @@ def _cppmega_experts_fp8(layer, is_init=False):
 
 
 def _around_experts(head: str, wanted: str) -> Any:
-    """Put the one statement of the body that holds `wanted` below a `with`."""
+    """Return an edit that puts the only statement that contains `wanted` below a `with`."""
 
     def edit(node: Any) -> Any:
         import libcst as cst
@@ -88,7 +91,7 @@ def _around_experts(head: str, wanted: str) -> Any:
         module = cst.Module([])
         body = list(node.body.body)
         at = [n for n, statement in enumerate(body) if wanted in module.code_for_node(statement)]
-        assert len(at) == 1, f"{wanted} stands in {len(at)} statements"
+        assert len(at) == 1, f"{wanted} is in {len(at)} statements"
         held = body[at[0]]
         lead, held = held.leading_lines, held.with_changes(leading_lines=())
         around = cst.ensure_type(cst.parse_statement(f"{head}\n    pass\n"), cst.With)
@@ -102,11 +105,16 @@ def _around_experts(head: str, wanted: str) -> Any:
 PATCH = Patch(
     edits=(
         Edit(
-            target=f"{CONTEXT}#1",  # the one where there is Transformer Engine
-            pins=dict.fromkeys(
-                ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2", "main-d98e8a64", "dev-d48bd6be"),
-                "9cef16a49f0950d3",
-            ),
+            target=f"{CONTEXT}#1",  # the definition with Transformer Engine
+            pins={
+                "0.15.3": "9cef16a49f0950d3",
+                "0.16.1": "9cef16a49f0950d3",
+                "0.17.1": "9cef16a49f0950d3",
+                "0.18.2": "9cef16a49f0950d3",
+                "0.19.2": "9cef16a49f0950d3",
+                "main-d98e8a64": "9cef16a49f0950d3",
+                "dev-d48bd6be": "9cef16a49f0950d3",
+            },
             edit=in_order(
                 adding_parameter("experts: bool = False"),
                 inserting(
@@ -150,7 +158,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(ROUTED,),
-    when=lambda args: bool(getattr(args, "fp8", None) and getattr(args, "num_experts", None)),
+    when=lambda args: bool(getattr(args, "fp8", None)) and has_experts(args),
     gate="CPPMEGA_SELECTIVE_FP8_MOE",
 )
 
@@ -187,7 +195,7 @@ def verify() -> None:
 
         return context
 
-    # A stand-in for Transformer Engine that keeps account: the real one needs a GPU.
+    # A stand-in that records the contexts: Transformer Engine needs a GPU.
     for name in ("", ".pytorch", ".pytorch.fp8", ".pytorch.tensor", ".pytorch.tensor.utils"):
         name = f"transformer_engine{name}"
         spec = importlib.machinery.ModuleSpec(name, None)

@@ -1,17 +1,15 @@
-"""Build mamba_ssm's TileLang kernels with aggressive merging of their shared memory.
+"""Build mamba_ssm's TileLang kernels with aggressive shared-memory merging.
 
 What: With `CPPMEGA_SMEM_MERGE=1` at apply, the six TileLang kernels of Mamba-3's MIMO scan, forward
-    and backward, packed or not, carry `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True`.
-Why: sm_120 and sm_121 give a block 99 KiB of dynamic shared memory (sm_90: 227), and a kernel that
-    wants more does not start. None of the six asks for its buffers to share their places (read in
-    2.3.2.post1, and by `cppmega.preflight.smem`).
+    and backward, packed or not, set `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True`.
+Why: sm_120 and sm_121 provide 99 KiB of dynamic shared memory per block (sm_90: 227), and a kernel
+    that needs more cannot be launched. None of the six requests that its buffers share memory (read
+    in 2.3.2.post1, and by `cppmega.preflight.smem`).
 Upstream: Not sent: upstream tunes these kernels for sm_90, which does not need it.
 Remove: when the kernels set it themselves.
-Numerics: none (bitwise): the pass places buffers, it does not touch what is computed. Read in the
-    description of the pass; kernels with and without it were not compared on a GPU.
+Numerics: none (bitwise): the pass places buffers and does not change what is computed. This follows
+    from the documentation of the pass; kernels with and without it were not compared on a GPU.
 """
-
-from typing import Any
 
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
@@ -25,10 +23,10 @@ CONFIGS = """
 MERGE = "tilelang.PassConfigKey.TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True,"
 
 
-def _kernel(file: str, name: str, released: str, main: str) -> Any:
+def _kernel(file: str, name: str, pins: dict[str, str]) -> Edit:
     return Edit(
         target=f"{FOLDER}/mamba3_mimo_{file}.py:{name}",
-        pins={"2.3.2.post1": released, "main-e9594ce1": main},
+        pins=pins,
         edit=replacing(f"{{{CONFIGS}    }}", f"{{{CONFIGS}        {MERGE}\n    }}"),
         distribution="mamba-ssm",
     )
@@ -36,14 +34,38 @@ def _kernel(file: str, name: str, released: str, main: str) -> Any:
 
 PATCH = Patch(
     edits=(
-        _kernel("fwd", "mamba_mimo_fwd", "1f740adda80781a9", "b9d6dc60bc358801"),
-        _kernel("bwd", "mamba_mimo_bwd_fwd", "51b780962a7a46cf", "7f560995b3519886"),
-        _kernel("bwd", "mamba_mimo_bwd_bwd", "7ab89fb8ca005aed", "fcc05a2f14e983c6"),
-        _kernel("fwd_varlen", "mamba_mimo_fwd", "5bcf9be274c93583", "fa73d16eacecf3d2"),
-        _kernel("bwd_varlen", "mamba_mimo_bwd_fwd", "41f9137bb127802a", "a2305e5736963efa"),
-        _kernel("bwd_varlen", "mamba_mimo_bwd_bwd", "e77cc862484e0159", "a54e8af4b86cb743"),
+        _kernel(
+            "fwd",
+            "mamba_mimo_fwd",
+            {"2.3.2.post1": "1f740adda80781a9", "main-e9594ce1": "b9d6dc60bc358801"},
+        ),
+        _kernel(
+            "bwd",
+            "mamba_mimo_bwd_fwd",
+            {"2.3.2.post1": "51b780962a7a46cf", "main-e9594ce1": "7f560995b3519886"},
+        ),
+        _kernel(
+            "bwd",
+            "mamba_mimo_bwd_bwd",
+            {"2.3.2.post1": "7ab89fb8ca005aed", "main-e9594ce1": "fcc05a2f14e983c6"},
+        ),
+        _kernel(
+            "fwd_varlen",
+            "mamba_mimo_fwd",
+            {"2.3.2.post1": "5bcf9be274c93583", "main-e9594ce1": "fa73d16eacecf3d2"},
+        ),
+        _kernel(
+            "bwd_varlen",
+            "mamba_mimo_bwd_fwd",
+            {"2.3.2.post1": "41f9137bb127802a", "main-e9594ce1": "a2305e5736963efa"},
+        ),
+        _kernel(
+            "bwd_varlen",
+            "mamba_mimo_bwd_bwd",
+            {"2.3.2.post1": "e77cc862484e0159", "main-e9594ce1": "a54e8af4b86cb743"},
+        ),
     ),
-    reached="never",  # TileLang reads the text of a kernel: a mark inside would be compiled
+    reached="never",  # TileLang compiles the text of a kernel, and would compile a mark inside
     feature=(f"{FOLDER}/mamba3_mimo_fwd.py:mamba_mimo_fwd",),
     gate="CPPMEGA_SMEM_MERGE",
     provides={"shared_memory_merge": (True,)},
@@ -57,44 +79,24 @@ def fixed_upstream(source: Source) -> bool:
 def verify() -> None:
     import importlib
     import sys
-    from importlib.machinery import ModuleSpec
     from pathlib import Path
-    from types import ModuleType
-    from unittest import mock
 
-    built = {}
+    from cppmega.proof import stand_ins
 
-    def jit(func=None, *, pass_configs=None, **ignored):
-        def build(kernel):
-            built[kernel.__module__, kernel.__name__] = pass_configs or {}
-            return kernel
-
-        return build if func is None else build(func)
-
-    # A stand-in for TileLang that notes what it is asked for, and packages without their
-    # `__init__`: those import compiled extensions, which need a GPU's driver.
-    def stand_in(name, **given):
-        spec = ModuleSpec(name, None)
-        sys.modules[name] = mock.MagicMock(__path__=[], __spec__=spec, **given)
-        return sys.modules[name]
-
-    tilelang = stand_in("tilelang", jit=jit)
-    for name in ("language", "profiler", "autotuner"):
-        setattr(tilelang, name, stand_in(f"tilelang.{name}"))
-    tilelang.autotuner.autotune = lambda *args, **kwargs: lambda kernel: kernel
+    # The `__init__` of these packages import compiled extensions, which need a GPU's driver.
+    tilelang = stand_ins.tilelang()
     for name in ("triton", "triton.testing", "einops"):
-        stand_in(name)
+        stand_ins.module(name)
     root = next(path for path in map(Path, sys.path) if (path / FOLDER).is_dir())
     for package in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.tilelang", FOLDER):
         name = package.replace("/", ".")
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(root / name.replace(".", "/"))]
+        stand_ins.package(name, str(root / name.replace(".", "/")))
     for name in ("mamba3_mimo_utils", "grouped_head_reduction"):  # Triton kernels
-        stand_in(f"mamba_ssm.ops.triton.mamba3.{name}")
+        stand_ins.module(f"mamba_ssm.ops.triton.mamba3.{name}")
     for file in ("fwd", "fwd_varlen", "bwd", "bwd_varlen"):
         importlib.import_module(f"{FOLDER.replace('/', '.')}.mamba3_mimo_{file}")
-    flag = tilelang.PassConfigKey.TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE
-    fast = tilelang.PassConfigKey.TL_ENABLE_FAST_MATH
-    assert len(built) == 6, built
-    for name, configs in built.items():
-        assert configs.get(flag) is True and configs[fast] is True, name
+    flag, fast = "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE", "TL_ENABLE_FAST_MATH"
+    assert len(tilelang.kernels) == 6, tilelang.kernels
+    for kernel in tilelang.kernels:
+        configs = kernel.options["pass_configs"]
+        assert configs.get(flag) is True and configs[fast] is True, kernel

@@ -1,66 +1,31 @@
-"""The report before an upgrade: what would become of every patch, from what changed in the code.
+"""Predict what an upgrade would do to every patch, from the code that changed.
 
-Two trees are diagnosed with the same catalogue, as `apply` would do it, and their answers are laid
-side by side. Every page counts as wanted, gated ones too. Nothing is written and nothing imported.
+Two trees are diagnosed with the same catalogue, as `apply` would do it, and the results are
+compared. Every page counts as wanted, including gated ones. Nothing is written or imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from cppmega.authoring import similar as nearest
-from cppmega.authoring import statements
-from cppmega.authoring.similar import Match
-from cppmega.authoring.statements import Change, Touched
+from cppmega.authoring import similar, statements
+from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift, Word
+from cppmega.authoring.statements import Touched
 from cppmega.errors import CppmegaError
 from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt
-from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Loaded
 from cppmega.overlay.survey import MISSING
-from cppmega.overlay.verdict import FAILURES, NEEDED, Proof, State, Verdict
+from cppmega.overlay.verdict import FAILURES, NEEDED, State
 from cppmega.page import Edit, Page
+from cppmega.rewriting.errors import EditMismatchError
 from cppmega.tree.installed import Tree
 
 if TYPE_CHECKING:
     from cppmega.proof.verify import Proved
 
-Word = Literal[
-    "lost-again",
-    "not-fixed",
-    "changed",
-    "moved",
-    "gone",
-    "unknown",
-    "newly-needed",
-    "upstreamed",
-    "not-applicable",
-    "same",
-    "not-needed",
-    "not-compared",
-    "ambiguous",
-    "foreign",
-    "conflict",
-]
-MEANING: dict[Word, str] = {
-    "lost-again": "OLD has the fix, NEW has the bug again",
-    "not-fixed": "NEW has the fix by its text, and does not pass the proof",
-    "changed": "the text that the patch edits is another",
-    "moved": "the target stands in another file",
-    "gone": "nothing of that name is left",
-    "unknown": "the text is not known, neither in OLD nor in NEW, or only NEW has the feature",
-    "newly-needed": "OLD does not need it, NEW does, and its text is known",
-    "upstreamed": "NEW has the fix; the patch retires itself",
-    "not-applicable": "the feature is not in NEW",
-    "same": "the text that the patch edits is the same",
-    "not-needed": "neither of the two needs it",
-    "not-compared": "it patches a package that is not in both trees",
-    "ambiguous": "the target is defined more than once",
-    "foreign": "a file of NEW is not upstream's",
-    "conflict": "two pages edit one symbol without an order",
-}
 _OF_FAILURE: Mapping[State, Word] = {
     "moved": "moved",
     "absent": "gone",
@@ -69,162 +34,47 @@ _OF_FAILURE: Mapping[State, Word] = {
     "conflict": "conflict",
 }
 
-_RENAMED = 0.75
-"""A definition that is so much like one that is gone is the same under another name."""
-
-_MISFIT = "An edit does not fit its target: "
-
-TargetWord = Literal["same", "changed", "moved", "gone", "added", "left", "ambiguous", "unreadable"]
-"""`added`: the page edits it in NEW only; `left`: in OLD only."""
-
-
-@dataclass(frozen=True, slots=True)
-class TargetDrift:
-    """One symbol in the two trees."""
-
-    target: str
-    word: TargetWord
-    known: str = ""
-    """The version whose pin NEW's text has; "" where no pin has it."""
-    changes: tuple[Change, ...] = ()
-    fits: bool | None = None
-    """Whether an edit of the page applies to NEW's unknown text; None where none was tried."""
-    misfit: str = ""
-    """Why it does not."""
-    places: tuple[str, ...] = ()
-    nearest: tuple[Match, ...] = ()
-    fixed_there: bool = False
-    """Whether the page's own `fixed_upstream` says that the nearest match has the fix."""
-
-    @property
-    def renamed(self) -> bool:
-        """Whether it is gone, and something very much like it is there with the bug in it."""
-        alike = bool(self.nearest) and self.nearest[0].likeness >= _RENAMED
-        return alike and not self.fixed_there
-
-    def as_json(self) -> dict[str, Any]:
-        """One entry of `targets` in the JSON answer."""
-        return {
-            "target": self.target,
-            "change": self.word,
-            "known": self.known,
-            "changes": [change.as_json() for change in self.changes],
-            "fits": self.fits,
-            "misfit": self.misfit,
-            "places": list(self.places),
-            "nearest": [match.as_json() for match in self.nearest],
-            "fixed_there": self.fixed_there,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class PageDrift:
-    """One patch in the two trees."""
-
-    page: Page
-    word: Word
-    old: Verdict
-    new: Verdict
-    targets: tuple[TargetDrift, ...]
-    proof: Proof | None = None
-    """Of a page that NEW's text makes upstreamed: what its proof says there; None: not run."""
-    proved: str = ""
-    """The detail of that proof."""
-
-    @property
-    def safe(self) -> bool:
-        """Whether `apply` would go on with it in NEW, and rightly so."""
-        if self.word in ("not-compared", "gone", "not-fixed"):
-            return self.word == "not-compared"
-        return self.new.state not in FAILURES
-
-
-@dataclass
-class Side:
-    """One of the two trees, diagnosed."""
-
-    given: str
-    """As the user named it."""
-    plan: Plan
-    texts: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def tree(self) -> Tree:
-        """Its files."""
-        return self.plan.tree
-
-    @property
-    def label(self) -> str:
-        """How messages call it."""
-        version = self.tree.version
-        return version if self.given == version else f"{version} ({self.given})"
-
-    def lines(self, target: str) -> list[str]:
-        """The statements of a target; empty where it is not defined exactly once."""
-        if target not in self.texts:
-            source = self.plan.survey.source(target)
-            self.texts[target] = statements.of_source(source) if source else []
-        return self.texts[target]
-
-    def fingerprint(self, page: Page, target: str) -> str:
-        """As the survey gives it: "" for a missing symbol, `?N`, `!reason`."""
-        before = self.plan.before.get(page.name, {})
-        if target in before:
-            return before[target]
-        edit = next(edit for edit in page.patch.edits if edit.target == target)
-        return self.plan.survey.fingerprint(self.plan.survey.read(edit.path), edit)
-
-    def fitting(self, name: str) -> dict[str, Edit]:
-        """Target -> the edit that this tree needs."""
-        return {edit.target: edit for edit in self.plan.edits.get(name, ())}
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """What an upgrade from one tree to the other would do."""
-
-    old: Side
-    new: Side
-    pages: tuple[PageDrift, ...]
-
-    @property
-    def safe(self) -> bool:
-        """Whether `apply` would go through on NEW."""
-        return all(page.safe for page in self.pages)
-
 
 def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Page]) -> Drift:
-    """Diagnose both trees, each given with the name that the user gave it, and compare them."""
+    """Diagnose both trees and compare the results.
+
+    Args:
+        old: the name that the user gave the old tree, and the tree.
+        new: the same for the new tree.
+        pages: the catalogue.
+    """
     before = _side(*old, pages, {})
-    # Answers belong to the bytes of a file, so a file that did not change is asked about once.
+    # Answers belong to the bytes of a file, so unchanged files are surveyed only once.
     after = _side(*new, pages, before.plan.survey.used)
     order = planning.in_order(pages)
-    found = [_page(pages[name], before, after, order) for name in sorted(pages)]
+    drifts = [_page(pages[name], before, after, order) for name in sorted(pages)]
     words = list(MEANING)
-    found.sort(key=lambda page: (page.safe and page.word != "lost-again", words.index(page.word)))
-    return Drift(before, after, tuple(found))
+    drifts.sort(key=lambda page: (page.safe and page.word != "lost-again", words.index(page.word)))
+    return Drift(before, after, tuple(drifts))
 
 
 def proved(drift: Drift, proofs: Mapping[str, Proved]) -> Drift:
-    """The same answer with the proofs of the pages that call themselves upstreamed in NEW."""
+    """Return the drift with the proofs of the pages that declare themselves upstreamed in NEW."""
 
     def one(page: PageDrift) -> PageDrift:
         if page.page.name not in proofs:
             return page
-        made = proofs[page.page.name]
-        word: Word = "not-fixed" if made.proof == "failed" else page.word
-        return replace(page, word=word, proof=made.proof, proved=made.detail)
+        result = proofs[page.page.name]
+        word: Word = "not-fixed" if result.proof == "failed" else page.word
+        return replace(page, word=word, proof=result.proof, proved=result.detail)
 
     pages = sorted(map(one, drift.pages), key=lambda page: page.word != "not-fixed")
     return Drift(drift.old, drift.new, tuple(pages))
 
 
-def _side(given: str, tree: Tree, pages: Mapping[str, Page], answers: Mapping[str, str]) -> Side:
+def _side(
+    requested: str, tree: Tree, pages: Mapping[str, Page], answers: Mapping[str, str]
+) -> Side:
     loaded = receipt.load(tree)
     known = replace(loaded.receipt, survey={**answers, **loaded.receipt.survey})
     gates = {page.patch.gate: "1" for page in pages.values() if page.patch.gate}
     loaded = Loaded(known, loaded.problem, loaded.exists)
-    return Side(given, planning.make(tree, loaded, pages, environment=gates))
+    return Side(requested, planning.make(tree, loaded, pages, environment=gates))
 
 
 def _page(page: Page, old: Side, new: Side, order: Sequence[str]) -> PageDrift:
@@ -234,7 +84,7 @@ def _page(page: Page, old: Side, new: Side, order: Sequence[str]) -> PageDrift:
     if word not in ("not-needed", "not-compared"):
         targets = tuple(_target(t, page, old, new, order) for t in _targets(page, old, new))
     if word == "not-applicable" and any(target.renamed for target in targets):
-        word = "gone"  # apply would take a new name for a feature that was removed
+        word = "gone"  # apply would mistake a renamed feature for a removed one
     if word == "same" and any(target.word not in ("same", "left") for target in targets):
         word = "changed"
     return PageDrift(page, word, was, now, targets)
@@ -257,7 +107,7 @@ def _word(page: Page, old: Side, new: Side) -> Word:
 
 
 def _targets(page: Page, old: Side, new: Side) -> list[str]:
-    """The symbols worth a look: those edited in OLD or in NEW, else those that went wrong."""
+    """Return the symbols to compare: those edited in OLD or in NEW, else those that failed."""
     edited = [*old.fitting(page.name), *new.fitting(page.name)]
     now = new.plan.verdicts[page.name]
     if now.state in FAILURES:
@@ -273,7 +123,7 @@ def _targets(page: Page, old: Side, new: Side) -> list[str]:
 
 
 def _pins(page: Page, target: str, preferred: str = "") -> dict[str, str]:
-    """Fingerprint -> a version that the page pins it for: the preferred one, else the last."""
+    """Return the pinned version of each fingerprint: the preferred one, else the last."""
     edits = [edit for edit in page.patch.edits if edit.target == target]
     pins = [(pin, version) for edit in edits for version, pin in edit.pins.items()]
     return dict(sorted(pins, key=lambda entry: entry[1] == preferred))
@@ -315,9 +165,9 @@ def _missing(target: str, page: Page, old: Side, new: Side) -> TargetDrift:
         moved = tuple(place for place, _ in places)
         return TargetDrift(target, "moved", known, tuple(changes), places=moved)
     lines = old.lines(target)
-    like = nearest.nearest(new.tree, target, lines) if lines else []
-    fixed = bool(like) and nearest.is_fixed_there(page, survey, target, like[0])
-    return TargetDrift(target, "gone", nearest=tuple(like), fixed_there=fixed)
+    matches = similar.most_similar(new.tree, target, lines) if lines else []
+    fixed = bool(matches) and similar.is_fixed_there(page, survey, target, matches[0])
+    return TargetDrift(target, "gone", nearest=tuple(matches), fixed_there=fixed)
 
 
 def _changed(
@@ -325,8 +175,8 @@ def _changed(
 ) -> TargetDrift:
     edit = old.fitting(page.name).get(target)
     others = [e for e in reversed(page.patch.edits) if e.target == target and e is not edit]
-    # Edits take most of the time, so none is tried for nothing: not one that upstream's fix
-    # retires, and not one on a text that the page knows where that of OLD tells as much.
+    # Edits take most of the time, so none is tried in vain: none that upstream's fix retires, and
+    # none on a known text if the text of OLD provides the same information.
     retired = new.plan.verdicts[page.name].state == "upstreamed"
     on_old_text = [edit] if edit and not retired else []
     on_new_text = [*([edit] if edit else []), *others]
@@ -356,10 +206,10 @@ def _changed(
 def _touched(
     side: Side, target: str, earlier: Sequence[Edit], choices: Sequence[Edit]
 ) -> tuple[Touched | None, str]:
-    """What the first edit that fits does to the text of a tree, or why none does.
+    """Return what the first edit that fits does to the text of a tree, or why none fits.
 
     Args:
-        earlier: edits of pages that come before this one; ours may be made for what they leave.
+        earlier: edits of pages that come before this one, and that its edits may build on.
     """
     source, before = side.plan.survey.source(target), _left_by(side, target, earlier)
     misfit = ""
@@ -368,8 +218,10 @@ def _touched(
             continue
         try:
             after = _edited(source, target, [*earlier, edit])
+        except EditMismatchError as error:
+            misfit = misfit or error.problem
         except CppmegaError as error:
-            misfit = misfit or error.what.removeprefix(_MISFIT).rstrip(".")
+            misfit = misfit or error.what.rstrip(".")
         except Exception as error:  # an edit is a page's code and may raise anything
             misfit = misfit or f"the edit raises {type(error).__name__}: {error}"
         else:
@@ -379,17 +231,17 @@ def _touched(
 
 
 def _left_by(side: Side, target: str, earlier: Sequence[Edit]) -> list[str] | None:
-    """The statements that the edits before ours leave; None where they do not fit themselves."""
+    """Return the statements after the earlier edits; None if these do not fit."""
     if not earlier:
         return side.lines(target)
     try:
         return _edited(side.plan.survey.source(target), target, earlier)
-    except Exception:  # their own pages say what is wrong
+    except Exception:  # their own pages report what is wrong
         return None
 
 
 def _edited(source: str, target: str, edits: Sequence[Edit]) -> list[str]:
-    """The statements of a definition after some edits."""
+    """Return the statements of a definition after some edits."""
     import libcst as cst
 
     from cppmega.rewriting import fingerprint

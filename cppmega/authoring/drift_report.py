@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cppmega.authoring.drift import MEANING, Drift, PageDrift, Side, TargetDrift
-from cppmega.authoring.statements import Change
+from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift
+from cppmega.authoring.statements import StatementChange
 from cppmega.host.console import NOTHING, Style, styled
 from cppmega.overlay.verdict import NEEDED
 from cppmega.tree.resolve import label_of
@@ -40,7 +40,7 @@ def as_json(drift: Drift) -> dict[str, Any]:
 
 
 def _side_json(side: Side) -> dict[str, str]:
-    return {"given": side.given, "version": side.tree.version, "root": str(side.tree.root)}
+    return {"given": side.requested, "version": side.tree.version, "root": str(side.tree.root)}
 
 
 def _page_json(page: PageDrift, drift: Drift) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def pin_command(name: str, new: Side) -> str:
     """How to pin the text of NEW."""
     label = label_of(new.tree)
     command = f"cppmega pin {name} {label}"
-    if new.given != label:
-        command += f" --from {shlex.quote(new.given)}"
+    if new.requested != label:
+        command += f" --from {shlex.quote(new.requested)}"
     return command
 
 
@@ -225,7 +225,7 @@ def _nearest(target: TargetDrift) -> str:
     return "; nearest: " + ", ".join(like) + ("; the first has the fix" * target.fixed_there)
 
 
-def _counted(changes: Sequence[Change]) -> str:
+def _counted(changes: Sequence[StatementChange]) -> str:
     """`5 statements changed, 2 of them replaced by our edit`."""
     if not changes:
         return "the layout changed, and no statement"
@@ -246,7 +246,7 @@ def _counted(changes: Sequence[Change]) -> str:
     return f"{places}: {', '.join(said)}"
 
 
-def _limited(changes: Sequence[Change], limit: int) -> Iterator[str]:
+def _limited(changes: Sequence[StatementChange], limit: int) -> Iterator[str]:
     """The diff; where it is long, what meets our edit is kept and the rest counted."""
     blocks = [(change, list(_change_lines(change))) for change in changes]
     left = limit
@@ -268,7 +268,7 @@ def _limited(changes: Sequence[Change], limit: int) -> Iterator[str]:
         yield f"        ... {hidden} more lines; --json has them all"
 
 
-def _change_lines(change: Change) -> Iterator[str]:
+def _change_lines(change: StatementChange) -> Iterator[str]:
     yield f"        {styled(_cut(f'after: {change.after}' if change.after else 'first:'), 'note')}"
     sign = _SIGNS[change.meets]
     old, new = in_sight(change.old, change.new)

@@ -1,17 +1,19 @@
-"""The laws on one page and one text, as `cppmega pin` checks them; `verify` is checked apart."""
+"""The laws that `cppmega pin` checks on one page and one text; `verify` is checked separately."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from cppmega.authoring.pin_source import PinsNotFoundError
 from cppmega.errors import CppmegaError
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE
 from cppmega.page import Page
+from cppmega.rewriting.errors import OutsideTargetError, TargetError, UndefinedNameError
 
 LAWS = (
     "header",
@@ -22,40 +24,50 @@ LAWS = (
     "second pass",
     "reversible",
 )
-"""Those on the text, in the order in which they are checked; `verify` comes last."""
+"""The laws on the text, in the order in which they are checked; `verify` comes last."""
 
-_LAW_OF_ERROR = {
-    "target-absent": "known target",
-    "target-ambiguous": "known target",
-    "target-shares-its-lines": "known target",
-    "edit-reaches-beyond-its-target": "only targets changed",
-    "undefined-name": "undefined names",
+_LAW_OF_ERROR: Mapping[type[CppmegaError], str] = {
+    TargetError: "known target",
+    OutsideTargetError: "only targets changed",
+    UndefinedNameError: "undefined names",
 }
-"""Which law an error of the engine is about; the others are about the edit itself."""
+"""The law that an error of the engine violates; others violate the law that is being checked."""
+
+
+class LawBrokenError(CppmegaError):
+    """A page violates a law on the text that is to be pinned."""
 
 
 @contextmanager
 def law(name: str) -> Iterator[None]:
-    """Whatever goes wrong inside is a violation of that law, or of the law it is known to be of."""
+    """Turn errors into violations of a law, or of the law that the error is known to violate."""
     try:
         yield
+    except (LawBrokenError, PinsNotFoundError):
+        raise
     except CppmegaError as error:
-        if error.name.startswith("law-") or error.name == "pins-not-found":
-            raise
-        raise broken(_LAW_OF_ERROR.get(error.name, name), error.what, error.next) from error
+        raise broken(_LAW_OF_ERROR.get(type(error), name), error.what, error.next) from error
 
 
-def broken(name: str, what: str, command: str) -> CppmegaError:
-    return CppmegaError(
+def broken(name: str, what: str, command: str) -> LawBrokenError:
+    """Return the error for a violated law."""
+    return LawBrokenError(
         "law-" + name.replace(" ", "-"),
         f"The law `{name}` fails: {what}",
-        "A text that is pinned is patched without asking again. Nothing was written.",
+        "A pinned text is patched without further questions. Nothing was written.",
         command,
     )
 
 
 def check(page: Page, plan: Plan, root: Path) -> dict[str, bytes]:
-    """Apply, apply again and revert on a tree that holds the page's files and nothing else."""
+    """Apply, apply again and revert on a tree that holds only the page's files.
+
+    Returns:
+        path -> the patched text.
+
+    Raises:
+        LawBrokenError: `law-...`.
+    """
     (root / "megatron" / "core").mkdir(parents=True)
     pristine = {}
     for path in {edit.path for edit in page.patch.edits}:
@@ -87,6 +99,7 @@ def check(page: Page, plan: Plan, root: Path) -> dict[str, bytes]:
 
 
 def session_of(root: Path, page: Page) -> Session:
+    """Return a session whose catalogue is one page."""
     session = Session(root, ())
     session.pages = {page.name: page}
     return session

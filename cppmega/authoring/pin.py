@@ -19,8 +19,9 @@ from cppmega.overlay.plan import Plan
 from cppmega.overlay.survey import MISSING
 from cppmega.overlay.verdict import NEEDED
 from cppmega.page import Page
-from cppmega.tree import resolve as given
+from cppmega.proof.needs import missing_needs
 from cppmega.tree.installed import Tree
+from cppmega.tree.resolve import is_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ def _why_not(text: str) -> str:
 
 def _age(version: str) -> tuple[bool, list[int]]:
     """Sorts releases by number; names of branches stand in front of them."""
-    return given.is_version(version), [int(n) for n in re.findall(r"\d+", version)[:3]]
+    return is_version(version), [int(n) for n in re.findall(r"\d+", version)[:3]]
 
 
 def _added(page: Page, choice: Choice, texts: Mapping[str, str], version: str) -> dict[int, str]:
@@ -217,9 +218,7 @@ def _added(page: Page, choice: Choice, texts: Mapping[str, str], version: str) -
 
 
 def _missing_needs(page: Page, unverified: bool) -> Sequence[str]:
-    from cppmega.proof import verify
-
-    missing = verify.missing_needs(page.patch.needs)
+    missing = missing_needs(page.patch.needs)
     if missing and not unverified:
         raise CppmegaError(
             "needs-missing",
@@ -246,7 +245,7 @@ def _candidates(
         try:
             with law("header"):
                 wanted = _added(page, choice, texts, version)
-                data = pin_source.with_pins(page, wanted, version, scratch)
+                data = pin_source.with_pins(page, wanted, version)
                 new = pin_source.copy_with(page, data, scratch)
             result = check(new, plan, scratch / f"tree-{number}")
         except CppmegaError as error:
@@ -301,7 +300,7 @@ def _what_to_read(
     from cppmega.tree import wheels
 
     like = choice.like[-1]
-    if like == version or not given.is_version(like):
+    if like == version or not is_version(like):
         return []
     with suppress(CppmegaError):  # without that wheel there is nothing to compare with
         old = Tree(wheels.unpacked(like, say))

@@ -6,15 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cppmega.authoring import similar as nearest
+from cppmega.authoring import similar
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError, suggestion
 from cppmega.overlay import receipt
 from cppmega.overlay.diagnose import view
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.page import Edit, Page
-from cppmega.tree import resolve as given
 from cppmega.tree.installed import Tree
+from cppmega.tree.resolve import label_of
 
 TARGET = re.compile(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z")
 _NO_TARGET = "megatron/core/TODO.py:TODO"
@@ -62,7 +62,7 @@ def new(
             f"cppmega explain {name}, or choose another name",
         )
     pins = {target: _fingerprint(tree, target) for target in targets} if tree else {}
-    label = given.label_of(tree) if tree else ""
+    label = label_of(tree) if tree else ""
     text = page_text(list(pins.items()), label, _earlier(targets, pages))
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("x") as file:
@@ -88,7 +88,7 @@ def _fingerprint(tree: Tree, target: str) -> str:
     file = view(tree, receipt.load(tree), edit.path, {})
     text = Survey(tree).fingerprint(file.pristine or file.current, edit)
     if text == MISSING:
-        near = nearest.similar_names(tree, target)
+        near = similar.similar_names(tree, target)
         raise CppmegaError(
             "target-absent",
             f"There is no {target} in megatron-core {tree.version}." + suggestion(near),

@@ -1,4 +1,4 @@
-"""A definition that is gone: which of the definitions that are there is most like it?"""
+"""Find the definitions of a tree that are most similar to one that is gone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cppmega.tree.installed import Tree
 
 _WORD = re.compile(r"[A-Za-z_]\w+")
 _FILES = 6
-"""Files beside the definition's own that are looked into; parsing all would take seconds."""
+"""Number of further files to search; parsing all of them would take seconds."""
 _RARE = 16
-"""So many of the longest names of a definition tell the files that may hold it now."""
+"""Number of long names of a definition by which the files that may contain it are found."""
 _ALIKE = 0.7
-"""Less than that is another function: half of the words are those of any code around it."""
+"""Minimum likeness. Any two functions share about half of their words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +39,44 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A tree as it would be had a definition kept its old name: what `fixed_upstream` asks."""
+    """A tree in which a definition appears under its old name, as `fixed_upstream` expects it."""
 
     survey: Survey
     old: str
     new: str
 
     def text(self, target: str) -> str:
-        """A symbol's code; that of the old name stands under the new one."""
+        """Return the code of a symbol; the old name refers to the new definition."""
         if target == self.old or target.startswith(f"{self.old}."):
             target = self.new + target.removeprefix(self.old)
         return self.survey.text(target)
 
     def file(self, path: str) -> str:
-        """The text of a file; where the definition went elsewhere, that of its new one too."""
+        """Return the text of a file, followed by that of the file to which the definition moved."""
         text, there = self.survey.file(path), self.new.partition(":")[0]
         moved = path == self.old.partition(":")[0] and there != path
         return text + self.survey.file(there) if moved else text
 
 
 def is_fixed_there(page: Page, survey: Survey, target: str, match: Match) -> bool:
-    """Whether the page would call upstream fixed, were the match the target under its old name."""
+    """Whether the page would consider upstream fixed if the match were its target."""
     if page.fixed_upstream is None:
         return False
     try:
         return ask(page, Renamed(survey, target, match.target))
-    except CppmegaError:  # it was not written for this question
+    except CppmegaError:  # `fixed_upstream` was not written for such a tree
         return False
 
 
-def nearest(tree: Tree, target: str, lines: Sequence[str], limit: int = 3) -> list[Match]:
-    """Definitions that are most like the one that had these statements, best first.
+def most_similar(tree: Tree, target: str, lines: Sequence[str], limit: int = 3) -> list[Match]:
+    """Return the definitions that are most similar to given statements, best first.
 
-    Text counts most; of two that are equally like it the one with the more similar name wins.
+    Text counts most. Among equally similar texts, the more similar name comes first.
+
+    Args:
+        target: where the statements were defined.
+        lines: the statements.
+        limit: the number of definitions to return.
     """
     path, _, symbol = target.partition(":")
     words = set(_WORD.findall("\n".join(lines)))
@@ -91,7 +96,7 @@ def nearest(tree: Tree, target: str, lines: Sequence[str], limit: int = 3) -> li
 
 
 def similar_names(tree: Tree, target: str) -> list[str]:
-    """What a mistyped target may have meant: by the name alone."""
+    """Return targets with similar names, for a mistyped one."""
     path, _, symbol = target.partition(":")
     if tree.read(path) is None:
         files = tree.python_files
@@ -117,7 +122,7 @@ def _likely_files(tree: Tree, path: str, words: set[str]) -> list[str]:
 
 
 def _definitions(tree: Tree, path: str) -> Iterator[tuple[str, Definition]]:
-    """Every definition of a file with its qualified name; none where it is no Python."""
+    """Yield every definition of a file with its qualified name; none if it cannot be parsed."""
     data = tree.read(path)
     if data is None:
         return
@@ -134,10 +139,10 @@ def _definitions(tree: Tree, path: str) -> Iterator[tuple[str, Definition]]:
 
 
 def _likeness(lines: Sequence[str], words: set[str], node: Definition) -> float:
-    """Share of the statements' words that stand in both, in the same order."""
+    """Return the share of words that both have in common, in the same order."""
     theirs = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     theirs |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-    # Few shared names: not worth the long comparison.
+    # With few names in common, the slow comparison is not worthwhile.
     if len(theirs & words) * 3 < min(len(theirs), len(words)):
         return 0.0
     ours = _WORD.findall("\n".join(lines))

@@ -1,8 +1,7 @@
-"""A definition as a list of statements, and what changed between two of them.
+"""Definitions as lists of statements, and the differences between two of them.
 
-Comments, docstrings and layout are no statements, so what is listed here is what runs. The
-parameters of a function and the bases of a class count as statements of their own: a parameter
-that was added is then one line, whatever the length of the signature.
+Comments, docstrings and layout are left out. The parameters of a function and the bases of a class
+count as separate statements, so that an added parameter is one line of a long signature.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from typing import Any, Literal
 from cppmega.rewriting.source import Definition, parse_silently
 
 Meets = Literal["replaced", "beside", "elsewhere", "unknown"]
-"""What a change of upstream's is to our edit: it stands in what the edit replaces, next to it,
-somewhere else in the target, or nobody can say."""
+"""How a change of upstream meets an edit of the page: within the statements that the edit replaces,
+next to them, elsewhere in the target, or unknown."""
 
 _ORDER: tuple[Meets, ...] = ("unknown", "elsewhere", "beside", "replaced")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One run of statements that differ."""
+class StatementChange:
+    """A run of statements that differ."""
 
     old: tuple[str, ...]
     new: tuple[str, ...]
     after: str
-    """The statement in front of it, for orientation; "" at the top."""
+    """The statement before it, for orientation; "" at the top."""
     meets: Meets = "unknown"
 
     def as_json(self) -> dict[str, Any]:
@@ -44,16 +43,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """What an edit does to a list of statements: those it replaces, and where it inserts."""
+    """The statements that an edit replaces, and the places where it inserts."""
 
     lines: frozenset[int] = frozenset()
     gaps: frozenset[int] = frozenset()
-    """Before which statement something is inserted."""
+    """Indices of the statements before which the edit inserts."""
     inserted: frozenset[str] = frozenset()
 
 
 def of_source(source: str) -> list[str]:
-    """The statements of a definition given as its lines, at any indentation."""
+    """Return the statements of a definition, given as its lines at any indentation."""
     wrapped = source.startswith((" ", "\t"))
     body = parse_silently(f"if 1:\n{source}" if wrapped else source).body
     holder = body[0]
@@ -63,7 +62,7 @@ def of_source(source: str) -> list[str]:
 
 
 def of_definition(node: Definition) -> list[str]:
-    """The statements of a definition; its docstrings are dropped from the node."""
+    """Return the statements of a definition; its docstrings are removed from the node."""
     for inner in ast.walk(node):
         if isinstance(inner, Definition) and ast.get_docstring(inner, clean=False) is not None:
             inner.body = inner.body[1:] or [ast.copy_location(ast.Pass(), inner.body[0])]
@@ -105,7 +104,7 @@ def _parameter(parameter: ast.arg, default: ast.expr | None) -> str:
 
 
 def touched(before: Sequence[str], after: Sequence[str]) -> Touched:
-    """What an edit did that made `after` out of `before`."""
+    """Return what an edit did that turned `before` into `after`."""
     lines: set[int] = set()
     gaps: set[int] = set()
     inserted: set[str] = set()
@@ -117,13 +116,14 @@ def touched(before: Sequence[str], after: Sequence[str]) -> Touched:
 
 
 def carried(edit: Touched, before: Sequence[str], pristine: Sequence[str]) -> Touched:
-    """What an edit touches of upstream's statements, where other edits came before it.
+    """Return what an edit touches of upstream's statements after other edits were made.
+
+    Changes of statements that the other edits inserted are not included.
 
     Args:
-        edit: what it does to the statements that the others left.
-        before: those statements.
-
-    What it changes of the others' own statements is theirs to report.
+        edit: what the edit does to the statements that the others left.
+        before: these statements.
+        pristine: the statements of upstream.
     """
     matcher = SequenceMatcher(None, before, pristine, autojunk=False)
     place = {i + n: j + n for i, j, size in matcher.get_matching_blocks() for n in range(size)}
@@ -138,13 +138,15 @@ def changes(
     new: Sequence[str],
     on_old: Touched | None = None,
     on_new: Touched | None = None,
-) -> list[Change]:
-    """What upstream changed, and what each change is to our edit.
+) -> list[StatementChange]:
+    """Return what upstream changed, and how each change meets the edit.
 
     Args:
+        old: the old statements.
+        new: the new statements.
         on_old: what the edit does to the old statements.
-        on_new: what it does to the new ones, where it still applies. Both are asked: an edit that
-            gives the target a whole body of its own undoes a change although it never named it.
+        on_new: what it does to the new statements, if it still applies. Both are used, because an
+            edit that replaces the complete body undoes changes that it does not mention.
     """
     found = []
     for _, i, k, j, m in _opcodes(old, new):
@@ -154,16 +156,16 @@ def changes(
         if on_new is not None:
             meets = max(meets, _meets(on_new, j, m, old[i:k]), key=_ORDER.index)
         after = old[i - 1].strip() if i else ""
-        found.append(Change(tuple(old[i:k]), tuple(new[j:m]), after, meets))
+        found.append(StatementChange(tuple(old[i:k]), tuple(new[j:m]), after, meets))
     return found
 
 
 def _meets(edit: Touched, start: int, end: int, other: Sequence[str]) -> Meets:
-    """What the statements from `start` to `end` are to an edit of the same list.
+    """Return how the statements from `start` to `end` meet an edit of the same list.
 
     Args:
-        other: the statements on the other side of the change: where the edit inserts them here,
-            it does again what upstream did, or undoes it.
+        other: the statements on the other side of the change. If the edit inserts them here, it
+            repeats what upstream did, or undoes it.
     """
     if any(at in edit.lines for at in range(start, end)):
         return "replaced"

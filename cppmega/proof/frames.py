@@ -1,26 +1,30 @@
-"""Messages through a pipe, each with its length in front: whole, or not there by a deadline.
+"""Messages through a pipe, each preceded by its length.
 
-The end of a pipe tells nothing where a forgotten grandchild holds it open.
+A message arrives complete or not at all. The end of the pipe is no sign that the writer has ended,
+because a process that it left behind may hold the pipe open.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 _LENGTH = struct.Struct("!I")
-_LOOK = 0.2
-"""Seconds between two looks at whether the writer lives."""
+_POLL = 0.2
+"""Seconds between two checks whether the writer is alive."""
+
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
-def send(pipe: int, message: dict[str, Any]) -> None:
+def send(pipe: int, message: msgspec.Struct) -> None:
     """Write one message."""
-    data = json.dumps(message).encode()
+    data = msgspec.json.encode(message)
     left = memoryview(_LENGTH.pack(len(data)) + data)
     while left:
         left = left[os.write(pipe, left) :]
@@ -33,30 +37,38 @@ class Reader:
         self._pipe = pipe
         self._data = b""
 
-    def receive(self, seconds: float, ended: Callable[[], bool]) -> dict[str, Any] | None:
-        """The next message; None where the writer ends, or the time, before it is whole.
+    def receive(
+        self, kind: type[Message], seconds: float, ended: Callable[[], bool]
+    ) -> Message | None:
+        """Return the next message, or None if it is not complete in time or of another kind.
 
         Args:
+            kind: the type of the message.
+            seconds: how long to wait.
             ended: whether the writer has ended.
         """
         deadline = time.monotonic() + seconds
-        while (message := self._taken()) is None:
+        while (message := self._next()) is None:
             gone, left = ended(), deadline - time.monotonic()
             ready, _, _ = select.select(
-                [self._pipe], [], [], 0 if gone else max(0, min(left, _LOOK))
+                [self._pipe], [], [], 0 if gone else max(0, min(left, _POLL))
             )
             data = os.read(self._pipe, 65536) if ready else b""
             self._data += data
             if not data and (ready or gone or left <= 0):
                 return None
-        return message
+        try:
+            return msgspec.json.decode(message, type=kind)
+        except msgspec.MsgspecError:  # not from the worker: a proof may write to the pipe
+            return None
 
-    def _taken(self) -> dict[str, Any] | None:
+    def _next(self) -> bytes | None:
+        """Take the next complete message from what has arrived."""
         if len(self._data) < _LENGTH.size:
             return None
         end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
         if len(self._data) < end:
             return None
-        message: dict[str, Any] = json.loads(self._data[_LENGTH.size : end])
+        message = self._data[_LENGTH.size : end]
         self._data = self._data[end:]
         return message

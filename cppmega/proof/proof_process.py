@@ -1,20 +1,21 @@
-"""Start the process that runs proofs, and read its answers: it ends in time, whatever it does."""
+"""Start the process that runs proofs, read its answers, and end it in time."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO
+
+import msgspec
 
 from cppmega.host import python
 from cppmega.host.process import alone
 from cppmega.proof import frames
+from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready, Side, TextOrder
 
 LIMIT = 120.0
 """Seconds after which a proof is ended; it should take less than one."""
@@ -24,105 +25,107 @@ MARGIN = 15.0
 """Seconds in which the worker itself reports a proof that it ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one proof did on one tree."""
-
-    result: Literal["passed", "failed", "not-run"]
-    detail: str
-    seconds: float = 0.0
-
-
 def answers(
-    order: Mapping[str, Any],
-    names: Sequence[str],
+    root: str,
+    side: Side,
+    pages: Sequence[PageOrder],
     environment: Mapping[str, str],
-    texts: list[Mapping[str, str]],
-) -> Iterator[tuple[str, Run]]:
-    """Have a worker execute an order, and tell what became of each page.
+    *,
+    forks: bool = True,
+    ordered: TextOrder | None = None,
+    texts: list[Mapping[str, str]] | None = None,
+) -> Iterator[tuple[str, ProofRun]]:
+    """Have a worker prove pages, and yield the result of each.
 
     Args:
-        order: what `cppmega.proof.worker` reads on stdin.
-        names: the pages, in the order of their answers.
+        root: the tree that the worker imports.
+        side: what the tree holds.
+        pages: the pages, in the order of their results.
         environment: further variables of the worker.
-        texts: gets what the worker makes of the files that the order has, if it has any.
+        forks: whether every proof gets a process of its own.
+        ordered: files whose patched texts the worker computes as well.
+        texts: receives the hashes of these texts.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as said:  # libraries warn as they like
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # libraries warn as they like
         reader, writer = os.pipe()
+        order = Order(
+            root=root, side=side, forks=forks, pages=tuple(pages), texts=ordered,
+            limit=LIMIT, answers=writer,
+        )  # fmt: skip
         try:
-            worker = _started({**order, "limit": LIMIT, "answers": writer}, said, environment)
+            worker = _started(order, output, environment)
         finally:
             os.close(writer)
         answered = 0
         try:
-            for name, run in _read(worker, frames.Reader(reader), names, texts):
+            for name, run in _read(worker, frames.Reader(reader), pages, texts):
                 answered += 1
                 yield name, run
         finally:
             _end(worker)
             os.close(reader)
-        said.seek(0)
-        last = (said.read().strip().splitlines() or ["it said nothing"])[-1]
-    for name in names[answered:]:
-        yield name, Run("not-run", f"the {order['side']} process {_how(worker)}: {last[:400]}")
+        output.seek(0)
+        last = (output.read().strip().splitlines() or ["it printed nothing"])[-1]
+    for page in pages[answered:]:
+        detail = f"the {side} process {_how(worker)}: {last[:400]}"
+        yield page.name, ProofRun("not-run", detail)
 
 
 def _started(
-    order: Mapping[str, Any], said: IO[str], environment: Mapping[str, str]
-) -> subprocess.Popen[str]:
+    order: Order, output: IO[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     worker = subprocess.Popen(
         python.command("cppmega.proof.worker"),
         stdin=subprocess.PIPE,
-        stdout=said,
-        stderr=said,
-        text=True,
-        pass_fds=[order["answers"]],
-        start_new_session=True,  # it is ended with all that it started
+        stdout=output,
+        stderr=output,
+        pass_fds=[order.answers],
+        start_new_session=True,  # it is ended together with all that it started
         env={
             **alone(os.environ),
             **environment,
-            "PYTHONOPTIMIZE": "",  # proofs are assertions, those of what they call too
+            "PYTHONOPTIMIZE": "",  # proofs are assertions, also in what they call
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         },
     )
     assert worker.stdin is not None
-    with contextlib.suppress(BrokenPipeError), worker.stdin:  # it ended; said by the caller
-        worker.stdin.write(json.dumps(order))
+    with contextlib.suppress(BrokenPipeError), worker.stdin:  # it ended; the caller reports it
+        worker.stdin.write(msgspec.json.encode(order))
     return worker
 
 
 def _read(
-    worker: subprocess.Popen[str],
+    worker: subprocess.Popen[bytes],
     reader: frames.Reader,
-    names: Sequence[str],
-    texts: list[Mapping[str, str]],
-) -> Iterator[tuple[str, Run]]:
-    """Answers as they come, while each is the one that is due."""
+    pages: Sequence[PageOrder],
+    texts: list[Mapping[str, str]] | None,
+) -> Iterator[tuple[str, ProofRun]]:
+    """Yield the answers as they arrive, until one is not the expected one."""
 
     def ended() -> bool:
         return worker.poll() is not None
 
-    ready = reader.receive(START, ended)
-    if ready is None or ready.keys() != {"texts"}:
+    ready = reader.receive(Ready, START, ended)
+    if ready is None:
         return
-    if ready["texts"] is not None:
-        texts.append(ready["texts"])
-    for name in names:
-        answer = reader.receive(LIMIT + MARGIN, ended)
-        if answer is None or answer.pop("name", None) != name:
+    if ready.texts is not None and texts is not None:
+        texts.append(ready.texts)
+    for page in pages:
+        answer = reader.receive(Answer, LIMIT + MARGIN, ended)
+        if answer is None or answer.name != page.name:
             return
-        yield name, Run(**answer)
+        yield page.name, answer.run
 
 
-def _how(worker: subprocess.Popen[str]) -> str:
+def _how(worker: subprocess.Popen[bytes]) -> str:
     if worker.returncode in (0, -signal.SIGKILL):
-        return "gave no answer in time, or one that was not asked for"
+        return "gave no answer in time, or not the expected one"
     return f"ended with status {worker.returncode}"
 
 
-def _end(worker: subprocess.Popen[str]) -> None:
-    """End the worker and its session; what it forked ends with it."""
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    """End the worker together with every process of its session."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.wait(0.5)
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,7 @@
 """Run every page's proof three times: on the patched tree, on stock, and on a do-nothing mutant.
 
-It must pass on the first and fail on the other two. Each tree gets a process of its own, and in it
-each page a fork of its own, so that what one proof leaves behind cannot help the next.
+The proof must pass on the first and fail on the other two. Each tree gets its own process, and each
+page a fork of that process, so that nothing that one proof leaves behind can help the next.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt, transaction
@@ -19,16 +19,14 @@ from cppmega.overlay.plan import Plan
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE, NEEDED, Proof, Verdict
 from cppmega.page import Page
-from cppmega.proof import hash_seeds, mutant, proof_file, proof_process
-from cppmega.proof.proof_process import Run
-from cppmega.rank.imported import PACKAGES
-from cppmega.rewriting.rewrite import Step, rewrite
+from cppmega.proof import hash_seeds, proof_file, proof_process
+from cppmega.proof.messages import SIDES, PageOrder, ProofRun, Side
+from cppmega.proof.needs import missing_needs, uses_gpu
+from cppmega.proof.scratch_tree import build
 
-Side = Literal["patched", "stock", "mutant"]
 _ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not reach it"
-_NOT_MADE_FOR_IT = ("AttributeError", "NameError", "TypeError")
-"""How a proof ends on code that has other names and signatures than those it was written for."""
-SIDES: tuple[Side, ...] = ("patched", "stock", "mutant")
+_OTHER_CODE = ("AttributeError", "NameError", "TypeError")
+"""Errors of a proof on code whose names and signatures differ from those it was written for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Proved:
     name: str
     proof: Proof
     detail: str
-    runs: Mapping[str, Run]
+    runs: Mapping[str, ProofRun]
 
     def as_json(self) -> dict[str, Any]:
         """One entry of `--json`."""
@@ -52,17 +50,17 @@ class Proved:
 def verify(
     session: Session, names: Sequence[str] = (), record: list[Path] | None = None
 ) -> list[Proved]:
-    """Prove the pages that the tree needs, and write the proofs into the receipt of a patched tree.
+    """Prove the pages that the tree needs, and record the proofs in the receipt of a patched tree.
 
-    Pages that are applied are proved on the tree itself; pages that are only pending, on a scratch
-    copy of it, and then the receipt keeps nothing. Pages that call themselves upstreamed must pass
-    on stock. Without names, pages in a failure state fail here too.
+    Applied pages are proved on the tree itself. Pending pages are proved on a scratch copy, and
+    their proofs are not recorded. Pages that declare themselves upstreamed must pass on stock.
 
     Args:
+        names: prove only these pages; without names, pages in a failure state fail as well.
         record: keep proofs that need more than a CPU with their pages; receives the files written.
 
     Raises:
-        CppmegaError: a page asked for by name is not needed here, or the tree is in a bad state;
+        CppmegaError: a named page is not needed here, or the tree is in a bad state;
             `not-recorded`, `nothing-to-record`.
     """
     loaded = receipt.load(session.tree)
@@ -75,7 +73,7 @@ def verify(
     missing = {page.name: missing_needs(page.patch.needs) for page in [*pages, *retired]}
     runnable = [page for page in pages if not missing[page.name]]
     on_stock = [page for page in retired if not missing[page.name]]
-    runs: dict[str, dict[str, Run]] = {page.name: {} for page in [*pages, *retired]}
+    runs: dict[str, dict[str, ProofRun]] = {page.name: {} for page in [*pages, *retired]}
     texts: list[hash_seeds.Texts] = []
     applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
     with tempfile.TemporaryDirectory(prefix="cppmega-verify-") as scratch:
@@ -90,7 +88,7 @@ def verify(
                 build(plan, root, side)
             for name, run in _run(root, side, plan, chosen, session.say, texts):
                 runs[name][side] = run
-    if not runnable:  # no proof runs, and the texts are made all the same
+    if not runnable:  # the texts are compared even if no proof runs
         list(_worker(plan.tree.root, "stock", plan, [], session.say, {}, texts=texts))
     unsteady = set(hash_seeds.differing(plan, texts))
     proved = [
@@ -107,7 +105,7 @@ def verify(
 
 
 def upstreamed(plan: Plan, say: Callable[[str], None]) -> dict[str, Proved]:
-    """Do the pages that call themselves upstreamed pass on this tree, unpatched?"""
+    """Run the proofs of pages that declare themselves upstreamed, on the unpatched tree."""
     pages = _retired(plan, ())
     missing = {page.name: missing_needs(page.patch.needs) for page in pages}
     runnable = [page for page in pages if not missing[page.name]]
@@ -120,10 +118,10 @@ def upstreamed(plan: Plan, say: Callable[[str], None]) -> dict[str, Proved]:
     return {p.name: of_retired(p, missing[p.name], sides.get(p.name, {})) for p in pages}
 
 
-def live(session: Session, plan: Plan) -> dict[str, Run]:
-    """Only the first third: does the code that would train now pass every proof? Writes nothing.
+def live(session: Session, plan: Plan) -> dict[str, ProofRun]:
+    """Run the proofs on the patched tree only; writes nothing.
 
-    Pages whose proof needs what this machine lacks are left out.
+    Pages that need what this machine does not have are left out.
     """
     pages = [page for page in _chosen(plan, ()) if not missing_needs(page.patch.needs)]
     return dict(_run(plan.tree.root, "patched", plan, pages, session.say)) if pages else {}
@@ -146,78 +144,11 @@ def _chosen(plan: Plan, names: Sequence[str]) -> list[Page]:
 
 
 def _retired(plan: Plan, names: Sequence[str]) -> list[Page]:
-    """Pages that say that upstream has their fix; none of their edits fits."""
-    found = [name for name, v in plan.verdicts.items() if v.state == "upstreamed"]
-    chosen = [plan.pages[name] for name in found if not names or name in names]
+    """Return the pages that declare that upstream has their fix; none of their edits fits."""
+    retired = [name for name, v in plan.verdicts.items() if v.state == "upstreamed"]
+    chosen = [plan.pages[name] for name in retired if not names or name in names]
     plan.edits |= {page.name: () for page in chosen}
     return chosen
-
-
-def missing_needs(needs: Sequence[str]) -> list[str]:
-    """Those needs of a page that this machine does not have."""
-    import importlib.util
-
-    lacking = []
-    for need in needs:
-        if need == "cpu":
-            continue
-        if need == "cuda" or need.startswith("sm_"):
-            if not _gpu(need):
-                lacking.append(need)
-        elif importlib.util.find_spec({"te": "transformer_engine"}.get(need, need)) is None:
-            lacking.append(need)
-    return lacking
-
-
-def _gpu(need: str) -> bool:
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    major, minor = torch.cuda.get_device_capability()
-    return need == "cuda" or need == f"sm_{major}{minor}"
-
-
-def build(plan: Plan, root: Path, side: Side) -> None:
-    """A tree of links to the real one, with the edited files as this side has them."""
-    # Also where a page wrote that no longer does.
-    changed = {p: v.pristine for p, v in plan.views.items() if v.ours and v.pristine is not None}
-    for path, work in plan.work.items():
-        file = plan.views[path]
-        assert file.pristine is not None
-        changed[path] = file.pristine
-        if side != "stock":
-            steps = [Step(p.name, e, p.patch.marks(e)) for p, e in work.edits]
-            if side == "mutant":
-                steps = _mutants(steps)
-            changed[path] = rewrite(file.pristine, path, steps).data
-    for package in PACKAGES:
-        if (plan.tree.root / package).is_dir():
-            _link(plan.tree.root / package, root / package, changed, package)
-
-
-def _mutants(steps: Sequence[Step]) -> list[Step]:
-    """One step per symbol, which carries the text of all its pages and does nothing."""
-    by_symbol: dict[str, list[Step]] = {}
-    for step in steps:
-        by_symbol.setdefault(step.edit.symbol, []).append(step)
-    return [
-        replace(group[0], edit=mutant.of_sources([step.edit for step in group]))
-        for group in by_symbol.values()
-    ]
-
-
-def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> None:
-    to.mkdir(parents=True)
-    for entry in source.iterdir():
-        path = f"{prefix}/{entry.name}"
-        if entry.is_dir():
-            if entry.name != "__pycache__":
-                _link(entry, to / entry.name, changed, path)
-        elif path in changed:
-            (to / entry.name).write_bytes(changed[path])
-        else:
-            (to / entry.name).symlink_to(entry.absolute())
 
 
 def _run(
@@ -227,18 +158,14 @@ def _run(
     pages: Sequence[Page],
     say: Callable[[str], None],
     texts: list[hash_seeds.Texts] | None = None,
-) -> Iterator[tuple[str, Run]]:
-    """Prove on one side: the pages of CPUs in one worker, each page of GPUs in one of its own."""
-    on_gpu = [page for page in pages if _uses_gpu(page)]
+) -> Iterator[tuple[str, ProofRun]]:
+    """Prove on one side: all CPU pages in one worker, each GPU page in a worker of its own."""
+    on_gpu = [page for page in pages if uses_gpu(page)]
     on_cpu = [page for page in pages if page not in on_gpu]
-    # Where there is a GPU, Megatron's paths for CPUs are taken only if nobody can see it.
+    # On a machine with a GPU, Megatron takes its CPU paths only if the GPU is hidden.
     yield from _worker(root, side, plan, on_cpu, say, {"CUDA_VISIBLE_DEVICES": ""}, texts=texts)
     for page in on_gpu:
         yield from _worker(root, side, plan, [page], say, {}, forks=False)
-
-
-def _uses_gpu(page: Page) -> bool:
-    return any(need == "cuda" or need.startswith("sm_") for need in page.patch.needs)
 
 
 def _worker(
@@ -250,65 +177,57 @@ def _worker(
     environment: Mapping[str, str],
     forks: bool = True,
     texts: list[hash_seeds.Texts] | None = None,
-) -> Iterator[tuple[str, Run]]:
-    """Have one process prove some pages."""
+) -> Iterator[tuple[str, ProofRun]]:
+    """Prove some pages in one process."""
     if not pages and texts is None:
         return
-    order = {
-        "root": str(root),
-        "side": side,
-        "forks": forks,
-        "texts": hash_seeds.order(plan) if texts is not None else None,
-        "pages": [_ordered(plan, page) for page in pages],
-    }
-    # Every side sees its sets in another order; it is told by no proof, and by the texts.
-    environment = {**environment, "PYTHONHASHSEED": str(1 + SIDES.index(side))}
-    names = [page.name for page in pages]
-    for name, run in proof_process.answers(
-        order, names, environment, [] if texts is None else texts
-    ):
+    runs = proof_process.answers(
+        str(root),
+        side,
+        [_ordered(plan, page) for page in pages],
+        # Every side iterates over its sets in another order; the texts show what depends on it.
+        {**environment, "PYTHONHASHSEED": str(1 + SIDES.index(side))},
+        forks=forks,
+        ordered=hash_seeds.order(plan) if texts is not None else None,
+        texts=texts,
+    )
+    for name, run in runs:
         say(f"verify: {side:<7} {run.result:<7} {name}")
         yield name, run
 
 
-def _ordered(plan: Plan, page: Page) -> dict[str, Any]:
-    """A page as the worker finds it again, with the edits that fit the tree."""
+def _ordered(plan: Plan, page: Page) -> PageOrder:
     fitting = plan.edits[page.name]
-    indices = [
+    indices = tuple(
         index for index, edit in enumerate(page.patch.edits) if any(edit is one for one in fitting)
-    ]
-    return {
-        "name": page.name,
-        "path": page.path,
-        "catalogue": page.catalogue,
-        "edits": indices,
-    }
+    )
+    return PageOrder(page.name, page.path, page.catalogue, indices)
 
 
-def of_retired(page: Page, missing: Sequence[str], runs: Mapping[str, Run]) -> Proved:
-    """The verdict on a page that says that upstream has its fix: is it so?"""
+def of_retired(page: Page, missing: Sequence[str], runs: Mapping[str, ProofRun]) -> Proved:
+    """Return the verdict on a page that declares that upstream has its fix."""
     by_text = "upstreamed by its text, not proved"
     if missing:
         return Proved(page.name, "unverified", f"{by_text}: needs {', '.join(missing)}", {})
     run = runs["stock"]
-    if run.result == "not-run" or run.detail.partition(":")[0] in _NOT_MADE_FOR_IT:
+    if run.result == "not-run" or run.error in _OTHER_CODE:
         return Proved(page.name, "unverified", f"{by_text}: {run.detail}", runs)
     if run.result == "passed":
         return Proved(page.name, "passed", "upstreamed: the unpatched code passes", runs)
-    detail = f"it says upstreamed, and the unpatched code does not pass: {run.detail}"
+    detail = f"it declares itself upstreamed, but the unpatched code fails: {run.detail}"
     return Proved(page.name, "failed", detail, runs)
 
 
 def _of_failure(verdict: Verdict) -> Proved:
-    """A page that nothing can be proved of, because its target is not as it must be."""
+    """Return the verdict on a page that cannot be proved, because its target is in a bad state."""
     return Proved(verdict.name, "failed", f"{verdict.state}: {verdict.detail}", {})
 
 
 def _judge(
-    plan: Plan, page: Page, missing: Sequence[str], runs: Mapping[str, Run], unsteady: bool
+    plan: Plan, page: Page, missing: Sequence[str], runs: Mapping[str, ProofRun], unsteady: bool
 ) -> Proved:
     if unsteady:
-        detail = "its file becomes another text under another PYTHONHASHSEED"
+        detail = "the text of its file depends on PYTHONHASHSEED"
         return Proved(page.name, "failed", detail, runs)
     if missing:
         proof, detail = proof_file.judged(plan, page)
@@ -323,32 +242,32 @@ def _judge(
     if runs["stock"].result != "failed":
         return Proved(page.name, "failed", _ON_STOCK, runs)
     if runs["mutant"].result != "failed":
-        detail = "it passes on a mutant whose edit does nothing: it proves no behaviour"
+        detail = "it passes on a mutant whose edit does nothing: it proves no behavior"
         return Proved(page.name, "failed", detail, runs)
     return Proved(page.name, "passed", f"stock: {runs['stock'].detail}", runs)
 
 
 def _kept(plan: Plan, pages: Sequence[Page], proved: Sequence[Proved]) -> list[Path]:
-    """Keep what was proved here and needs more than a CPU, with the pages."""
+    """Record the proofs that were made here and need more than a CPU, next to their pages."""
     wrong = {one.name for one in proved if one.proof in ("failed", "stale")}
     wrong |= {verdict.name for verdict in plan.failures}
     if wrong:
         raise CppmegaError(
             "not-recorded",
-            f"{', '.join(sorted(wrong))}: not proved, or not as it must be in this tree.",
-            "A record is believed on machines that cannot make the proof again.",
-            "cppmega verify, and mend what it names",
+            f"{', '.join(sorted(wrong))}: not proved, or in a bad state in this tree.",
+            "Machines that cannot repeat a proof rely on its record.",
+            "cppmega verify, and fix what it reports",
         )
     made_here = {one.name for one in proved if one.runs and one.proof == "passed"}
     return proof_file.record(plan, [page for page in pages if page.name in made_here])
 
 
 def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:
-    """Keep the proofs in the receipt, under the lock."""
+    """Record the proofs in the receipt, under the lock."""
     with transaction.locked(session.tree, session.say):
         loaded = receipt.load(session.tree)
         if loaded.receipt.digest != plan.loaded.receipt.digest:
-            return  # somebody applied something else meanwhile; the proofs are not of that
+            return  # another apply has run meanwhile, and the proofs are not about its result
         for one in proved:
             loaded.receipt.proofs[one.name] = {
                 "proof": one.proof,

@@ -1,71 +1,71 @@
-"""The process that runs proofs against one tree; started by `cppmega.proof.verify`, one per side.
+"""The process that runs proofs against one tree; `cppmega.proof.verify` starts one per side.
 
-Reads an order as JSON on stdin, imports what the pages need once, then forks for every page. A page
-that needs a GPU has a worker to itself, and is proved in it.
+It reads an order on stdin, imports what the pages need once, and forks for every page. A page that
+needs a GPU has a worker to itself, which does not fork.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from cppmega.catalogue.loader import load_page
 from cppmega.host import process
 from cppmega.page import Edit, Page
 from cppmega.proof import frames, hash_seeds, mutant
+from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready
 from cppmega.rank import swaps
 from cppmega.rank.imported import only_from
 
 
 def main() -> None:
-    """Answer one order."""
+    """Execute one order."""
     process.end_with_parent(number=signal.SIGKILL)
     process.adopt_orphans()
-    order = json.load(sys.stdin)
-    answers: int = order["answers"]
-    os.set_inheritable(answers, False)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    os.set_inheritable(order.answers, False)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles when it is imported
     warnings.simplefilter("ignore")
-    pages = [_load(entry) for entry in order["pages"]]
-    only_from(Path(order["root"]))
-    if order["side"] != "stock":
+    pages = [_load(page) for page in order.pages]
+    only_from(Path(order.root))
+    if order.side != "stock":
         for page, edits in pages:
-            mutants = order["side"] == "mutant"
+            mutants = order.side == "mutant"
             chosen = swaps.runtime_edits(page, edits)
             swaps.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
     _import_targets(edits for _, edits in pages)
-    texts = hash_seeds.execute(order["texts"]) if order["texts"] else None
-    frames.send(answers, {"texts": texts})
+    texts = hash_seeds.execute(order.texts) if order.texts else None
+    frames.send(order.answers, Ready(texts))
     for page, _ in pages:
-        answer = _forked(page, answers, order["limit"]) if order["forks"] else _here(page)
-        frames.send(answers, {"name": page.name, **answer})
+        run = _forked(page, order.answers, order.limit) if order.forks else _here(page)
+        frames.send(order.answers, Answer(page.name, run))
 
 
-def _load(entry: dict[str, Any]) -> tuple[Page, list[Edit]]:
-    page = load_page(entry["name"], Path(entry["path"]), entry["catalogue"])
-    return page, [page.patch.edits[index] for index in entry["edits"]]
+def _load(ordered: PageOrder) -> tuple[Page, list[Edit]]:
+    page = load_page(ordered.name, Path(ordered.path), ordered.catalogue)
+    return page, [page.patch.edits[index] for index in ordered.edits]
 
 
-def _import_targets(edits: Any) -> None:
+def _import_targets(edits: Iterable[Iterable[Edit]]) -> None:
     """Import once what every fork would import for itself."""
     for group in edits:
         for edit in group:
-            with contextlib.suppress(Exception):  # the proof itself will say what is wrong
+            with contextlib.suppress(Exception):  # the proof itself reports what is wrong
                 importlib.import_module(swaps.module_name(edit.path))
 
 
-def _forked(page: Page, answers: int, limit: float) -> dict[str, Any]:
-    """Run one proof in a child, read its answer, and end all that it leaves behind."""
+def _forked(page: Page, answers: int, limit: float) -> ProofRun:
+    """Run one proof in a child, read its result, and end every process that it leaves behind."""
     reader, writer = os.pipe()
     started = time.monotonic()
     child = os.fork()
@@ -79,22 +79,22 @@ def _forked(page: Page, answers: int, limit: float) -> dict[str, Any]:
     status: list[int] = []
 
     def ended() -> bool:
-        if not status and (found := os.waitpid(child, os.WNOHANG))[0]:
-            status.append(found[1])
+        if not status and (waited := os.waitpid(child, os.WNOHANG))[0]:
+            status.append(waited[1])
         return bool(status)
 
-    answer = frames.Reader(reader).receive(limit, ended)
+    run = frames.Reader(reader).receive(ProofRun, limit, ended)
     seconds = time.monotonic() - started
-    if answer is None:
+    if run is None:
         how = _how(status[0]) if _comes_true(ended) else f"did not end within {limit:g} seconds"
-        answer = {"result": "not-run", "detail": f"its process {how}"}
+        run = ProofRun("not-run", f"its process {how}")
     process.end_children()
     os.close(reader)
-    return {**answer, "seconds": seconds}
+    return msgspec.structs.replace(run, seconds=seconds)
 
 
 def _comes_true(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
-    """A process that has closed its pipe may have a moment left until its end."""
+    """Wait for a condition: a process that has closed its pipe may take a moment to end."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -106,30 +106,31 @@ def _how(status: int) -> str:
     return f"ended with signal {-code}" if code < 0 else f"ended with status {code}"
 
 
-def _here(page: Page) -> dict[str, Any]:
-    """Run a proof in this process: CUDA, once initialised, does not survive a fork.
+def _here(page: Page) -> ProofRun:
+    """Run a proof in this process, because CUDA does not survive a fork once it is initialized.
 
-    Whoever started the process ends it where the proof does not.
+    The parent process ends this one if the proof does not return.
     """
     started = time.monotonic()
-    answer = _prove(page)
-    return {**answer, "seconds": time.monotonic() - started}
+    run = _prove(page)
+    return msgspec.structs.replace(run, seconds=time.monotonic() - started)
 
 
-def _prove(page: Page) -> dict[str, str]:
+def _prove(page: Page) -> ProofRun:
     assert page.verify is not None
     try:
         page.verify()
     except (ImportError, SystemExit) as error:  # neither shows that the code is wrong
-        return {"result": "not-run", "detail": f"{type(error).__name__}: {error}"[:500]}
+        return ProofRun("not-run", f"{type(error).__name__}: {error}"[:500])
     except BaseException as error:
-        said = str(error).strip().partition("\n")[0] or _line(error)
-        return {"result": "failed", "detail": f"{type(error).__name__}: {said}"[:500]}
-    return {"result": "passed", "detail": ""}
+        text = str(error).strip().partition("\n")[0] or _raising_line(error)
+        name = type(error).__name__
+        return ProofRun("failed", f"{name}: {text}"[:500], error=name)
+    return ProofRun("passed", "")
 
 
-def _line(error: BaseException) -> str:
-    """The line that raised an error without a text."""
+def _raising_line(error: BaseException) -> str:
+    """Return the line that raised an error without a message."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"`{frame.line}` ({Path(frame.filename).name}:{frame.lineno})"
 

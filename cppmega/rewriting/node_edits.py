@@ -15,6 +15,7 @@ import libcst as cst
 from cppmega.errors import CppmegaError
 from cppmega.rewriting import codegen
 from cppmega.rewriting.codegen import is_docstring
+from cppmega.rewriting.errors import EditMismatchError
 from cppmega.rewriting.source import parse_silently
 
 
@@ -351,12 +352,7 @@ def _definitions(scope: cst.CSTNode) -> Iterator[cst.FunctionDef | cst.ClassDef]
 
 
 def mismatch(what: str) -> CppmegaError:
-    return CppmegaError(
-        "edit-mismatch",
-        f"An edit does not fit its target: {what}.",
-        "A patch that changes the wrong place, or none, trains the wrong model.",
-        "correct the page; `cppmega diff NAME` shows the result",
-    )
+    return EditMismatchError(what)
 
 
 def with_body(target: cst.FunctionDef, ours: cst.FunctionDef) -> cst.FunctionDef:

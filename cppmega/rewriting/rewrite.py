@@ -18,6 +18,7 @@ from cppmega.errors import CppmegaError
 from cppmega.loading.containment import contained
 from cppmega.page import Edit, Page
 from cppmega.rewriting import codegen, fingerprint, marks, node_edits, undefined_names
+from cppmega.rewriting.errors import OutsideTargetError, TargetError, UndefinedNameError
 from cppmega.rewriting.inserted import Inserted, reaches
 from cppmega.rewriting.source import (
     Definition,
@@ -126,7 +127,7 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
     """
     found = find(tree, target.partition(":")[2])
     if len(found) != 1:
-        raise CppmegaError(
+        raise TargetError(
             "target-ambiguous" if found else "target-absent",
             f"{target} is defined {len(found)} times.",
             "An edit must change exactly one definition.",
@@ -134,7 +135,7 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
         )
     where = span(tree, text, found[0])
     if shares_its_lines(text, found[0], where):
-        raise CppmegaError(
+        raise TargetError(
             "target-shares-its-lines",
             f"{target} shares a line with other code.",
             "Cutting it out by lines would take that code with it.",
@@ -288,7 +289,7 @@ def _check(
     for line in extra.import_lines:
         right = _without(right, line + new.newline)
     if left != right:
-        raise CppmegaError(
+        raise OutsideTargetError(
             "edit-reaches-beyond-its-target",
             f"Outside of {', '.join(groups)} the text of {path} would change ({pages}).",
             "Only what a page declares may differ from upstream.",
@@ -298,7 +299,7 @@ def _check(
         beyond = reaches(find(new_tree, symbol)[0])
         beyond -= reaches(find(old_tree, symbol)[0]) if beyond else set()
         if beyond:
-            raise CppmegaError(
+            raise OutsideTargetError(
                 "edit-reaches-beyond-its-target",
                 f"{path}:{symbol}, patched by {pages}, would reach beyond itself: "
                 f"{', '.join(sorted(beyond))}.",
@@ -310,7 +311,7 @@ def _check(
     if undefined:
         undefined -= undefined_names.undefined(parse(old, path), edited, path)
     if undefined:
-        raise CppmegaError(
+        raise UndefinedNameError(
             "undefined-name",
             f"{path}, patched by {pages}, uses undefined names: {', '.join(sorted(undefined))}.",
             "It would raise a NameError in the middle of training.",

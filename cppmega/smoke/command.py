@@ -40,12 +40,12 @@ def train(out: Path, data: Path, steps: int | None, stock: bool) -> None:
         run(out, data, steps)
         return
     from cppmega.overlay.verbs import Session
-    from cppmega.proof import verify
+    from cppmega.proof import scratch_tree
     from cppmega.rank import imported
 
     with tempfile.TemporaryDirectory(prefix="cppmega-stock-") as folder:
         session = Session()
-        verify.build(session.plan(None, os.environ), Path(folder), "stock")
+        scratch_tree.build(session.plan(None, os.environ), Path(folder), "stock")
         imported.only_from(Path(folder))
         run(out, data, steps)
 

@@ -15,9 +15,8 @@ from textwrap import indent
 
 import pytest
 
-from cppmega.authoring import drift, drift_report, statements
-from cppmega.authoring import similar as nearest
-from cppmega.authoring.drift import Drift, PageDrift, TargetDrift
+from cppmega.authoring import drift, drift_report, similar, statements
+from cppmega.authoring.drift_result import Drift, PageDrift, TargetDrift
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import main as cli
 from cppmega.errors import CppmegaError
@@ -250,8 +249,8 @@ def test_a_target_that_is_half_like_it_is_not_offered(
     ours = page(tmp_path / "pages")
     found = compare(OLD, HALF, ours)
     assert only(found)[1].nearest == ()
-    monkeypatch.setattr(nearest, "_ALIKE", 0.4)
-    (match,) = nearest.nearest(found.new.tree, f"{FILE}:work", statements.of_source(OLD))
+    monkeypatch.setattr(similar, "_ALIKE", 0.4)
+    (match,) = similar.most_similar(found.new.tree, f"{FILE}:work", statements.of_source(OLD))
     assert 0.4 < match.likeness < 0.7
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_several_targets_and_a_formatted_page(catalogue_folder: Path, tmp_path: 
 # Where a pin is added to the text of a page.
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
-SAME, OTHER = {0: A}, {0: C}
+OTHER = {0: C}
 SPELLINGS = {
     "dict": (OTHER, f'{{"1.0": "{A}"}}', f'{{"1.0": "{A}", "3.0": "{C}"}}'),
     "long dict": (
@@ -172,31 +173,6 @@ SPELLINGS = {
         f'{{"1.0": "{A}", "2.0": "{B}", "2.1": "{B}"}}',
         f'{{\n                "1.0": "{A}",\n                "2.0": "{B}",\n'
         f'                "2.1": "{B}",\n                "3.0": "{C}",\n            }}',
-    ),
-    "fromkeys, same text": (
-        SAME,
-        f'dict.fromkeys(("1.0", "2.0"), "{A}")',
-        f'dict.fromkeys(("1.0", "2.0", "3.0"), "{A}")',
-    ),
-    "fromkeys of one": (
-        SAME,
-        f'dict.fromkeys(("1.0",), "{A}")',
-        f'dict.fromkeys(("1.0", "3.0"), "{A}")',
-    ),
-    "fromkeys, other text": (
-        OTHER,
-        f'dict.fromkeys(("1.0", "2.0"), "{A}")',
-        f'dict.fromkeys(("1.0", "2.0"), "{A}") | {{"3.0": "{C}"}}',
-    ),
-    "constant, other text": (
-        OTHER,
-        f'dict.fromkeys(VERSIONS, "{A}")',
-        f'dict.fromkeys(VERSIONS, "{A}") | {{"3.0": "{C}"}}',
-    ),
-    "starred": (
-        SAME,
-        f'dict.fromkeys((*VERSIONS, "2.5"), "{A}")',
-        f'dict.fromkeys((*VERSIONS, "2.5", "3.0"), "{A}")',
     ),
 }
 SPELT = '''\
@@ -212,7 +188,7 @@ Numerics: changes results: they become right.
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
-VERSIONS = tuple(f"{n}.0" for n in range(1,  3))  # stays as it is
+VERSIONS = ("1.0",  "2.0")  # stays as it is
 
 
 def edits(target,   pins):
@@ -251,69 +227,60 @@ def spelt(folder: Path, pins: str) -> Page:
 def test_a_pin_is_added_and_every_other_byte_stays(tmp_path: Path, spelling: str) -> None:
     wanted, before, after = SPELLINGS[spelling]
     page = spelt(tmp_path / "pages", before)
-    text = pin_source.with_pins(page, wanted, "3.0", tmp_path / "scratch").decode()
-    assert text == SPELT % after
+    assert pin_source.with_pins(page, wanted, "3.0").decode() == SPELT % after
 
 
 def test_the_argument_of_a_function_is_a_place_for_a_pin(tmp_path: Path) -> None:
     page = spelt(tmp_path / "pages", f'{{"1.0": "{A}"}}')
-    text = pin_source.with_pins(page, {1: C}, "3.0", tmp_path / "scratch").decode()
+    text = pin_source.with_pins(page, {1: C}, "3.0").decode()
     assert text.count("3.0") == 1
     new = pin_source.copy_with(page, text.encode(), tmp_path / "new")
     assert pin_source.pins_of(new) == pin_source.pins_of(page) | {(1, "3.0"): C}
 
 
-def test_one_constant_may_pin_several_edits(tmp_path: Path) -> None:
-    page = spelt(tmp_path / "pages", f'dict.fromkeys(VERSIONS, "{A}")')
-    path = Path(page.path)
-    path.write_text(
-        path.read_text()
-        .replace('tuple(f"{n}.0" for n in range(1,  3))', '("1.0", "2.0")')
-        .replace('{"1.0": "dddddddddddddddd"}', f'dict.fromkeys(VERSIONS, "{B}")')
-    )
-    page = catalogue.load_page("spelt", path, "made")
-    text = pin_source.with_pins(page, {0: A, 1: B}, "3.0", tmp_path / "scratch").decode()
-    changed = list(difflib.ndiff(path.read_text().split("\n"), text.split("\n")))
-    assert [line for line in changed if line.startswith("+ ")] == [
-        '+ VERSIONS = ("1.0", "2.0", "3.0")  # stays as it is'
-    ]
+def test_edits_with_equal_pins_are_distinguished_by_their_order(tmp_path: Path) -> None:
+    page = spelt(tmp_path / "pages", '{"1.0": "dddddddddddddddd"}')
+    text = pin_source.with_pins(page, {1: B, 0: A}, "3.0")
+    new = pin_source.pins_of(pin_source.copy_with(page, text, tmp_path / "new"))
+    assert new == pin_source.pins_of(page) | {(0, "3.0"): A, (1, "3.0"): B}
 
 
-def test_pins_that_are_computed_are_refused_with_what_to_write(tmp_path: Path) -> None:
-    page = spelt(tmp_path / "pages", f'{{"1.0": "{A}"}}')
-    path = Path(page.path)
-    path.write_text(
-        path.read_text()
-        .replace(f'pins={{"1.0": "{A}"}}', "**given(1.0)")
-        .replace(
-            "def edits(",
-            f'def given(n):\n    return dict([("pins", dict([(str(n), "{A}")]))])\n\n\ndef edits(',
-        )
-    )
-    page = catalogue.load_page("spelt", path, "made")
-    before = path.read_bytes()
-    with pytest.raises(CppmegaError) as caught:
-        pin_source.with_pins(page, OTHER, "3.0", tmp_path / "scratch")
+COMPUTED = {
+    "fromkeys": f'dict.fromkeys(("1.0", "2.0"), "{A}")',
+    "union": f'{{"1.0": "{A}"}} | {{"2.0": "{B}"}}',
+    "keys that are names": f'{{VERSIONS[0]: "{A}"}}',
+    "the same dict twice": f'{{"1.0": "{A}"}}, **{{"mark": {{"1.0": "{A}"}} and None}}',
+}
+
+
+@pytest.mark.parametrize("spelling", COMPUTED)
+def test_pins_that_are_computed_are_refused_with_what_to_write(
+    tmp_path: Path, spelling: str
+) -> None:
+    page = spelt(tmp_path / "pages", COMPUTED[spelling])
+    before = Path(page.path).read_bytes()
+    with pytest.raises(pin_source.PinsNotFoundError) as caught:
+        pin_source.with_pins(page, OTHER, "3.0")
     assert caught.value.name == "pins-not-found" and f'"3.0": "{C}"' in caught.value.next
-    assert path.read_bytes() == before
+    assert Path(page.path).read_bytes() == before
 
 
 def test_pages_of_ours_can_be_pinned_further(tmp_path: Path) -> None:
-    """With the text that they have, for a version to come, however they spell their pins."""
-    pages, refused = catalogue.load(), []
-    for name, page in pages.items():
+    """With the text that they have, for a version to come; only pins in a module that a page
+    imports are added by hand."""
+    refused = []
+    for name, page in catalogue.load().items():
         newest = [v for edit in page.patch.edits for v in edit.pins if v[0].isdigit()][-1]
         wanted = {i: e.pins[newest] for i, e in enumerate(page.patch.edits) if newest in e.pins}
         try:
-            data = pin_source.with_pins(page, wanted, "99.0", tmp_path / name)
-        except CppmegaError as error:
-            assert error.name == "pins-not-found"
+            data = pin_source.with_pins(page, wanted, "99.0")
+        except pin_source.PinsNotFoundError:
             refused.append(name)
             continue
         new = pin_source.pins_of(pin_source.copy_with(page, data, tmp_path / name))
         added = {(index, "99.0"): pin for index, pin in wanted.items()}
         assert new == pin_source.pins_of(page) | added, name
-    assert len(refused) * 5 <= len(pages), refused
+    assert refused == ["float16_keep_fp32"]
 
 
 # pin
@@ -524,6 +491,8 @@ def test_a_real_page_without_its_newest_pins_gets_them_back(
     whole = catalogue.load()[page]
     text = Path(whole.path).read_text()
     (tmp_path / "pages").mkdir()
+    for shared in Path(whole.path).parent.glob("_*.py"):
+        shutil.copy(shared, tmp_path / "pages")
     path = tmp_path / "pages" / f"{page}.py"
     path.write_text(re.sub(r'\n *"0\.19\.2": "[0-9a-f]{16}",', "", text))
     tree = Tree(pristine("0.19.2"))

@@ -7,7 +7,6 @@ from tests.support import patched, pristine, python
 COUNT = """
 import ast
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -24,6 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training import training
 
 from cppmega.proof import cpu_shims
+from cppmega.proof.stand_ins import Arguments
 
 cpu_shims.init_distributed()
 mock.patch.object(dsa, "rotate_activation", lambda x: x).start()  # wants a package nobody can build
@@ -88,11 +88,6 @@ def run(symbol, loss):
     return counter.get_total_flops()
 
 
-class Args(SimpleNamespace):
-    def __getattr__(self, name):
-        return None
-
-
 # One sequence of 32 has as many tokens as two of 16, and its causal half is all of their pairs.
 BASE = dict(
     **SHAPE, **INDEXER, num_layers=1, seq_length=32, ffn_hidden_size=0, padded_vocab_size=0,
@@ -103,7 +98,7 @@ BASE = dict(
 
 
 def flops(batch=1, function=training.num_floating_point_operations, **given):
-    return function(Args(**{**BASE, **given}), batch)
+    return function(Arguments(**{**BASE, **given}), batch)
 
 
 def gpt(**given):

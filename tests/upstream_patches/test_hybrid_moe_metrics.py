@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from cppmega.proof import stand_ins
 from tests.upstream_patches import one_process
 
 torch = pytest.importorskip("torch")
@@ -85,13 +86,8 @@ def tracker() -> Iterator[tuple[Any, Any]]:
 
 
 def log(module: ModuleType, pattern: Any, layers: int, depths: int, freq: Any) -> dict[str, Any]:
-    class Quiet(SimpleNamespace):
-        """Arguments that turn everything else off."""
-
-        def __getattr__(self, name: str) -> int:
-            return 0
-
-    args = Quiet(
+    args = stand_ins.Arguments(
+        0,
         hybrid_layer_pattern=pattern,
         num_layers=layers,
         mtp_num_layers=depths or None,
@@ -101,17 +97,10 @@ def log(module: ModuleType, pattern: Any, layers: int, depths: int, freq: Any) -
         moe_z_loss_coeff=None,
         log_interval=1000,
     )
-    nothing = ("timers", "tensorboard_writer", "wandb_writer", "one_logger", "energy_monitor")
     zeros = torch.zeros
     total: dict[str, Any] = {}
     with (
-        mock.patch.multiple(
-            module,
-            get_args=lambda: args,
-            get_num_microbatches=lambda: 1,
-            is_hybrid_model=lambda _: pattern is not None,
-            **{f"get_{name}": lambda: None for name in nothing},
-        ),
+        stand_ins.quiet_training(module, args, is_hybrid_model=lambda _: pattern is not None),
         mock.patch.object(torch, "zeros", lambda *size, **given: zeros(*size)),  # 0.17: on CUDA
         mock.patch.object(torch.distributed, "all_reduce", lambda *_, **__: None),
     ):

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from cppmega.proof import stand_ins
 from tests.upstream_patches import one_process
 
 torch = pytest.importorskip("torch")
@@ -119,13 +120,6 @@ class Line(SimpleNamespace):
         )
 
 
-class Quiet(SimpleNamespace):
-    """Arguments that turn everything else off."""
-
-    def __getattr__(self, name: str) -> int:
-        return 0
-
-
 class Meter:
     """Energy since the last lap at a constant power."""
 
@@ -143,7 +137,8 @@ def run(
     """The lines of a process that loaded step `start`; the loss of a step is its number."""
     from megatron.core import timers as core_timers
 
-    args = Quiet(
+    args = stand_ins.Arguments(
+        0,
         log_interval=interval,
         log_energy=True,
         timing_log_level=1,
@@ -165,18 +160,15 @@ def run(
         lines.append(Line(message, seen / interval))
 
     tensor = torch.tensor
-    nothing = ("tensorboard_writer", "wandb_writer", "one_logger")
     total: dict[str, Any] = {}
     with (
-        mock.patch.multiple(
+        stand_ins.quiet_training(
             module,
-            get_args=lambda: args,
+            args,
             get_timers=lambda: timers,
             get_energy_monitor=lambda: meter,
-            get_num_microbatches=lambda: 1,
             num_floating_point_operations=lambda *_, **__: 1,
             print_rank_last=say,
-            **{f"get_{name}": lambda: None for name in nothing},
         ),
         mock.patch.object(core_timers, "time", SimpleNamespace(time=lambda: clock.now)),
         mock.patch.object(torch, "tensor", lambda *a, **k: tensor(*a, **{**k, "device": None})),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.upstream_patches import one_process
 torch = pytest.importorskip("torch")
 
 PAGE = "mtp_loss_no_host_sync"
-DEPTHS = 2
 
 
 @pytest.mark.megatron
@@ -38,7 +36,7 @@ def check(stock: one_process.Stock) -> None:
             wanted = outcome(unpatched, mask, per_token)
             with no_host_sync():
                 got = outcome(patched, mask, per_token)
-            assert len(got) == len(wanted) == DEPTHS + 2
+            assert len(got) == len(wanted) == 4  # two depths, output, gradient
             for ours, theirs in zip(got, wanted, strict=True):
                 assert torch.equal(ours, theirs)
             with pytest.raises(HostSyncError), no_host_sync():
@@ -47,17 +45,10 @@ def check(stock: one_process.Stock) -> None:
 
 def outcome(module: ModuleType, mask: Any, per_token: bool) -> list[Any]:
     """What is logged for each depth, the hidden states that come back, and their gradient."""
-    logged: list[Any] = []
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn((1 + DEPTHS) * 8, 3, 5, generator=generator, requires_grad=True)
-    labels = torch.arange(24).view(3, 8)
-    helper, group = module.MTPLossLoggingHelper, "get_data_parallel_group"
-    with (
-        mock.patch.object(
-            helper, "save_loss_to_tracker", lambda loss, *_, **__: logged.append(loss)
-        ),
-        mock.patch.object(module.parallel_state, group, lambda *_, **__: None),
-    ):
+    from tests.upstream_patches import mtp_loss
+
+    hidden, labels = mtp_loss.hidden_states(8, 3), torch.arange(24).view(3, 8)
+    with mtp_loss.logged(module) as losses:
         out = module.process_mtp_loss(
             hidden_states=hidden,
             labels=labels,
@@ -66,14 +57,12 @@ def outcome(module: ModuleType, mask: Any, per_token: bool) -> list[Any]:
             output_weight=None,
             runtime_gather_output=None,
             is_training=True,
-            compute_language_model_loss=lambda labels, logits: (
-                logits.float().pow(2).sum(-1).t() * (labels + 1)
-            ),
+            compute_language_model_loss=mtp_loss.loss_of_logits,
             config=SimpleNamespace(
-                mtp_num_layers=DEPTHS,
+                mtp_num_layers=mtp_loss.DEPTHS,
                 mtp_loss_scaling_factor=0.3,
                 calculate_per_token_loss=per_token,
             ),
         )
     (gradient,) = torch.autograd.grad(out.sum(), hidden)
-    return [*logged, out, gradient]
+    return [*losses, out, gradient]

@@ -13,7 +13,6 @@ from tests.upstream_patches import one_process
 torch = pytest.importorskip("torch")
 
 PAGE = "mtp_loss_of_no_tokens"
-DEPTHS = 2
 
 
 @pytest.mark.megatron
@@ -49,10 +48,11 @@ def outcome(module: Any, mask: Any, per_token: bool) -> list[Any]:
     """What is logged of each depth, and the gradient of all that MTP adds to the loss."""
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    logged: list[Any] = []
+    from tests.upstream_patches import mtp_loss
+
     scaled: list[Any] = []
     config = mock.MagicMock(
-        mtp_num_layers=DEPTHS,
+        mtp_num_layers=mtp_loss.DEPTHS,
         mtp_loss_scaling_factor=0.3,
         calculate_per_token_loss=per_token,
         cross_entropy_loss_fusion=False,
@@ -62,21 +62,13 @@ def outcome(module: Any, mask: Any, per_token: bool) -> list[Any]:
     model.pg_collection = SimpleNamespace(cp=None, tp=None)
     model.share_embeddings_and_output_weights = False
     model.output_layer.side_effect = lambda hidden, **_: (hidden, None)
-    model.compute_language_model_loss.side_effect = lambda labels, logits: (
-        logits.float().pow(2).sum(-1).t() * (labels + 1)
+    model.compute_language_model_loss.side_effect = mtp_loss.loss_of_logits
+    hidden, labels = mtp_loss.hidden_states(6, 2), torch.arange(12).view(2, 6)
+    take = mock.patch.object(
+        mtp.MTPLossAutoScaler, "apply", lambda given, loss: scaled.append(loss) or given
     )
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn((1 + DEPTHS) * 6, 2, 5, generator=generator, requires_grad=True)
-    labels = torch.arange(12).view(2, 6)
-    helper, scaler, groups = mtp.MTPLossLoggingHelper, mtp.MTPLossAutoScaler, mtp.parallel_state
-    with (
-        mock.patch.object(
-            helper, "save_loss_to_tracker", lambda loss, *_, **__: logged.append(loss)
-        ),
-        mock.patch.object(scaler, "apply", lambda given, loss: scaled.append(loss) or given),
-        mock.patch.object(groups, "get_data_parallel_group", lambda *_, **__: None),
-    ):
+    with mtp_loss.logged(mtp) as losses, take:
         rest = dict.fromkeys(("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"))
         module.GPTModel._postprocess(model, hidden, labels, labels, labels, loss_mask=mask, **rest)
     (gradient,) = torch.autograd.grad(sum(loss.sum() for loss in scaled), hidden)
-    return [*(loss.detach() for loss in logged), gradient]
+    return [*(loss.detach() for loss in losses), gradient]

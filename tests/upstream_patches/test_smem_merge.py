@@ -24,38 +24,23 @@ KEY = "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE"
 MAMBA = "2.3.2.post1"
 
 ASK = """
-import importlib, json, sys, types
-from unittest import mock
+import importlib, json
 
-asked = {}
+from cppmega.proof import stand_ins
 
-def jit(func=None, **given):
-    def build(kernel):
-        asked[kernel.__name__] = given
-        return kernel
-    return build if func is None else build(func)
-
-class Keys(type):
-    def __getattr__(cls, name):
-        return name
-
-tilelang = mock.MagicMock(jit=jit, PassConfigKey=Keys("PassConfigKey", (), {}), __path__=[])
-tilelang.language.prim_func = lambda function: function
-sys.modules |= {"tilelang": tilelang, "tilelang.language": tilelang.language}
-# Stock's kernels beside the patched ones, in a package of their own: imports are relative there.
-stock = types.ModuleType("stock")
-stock.__path__ = [STOCK]
-sys.modules["stock"] = stock
+tilelang = stand_ins.tilelang()
+# Stock's kernels get a package of their own next to the patched ones: their imports are relative.
+stand_ins.package("stock", STOCK)
 answers = []
 for folder in ("stock", "megatron.core.transformer.experimental_attention_variant.ops"):
-    asked = {}
+    tilelang.kernels.clear()
     for name in ("indexer_fwd", "indexer_bwd", "indexer_loss", "sparse_mla_fwd", "sparse_mla_bwd"):
         importlib.import_module(f"{folder}.tilelang_{name}")
     utils = importlib.import_module(f"{folder}.tilelang_utils")
     utils.tilelang_jit(out_idx=[0], pass_configs={KEY: False})(lambda: 0)
     utils.HAVE_TILELANG = False
     assert utils.tilelang_jit(print) is print and utils.tilelang_jit(out_idx=[0])(print) is print
-    answers.append(asked)
+    answers.append({kernel.name: kernel.options for kernel in tilelang.kernels})
 print(json.dumps(answers))
 """
 

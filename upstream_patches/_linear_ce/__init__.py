@@ -1,1 +1,1 @@
-"""What the pages of the linear cross-entropy share: edits, and proofs on tiny models."""
+"""Edits and proofs that the linear cross-entropy pages share."""

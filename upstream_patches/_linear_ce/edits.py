@@ -1,4 +1,4 @@
-"""The two edits that the pages of the GPT and of the hybrid head share."""
+"""The two edits that the GPT head and the hybrid head share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if (
 
 
 def choosing_output_layer() -> NodeEdit:
-    """`__init__` of a model: the class of its output layer follows the configuration."""
+    """Return an edit of a model's `__init__`: the configuration selects its output layer."""
     return in_order(
         replacing("tensor_parallel.ColumnParallelLinear", "output_layer_class"),
         inserting(_CHOICE, after="super().__init__(config=config, pg_collection=pg_collection)"),
@@ -57,12 +57,12 @@ def choosing_output_layer() -> NodeEdit:
 
 
 def returning_loss(page: str, *, unless: str = "", loss_mask: str = "loss_mask") -> NodeEdit:
-    """The forward part of a model: return the loss before the logits are computed.
+    """Return an edit of a model's forward pass: it returns the loss before it computes logits.
 
     Args:
-        page: named if the promise about the gradient is broken.
-        unless: an expression that is true where something else wants the logits.
-        loss_mask: what the loss function will multiply the loss by.
+        page: the page that is named if the gradient is not what the head relies on.
+        unless: an expression that is true if something else needs the logits.
+        loss_mask: the expression by which the loss function multiplies the loss.
     """
     also = f"\n    and not {unless}" if unless else ""
     return inserting(_LOSS.format(unless=also, loss_mask=loss_mask, page=page), before=LOGITS)

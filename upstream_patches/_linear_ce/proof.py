@@ -1,9 +1,8 @@
-"""What the proofs of the linear cross-entropy pages share: tiny models, and a watch for logits."""
+"""Proofs of the linear cross-entropy pages: the loss of a head, without its logits."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cppmega.proof import cpu_shims
+from cppmega.proof import cpu_shims, small_models
+from cppmega.proof.small_models import B, H, S, V, arguments, batch
 
-S, B, H, V = 8, 2, 8, 48
+LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 
 
 class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -37,13 +37,13 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def no_logits(columns: int = V) -> Iterator[None]:
-    """Fails if the logits of all `S * B` tokens were made; the op's chunks are made small.
+    """Fail if the logits of all `S * B` tokens were computed; the op uses small chunks.
 
     Args:
-        columns: of the logits on this rank.
+        columns: vocabulary size of this rank.
 
     Raises:
-        AssertionError: they were.
+        AssertionError: all logits were computed at once.
     """
     from cppmega.ops import linear_cross_entropy as op
 
@@ -53,123 +53,18 @@ def no_logits(columns: int = V) -> Iterator[None]:
     assert 0 < seen.elements < whole, f"{seen.elements} of {whole} logits at once"
 
 
-def config(**options: Any) -> Any:
-    """A TransformerConfig that asks for linear cross-entropy."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    options = {
-        "num_layers": 1,
-        "hidden_size": H,
-        "ffn_hidden_size": H,
-        "num_attention_heads": 2,
-        "use_cpu_initialization": True,
-        "bias_dropout_fusion": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "cross_entropy_loss_fusion": True,
-        "cross_entropy_fusion_impl": "linear",
-    } | options
-    return TransformerConfig(**options)
+def gpt(**options: Any) -> Any:
+    """A GPTModel that asks for linear cross-entropy."""
+    return small_models.gpt(**(LINEAR | options))
 
 
-def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
-    """A GPTModel; needs a process group."""
-    cpu_shims.init_distributed()
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    settings = config(mtp_num_layers=mtp, **options)
-    layer = gpt_layer_specs.get_gpt_layer_local_spec()
-    depths = {}
-    if mtp:
-        depths["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
-            settings, layer, use_transformer_engine=False
-        )
-    torch.manual_seed(0)
-    return GPTModel(
-        config=settings,
-        transformer_layer_spec=layer,
-        vocab_size=V,
-        max_sequence_length=S,
-        position_embedding_type="learned_absolute",
-        share_embeddings_and_output_weights=tied,
-        **depths,
-    )
-
-
-def hybrid(tied: bool = False, **options: Any) -> Any:
-    """A model of one attention and one MLP layer: HybridModel, or MambaModel before 0.18."""
-    cpu_shims.init_distributed()
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    try:
-        from megatron.core.models.hybrid import hybrid_block as block
-        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
-
-        stack, submodules = block.HybridStack, block.HybridStackSubmodules
-        pattern, spec = "hybrid_layer_pattern", "hybrid_stack_spec"
-    except ImportError:
-        from megatron.core.models.mamba.mamba_model import MambaModel as Model
-        from megatron.core.ssm import mamba_block as block
-
-        stack, submodules = block.MambaStack, block.MambaStackSubmodules
-        pattern, spec = "hybrid_override_pattern", "mamba_stack_spec"
-        if "hybrid_layer_pattern" in inspect.signature(Model).parameters:
-            pattern = "hybrid_layer_pattern"
-    whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
-    attention = TransformerLayerSubmodules(
-        input_layernorm=whole.input_layernorm,
-        self_attention=whole.self_attention,
-        self_attn_bda=whole.self_attn_bda,
-    )
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
-    )
-    layers = submodules(
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
-    )
-    torch.manual_seed(0)
-    with mock.patch.object(block, "TENorm", WrappedTorchNorm):  # TransformerEngine's
-        return Model(
-            config=config(num_layers=2, **options),
-            vocab_size=V,
-            max_sequence_length=S,
-            position_embedding_type="none",
-            share_embeddings_and_output_weights=tied,
-            **{pattern: "*-", spec: ModuleSpec(module=stack, submodules=layers)},
-        )
-
-
-def arguments(model: Any, **given: Any) -> dict[str, Any]:
-    """A batch without what the model's `forward` does not take: MambaModel of 0.16 no mask."""
-    taken = inspect.signature(model.forward).parameters
-    return {name: value for name, value in {**batch(), **given}.items() if name in taken}
-
-
-def batch() -> dict[str, Any]:
-    """Arguments of the `forward` of a model."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(V, (B, S + 1), generator=generator)
-    mask = (torch.rand(B, S, generator=generator) > 0.3).float()
-    attention = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
-    return {
-        "input_ids": tokens[:, :-1],
-        "position_ids": torch.arange(S).expand(B, S),
-        "attention_mask": attention,
-        "labels": tokens[:, 1:],
-        "loss_mask": mask,
-    }
+def hybrid(**options: Any) -> Any:
+    """A hybrid model that asks for linear cross-entropy."""
+    return small_models.hybrid(**(LINEAR | options))
 
 
 def head(model: Any) -> None:
-    """The loss of a model's head comes without its logits, and is the cross-entropy of them."""
+    """Assert that a model computes the cross-entropy of its logits without the logits."""
     given = arguments(model)
     with no_logits():
         loss = model(**given)
@@ -182,13 +77,13 @@ def head(model: Any) -> None:
 
 
 def mtp() -> None:
-    """The MTP loss comes without logits; its gradient is that of the masked mean."""
+    """Assert that the MTP loss needs no logits, and has the gradient of the masked mean."""
     cpu_shims.init_distributed()
     from megatron.core.transformer import multi_token_prediction as module
 
     from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
 
-    settings = config(mtp_num_layers=1, mtp_loss_scaling_factor=0.5)
+    settings = small_models.config(mtp_num_layers=1, mtp_loss_scaling_factor=0.5, **LINEAR)
     layer = LinearCrossEntropyModule(
         H, V, config=settings, init_method=torch.nn.init.normal_, bias=False
     )
@@ -210,7 +105,7 @@ def mtp() -> None:
 
 
 def _in_a_function(settings: Any, layer: Any, hidden: Any, labels: Any, mask: Any) -> Any:
-    """What carries the MTP loss into the backward pass, from 0.17 on."""
+    """Return the hidden states that carry the MTP loss into the backward pass, since 0.17."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer import multi_token_prediction as module
 
@@ -229,12 +124,12 @@ def _in_a_function(settings: Any, layer: Any, hidden: Any, labels: Any, mask: An
 
 
 def _inline(settings: Any, layer: Any, hidden: Any, labels: Any, mask: Any) -> Any:
-    """The scaled MTP loss of 0.16, which `GPTModel` computes in a loop before its main head."""
+    """Return the scaled MTP loss of 0.16, from the loop in `GPTModel` before the main head."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import gpt_model
 
     class Seen(Exception):  # noqa: N818
-        """The loop's one depth is over."""
+        """The only depth of the loop is done."""
 
     def stop(_: Any, loss: Any) -> None:
         raise Seen(loss)

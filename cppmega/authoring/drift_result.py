@@ -1,0 +1,170 @@
+"""What an upgrade would do: to the targets of a page, to the page, and to all pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cppmega.authoring import statements
+from cppmega.authoring.similar import Match
+from cppmega.authoring.statements import StatementChange
+from cppmega.overlay.plan import Plan
+from cppmega.overlay.verdict import FAILURES, Proof, Verdict
+from cppmega.page import Edit, Page
+from cppmega.tree.installed import Tree
+
+Word = Literal[
+    "lost-again",
+    "not-fixed",
+    "changed",
+    "moved",
+    "gone",
+    "unknown",
+    "newly-needed",
+    "upstreamed",
+    "not-applicable",
+    "same",
+    "not-needed",
+    "not-compared",
+    "ambiguous",
+    "foreign",
+    "conflict",
+]
+MEANING: dict[Word, str] = {
+    "lost-again": "OLD has the fix, NEW has the bug again",
+    "not-fixed": "the text of NEW looks fixed, but the proof fails on it",
+    "changed": "the text that the patch edits has changed",
+    "moved": "the target is in another file",
+    "gone": "no definition has that name anymore",
+    "unknown": "the text is known neither in OLD nor in NEW, or only NEW has the feature",
+    "newly-needed": "OLD does not need the patch, NEW does, and its text is known",
+    "upstreamed": "NEW has the fix; the patch retires itself",
+    "not-applicable": "the feature is not in NEW",
+    "same": "the text that the patch edits is unchanged",
+    "not-needed": "neither tree needs the patch",
+    "not-compared": "it patches a package that is not in both trees",
+    "ambiguous": "the target is defined more than once",
+    "foreign": "a file of NEW differs from upstream's",
+    "conflict": "two pages edit one symbol and declare no order",
+}
+
+_RENAMED = 0.75
+"""Definitions that are at least so similar count as the same under another name."""
+
+TargetWord = Literal["same", "changed", "moved", "gone", "added", "left", "ambiguous", "unreadable"]
+"""`added`: the page edits it in NEW only; `left`: in OLD only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDrift:
+    """One symbol in the two trees."""
+
+    target: str
+    word: TargetWord
+    known: str = ""
+    """The version that has NEW's text pinned; "" if there is none."""
+    changes: tuple[StatementChange, ...] = ()
+    fits: bool | None = None
+    """Whether an edit of the page applies to NEW's unknown text; None if none was tried."""
+    misfit: str = ""
+    """Why it does not."""
+    places: tuple[str, ...] = ()
+    nearest: tuple[Match, ...] = ()
+    fixed_there: bool = False
+    """Whether the page's `fixed_upstream` accepts the nearest match."""
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the target is gone, and a very similar definition has the bug."""
+        alike = bool(self.nearest) and self.nearest[0].likeness >= _RENAMED
+        return alike and not self.fixed_there
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `targets` in the JSON answer."""
+        return {
+            "target": self.target,
+            "change": self.word,
+            "known": self.known,
+            "changes": [change.as_json() for change in self.changes],
+            "fits": self.fits,
+            "misfit": self.misfit,
+            "places": list(self.places),
+            "nearest": [match.as_json() for match in self.nearest],
+            "fixed_there": self.fixed_there,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PageDrift:
+    """One patch in the two trees."""
+
+    page: Page
+    word: Word
+    old: Verdict
+    new: Verdict
+    targets: tuple[TargetDrift, ...]
+    proof: Proof | None = None
+    """The result of the proof, for a page that NEW upstreamed; None if it did not run."""
+    proved: str = ""
+    """The detail of that proof."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether `apply` would succeed with the page on NEW, and rightly so."""
+        if self.word in ("not-compared", "gone", "not-fixed"):
+            return self.word == "not-compared"
+        return self.new.state not in FAILURES
+
+
+@dataclass
+class Side:
+    """One of the two trees, diagnosed."""
+
+    requested: str
+    """The name that the user gave it."""
+    plan: Plan
+    texts: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> Tree:
+        """The files of this side."""
+        return self.plan.tree
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        version = self.tree.version
+        return version if self.requested == version else f"{version} ({self.requested})"
+
+    def lines(self, target: str) -> list[str]:
+        """Return the statements of a target; none unless it is defined exactly once."""
+        if target not in self.texts:
+            source = self.plan.survey.source(target)
+            self.texts[target] = statements.of_source(source) if source else []
+        return self.texts[target]
+
+    def fingerprint(self, page: Page, target: str) -> str:
+        """Return the fingerprint from the survey: "" for a missing symbol, `?N`, `!reason`."""
+        before = self.plan.before.get(page.name, {})
+        if target in before:
+            return before[target]
+        edit = next(edit for edit in page.patch.edits if edit.target == target)
+        return self.plan.survey.fingerprint(self.plan.survey.read(edit.path), edit)
+
+    def fitting(self, name: str) -> dict[str, Edit]:
+        """Return the edits that this tree needs, by target."""
+        return {edit.target: edit for edit in self.plan.edits.get(name, ())}
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The effect of an upgrade from one tree to the other."""
+
+    old: Side
+    new: Side
+    pages: tuple[PageDrift, ...]
+
+    @property
+    def safe(self) -> bool:
+        """Whether `apply` would succeed on NEW."""
+        return all(page.safe for page in self.pages)

@@ -1,0 +1,40 @@
+"""Questions about Megatron's parsed arguments, which a page's `when` asks.
+
+Releases differ in the arguments that they have. One that is missing counts as not given.
+
+Example:
+    >>> from cppmega.megatron_args import has_mtp, uses_dsa
+    >>> Patch(..., when=lambda args: uses_dsa(args) and has_mtp(args))
+"""
+
+from __future__ import annotations
+
+
+def layer_pattern(args: object) -> str:
+    """The pattern of a hybrid model's layers, under the name of any release; "" for a GPT model."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.16
+    return next((str(p) for name in names if (p := getattr(args, name, None))), "")
+
+
+def uses_dsa(args: object) -> bool:
+    """Whether any layer's attention is DSA: the variant of a GPT model, or `D` in a pattern."""
+    variant = getattr(args, "experimental_attention_variant", None)
+    return variant == "dsa" or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+
+def has_mtp(args: object) -> bool:
+    """Whether the model predicts further tokens (MTP)."""
+    return bool(getattr(args, "mtp_num_layers", None))
+
+
+def has_experts(args: object) -> bool:
+    """Whether the model has MoE layers."""
+    return bool(getattr(args, "num_experts", None))
+
+
+def recomputes(args: object, module: str = "") -> bool:
+    """Whether activations are recomputed in full, or with a name, that module selectively."""
+    granularity = getattr(args, "recompute_granularity", None)
+    if not module:
+        return granularity == "full"
+    return granularity == "selective" and module in (getattr(args, "recompute_modules", None) or ())

@@ -1,0 +1,147 @@
+"""Small Megatron models for proofs and tests on a CPU.
+
+Example:
+    >>> model = small_models.gpt(num_moe_experts=4)
+    >>> loss = model(**small_models.arguments(model))
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cppmega.proof import cpu_shims
+
+S, B, H, V = 8, 2, 8, 48
+"""Sequence length, batch size, hidden size and vocabulary size."""
+
+
+def config(**options: Any) -> Any:
+    """A TransformerConfig of one layer, without dropout, for a model on a CPU."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = {
+        "num_layers": 1,
+        "hidden_size": H,
+        "ffn_hidden_size": H,
+        "num_attention_heads": 2,
+        "use_cpu_initialization": True,
+        "bias_dropout_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    } | options
+    return TransformerConfig(**options)
+
+
+def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
+    """A GPTModel of one layer.
+
+    Args:
+        mtp: the number of MTP depths.
+        tied: whether embeddings and output layer share their weights.
+        options: fields of the configuration.
+    """
+    cpu_shims.init_distributed()
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    settings = config(mtp_num_layers=mtp, **options)
+    layer = gpt_layer_specs.get_gpt_layer_local_spec()
+    depths = {}
+    if mtp:
+        depths["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            settings, layer, use_transformer_engine=False
+        )
+    torch.manual_seed(0)
+    return GPTModel(
+        config=settings,
+        transformer_layer_spec=layer,
+        vocab_size=V,
+        max_sequence_length=S,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=tied,
+        **depths,
+    )
+
+
+def hybrid(tied: bool = False, **options: Any) -> Any:
+    """A hybrid model of one attention and one MLP layer: HybridModel, or MambaModel before 0.18.
+
+    Args:
+        tied: whether embeddings and output layer share their weights.
+        options: fields of the configuration.
+    """
+    cpu_shims.init_distributed()
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        stack, submodules = block.HybridStack, block.HybridStackSubmodules
+        pattern, spec = "hybrid_layer_pattern", "hybrid_stack_spec"
+    except ImportError:
+        from megatron.core.models.mamba.mamba_model import MambaModel as Model
+        from megatron.core.ssm import mamba_block as block
+
+        stack, submodules = block.MambaStack, block.MambaStackSubmodules
+        pattern, spec = "hybrid_override_pattern", "mamba_stack_spec"
+        if "hybrid_layer_pattern" in inspect.signature(Model).parameters:
+            pattern = "hybrid_layer_pattern"
+    whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=whole.self_attention,
+        self_attn_bda=whole.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
+    )
+    layers = submodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
+    )
+    torch.manual_seed(0)
+    with mock.patch.object(block, "TENorm", WrappedTorchNorm):  # TransformerEngine's
+        return Model(
+            config=config(num_layers=2, **options),
+            vocab_size=V,
+            max_sequence_length=S,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=tied,
+            **{pattern: "*-", spec: ModuleSpec(module=stack, submodules=layers)},
+        )
+
+
+def arguments(model: Any, **given: Any) -> dict[str, Any]:
+    """A batch for a model, without what its `forward` does not take (0.16: the loss mask).
+
+    Args:
+        given: replaces entries of the batch.
+    """
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in {**batch(), **given}.items() if name in taken}
+
+
+def batch() -> dict[str, Any]:
+    """Tokens, labels, masks and positions of `B` sequences of `S` tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(V, (B, S + 1), generator=generator)
+    mask = (torch.rand(B, S, generator=generator) > 0.3).float()
+    attention = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
+    return {
+        "input_ids": tokens[:, :-1],
+        "position_ids": torch.arange(S).expand(B, S),
+        "attention_mask": attention,
+        "labels": tokens[:, 1:],
+        "loss_mask": mask,
+    }
