@@ -4,7 +4,7 @@ What: With `CPPMEGA_SMEM_MERGE=1` at apply, `tilelang_jit`, through which every 
     Megatron is built, adds `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True` to the pass configs.
 Why: sm_120 and sm_121 give a block 99 KiB of dynamic shared memory (sm_90: 227), and a kernel that
     wants more does not start. Of the nine TileLang kernels of 0.19.2 only the sparse MLA backward
-    asks for its buffers to share their places (read in the wheel, and by `cppmega.preflight.smem`).
+    asks for its buffers to share their places (read in the wheel, and recorded by the check `shared_memory_flag`).
 Upstream: Not sent: upstream tunes these kernels for sm_90 and sm_100, which do not need it.
 Remove: when `tilelang_jit` or every kernel sets it.
 Numerics: none (bitwise): the pass places buffers, it does not touch what is computed. Read in the

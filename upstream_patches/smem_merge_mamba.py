@@ -4,7 +4,7 @@ What: With `CPPMEGA_SMEM_MERGE=1` at apply, the six TileLang kernels of Mamba-3'
     and backward, packed or not, carry `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True`.
 Why: sm_120 and sm_121 give a block 99 KiB of dynamic shared memory (sm_90: 227), and a kernel that
     wants more does not start. None of the six asks for its buffers to share their places (read in
-    2.3.2.post1, and by `cppmega.preflight.smem`).
+    2.3.2.post1, and recorded by the check `shared_memory_flag`).
 Upstream: Not sent: upstream tunes these kernels for sm_90, which does not need it.
 Remove: when the kernels set it themselves.
 Numerics: none (bitwise): the pass places buffers, it does not touch what is computed. Read in the

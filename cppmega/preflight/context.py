@@ -8,11 +8,11 @@ detail, raises the error that must stop the launch, or raises `NotApplicable`.
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from cppmega.data.reading import Allowance
 from cppmega.errors import CppmegaError
@@ -22,11 +22,12 @@ from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.wanted import provided, wanted_patches
-from cppmega.preflight import ask as children
 from cppmega.preflight import devices
+from cppmega.preflight.ask import ask
 from cppmega.preflight.devices import Devices
 from cppmega.preflight.findings import NotApplicable
-from cppmega.preflight.launch_line import Line, launch_line, whole_line
+from cppmega.preflight.launch_line import LaunchLine, launch_line, whole_line
+from cppmega.preflight.messages import ParsedLine, RankAnswer, RankOrder
 from cppmega.recipe import Recipe, dsa_widths
 from cppmega.recipe.memory import Estimate, estimate
 from cppmega.recipe.run_options import RunOptions
@@ -117,7 +118,7 @@ class Context:
         return self.recipe is not None and self.recipe.gpus > 0
 
     @cached_property
-    def line(self) -> Line:
+    def line(self) -> LaunchLine:
         """The launch line.
 
         Raises:
@@ -130,35 +131,48 @@ class Context:
         return launch_line(self.recipe, self.options, self.arguments, version)
 
     @cached_property
-    def process(self) -> dict[str, Any]:
-        """The answers of a process that imported what the training processes will import."""
-        order: dict[str, Any] = {
-            "root": str(self.root) if self.root is not None else None,
-            "expected": str(self.session.root),
-            "accepted": dict(self.accepted),
-            "argv": None,
-            "world": None,
-        }
-        environ = dict(self.environ)
+    def process(self) -> RankAnswer:
+        """The answer of a process that imported what the training processes will import.
+
+        Raises:
+            CppmegaError: `process-ended`, `process-hangs`.
+        """
         try:
-            order |= {"argv": self.line.argv, "world": self.line.world}
-            environ = {**self.line.environment, **environ}
+            line: LaunchLine | None = self.line
         except (NotApplicable, CppmegaError):
-            pass  # no parser of Megatron's sees a line, or the line's own check refuses it
+            line = None  # Megatron parses nothing, or the line's own check refuses it
+        order = RankOrder(
+            root=str(self.root) if self.root is not None else None,
+            expected=str(self.session.root),
+            accepted=self.accepted,
+            argv=line.argv if line is not None else None,
+            world=line.world if line is not None else None,
+        )
+        environ = {**(line.environment if line is not None else {}), **self.environ}
         allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
-        return children.ask("cppmega.preflight.workers.rank", order, environ, here=True)
+        return ask("cppmega.preflight.workers.rank", order, RankAnswer, environ, here=True)
 
     @property
-    def megatron_args(self) -> dict[str, Any]:
-        """What the installed version's parser makes of the line.
+    def parsed_line(self) -> ParsedLine:
+        """The launch line as the installed version's parser reads it.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: the line cannot be rendered for the installed version.
+        """
+        if not self.line.argv:
+            raise NotApplicable("the launch line has no words for Megatron")
+        assert self.process.line is not None  # AFTER: imported_process found no problem
+        return self.process.line
+
+    @property
+    def megatron_args(self) -> Namespace:
+        """The launch line's arguments, as Megatron's own code has them.
 
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
         """
-        if not self.line.argv:
-            raise NotApplicable("the launch line has no words for Megatron")
-        found: dict[str, Any] = self.process["line"]["args"]
-        return found
+        return Namespace(**self.parsed_line.args)
 
     @cached_property
     def allowance(self) -> Allowance:

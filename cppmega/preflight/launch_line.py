@@ -13,7 +13,7 @@ from cppmega.recipe.run_options import RunOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LaunchLine:
     """What is launched."""
 
     argv: tuple[str, ...]
@@ -38,7 +38,9 @@ class Line:
         return any(word.partition("=")[0] in flags for word in self.argv)
 
 
-def whole_line(words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]) -> Line:
+def whole_line(
+    words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]
+) -> LaunchLine:
     """A line that was given whole, for Megatron's parser.
 
     Raises:
@@ -47,12 +49,12 @@ def whole_line(words: tuple[str, ...], options: RunOptions, environ: Mapping[str
     if not words:
         raise NotApplicable("no recipe and no launch line was given")
     world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
-    return Line(words, options, world, None)
+    return LaunchLine(words, options, world, None)
 
 
 def launch_line(
     recipe: Recipe, options: RunOptions, arguments: tuple[str, ...], version: str
-) -> Line:
+) -> LaunchLine:
     """The line that the trainer renders from a recipe.
 
     Args:
@@ -77,4 +79,4 @@ def launch_line(
     kept = recipe.plus(*(word for word in arguments if word not in refused))
     rendered = render(kept, version, options)
     argv = (*rendered.argv, *refused)
-    return Line(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))
+    return LaunchLine(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))

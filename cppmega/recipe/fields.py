@@ -255,6 +255,11 @@ class Fields:
         """Whether any layer is DSA."""
         return "D" in self.layout.letters
 
+    @property
+    def uses_tilelang(self) -> bool:
+        """Whether DSA runs on TileLang's kernels."""
+        return self.uses_dsa and self.dsa_kernel_backend == "tilelang"
+
 
 def invalid(
     recipe: Fields,

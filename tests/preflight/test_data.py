@@ -170,7 +170,7 @@ def test_the_data_of_a_whole_line(
     Path("list.txt").write_text("1 good\n2 bad\n")
     Path("list.json").write_text('{"train": ["1", "good"], "valid": "bad", "test": null}')
     context = launch(None, "--lr", "1", root=patched("0.19.2"))
-    context.__dict__["process"] = {"line": {"args": {"vocab_size": 50_000, **words}}}
+    context.__dict__["process"] = parsed({"vocab_size": 50_000, **words})
     if refused:
         refuses("line_data", "token-out-of-vocabulary", context)
     else:
@@ -182,7 +182,7 @@ def test_a_whole_line_without_a_vocabulary(tmp_path: Path, monkeypatch: pytest.M
     context = launch(None, "--lr", "1", root=patched("0.19.2"))
 
     def naming(**args: Any) -> Context:
-        context.__dict__["process"] = {"line": {"args": args}}
+        context.__dict__["process"] = parsed(args)
         return context
 
     write(Path("one"), [1, -2, 3], [3], dtype="int32")
@@ -198,7 +198,7 @@ def resumed(save: Path, recipe: Any = SLICE, **of_the_line: Any) -> Context:
     """A launch that resumes from a folder."""
     context = on(None, "--mock-data", "--save", str(save), recipe=recipe)
     args = {"hidden_size": 4096, "num_layers": None, "num_attention_heads": 32} | of_the_line
-    context.__dict__["process"] = {"line": {"args": args}}
+    context.__dict__["process"] = parsed(args)
     return context
 
 
@@ -267,7 +267,7 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     refuses("page_limits", "kept-fp32-precision-aware", resumed(fresh, **mamba, **aware))
     holds("page_limits", resumed(fresh, bf16=True, hybrid_layer_pattern="*-", **aware))
     unpatched = launch(None, "--lr", "1", root=pristine("0.19.2"))
-    unpatched.__dict__["process"] = {"line": {"args": {**mamba, **aware}}}
+    unpatched.__dict__["process"] = parsed({**mamba, **aware})
     says_nothing("page_limits", unpatched)
 
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_({0}, {0}).bucket_idx_0.param"

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from cppmega.checkpoints.tracker import TRACKER
+from cppmega.host import gpus, process
 from cppmega.host import packages as stack
-from cppmega.host import process
-from cppmega.preflight import devices as devices_module
+from cppmega.host.gpus import Gpu
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.checks import kernel_parity, limits
 from cppmega.preflight.checks.limits import Host
 from cppmega.preflight.context import Context, gpu_here
-from cppmega.preflight.devices import Device, Devices
+from cppmega.preflight.devices import Devices
+from cppmega.preflight.messages import Device, ParityAnswer, SharedMemory
 from cppmega.preflight.workers import parity
 from tests.preflight.contexts import (
     SLICE,
@@ -43,7 +44,7 @@ TORCH = ("sm_80", "sm_90", "sm_100", "compute_120")
 
 def on(*found: Device, recipe: Any = SLICE, words: tuple[str, ...] = (), **more: Any) -> Context:
     """A launch on a machine with these GPUs."""
-    fields = {name: more.pop(name) for name in ("imports", "driver") if name in more}
+    fields = {name: more.pop(name) for name in ("imports", "reported") if name in more}
     context = launch(recipe, *words, training_machine=True, **more)
     context.__dict__["devices"] = Devices(found, TORCH, **fields)
     return context
@@ -335,24 +336,27 @@ def test_gpus() -> None:
 
 
 def test_gpus_that_the_driver_warns_of() -> None:
-    fine = {"index": "0", "ecc.errors.uncorrected.volatile.total": "0", "compute_mode": "Default"}
-    holds("gpus", on(H200, driver={"GPU-1": fine}))
-    lost = {**fine, "ecc.errors.uncorrected.volatile.total": "2"}
-    refuses("gpus", "gpu-damaged", on(H200, driver={"GPU-1": lost}))
-    closed = {**fine, "compute_mode": "Prohibited"}
-    refuses("gpus", "gpu-closed", on(H200, driver={"GPU-1": closed}))
+    fine = Gpu("0", "GPU-1", "NVIDIA H200", "143771 MiB")
+    holds("gpus", on(H200, reported={"GPU-1": fine}))
+    lost = replace(fine, uncorrected_errors=2)
+    refuses("gpus", "gpu-damaged", on(H200, reported={"GPU-1": lost}))
+    closed = replace(fine, compute_mode="Prohibited")
+    refuses("gpus", "gpu-closed", on(H200, reported={"GPU-1": closed}))
 
 
 def test_what_nvidia_smi_says(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, GPU-1, Default, 2'\necho 'No devices were found'\n")
+    rows = ["0, GPU-1, NVIDIA H200, 143771 MiB, Default, 2", "1, GPU-2, X, 1 MiB, Default, [N/A]"]
+    lines = "".join(f"echo '{row}'\n" for row in (*rows, "No devices were found"))
+    program.write_text(f"#!/bin/sh\n{lines}")
     program.chmod(0o755)
-    said = devices_module.driver({"PATH": f"{tmp_path}:/bin:/usr/bin"})
-    assert said["GPU-1"]["ecc.errors.uncorrected.volatile.total"] == "2"
-    refuses("gpus", "gpu-damaged", on(H200, driver=said))
+    first, second = gpus.reported({"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    assert (first.uncorrected_errors, second.uncorrected_errors) == (2, 0)
+    assert f"{first.name}, {first.memory}" == "NVIDIA H200, 143771 MiB"  # as run.json has it
+    refuses("gpus", "gpu-damaged", on(H200, reported={"GPU-1": first}))
     program.write_text("not a program")
-    assert devices_module.driver({"PATH": str(tmp_path)}) == {}
-    assert devices_module.driver({"PATH": ""}) == {}
+    assert gpus.reported({"PATH": str(tmp_path)}) == []
+    assert gpus.reported({"PATH": ""}) == []
 
 
 @pytest.mark.skipif(gpu_here(), reason="needs a machine without a GPU")
@@ -407,20 +411,17 @@ def test_the_shared_memory_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     says_nothing("kernel_parity", on(H200))
-    answers = {one["kernel"]: one["ok"] for one in parity.compare("cpu")}
+    answers = {one.kernel: one.ok for one in parity.compare("cpu")}
     assert answers["walsh-hadamard transform"]
     from cppmega.ops import hadamard
 
     transform = hadamard.walsh_hadamard
     monkeypatch.setattr(hadamard, "walsh_hadamard", lambda x, scale: transform(x, scale) * 1.1)
-    broken = [one for one in parity.compare("cpu") if one["kernel"] == "walsh-hadamard transform"]
-    assert not broken[0]["ok"] and float(broken[0]["error"]) == pytest.approx(0.1, abs=0.01)
-    answer = {
-        "kernels": broken,
-        "shared": [{"kernel": "_row_kernel", "bytes": 120000, "ok": False}],
-    }
-    assert [e.name for e in kernel_parity.judge(answer, {"sm_90"})] == ["kernel-differs"]
-    small = [e.name for e in kernel_parity.judge(answer, {"sm_121"})]
+    (broken,) = [one for one in parity.compare("cpu") if one.kernel == "walsh-hadamard transform"]
+    assert not broken.ok and broken.error == pytest.approx(0.1, abs=0.01)
+    answer = ParityAnswer([broken], [SharedMemory("_row_kernel", 120000, False)])
+    assert [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_90"})] == ["kernel-differs"]
+    small = [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_121"})]
     assert small == ["kernel-differs", "shared-memory-too-large"]
 
 
@@ -429,7 +430,7 @@ def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_gpu(tmp_path: Path) -> None:
     context = launch(SLICE.with_(architectures=()), root=patched("0.19.2"), deep=True)
     context.training_machine = True
-    found = devices_module.look(context)
+    found = context.devices
     assert found.found and found.compiled_for and found.imports["triton"] == ""
     assert holds("gpus", context) and holds("gpus_free", context)
     assert "linear cross-entropy" in holds("kernel_parity", context)

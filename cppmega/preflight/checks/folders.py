@@ -11,7 +11,7 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
 from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.preflight.launch_line import Line
+from cppmega.preflight.launch_line import LaunchLine
 from cppmega.recipe.arithmetic import parameters
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
@@ -71,7 +71,7 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
     if context.folder is not None:
         yield "run folder", context.folder, _LOG
     try:
-        line: Line | None = context.line
+        line: LaunchLine | None = context.line
     except NotApplicable:
         line = None
         save, metrics = context.options.save, context.options.metrics
