@@ -146,7 +146,9 @@ def test_a_line_that_it_refuses_with_the_nearest_name(line: Any) -> None:
     assert "most" in refuses("line_parses", "argument-refused", line("bad value")).what
 
 
-def test_values_that_megatron_would_refuse_in_every_rank(line: Any, parsed: dict[str, ParsedLine]) -> None:
+def test_values_that_megatron_would_refuse_in_every_rank(
+    line: Any, parsed: dict[str, ParsedLine]
+) -> None:
     refuses("line_parses", "arguments-invalid", line("invalid"))
     refuses("line_parses", "arguments-invalid", line("no config"))
     exported = line("tensor parallel")
@@ -188,9 +190,9 @@ def test_what_our_trainer_does_not_do(line: Any) -> None:
 
 
 def test_dsa_backends_that_would_decline(line: Any) -> None:
-    assert "tilelang takes" in holds("dsa_backend", line("v3.2"))
-    assert "unfused, as the line says" in holds("dsa_backend", line("slice"))
-    assert "tilelang takes" in holds("dsa_backend", line("fused"))
+    assert "tilelang supports" in holds("dsa_backend", line("v3.2"))
+    assert "unfused, as the line asks" in holds("dsa_backend", line("slice"))
+    assert "tilelang supports" in holds("dsa_backend", line("fused"))
     found = refuses("dsa_backend", "dsa-backend-declines", line("tilelang"))
     assert "dense" in found.what and "GiB" in found.what
     unpatched = launch(FUSED, MOCK, root=patched("0.19.2", "dataset_helpers_prebuilt"))

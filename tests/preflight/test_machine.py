@@ -275,16 +275,16 @@ def test_interfaces() -> None:
 def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     good = Host(files=65536, shared=16 * GIB, memory=100 * GIB)
     poor = Host(files=1024, shared=64 * 2**20, memory=10 * GIB)
-    monkeypatch.setattr(limits, "look", lambda: good)
+    monkeypatch.setattr(limits, "measure", lambda: good)
     holds("limits", launch(SLICE, training_machine=True))
-    monkeypatch.setattr(limits, "look", lambda: poor)
+    monkeypatch.setattr(limits, "measure", lambda: poor)
     assert (
         "ulimit -n" in refuses("limits", "too-few-files", launch(SLICE, training_machine=True)).next
     )
-    names = {error.name for error in limits.judge(poor, ranks=2)}
+    names = {error.name for error in limits.shortages(poor, ranks=2)}
     assert names == {"too-few-files", "shared-memory-too-small", "host-memory-too-small"}
     says_nothing("limits", launch(SMOKE, training_machine=True))
-    monkeypatch.setattr(limits, "look", lambda: replace(poor, files=20))
+    monkeypatch.setattr(limits, "measure", lambda: replace(poor, files=20))
     refuses("limits", "too-few-files", launch(SMOKE))
 
 
@@ -293,7 +293,7 @@ def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_soft_limit_counts_and_the_hard_one_says_what_helps(most: int, command: str) -> None:
     host = Host(files=1024, shared=16 * GIB, memory=100 * GIB, most_files=most)
-    (error,) = limits.judge(host, ranks=1)
+    (error,) = limits.shortages(host, ranks=1)
     assert command in error.next and str(most) in error.what
 
 
@@ -302,7 +302,7 @@ def test_what_the_kernel_says_of_this_host() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
     try:
-        host = limits.look()
+        host = limits.measure()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert host.files == min(soft, 512) and host.most_files in (hard, 2**31)
@@ -469,7 +469,7 @@ def test_folders_of_a_loop(tmp_path: Path, flag: str) -> None:
 
 def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
-    assert "nobody else" in holds("save_folder", saving(save))
+    assert "no other run" in holds("save_folder", saving(save))
     words = ["cppmega.run", "--save", str(save)]
     other = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE

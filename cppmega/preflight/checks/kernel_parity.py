@@ -1,7 +1,7 @@
-"""Each fused kernel of ours computes on this GPU what its plain reference computes.
+"""Each of our fused kernels agrees with its plain reference on this GPU.
 
-Runs with `--deep`, and always on sm_120 and sm_121: there the shared memory of what was compiled
-is measured.
+Runs with `--deep`, and always on sm_120 and sm_121, where the shared memory of the compiled kernels
+is checked as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cppmega.preflight.messages import ParityAnswer, ParityOrder
 AFTER: tuple[str, ...] = ("gpus", "kernels")
 
 SMALL = {"sm_120", "sm_121"}
-"""Architectures with 99 KiB of dynamic shared memory for a block."""
+"""Architectures that give a block 99 KiB of dynamic shared memory."""
 
 
 def check(context: Context) -> str:
