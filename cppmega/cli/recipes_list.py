@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cppmega.catalogue import loader as catalogue
-from cppmega.host.paths import PACKAGE
 from cppmega.overlay.wanted import provided, wanted_patches
 from cppmega.page import Page
 from cppmega.recipe import Recipe, dsa_widths
@@ -16,15 +14,22 @@ from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.recipe.index import load, shipped
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import missing
+from cppmega.recipe.results import Result, last_result, measured
 
 NEWEST = "0.19.2"
-"""The release that the list speaks of where no other is named."""
+"""The release that the list is about where no other is named."""
 
 
-def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -> dict[str, Any]:
-    """Everything the list says of one recipe."""
+def describe(
+    recipe: Recipe,
+    pages: Mapping[str, Page],
+    results: Iterable[Result],
+    version: str = NEWEST,
+) -> dict[str, Any]:
+    """Everything that the list reports about one recipe."""
     widened = provided(pages.values(), dsa_widths.TILELANG)
     counts = parameters(recipe)
+    last = last_result(recipe.name, results)
     lacking = () if recipe.kind == "loop" else missing(recipe, version)
     return {
         "name": recipe.name,
@@ -40,36 +45,17 @@ def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -
         "patches": list(wanted_patches(recipe, pages)),
         "gates": dict(recipe.gates),
         "missing": [{"part": item.part, "reason": item.reason} for item in lacking],
-        "last_result": last_result(recipe.name),
+        "last_result": (
+            {"date": last.date, "headline": last.headline, "file": last.file} if last else None
+        ),
     }
-
-
-def last_result(name: str, results: Path | None = None) -> dict[str, str] | None:
-    """Date and headline of the newest committed result of a recipe; None: never measured.
-
-    A result of the recipe as it is shipped comes before one of a changed recipe.
-    """
-    results = results or PACKAGE.parent / "benchmarks" / "results"
-    found = []
-    for path in sorted(results.glob("*.json")):
-        try:
-            data = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if isinstance(data, Mapping) and data.get("recipe") == name and "headline" in data:
-            shipped_one = not data.get("changes")
-            said = str(data.get("date", "")), str(data["headline"]), path.name
-            found.append((shipped_one, *said))
-    if not found:
-        return None
-    _, date, headline, file = max(found)
-    return {"date": date, "headline": headline, "file": file}
 
 
 def list_recipes(as_json: bool = False, version: str = NEWEST) -> str:
     """What `cppmega recipes` prints: one JSON object, or a table with a block per recipe."""
     pages = catalogue.load()
-    rows = [describe(load(name), pages, version) for name in shipped()]
+    results = measured()
+    rows = [describe(load(name), pages, results, version) for name in shipped()]
     if as_json:
         return json.dumps({"schema": 1, "megatron": version, "recipes": rows}, indent=1)
     lines = [_line("NAME", "GPUS", "PARAMETERS", "MEMORY/GPU", "PRECISION", "PURPOSE")]
