@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cppmega.catalogue import loader as catalogue
-from cppmega.host.paths import PACKAGE
 from cppmega.host.table import Row, table
 from cppmega.overlay.wanted import provided, wanted_patches
 from cppmega.page import Page
@@ -17,19 +15,26 @@ from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.recipe.index import load, shipped
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import missing
+from cppmega.recipe.results import Result, last_result, measured
 
 NEWEST = "0.19.2"
-"""The release that the list is about, unless another is named."""
+"""The release that the list is about where no other is named."""
 
 _HEAD = Row(("NAME", "GPUS", "PARAMETERS", "MEMORY/GPU", "PRECISION", "PURPOSE"))
 _NUMBERS = (1, 2, 3)
 """The columns that hold numbers."""
 
 
-def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -> dict[str, Any]:
-    """Everything that the list states about one recipe."""
+def describe(
+    recipe: Recipe,
+    pages: Mapping[str, Page],
+    results: Iterable[Result],
+    version: str = NEWEST,
+) -> dict[str, Any]:
+    """Everything that the list reports about one recipe."""
     widened = provided(pages.values(), dsa_widths.TILELANG)
     counts = parameters(recipe)
+    last = last_result(recipe.name, results)
     lacking = () if recipe.kind == "loop" else missing(recipe, version)
     return {
         "name": recipe.name,
@@ -45,36 +50,17 @@ def describe(recipe: Recipe, pages: Mapping[str, Page], version: str = NEWEST) -
         "patches": list(wanted_patches(recipe, pages)),
         "gates": dict(recipe.gates),
         "missing": [{"part": item.part, "reason": item.reason} for item in lacking],
-        "last_result": last_result(recipe.name),
+        "last_result": (
+            {"date": last.date, "headline": last.headline, "file": last.file} if last else None
+        ),
     }
-
-
-def last_result(name: str, results: Path | None = None) -> dict[str, str] | None:
-    """Date and headline of the newest committed result of a recipe; None if it has none.
-
-    A result of the recipe as it is shipped comes before one of a changed recipe.
-    """
-    results = results or PACKAGE.parent / "benchmarks" / "results"
-    found = []
-    for path in sorted(results.glob("*.json")):
-        try:
-            data = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if isinstance(data, Mapping) and data.get("recipe") == name and "headline" in data:
-            shipped_one = not data.get("changes")
-            said = str(data.get("date", "")), str(data["headline"]), path.name
-            found.append((shipped_one, *said))
-    if not found:
-        return None
-    _, date, headline, file = max(found)
-    return {"date": date, "headline": headline, "file": file}
 
 
 def list_recipes(as_json: bool = False, version: str = NEWEST) -> str:
     """The output of `cppmega recipes`: one JSON object, or a table with details below each row."""
     pages = catalogue.load()
-    rows = [describe(load(name), pages, version) for name in shipped()]
+    results = measured()
+    rows = [describe(load(name), pages, results, version) for name in shipped()]
     if as_json:
         return json.dumps({"schema": 1, "megatron": version, "recipes": rows}, indent=1)
     title, *lines = table([_HEAD, *map(_row, rows)], right=_NUMBERS)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.host import redact
+from cppmega.host import gpus, redact
 from cppmega.launch import record as launch_record
 from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
@@ -139,7 +139,7 @@ def _manifest(ready: Ready) -> dict[str, Any]:
         "torchrun": redact.words(ready.torchrun),
         "environment": redact.environment(ready.environment),
         "stack": launch_record.versions(),
-        "gpus": launch_record.gpus(),
+        "gpus": [f"{gpu.name}, {gpu.memory}" for gpu in gpus.reported()],
         "data": ready.data,
         "nodes": asked.nodes,
         "nproc": ready.nproc,

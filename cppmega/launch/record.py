@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -37,15 +36,6 @@ def _driver() -> str:
     except (OSError, IndexError):
         return ""
     return next((word for word in first.split() if word[:1].isdigit() and "." in word), first)
-
-
-def gpus() -> list[str]:
-    """Names and memory of this host's GPUs, as the driver's tool says them."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def file_state(path: Path) -> dict[str, Any]:

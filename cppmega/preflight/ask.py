@@ -1,47 +1,55 @@
-"""The preflight's child processes: what cannot be known without importing, imported elsewhere."""
+"""The preflight's child processes: what cannot be known without importing is imported there."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
 
 from cppmega.errors import CppmegaError
 from cppmega.host import process, python
+from cppmega.preflight.messages import Order
 
 _SECONDS = 300
 
-
-def given_order() -> dict[str, Any]:
-    """What `ask` wants of this process, which ends with the one that asks.
-
-    A preflight whose terminal is closed must not leave a process behind that holds a GPU.
-    """
-    found: dict[str, Any] = json.load(sys.stdin)
-    process.end_with_parent(found.get("parent"))
-    return found
+AnOrder = TypeVar("AnOrder", bound=Order)
+AnAnswer = TypeVar("AnAnswer", bound=msgspec.Struct)
 
 
 def ask(
-    module: str, order: Mapping[str, Any], environ: Mapping[str, str], here: bool = False
-) -> dict[str, Any]:
-    """Run one of our modules on a JSON order and read its JSON answer.
+    module: str,
+    order: Order,
+    answer: type[AnAnswer],
+    environ: Mapping[str, str],
+    here: bool = False,
+) -> AnAnswer:
+    """Run one of our worker modules on an order, and decode its answer.
 
     Args:
-        here: it imports from the working directory too; `shadowing` has looked at that.
+        module: the worker, which calls `serve`.
+        order: what it is asked.
+        answer: the type of its answer.
+        environ: its environment; the variables of a rank are left out.
+        here: it also imports from the working directory, which the check `shadowing` inspects.
 
     Raises:
-        CppmegaError: `process-ended`, with the last line that it said.
+        CppmegaError: `process-hangs`, or `process-ended` with the last line of its stderr.
     """
+    order = msgspec.structs.replace(order, parent=os.getpid())
     try:
         done = subprocess.run(
             python.command(module, here=here),
-            input=json.dumps({**order, "parent": os.getpid()}),
+            input=_encoded(order),
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=_SECONDS,
             env={**process.alone(environ), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -50,19 +58,38 @@ def ask(
         raise CppmegaError(
             "process-hangs",
             f"A process that only imports what a rank imports took over {_SECONDS} seconds.",
-            "Every rank would hang there too: often a file system, or a compiler that waits for "
-            "a lock which a killed process left.",
-            "look into TORCH_EXTENSIONS_DIR and the Triton cache for stale locks",
+            "Every rank would hang there too: often on a file system, or on a lock that a killed "
+            "compiler left behind.",
+            "remove stale locks from TORCH_EXTENSIONS_DIR and from Triton's cache",
         ) from None
-    answer = done.stdout.rpartition("\n{")[2]
     try:
-        found: dict[str, Any] = json.loads("{" + answer.removeprefix("{"))
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return msgspec.convert(json.loads(done.stdout.rpartition("\n")[2]), answer)
+    except (ValueError, msgspec.ValidationError):
+        said = done.stderr.strip().splitlines()
         raise CppmegaError(
             "process-ended",
-            f"A process started like a rank ended with status {done.returncode}: {last[:400]}",
+            f"A process started like a rank ended with status {done.returncode}: "
+            f"{(said or ['it printed nothing'])[-1][:400]}",
             "Every rank would end the same way.",
             f"{sys.executable} -P -m {module} < /dev/null",
         ) from None
-    return found
+
+
+def serve(order: type[AnOrder], work: Callable[[AnOrder], msgspec.Struct]) -> None:
+    """Read an order from stdin, print the answer, and end this process.
+
+    It also ends when the process that asked does: a preflight whose terminal is closed must not
+    leave a worker behind that holds a GPU. What imported modules print goes to stderr.
+    """
+    received = msgspec.convert(json.load(sys.stdin), order)
+    process.end_with_parent(received.parent)
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = work(received)
+    print("\n" + _encoded(answer), end="", flush=True)
+    os._exit(0)  # atexit hooks of a half-started trainer have nothing to add
+
+
+def _encoded(message: msgspec.Struct) -> str:
+    """As JSON by the standard library, which keeps inf, NaN and undecodable bytes of paths."""
+    return json.dumps(msgspec.to_builtins(message))

@@ -1,6 +1,6 @@
 """What a preflight check may inspect: one launch, before it happens.
 
-A check is one file of `cppmega/preflight/checks/`: a docstring that says what it refuses, `AFTER`
+A check is one file of `cppmega/preflight/checks/`: a docstring that states what must hold, `AFTER`
 (the checks that must hold before it can answer) and `check(context)`, which returns a line of
 detail, raises the error that must stop the launch, or raises `NotApplicable`.
 """
@@ -8,11 +8,11 @@ detail, raises the error that must stop the launch, or raises `NotApplicable`.
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from cppmega.data.reading import Allowance
 from cppmega.errors import CppmegaError
@@ -22,46 +22,47 @@ from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.wanted import provided, wanted_patches
-from cppmega.preflight import ask as children
 from cppmega.preflight import devices
+from cppmega.preflight.ask import ask
 from cppmega.preflight.devices import Devices
 from cppmega.preflight.findings import NotApplicable
-from cppmega.preflight.launch_line import Line, launch_line, whole_line
+from cppmega.preflight.launch_line import LaunchLine, launch_line, whole_line
+from cppmega.preflight.messages import ParsedLine, RankAnswer, RankOrder
 from cppmega.recipe import Recipe, dsa_widths
 from cppmega.recipe.memory import Estimate, estimate
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import requirements as trainer_checks
+from cppmega.training import requirements
 from cppmega.training.batch import DataTokens
 
 _SECONDS = 60.0
-"""For the first reading of all datasets of a launch; more than that is a command of its own."""
+"""For the first reading of a launch's datasets; a separate command may take longer."""
 
 
 @dataclass
 class Context:
-    """One launch, before it happens. Everything slow is looked at once, when first asked for."""
+    """One launch, before it happens. Whatever is slow is computed once, on first use."""
 
     root: Path | None = None
-    """Folder that holds megatron/; None: the one Python would import."""
+    """Folder that holds megatron/; None: the one that Python would import."""
     catalogues: Sequence[Path] | None = None
     recipe: Recipe | None = None
     recipe_file: Path | None = None
-    """Where the recipe was read from, if it is not a shipped one."""
+    """File of the recipe, if it is not a shipped one."""
     options: RunOptions = field(default_factory=RunOptions)
     """The trainer's options of this start."""
     arguments: tuple[str, ...] = ()
-    """Megatron's own arguments, added to the recipe's. Without a recipe: a whole line for
-    Megatron's parser."""
+    """Megatron's own arguments, added to the recipe's. Without a recipe: everything that
+    Megatron's parser gets."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """What the training processes will see."""
+    """Variables that the training processes will see."""
     training_machine: bool = field(default_factory=lambda: gpu_here())
-    """This is the machine that trains: it has a GPU."""
+    """Whether this machine trains: it has a GPU."""
     nodes: int = 1
     """Hosts over which the recipe's GPUs are spread."""
     folder: Path | None = None
     """Where the run will write, if it is known: a launcher's run folder."""
     deep: bool = False
-    """Also run each kernel's parity on this GPU: minutes instead of seconds."""
+    """Also compare every kernel with its reference: minutes instead of seconds."""
 
     @cached_property
     def accepted(self) -> Mapping[str, str]:
@@ -77,7 +78,7 @@ class Context:
 
     @property
     def is_loop(self) -> bool:
-        """Whether a loop of our own is launched, whose line no parser of Megatron sees."""
+        """Whether the recipe runs in our own loop, without Megatron's parser."""
         return self.recipe is not None and self.recipe.kind == "loop"
 
     @cached_property
@@ -87,7 +88,7 @@ class Context:
 
     @cached_property
     def receipt(self) -> Receipt:
-        """What was applied; an empty one where nothing was."""
+        """Record of what was applied; empty where nothing was."""
         return receipt.load(self.session.tree).receipt
 
     @cached_property
@@ -106,23 +107,23 @@ class Context:
 
     @cached_property
     def memory(self) -> Estimate:
-        """What the recipe takes on its fullest GPU; only asked for where there is a recipe."""
+        """Memory of the recipe's fullest GPU; only defined where there is a recipe."""
         assert self.recipe is not None
         widened = provided(self.session.pages.values(), dsa_widths.TILELANG)
         return estimate(self.recipe, widened)
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether the launch cannot do without one; a launch of unknown content can."""
+        """Whether the recipe needs a GPU."""
         return self.recipe is not None and self.recipe.gpus > 0
 
     @cached_property
-    def line(self) -> Line:
+    def line(self) -> LaunchLine:
         """The launch line.
 
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
-            CppmegaError: it cannot be written for the installed version.
+            CppmegaError: it cannot be rendered for the installed version.
         """
         if self.recipe is None:
             return whole_line(self.arguments, self.options, self.environ)
@@ -130,60 +131,73 @@ class Context:
         return launch_line(self.recipe, self.options, self.arguments, version)
 
     @cached_property
-    def process(self) -> dict[str, Any]:
-        """The answers of a process that imported what the training processes will import."""
-        order: dict[str, Any] = {
-            "root": str(self.root) if self.root is not None else None,
-            "expected": str(self.session.root),
-            "accepted": dict(self.accepted),
-            "argv": None,
-            "world": None,
-        }
-        environ = dict(self.environ)
+    def process(self) -> RankAnswer:
+        """The answer of a process that imported what the training processes will import.
+
+        Raises:
+            CppmegaError: `process-ended`, `process-hangs`.
+        """
         try:
-            order |= {"argv": self.line.argv, "world": self.line.world}
-            environ = {**self.line.environment, **environ}
+            line: LaunchLine | None = self.line
         except (NotApplicable, CppmegaError):
-            pass  # no parser of Megatron's sees a line, or the line's own check refuses it
+            line = None  # Megatron parses nothing, or the line's own check refuses it
+        order = RankOrder(
+            root=str(self.root) if self.root is not None else None,
+            expected=str(self.session.root),
+            accepted=self.accepted,
+            argv=line.argv if line is not None else None,
+            world=line.world if line is not None else None,
+        )
+        environ = {**(line.environment if line is not None else {}), **self.environ}
         allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it
-        return children.ask("cppmega.preflight.workers.rank", order, environ, here=True)
+        return ask("cppmega.preflight.workers.rank", order, RankAnswer, environ, here=True)
 
     @property
-    def megatron_args(self) -> dict[str, Any]:
-        """What the installed version's parser makes of the line.
+    def parsed_line(self) -> ParsedLine:
+        """The launch line as the installed version's parser reads it.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: the line cannot be rendered for the installed version.
+        """
+        if not self.line.argv:
+            raise NotApplicable("the launch line has no words for Megatron")
+        assert self.process.line is not None  # AFTER: imported_process found no problem
+        return self.process.line
+
+    @property
+    def megatron_args(self) -> Namespace:
+        """The launch line's arguments, as Megatron's own code has them.
 
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
         """
-        if not self.line.argv:
-            raise NotApplicable("the launch line has no words for Megatron")
-        found: dict[str, Any] = self.process["line"]["args"]
-        return found
+        return Namespace(**self.parsed_line.args)
 
     @cached_property
     def allowance(self) -> Allowance:
-        """How long the first reading of datasets may take: with `deep` as long as it takes."""
+        """How long the first reading of datasets may take; unlimited with `deep`."""
         return Allowance(None if self.deep else _SECONDS, console.say)
 
     @cached_property
     def data(self) -> DataTokens:
-        """The data of a recipe that Megatron trains, checked and read as far as allowed.
+        """The data of a recipe that Megatron trains, checked and read within the allowance.
 
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
-            CppmegaError: what `trainer_checks.check_data` raises.
+            CppmegaError: what `requirements.check_data` raises.
         """
         options = self.line.options
         assert self.recipe is not None
-        return trainer_checks.check_data(self.recipe, options, self.allowance.read)
+        return requirements.check_data(self.recipe, options, self.allowance.read)
 
     @cached_property
     def devices(self) -> Devices:
         """The GPUs of this machine as a training process would see them.
 
         Raises:
-            NotApplicable: the launch needs none.
-            CppmegaError: `no-gpu`, `driver-broken`.
+            NotApplicable: the launch needs no GPU.
+            CppmegaError: `no-gpu`, or what asking a process raises.
         """
         if self.recipe is not None and not self.needs_gpu:
             raise NotApplicable(f"{self.recipe.name} runs on CPU")
@@ -194,7 +208,7 @@ class Context:
 
     @property
     def gpus_here(self) -> int:
-        """GPUs that the launch takes on this host."""
+        """GPUs that the launch needs on this host."""
         assert self.recipe is not None
         return -(-self.recipe.gpus // self.nodes)
 

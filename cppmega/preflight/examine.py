@@ -1,7 +1,7 @@
-"""Everything that can be known to be wrong before a launch.
+"""Run every check on a launch, before anything is started.
 
-Checks run in order and each says its name before it starts. One whose prerequisite failed is
-`not-run`, which is no pass.
+Checks run in order, and each reports its name before it starts. A check whose prerequisite failed
+is `not-run`, which is not a pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What the checks found."""
+    """The result of all checks."""
 
     findings: tuple[Finding, ...]
     megatron: dict[str, str] | None
@@ -35,12 +35,12 @@ class Preflight:
 
     @property
     def ok(self) -> bool:
-        """Every check holds, or has nothing to say about this launch."""
+        """Whether every check holds or does not apply to this launch."""
         return all(finding.state in ("ok", "not-applicable") for finding in self.findings)
 
     @property
     def failures(self) -> list[Finding]:
-        """What must be put right, the first cause first."""
+        """What must be fixed, the first cause first."""
         return [finding for finding in self.findings if finding.state == "failed"]
 
     def as_json(self) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
             continue
         if progress is not None:
             progress(name)
-        said = answers(name, context)
-        findings += said
-        if any(answer.state == "failed" for answer in said):
+        found = answers(name, context)
+        findings += found
+        if any(finding.state == "failed" for finding in found):
             unsound.add(name)
     if "one_root" in unsound:
         return Preflight(tuple(findings), None, "")
@@ -83,7 +83,7 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
 
 
 def answers(name: str, context: Context) -> list[Finding]:
-    """What one check says, whatever the others would."""
+    """The findings of one check, independent of the others."""
     module = importlib.import_module(f"cppmega.preflight.checks.{name}")
     try:
         return [Finding(name, "ok", what=module.check(context))]
@@ -102,9 +102,9 @@ _OF_A_TREE = re.compile(
 
 
 def _failed(check: str, error: CppmegaError, root: Path | None) -> Finding:
-    """A failure; its next command speaks of the tree that was asked about."""
+    """A failure, whose next command names the tree that was checked."""
     command = error.next
     if root is not None:
         place = f" --megatron {shlex.quote(str(root))}"
-        command = _OF_A_TREE.sub(lambda found: found.group() + place, command)
+        command = _OF_A_TREE.sub(lambda match: match.group() + place, command)
     return Finding(check, "failed", error.name, error.what, error.why, command)

@@ -1,4 +1,4 @@
-"""What a check of the preflight answers."""
+"""The answers that a preflight check can give."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 
 from cppmega.errors import CppmegaError
 
-State = Literal["ok", "failed", "not-applicable", "not-run"]
+CheckState = Literal["ok", "failed", "not-applicable", "not-run"]
 
 
 class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
-    """There is nothing to check here; the message says why."""
+    """There is nothing to check; the message gives the reason."""
 
 
 class Refused(Exception):  # noqa: N818
-    """Several things are wrong at once: a user wants to know all of them."""
+    """Several things are wrong at once, and the user should see all of them."""
 
     def __init__(self, errors: Iterable[CppmegaError]) -> None:
         self.errors = tuple(errors)
@@ -24,7 +24,7 @@ class Refused(Exception):  # noqa: N818
 
 
 def refuse(errors: Iterable[CppmegaError]) -> None:
-    """Raise the problems of a check; returns where there are none.
+    """Raise the problems of a check, if there are any.
 
     Raises:
         Refused: there is at least one.
@@ -35,7 +35,7 @@ def refuse(errors: Iterable[CppmegaError]) -> None:
 
 
 class Remark(str):
-    """Detail of a check that holds, printed even where all is well."""
+    """Detail of a check that holds, printed even when every check holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class Finding:
     """One answer of one check; a check with several problems has several findings."""
 
     check: str
-    state: State
+    state: CheckState
     name: str = ""
-    """Of the error, kebab-case; empty unless `failed`."""
+    """Name of the error, in kebab case; empty unless `failed`."""
     what: str = ""
-    """What happened; or the detail of a check that holds, or why there was nothing to check."""
+    """What happened, the detail of a check that holds, or why there is nothing to check."""
     why: str = ""
     next: str = ""
 
     @property
     def is_remark(self) -> bool:
-        """Whether the check holds and its detail is printed all the same."""
+        """Whether the check holds and its detail is printed anyway."""
         return isinstance(self.what, Remark)
 
     @property

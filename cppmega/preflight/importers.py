@@ -1,7 +1,7 @@
-"""Which of some names do installed packages import, at top level or anywhere else.
+"""Names that installed packages import, at top level or anywhere else.
 
-Megatron tries dozens of optional packages. One that is not installed is whatever module of that
-name the path has first.
+Megatron tries dozens of optional packages. Where one is not installed, it gets whichever module of
+that name comes first on the path.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LINES = re.compile(
 )
 
 
-def of(names: Collection[str], packages: Iterable[Path]) -> dict[str, Path]:
-    """Name -> a file of the packages that imports it; names that none imports are left out."""
+def first_importers(names: Collection[str], packages: Iterable[Path]) -> dict[str, Path]:
+    """A file of the packages that imports each name; names that none imports are left out."""
     found: dict[str, Path] = {}
     for package in packages if names else ():
         mentioned = _mentioned(package)
@@ -38,7 +38,7 @@ def of(names: Collection[str], packages: Iterable[Path]) -> dict[str, Path]:
 
 @lru_cache(maxsize=16)
 def _mentioned(package: Path) -> dict[str, list[Path]]:
-    """Every name that a line of a file seems to import: a docstring's `from the` is one of them."""
+    """The files with a line that seems to import a name, such as a docstring's `from the`."""
     found: dict[str, list[Path]] = {}
     for file in _files(package):
         names: set[bytes] = set()
@@ -59,7 +59,7 @@ def _files(package: Path) -> Iterator[Path]:
 
 @lru_cache(maxsize=256)
 def _imported(file: Path) -> frozenset[str]:
-    """Top-level names that a file imports; not the words of its docstrings."""
+    """Top-level names that a file really imports."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

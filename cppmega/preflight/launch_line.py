@@ -1,9 +1,10 @@
-"""A launch line as the preflight sees it: the trainer's options, and the words for Megatron."""
+"""A launch line as the checks see it: the trainer's options, and the words for Megatron."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
@@ -13,24 +14,24 @@ from cppmega.recipe.run_options import RunOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LaunchLine:
     """What is launched."""
 
     argv: tuple[str, ...]
     """For Megatron's parser."""
     options: RunOptions
-    """Resolved: `load` is `save` where the run resumes from its own checkpoint. Of a whole line,
-    those that Megatron and the trainer call the same."""
+    """With `load` set to `save` where the run resumes from its own checkpoint. Without a recipe:
+    the arguments that Megatron and the trainer call the same."""
     world: int | None
-    """Processes; None: the line's own parallel sizes say the least there can be."""
+    """Number of ranks; None: the fewest that the line's parallel sizes allow."""
     rendered: Rendered | None
-    """None: the line was not made from a recipe."""
+    """None: the line does not come from a recipe."""
     further: tuple[str, ...] = ()
-    """Those of argv that neither the recipe's fields nor the trainer's options made."""
+    """Words of argv that come neither from the recipe's fields nor from the trainer's options."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the trainer sets where the user has not."""
+        """Variables that the trainer sets where the user has not."""
         return dict(self.rendered.environment) if self.rendered is not None else {}
 
     def has(self, *flags: str) -> bool:
@@ -38,7 +39,15 @@ class Line:
         return any(word.partition("=")[0] in flags for word in self.argv)
 
 
-def whole_line(words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]) -> Line:
+def has_dsa_layers(args: Mapping[str, Any]) -> bool:
+    """Whether Megatron builds a DSA layer from these arguments."""
+    pattern = args.get("hybrid_layer_pattern") or ""
+    return args.get("experimental_attention_variant") == "dsa" or "D" in pattern
+
+
+def whole_line(
+    words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]
+) -> LaunchLine:
     """A line that was given whole, for Megatron's parser.
 
     Raises:
@@ -47,12 +56,12 @@ def whole_line(words: tuple[str, ...], options: RunOptions, environ: Mapping[str
     if not words:
         raise NotApplicable("no recipe and no launch line was given")
     world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
-    return Line(words, options, world, None)
+    return LaunchLine(words, options, world, None)
 
 
 def launch_line(
     recipe: Recipe, options: RunOptions, arguments: tuple[str, ...], version: str
-) -> Line:
+) -> LaunchLine:
     """The line that the trainer renders from a recipe.
 
     Args:
@@ -72,9 +81,9 @@ def launch_line(
         smoke_loop.refuse_options(recipe.plus(*arguments), options)
         smoke_loop.folder_of(options.data, recipe)
         raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
-    # A recipe refuses these words; here they stay in the line, and the check of each names it.
+    # A recipe refuses these words; here they stay in the line, so that each has its own check.
     refused = [word for word in arguments if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
     kept = recipe.plus(*(word for word in arguments if word not in refused))
     rendered = render(kept, version, options)
     argv = (*rendered.argv, *refused)
-    return Line(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))
+    return LaunchLine(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))

@@ -1,4 +1,4 @@
-"""Runs as data: the recipe, its checks, its arithmetic, and the arguments rendered from it."""
+"""Runs as data: the recipe, its validation, its arithmetic, and the arguments it renders to."""
 
 from cppmega.recipe.recipe import M2RNN, GraphPool, Mamba3, NgramHash, Recipe, Structure
 

@@ -1,8 +1,8 @@
 """Parameters and floating-point operations of a recipe, without torch.
 
-Equal to the built model's count, letter by letter: the tests build Megatron's own models and
-compare. Floating-point operations count every layer, unlike Megatron's report for hybrid models,
-which leaves out `D` and `+`; `megatron_flops` is that report, so that both can be said.
+The counts equal those of the built model, letter by letter: the tests build Megatron's own models
+and compare. Floating-point operations include every layer, unlike Megatron's report for hybrid
+models, which omits `D` and `+`; `megatron_flops` is that report, so that both can be shown.
 """
 
 from __future__ import annotations
@@ -29,35 +29,31 @@ class Parameters:
     mtp: int
     """All MTP depths: their layers, norms and projections; they share embedding and head."""
     extras: dict[str, int] = field(default_factory=dict)
-    """Embeddings beside the tokens': n-gram hash, structure."""
+    """Embeddings in addition to the tokens': n-gram hash, structure."""
     experts: int = 0
-    """Of all the above: weights that expert parallelism spreads."""
+    """Of all the above: weights that expert parallelism distributes."""
 
     @property
     def trunk(self) -> int:
-        """Everything but MTP."""
+        """All parameters except those of MTP."""
         own = self.embedding + self.head + self.final_norm
         return sum(self.layers.values()) + own + sum(self.extras.values())
 
     @property
     def total(self) -> int:
-        """Everything."""
+        """All parameters."""
         return self.trunk + self.mtp
 
 
 def parameters(recipe: Recipe) -> Parameters:
-    """Count the parameters of the model that the recipe describes, parts no release has included.
-
-    Raises:
-        CppmegaError: nothing that making the recipe would not have raised.
-    """
+    """Count the parameters of the model, including parts that no Megatron release has."""
     layout = recipe.layout
     table = recipe.padded_vocab_size * recipe.hidden_size
     layers = {
         letter: _layer(recipe, letter) * layout.trunk.count(letter)
         for letter in dict.fromkeys(layout.trunk)
     }
-    # A depth: two norms in front, the projection of their concatenation, its layers, a last norm.
+    # A depth: two input norms, the projection of their concatenation, its layers, a last norm.
     depth = 3 * recipe.hidden_size + 2 * recipe.hidden_size**2
     depth += sum(_layer(recipe, letter) for letter in layout.mtp)
     extras = {}
@@ -124,7 +120,7 @@ def _mla(recipe: Recipe) -> int:
 
 
 def _mla_ranks(recipe: Recipe) -> int:
-    """Widths of the low-rank query and key-value, which their norms have too."""
+    """Widths of the low-rank query and key-value, which are also those of their norms."""
     return (recipe.kv_lora_rank or 0) + (recipe.q_lora_rank or 0)
 
 
@@ -140,7 +136,7 @@ def _mla_matrices(recipe: Recipe) -> int:
 def _mla_sizes(recipe: Recipe) -> tuple[int, int, int, int]:
     latent, nope = recipe.kv_lora_rank, recipe.qk_head_dim
     rope, value = recipe.qk_pos_emb_head_dim, recipe.v_head_dim
-    assert latent and nope and rope and value  # recipe_checks has seen to it
+    assert latent and nope and rope and value  # ensured by validate
     return latent, nope, rope, value
 
 
@@ -213,13 +209,13 @@ _LAYERS: dict[str, Callable[[Recipe], int]] = {
 def flops(recipe: Recipe, squares: float | None = None) -> float:
     """Floating-point operations of one token, forward and backward, every layer counted.
 
-    Matrix products only. Recomputation is not counted; sparse attention counts the keys that it
-    attends to, and its indexer all of them.
+    Only matrix products count. Recomputation does not; sparse attention counts the keys that it
+    attends to, and its indexer all keys.
 
     Args:
         recipe: the run.
         squares: mean over tokens of the length of the token's document, where packed documents
-            attend to themselves only; default: the sequence length.
+            only attend to themselves; default: the sequence length.
     """
     keys = (squares or recipe.seq_length) / 2  # causal: half of them on average
     layout = recipe.layout
@@ -235,7 +231,7 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
 
 
 def _work(recipe: Recipe, letter: str, keys: float) -> float:
-    """Of one token in one layer, forward and backward."""
+    """Operations of one token in one layer, forward and backward."""
     heads = recipe.num_attention_heads
     if letter == "E":
         assert recipe.num_experts is not None
@@ -269,7 +265,7 @@ def _work(recipe: Recipe, letter: str, keys: float) -> float:
 def _dsa_work(recipe: Recipe, keys: float) -> float:
     """Attention in the latent space over the top-k; the indexer's scores over all keys.
 
-    The indexer has a backward pass only where it has a loss, none into its inputs, and with the
+    The indexer only has a backward pass where it has a loss: none into its inputs, and with the
     sparse loss only over the top-k.
     """
     latent, _, rope, _ = _mla_sizes(recipe)
@@ -310,7 +306,7 @@ def megatron_flops(recipe: Recipe) -> float:
 
 def _megatron_mla(recipe: Recipe, keys: float) -> float:
     _, nope, rope, value = _mla_sizes(recipe)
-    weights = _mla_matrices(recipe) + _mla_ranks(recipe)  # it counts norms even where there is none
+    weights = _mla_matrices(recipe) + _mla_ranks(recipe)  # norms count even where there are none
     return 2 * weights + 2 * keys * recipe.num_attention_heads * (nope + rope + value)
 
 

@@ -1,6 +1,6 @@
-"""Which widths of DSA's absorbed queries and values the fused kernels support.
+"""Widths of DSA's absorbed queries and values that the fused kernels support.
 
-Megatron silently declines others, and then computes all scores in fp32.
+Megatron silently declines other widths, and then computes all scores in fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Widths = tuple[int, int]
 
 RELEASED: tuple[Widths, ...] = ((576, 512),)
 TILELANG = "dsa_widths_tilelang"
-"""Under this name a page provides further widths for the backend tilelang."""
+"""Name under which a page provides further widths for the backend tilelang."""
 
 
 def supported(backend: str | None, widened: Iterable[Widths] = ()) -> tuple[Widths, ...]:

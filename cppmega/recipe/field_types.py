@@ -1,65 +1,72 @@
-"""The types of a recipe's fields: no typing mistake may become a default."""
+"""The types and bounds of a recipe's fields: a typing mistake must not become a default."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import is_dataclass
 from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from cppmega.errors import did_you_mean
 from cppmega.recipe.fields import Fields, invalid
 
-_POSITIVE = (
-    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size"),
-    *("kv_channels", "num_query_groups", "make_vocab_size_divisible_by", "rotary_base"),
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
-    *("moe_shared_expert_intermediate_size", "document_multiple", "train_iters"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    *("micro_batch_size", "global_batch_size"),
-)
+# msgspec keeps what it knows of a dataclass on the class, and loading a recipe may change nothing.
+msgspec.json.Decoder(Fields)
 
 
 def check(recipe: Fields) -> None:
-    """Words must be known, values of their type and counts positive.
+    """Compare every field with its annotation; those of its parts, such as `mamba3`, as well.
 
     Raises:
         CppmegaError: `recipe-invalid`.
     """
-    for name, hint in _hints().items():
-        value = getattr(recipe, name)
-        if not _fits(value, hint):
-            words = _words(hint)
+    for name, value, hint in _values(recipe):
+        problem = _problem(value, hint)
+        if problem:
             raise invalid(
                 recipe,
-                f"{name}={value!r} is {_wanted(hint)}." + did_you_mean(str(value), words),
-                "Megatron would refuse it, or read something else.",
+                f"{name}={value!r} is invalid: {problem}",
+                "Every rank would refuse it, or train something else.",
+                f"--set {name.partition('.')[0]}=..., or the recipe's file",
             )
-        if name in _POSITIVE and value is not None and value < 1:
-            raise invalid(recipe, f"{name}={value!r} must be above 0.", "It counts something.")
+
+
+def _values(part: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Name, value and type of every field."""
+    found: list[tuple[str, Any, Any]] = []
+    kind: Any = Fields if isinstance(part, Fields) else type(part)
+    for name, hint in _hints(kind).items():
+        value = getattr(part, name)
+        found.append((prefix + name, value, hint))
+        if is_dataclass(value) and not isinstance(value, type):
+            found += _values(value, f"{prefix}{name}.")
+    return found
 
 
 @cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(Fields)
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
-def _fits(value: object, hint: Any) -> bool:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return value in inner
-    if origin in (UnionType, Union):  # what a Literal makes with | is the older one of the two
-        return any(_fits(value, one) for one in inner)
-    if origin is tuple:
-        many = inner[1:] == (...,)
-        hints = inner[:1] * len(value) if many and isinstance(value, tuple) else inner
-        return (
-            isinstance(value, tuple) and len(value) == len(hints) and all(map(_fits, value, hints))
-        )
-    if isinstance(value, bool) and hint is not bool:
-        return False
-    return isinstance(value, (int, float) if hint is float else hint)
+def _problem(value: object, hint: Any) -> str:
+    """Why a value does not have its field's type; empty where it has."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "expected a finite number."
+    try:
+        converted = msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        words = _words(hint)
+        if words:
+            return f"expected one of {', '.join(words)}." + did_you_mean(str(value), words)
+        return _in_python(str(error))
+    # A list would do for a tuple, and a dict for a part; but a recipe is frozen and can be hashed.
+    return (
+        ""
+        if converted == value
+        else f"expected {type(converted).__name__}, got {type(value).__name__}."
+    )
 
 
 def _words(hint: Any) -> tuple[str, ...]:
@@ -69,7 +76,12 @@ def _words(hint: Any) -> tuple[str, ...]:
     return tuple(word for part in get_args(hint) for word in _words(part))
 
 
-def _wanted(hint: Any) -> str:
-    if _words(hint):
-        return "none of " + ", ".join(_words(hint))
-    return "no " + (hint.__name__ if isinstance(hint, type) else str(hint))
+_PYTHON = {"Expected": "expected", "null": "None", "array": "tuple", "object": "part", "`": ""}
+
+
+def _in_python(message: str) -> str:
+    """A message of msgspec's in Python's words: its own are those of JSON."""
+    message = message.partition(" - at ")[0]
+    for word, ours in _PYTHON.items():
+        message = message.replace(word, ours)
+    return f"{message}."

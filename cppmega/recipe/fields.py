@@ -1,80 +1,89 @@
-"""The fields of a recipe, and what follows from them. Imports no torch.
+"""The fields of a recipe with their types and bounds, and what follows from them, without torch.
 
-Fields carry Megatron's own argument names where Megatron has one.
+A field has the name of Megatron's own argument where there is one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from cppmega.errors import CppmegaError
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]
-"""`hybrid` and `gpt` run Megatron's `pretrain`; `loop` is a loop of our own, which runs on CPU."""
+"""`hybrid` and `gpt` run Megatron's `pretrain`; `loop` is our own loop, which runs on CPU."""
 Precision = Literal["bf16", "fp8", "fp32"]
 Activation = Literal["gelu", "squared_relu", "swiglu"]
 Attention = Literal["full", "mla", "dsa"]
 
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+PositiveReal = Annotated[float, Meta(gt=0)]
+NonNegativeReal = Annotated[float, Meta(ge=0)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+"""Of a running average: 1 would never forget."""
+
 FORBIDDEN_ARGUMENTS = ("--no-check-for-nan-in-loss-and-grad", "--mock-data", "--fp16")
-"""No recipe may hold these: NaN checks stay on, and mock data is asked for by the run alone."""
+"""No recipe may hold these: NaN checks stay on, and only a start can ask for mock data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba3:
     """Mamba-3 MIMO mixers of the letter `M`. No Megatron release has them."""
 
-    expand: int = 2
-    head_dim: int = 64
-    state_dim: int = 128
-    groups: int = 8
-    rank: int = 4
-    chunk: int = 16
-    rope_fraction: float = 0.5
+    expand: Positive = 2
+    head_dim: Positive = 64
+    state_dim: Positive = 128
+    groups: Positive = 8
+    rank: Positive = 4
+    chunk: Positive = 16
+    rope_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class M2RNN:
     """Matrix-state RNN mixers of the letter `R`. No Megatron release has them."""
 
-    key_dim: int = 64
-    value_dim: int = 16
-    conv: int = 4
+    key_dim: Positive = 64
+    value_dim: Positive = 16
+    conv: Positive = 4
 
 
 @dataclass(frozen=True, slots=True)
 class NgramHash:
     """Hashed n-gram embeddings added to the token embedding. No Megatron release has them."""
 
-    orders: tuple[int, ...] = (2, 3)
-    heads: int = 8
-    tables: tuple[int, ...] = (
+    orders: tuple[Positive, ...] = (2, 3)
+    heads: Positive = 8
+    tables: tuple[Positive, ...] = (
         *(499_801, 499_819, 499_853, 499_879, 499_883, 499_897, 499_903, 499_927),
         *(499_943, 499_957, 499_969, 499_973, 499_979, 500_009, 500_029, 500_041),
     )
     """Rows of each table, one per order and head: the 16 primes just around 500,000."""
-    dim: int = 16
+    dim: Positive = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """Structure and depth-level embeddings of source code. No Megatron release has them."""
 
-    categories: int = 9
-    levels: int = 16
-    bottleneck: int = 64
+    categories: Positive = 9
+    levels: Positive = 16
+    bottleneck: Positive = 64
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPool:
     """Memory that a model's CUDA graphs keep, as measured at one size without pipeline stages."""
 
-    gib: float
-    micro_batch_size: int
-    seq_length: int
-    hidden_size: int
-    layers: int
+    gib: NonNegativeReal
+    micro_batch_size: Positive
+    seq_length: Positive
+    hidden_size: Positive
+    layers: Positive
     """Those of the trunk, and those of every MTP depth."""
 
     def scaled(
@@ -87,65 +96,65 @@ class GraphPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """One run, unchecked. Sizes count elements of the whole model, never of one rank."""
+    """One run, not yet validated. Sizes are those of the complete model, never of one rank."""
 
     name: str
     purpose: str
     """One line for `cppmega recipes`."""
     kind: Kind
     precision: Precision
-    """Never implied: a launch line that does not say it has trained the wrong one before."""
-    gpus: int
-    """GPUs the run takes; 0 for a loop that runs on CPU."""
+    """Without a default: launch lines that did not state it have trained in the wrong one."""
+    gpus: Count
+    """GPUs that the run uses; 0 for a loop, which runs on CPU."""
 
-    hidden_size: int
-    ffn_hidden_size: int
+    hidden_size: Positive
+    ffn_hidden_size: Positive
     """Width of the dense MLP (letter `-`, or a GPT layer without experts)."""
-    num_attention_heads: int
-    seq_length: int
-    vocab_size: int
-    """Token ids the model has rows for, before padding to `make_vocab_size_divisible_by`."""
-    make_vocab_size_divisible_by: int = 128
+    num_attention_heads: Positive
+    seq_length: Positive
+    vocab_size: Positive
+    """Token ids with a row in the model, before padding to `make_vocab_size_divisible_by`."""
+    make_vocab_size_divisible_by: Positive = 128
     pattern: str = ""
     """Letters of a hybrid model: D DSA, + MLA, * attention, E MoE, - MLP, M Mamba-3, R M2RNN;
     `/` starts an MTP depth, `|` a pipeline stage."""
-    num_layers: int = 0
-    """GPT and loop; a hybrid model counts its pattern."""
-    mtp_num_layers: int = 0
-    """GPT and loop; a hybrid model counts its pattern."""
+    num_layers: Count = 0
+    """GPT and loop; in a hybrid model the pattern determines it."""
+    mtp_num_layers: Count = 0
+    """GPT and loop; in a hybrid model the pattern determines it."""
     attention: Attention = "full"
-    """GPT and loop; a hybrid model has it in its pattern."""
-    first_dense_layers: int = 0
+    """GPT and loop; in a hybrid model the pattern determines it."""
+    first_dense_layers: Count = 0
     """GPT with experts: leading layers that have a dense MLP instead."""
-    kv_channels: int | None = None
-    num_query_groups: int | None = None
+    kv_channels: Positive | None = None
+    num_query_groups: Positive | None = None
     activation: Activation = "gelu"
     position_embedding_type: Literal["rope", "none"] = "rope"
-    rotary_base: int = 10_000
-    norm_epsilon: float = 1e-5
-    init_method_std: float = 0.02
+    rotary_base: Positive = 10_000
+    norm_epsilon: PositiveReal = 1e-5
+    init_method_std: PositiveReal = 0.02
     tied_embeddings: bool = False
 
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_head_dim: int | None = None
-    qk_pos_emb_head_dim: int | None = None
-    v_head_dim: int | None = None
+    q_lora_rank: Positive | None = None
+    kv_lora_rank: Positive | None = None
+    qk_head_dim: Positive | None = None
+    qk_pos_emb_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
     qk_layernorm: bool = False
     """Norms of MLA's low-rank query and key-value, or of a GPT's query and key heads."""
 
-    dsa_indexer_n_heads: int | None = None
-    dsa_indexer_head_dim: int | None = None
-    dsa_indexer_topk: int | None = None
+    dsa_indexer_n_heads: Positive | None = None
+    dsa_indexer_head_dim: Positive | None = None
+    dsa_indexer_topk: Positive | None = None
     dsa_indexer_loss_coeff: float = 0.0
     dsa_indexer_use_sparse_loss: bool = False
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] | None = None
-    """Not said: Megatron's unfused default, which a preflight refuses; `none` says it is meant."""
+    """None: Megatron's unfused default, which a preflight refuses; `none` asks for it."""
 
-    num_experts: int | None = None
-    moe_router_topk: int = 2
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
+    num_experts: Positive | None = None
+    moe_router_topk: Positive = 2
+    moe_ffn_hidden_size: Positive | None = None
+    moe_shared_expert_intermediate_size: Positive | None = None
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_enable_expert_bias: bool = False
     moe_router_topk_scaling_factor: float | None = None
@@ -158,27 +167,27 @@ class Fields:
     ngram_hash: NgramHash | None = None
     structure: Structure | None = None
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    expert_model_parallel_size: Positive = 1
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 
-    micro_batch_size: int = 1
+    micro_batch_size: Positive = 1
     """Sequences per rank and pass."""
-    global_batch_size: int = 1
+    global_batch_size: Positive = 1
     """Sequences per optimizer step, over all ranks."""
-    train_iters: int = 100
-    lr: float = 1e-4
+    train_iters: Positive = 100
+    lr: PositiveReal = 1e-4
     lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
-    lr_warmup_iters: int = 0
-    min_lr: float = 0.0
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    clip_grad: float = 1.0
-    seed: int = 1234
+    lr_warmup_iters: Count = 0
+    min_lr: NonNegativeReal = 0.0
+    weight_decay: NonNegativeReal = 0.1
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.95
+    clip_grad: NonNegativeReal = 1.0
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 1234
     mtp_loss_scaling_factor: float = 0.1
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] = "tensorwise"
@@ -190,11 +199,11 @@ class Fields:
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     cuda_graph_modules: tuple[str, ...] = ()
     graph_pool: GraphPool | None = None
-    """What the preflight estimates the memory of CUDA graphs from; None: it cannot."""
+    """A measurement from which the preflight estimates the graphs' memory; None: not measured."""
 
     packed_documents: bool = False
-    """Attention, Mamba and MTP stay inside a document; off: a sample is one causal sequence."""
-    document_multiple: int = 1
+    """Keep attention, Mamba and MTP inside a document; off: a sample is one causal sequence."""
+    document_multiple: Positive = 1
     """Packed: pad each document inside the pack to a multiple of this many tokens."""
 
     patches: tuple[str, ...] = ()
@@ -204,17 +213,17 @@ class Fields:
     environment: tuple[tuple[str, str], ...] = ()
     """Other variables, set by the trainer where they are not set yet."""
     architectures: tuple[str, ...] = ()
-    """GPUs that the sizes and kernels were chosen for, as sm_90; empty: any."""
+    """GPU architectures that the sizes and kernels were chosen for, such as sm_90; empty: any."""
     stack: tuple[tuple[str, str], ...] = ()
-    """Distribution, or `cuda`, and the versions of it that the run was made for, as pip says it."""
+    """Distribution, or `cuda`, and a version specifier (PEP 440) that the run needs."""
     accepted_edits: tuple[tuple[str, str], ...] = ()
-    """Files of Megatron that the team edited itself, below ROOT, and the SHA-256 of each."""
+    """Files of Megatron, below ROOT, that the team edited itself, each with its SHA-256."""
     arguments: tuple[str, ...] = ()
     """Further Megatron arguments, added by `plus`; rendered last."""
 
     @property
     def layout(self) -> patterns.Pattern:
-        """The layers of the model, whichever kind it is."""
+        """The layers of the model, of whichever kind."""
         if self.kind == "hybrid":
             return patterns.parse(self.pattern)
         letter = {"full": "*", "mla": "+", "dsa": "D"}[self.attention]
@@ -241,7 +250,7 @@ class Fields:
 
     @property
     def dsa_widths(self) -> tuple[int, int]:
-        """Of DSA's absorbed queries (latent and rotated part) and values (the latent part)."""
+        """Widths of DSA's absorbed queries (latent and rotated part) and values (latent part)."""
         latent = self.kv_lora_rank or 0
         return latent + (self.qk_pos_emb_head_dim or 0), latent
 
@@ -255,6 +264,11 @@ class Fields:
         """Whether any layer is DSA."""
         return "D" in self.layout.letters
 
+    @property
+    def uses_tilelang(self) -> bool:
+        """Whether DSA runs on TileLang's kernels."""
+        return self.uses_dsa and self.dsa_kernel_backend == "tilelang"
+
 
 def invalid(
     recipe: Fields,
@@ -262,5 +276,5 @@ def invalid(
     why: str,
     hint: str = "--set FIELD=VALUE, or the recipe's file",
 ) -> CppmegaError:
-    """The error of a recipe that cannot be trained as it stands."""
+    """The error of a recipe that cannot be trained as it is."""
     return CppmegaError("recipe-invalid", f"Recipe {recipe.name}: {what}", why, hint)

@@ -1,4 +1,4 @@
-"""Recipes: found by shipped name or by path, and loaded by path."""
+"""Finding and loading recipes, by shipped name or by path."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def shipped() -> list[str]:
 
 
 def file_of(name: str) -> Path:
-    """Where the recipe of that shipped name, or of that path, lies or would lie."""
+    """The path of a recipe, whether the file exists or not; `name` is a shipped name or a path."""
     return Path(name) if name.endswith(".py") else folder() / f"{name}.py"
 
 
 def load(name: str) -> Recipe:
-    """The recipe of that shipped name, or of that file.
+    """Load a recipe by its shipped name, or from a file.
 
     Raises:
-        CppmegaError: `recipe-unknown`, `recipe-broken`, or what making the recipe raises.
+        CppmegaError: `recipe-unknown`, `recipe-broken`, or what creating the recipe raises.
     """
     path = file_of(name)
     if not path.is_file():
@@ -49,7 +49,7 @@ def load(name: str) -> Recipe:
         raise CppmegaError(
             "recipe-broken",
             f"{path} must define RECIPE, a Recipe with the name {path.stem}; found {found}.",
-            "Logs, results and run folders are found by that name.",
+            "Logs, results and run folders are named after it.",
             f"RECIPE = Recipe(name='{path.stem}', ...)",
         )
     return recipe
@@ -66,7 +66,7 @@ def _module(path: Path) -> Any:
         if isinstance(cause, ModuleNotFoundError) and (path.parent / f"{cause.name}.py").is_file():
             beside = path.parent / f"{cause.name}.py"
             what = f"raises {type(cause).__name__}: {cause}"
-            raise _broken(path, what, f"write what {beside} holds into {path}") from cause
+            raise _broken(path, what, f"move the content of {beside} into {path}") from cause
         raise
 
 
@@ -80,7 +80,7 @@ def _broken(path: Path, what: str, command: str) -> CppmegaError:
 
 
 def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
-    """Apply `field=value` words from a command line, each value as Python would write it.
+    """Apply `field=value` words from a command line; each value is a Python literal or a word.
 
     Raises:
         CppmegaError: `bad-assignment`, or what `Recipe.with_` raises.
@@ -91,16 +91,16 @@ def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         if not equals:
             raise CppmegaError(
                 "bad-assignment",
-                f"{text!r} is no field=value.",
-                "It is not clear what to change.",
+                f"{text!r} is not of the form field=value.",
+                "It does not name what to change.",
                 "--set micro_batch_size=2",
             )
         if name == "name":
             raise CppmegaError(
                 "bad-assignment",
-                f"{text!r} changes the name of the recipe, which is that of its file.",
-                "Its runs could not be found by it.",
-                "--name NAME names the run folder; a recipe of your own is a file of that name",
+                f"{text!r} would change the name of the recipe, which is that of its file.",
+                "Its runs could not be found by that name.",
+                "--name NAME names the run folder; a new recipe is a file of its own",
             )
         try:
             changes[name] = ast.literal_eval(value)

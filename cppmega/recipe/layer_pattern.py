@@ -1,4 +1,4 @@
-"""Hybrid layer patterns: what the letters say, and which Megatron version knows which letter."""
+"""Hybrid layer patterns: what the letters mean, and which Megatron release supports which."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LETTERS = {
     "M": "Mamba-3",
     "R": "M2RNN",
 }
-"""What a letter of a recipe's pattern means. Megatron's own `M` is Mamba-2: no recipe uses it."""
+"""Letter -> its layer. Megatron's own `M` is Mamba-2, which no recipe uses."""
 
 _SINCE = {"*": (0, 16), "E": (0, 16), "-": (0, 16), "D": (0, 18), "+": (0, 19)}
-"""Letter -> first Megatron release line whose wheel can build it; a missing letter: none can."""
+"""Letter -> first Megatron release line that can build it; absent: none can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Pattern:
 
     @property
     def stages(self) -> int:
-        """Pipeline segments that the pattern spells out; 1: none."""
+        """Number of pipeline stages that the pattern marks; 1 where it marks none."""
         return self.main.count("|") + 1
 
     def counts(self) -> Counter[str]:
-        """Letter -> layers, trunk and MTP together."""
+        """Number of layers of each letter, trunk and MTP together."""
         return Counter(self.letters)
 
     def without(self, letters: Iterable[str]) -> Pattern:
@@ -59,7 +59,7 @@ class Pattern:
         return Pattern(self.main.translate(drop), mtp, self.depths if mtp else 0)
 
     def render(self) -> str:
-        """As Megatron spells it."""
+        """The pattern in Megatron's notation."""
         return "/".join([self.main, *[self.mtp] * self.depths])
 
 
@@ -88,7 +88,7 @@ def parse(text: str) -> Pattern:
             known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
             raise _bad(
                 text,
-                f"character {place + 1}, {letter!r}, is no layer",
+                f"character {place + 1}, {letter!r}, is not a layer",
                 f"The letters are {known}; / starts an MTP depth, | a pipeline stage.",
             )
     if "*" in text and set("D+") & set(text):
@@ -110,7 +110,7 @@ def unknown_to(pattern: Pattern, version: tuple[int, int]) -> list[str]:
 
 
 def since(letter: str) -> str:
-    """First release line with the letter, for messages; empty: no release has it."""
+    """The first release line with the letter, for messages; empty where no release has it."""
     return ".".join(map(str, _SINCE[letter])) if letter in _SINCE else ""
 
 

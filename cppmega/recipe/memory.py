@@ -1,7 +1,7 @@
-"""How much GPU memory a recipe takes on its fullest rank: an estimate, without torch.
+"""Estimate the GPU memory of a recipe's fullest rank, without torch.
 
-Weights, gradients and optimizer states are exact sums; activations are a model of what Megatron
-keeps for the backward pass. A run near the limit must be tried, not computed.
+Weights, gradients and optimizer states are exact sums; activations follow a model of what Megatron
+keeps for the backward pass. Near the limit, only a trial run can tell.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Estimate:
     activations: int
     """Kept for the backward pass, for one micro-batch."""
     logits: int
-    """What trunk and MTP depths keep for the loss: logits and their fp32 copy, or gradients."""
+    """Kept for the losses of trunk and MTP depths: logits and their fp32 copy, or gradients."""
 
     @property
     def total(self) -> int:
-        """All of it, the fixed cost of a process included."""
+        """The sum, including the fixed cost of a process."""
         return self.states + self.activations + self.logits + _CONTEXT
 
     @property
@@ -48,7 +48,7 @@ class Estimate:
 def estimate(recipe: Recipe, widened: Iterable[Widths] = ()) -> Estimate:
     """Estimate the fullest rank of a run on GPUs.
 
-    Pipeline parallelism divides the layers evenly; the head's rank is taken as the fullest.
+    Pipeline parallelism divides the layers evenly; the rank of the head counts as the fullest.
 
     Args:
         recipe: the run.
@@ -70,7 +70,7 @@ def _states(recipe: Recipe) -> int:
     spread = routed // expert
     if recipe.kind == "loop":
         return (dense + spread) * 16  # fp32 weight, gradient and Adam's two moments
-    # A bf16 weight and an fp32 gradient, whole; an fp32 weight and two moments, over the replicas.
+    # A bf16 weight and an fp32 gradient; an fp32 weight and two moments, sharded over the replicas.
     shard = replicas if recipe.use_distributed_optimizer else 1
     expert_shard = max(replicas * tensor // expert, 1) if recipe.use_distributed_optimizer else 1
     return dense * 6 + dense * 12 // shard + spread * 6 + spread * 12 // expert_shard
@@ -88,7 +88,7 @@ def _activations(recipe: Recipe, fused: bool) -> int:
 
 
 def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
-    """Bytes one layer keeps: bf16, two for each value.
+    """Bytes that one layer keeps, in bf16.
 
     Args:
         fused: DSA runs in a fused kernel.

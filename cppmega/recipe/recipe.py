@@ -1,7 +1,7 @@
-"""A run as data: model, parallel layout and training. Typed, frozen, additive; imports no torch.
+"""A run as data: model, parallel layout and training. Typed, frozen, additive; without torch.
 
-A recipe changes only by `with_` (a field by its name) and `plus` (further arguments at the end):
-there is no string of default flags that could be replaced as a whole.
+A recipe only changes by `with_` (fields by name) and `plus` (further arguments at the end): there
+is no string of default flags that could be replaced as a whole.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
-from cppmega.recipe import field_types
-from cppmega.recipe import validate as recipe_checks
+from cppmega.recipe import field_types, validate
 from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3, NgramHash, Structure
 
 __all__ = ["M2RNN", "GraphPool", "Mamba3", "NgramHash", "Recipe", "Structure"]
@@ -27,10 +26,10 @@ class Recipe(Fields):
 
     def __post_init__(self) -> None:
         field_types.check(self)
-        recipe_checks.check(self)
+        validate.check(self)
 
     def with_(self, **changes: Any) -> Recipe:
-        """The same recipe with some fields changed.
+        """A copy of the recipe with some fields changed.
 
         Raises:
             CppmegaError: `unknown-field` with the nearest name, or what construction raises.
@@ -41,7 +40,7 @@ class Recipe(Fields):
                 raise CppmegaError(
                     "unknown-field",
                     "Recipe.arguments cannot be replaced.",
-                    "A replaced list of flags drops the ones that were there without a word.",
+                    "A replaced list of flags would silently drop the previous ones.",
                     "-- --flag value adds to it; in Python: recipe.plus('--flag', 'value')",
                 )
             if name not in known:
@@ -49,7 +48,7 @@ class Recipe(Fields):
                 raise CppmegaError(
                     "unknown-field",
                     f"Recipe has no field {name}." + suggestion(near),
-                    "The change would do nothing.",
+                    "The change would have no effect.",
                     f"--set {near[0]}=..."
                     if near
                     else "the fields are those of cppmega.recipe.Recipe",
@@ -57,9 +56,9 @@ class Recipe(Fields):
         return replace(self, **changes)
 
     def plus(self, *arguments: str) -> Recipe:
-        """The same recipe with further Megatron arguments.
+        """A copy of the recipe with further Megatron arguments.
 
         Raises:
-            CppmegaError: `recipe-invalid` for an argument no recipe may hold.
+            CppmegaError: `recipe-invalid` for an argument that no recipe may hold.
         """
         return replace(self, arguments=(*self.arguments, *arguments))

@@ -1,8 +1,8 @@
-"""A recipe as the command line of an installed Megatron version.
+"""Render a recipe as the command line of an installed Megatron version.
 
-Names that changed between releases are in one table, which the tests check against each release's
-own parser. What a release cannot express is left out of the line and named in `missing`: such a
-line shows the run, and the trainer refuses to start it.
+Names that changed between releases are in one table, which the tests compare with each release's
+own parser. What a release cannot express is left out of the line and listed in `missing`: such a
+line can be shown, but the trainer refuses to start it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RENAMED: dict[str, tuple[tuple[tuple[int, int], str], ...]] = {
     "--null-tokenizer-eod-id": (((0, 17), ""), ((0, 18), "--null-tokenizer-eod-id")),
     "--dsa-kernel-backend": (((0, 17), ""), ((0, 19), "--dsa-kernel-backend")),
 }
-"""Newest name -> the name from each release line on; an empty one: that release has no such."""
+"""Newest name -> the names since each release line; empty where a release has no such argument."""
 
 _NEVER = 1_000_000_000
 """Steps between evaluations in a run that has none; Megatron divides by it."""
@@ -34,7 +34,7 @@ _NEVER = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something the recipe asks for that the installed release does not have."""
+    """Something that the recipe needs and the installed release lacks."""
 
     part: str
     reason: str
@@ -61,7 +61,7 @@ def release_line(version: str) -> tuple[int, int]:
     except InvalidVersion:
         raise CppmegaError(
             "version-unknown",
-            f"{version!r} is no version of megatron-core.",
+            f"{version!r} is not a version of megatron-core.",
             "The names of its arguments depend on it.",
             "cppmega status shows the installed version",
         ) from None
@@ -69,9 +69,9 @@ def release_line(version: str) -> tuple[int, int]:
     if line < OLDEST:
         raise CppmegaError(
             "training-not-in-wheel",
-            f"megatron-core {version} ships megatron.core alone: its training loop is in the "
-            "git repository only.",
-            "This trainer stands on megatron.training, which wheels have from 0.17 on.",
+            f"megatron-core {version} only ships megatron.core: its training loop is in the "
+            "git repository.",
+            "The trainer needs megatron.training, which wheels contain since 0.17.",
             "pip install megatron-core==0.19.2, or train with the pretrain script of a checkout "
             f"of core_v{version} (put the checkout first on PYTHONPATH and patch it too)",
         )
@@ -87,7 +87,7 @@ def render(
         recipe: the run.
         version: of the installed megatron-core.
         options: of this start; None: the defaults.
-        eod: id of the token that ends a document, where the data has said it.
+        eod: id of the token that ends a document, where the data states it.
 
     Raises:
         CppmegaError: `recipe-is-a-loop`, `version-unknown`, `training-not-in-wheel`.
@@ -95,8 +95,8 @@ def render(
     if recipe.kind == "loop":
         raise CppmegaError(
             "recipe-is-a-loop",
-            f"Recipe {recipe.name} runs in a loop of our own, not in Megatron's pretrain.",
-            "Megatron's training loop and optimizer insist on CUDA.",
+            f"Recipe {recipe.name} runs in its own loop, not in Megatron's pretrain.",
+            "Megatron's training loop and optimizer require CUDA.",
             "cppmega recipes shows what can be rendered",
         )
     line = release_line(version)
@@ -105,29 +105,29 @@ def render(
     for name, values in _arguments(recipe, line, options, eod):
         name = _name(name, line)
         if name and len(values) == 1 and values[0].startswith("-"):
-            words.append(f"{name}={values[0]}")  # a pattern may begin with the letter for an MLP
+            words.append(f"{name}={values[0]}")  # a pattern may begin with -, the letter of an MLP
         elif name:
             words += [name, *values]
     for argument in recipe.arguments:
         words.append(_name(argument, line) or argument)
     environment = recipe.environment
     if recipe.tensor_model_parallel_size > 1:
-        # Before Blackwell, Megatron insists: it orders communication before computation.
+        # Before Blackwell, Megatron requires it to order communication before computation.
         environment = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), *environment)
     return Rendered(version, tuple(words), environment, missing(recipe, version))
 
 
 def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
-    """What the recipe needs and that release lacks; empty: it can be trained there."""
+    """What the recipe needs and that release lacks; empty if it can be trained there."""
     line = release_line(version)
     found: list[Missing] = []
     if recipe.kind == "hybrid":
         for letter in patterns.unknown_to(recipe.layout, line):
             since = patterns.since(letter)
             reason = (
-                f"megatron-core {version} has no layer for it, {since} is the first that does"
+                f"megatron-core {version} has no layer for it; {since} is the first that does"
                 if since
-                else "no megatron-core release has this mixer, and cppmega does not bring it yet"
+                else "no megatron-core release has this mixer, and cppmega does not provide it yet"
             )
             layers = recipe.layout.counts()[letter]
             part = f"{layers} layers {letter} ({patterns.LETTERS[letter]})"
@@ -137,19 +137,19 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
         ("structure", "structure embedding"),
     ):
         if getattr(recipe, name) is not None:
-            reason = "no megatron-core release has it, and cppmega does not bring it yet"
+            reason = "no megatron-core release has it, and cppmega does not provide it yet"
             found.append(Missing(part, reason))
     if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
-        reason = f"megatron-core {version} takes the argument, and its builder then stops"
+        reason = f"megatron-core {version} accepts the argument, and its builder then stops"
         found.append(Missing("DSA in a GPT", reason))
     if recipe.uses_dsa and recipe.dsa_kernel_backend not in (None, "none") and line < (0, 19):
-        reason = f"megatron-core {version} has no DSA kernels, 0.19 is the first that does"
+        reason = f"megatron-core {version} has no DSA kernels; 0.19 is the first that does"
         found.append(Missing(f"DSA kernel backend {recipe.dsa_kernel_backend}", reason))
     return tuple(found)
 
 
 def _name(name: str, line: tuple[int, int]) -> str:
-    """What that release calls the argument; empty where it has none."""
+    """That release's name of an argument; empty where it has none."""
     spelled = name
     for since, then in _RENAMED.get(name, ()):
         if line >= since:
@@ -210,7 +210,7 @@ def _model(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
 
 
 def _can_attend(recipe: Recipe, line: tuple[int, int]) -> bool:
-    """Whether any of the recipe's latent attention is left in that release."""
+    """Whether that release can build any of the recipe's latent attention."""
     if recipe.kind != "hybrid":
         return recipe.uses_mla
     left = recipe.layout.without(patterns.unknown_to(recipe.layout, line))
@@ -270,16 +270,16 @@ def _parallel(recipe: Recipe) -> Iterator[Argument]:
 def _training(recipe: Recipe) -> Iterator[Argument]:
     yield from _values(recipe, "micro_batch_size", "global_batch_size", "train_iters", "seed")
     yield from _values(recipe, "lr", "min_lr", "lr_decay_style", "lr_warmup_iters")
-    # Megatron insists on a warm-up that is shorter than the decay.
+    # Megatron requires the warm-up to be shorter than the decay.
     yield "--lr-decay-iters", (str(max(recipe.train_iters, recipe.lr_warmup_iters + 1)),)
-    # A resumed run follows the recipe, which is rendered anew, not the schedule it was saved with.
+    # A resumed run follows the recipe as rendered now, not the schedule in the checkpoint.
     yield "--override-opt_param-scheduler", ()
     yield from _values(recipe, "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
     yield "--bf16", ()
     if recipe.precision == "fp8":
         yield from _values(recipe, "fp8_format", "fp8_recipe")
     yield "--transformer-impl", ("transformer_engine",)
-    # The kernel that fuses it into the head comes with apex, which no wheel index has.
+    # The kernel that fuses it into the head is part of apex, which has no wheels.
     yield "--no-gradient-accumulation-fusion", ()
     if recipe.cross_entropy_loss_fusion:
         yield "--cross-entropy-loss-fusion", ()
@@ -301,8 +301,8 @@ def _recompute(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
 
 
 def _vocabulary(recipe: Recipe, line: tuple[int, int], eod: int | None) -> Iterator[Argument]:
-    # The data are token ids already; Megatron only asks the tokenizer how many there are. 0.17's
-    # NullTokenizer adds one for the end of a document, from 0.18 on it is told which one it is.
+    # The data are token ids; Megatron only asks the tokenizer how many there are. NullTokenizer
+    # of 0.17 adds one for the end of a document; since 0.18 an argument names it.
     known = recipe.vocab_size - (1 if line < (0, 18) else 0)
     yield "--tokenizer-type", ("NullTokenizer",)
     yield "--vocab-size", (str(known),)
@@ -316,8 +316,8 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
     yield "--eval-interval", (str(_NEVER),)
     yield "--log-interval", (str(options.log_interval),)
     yield "--log-throughput", ()
-    # A loss or gradient that is no number ends the run at once, in its first step too. Megatron's
-    # default runs the step again, saves the lost weights, and checks nothing in the first step.
+    # A NaN in loss or gradient ends the run at once, also in its first step. Megatron's default
+    # repeats the step, saves the damaged weights, and does not check the first step.
     yield "--rerun-mode", ("disabled",)
     yield "--no-create-attention-mask-in-dataloader", ()  # every attention here is causal
     if options.mock_data:
@@ -344,12 +344,12 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
     if options.wandb_project:
         yield "--wandb-project", (options.wandb_project,)
         yield "--wandb-exp-name", (options.wandb_name or recipe.name,)
-        # Megatron's default is below --save, also where there is none.
+        # Megatron's default is below --save, even where none is set.
         yield "--wandb-save-dir", (str((options.save or Path()) / "wandb"),)
 
 
 def _values(recipe: Recipe, *names: str) -> Iterator[Argument]:
-    """Fields that are named like their argument; None leaves Megatron's default."""
+    """Arguments named like their field; None leaves Megatron's default."""
     for name in names:
         value = getattr(recipe, name)
         if value is not None:

@@ -1,4 +1,4 @@
-"""The options of one start of a recipe: parsed once, and shared by everything that handles it."""
+"""The options of one start of a recipe: parsed once, and shared by everything that uses them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SPELLED = {"changes": "--set", "root": "--megatron"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What belongs to one start of a recipe and not to the recipe."""
+    """Settings of one start of a recipe, as opposed to those of the recipe."""
 
     changes: tuple[str, ...] = ()
     """`field=value`, for the recipe."""
     data: tuple[str, ...] = ()
     """Prefixes of indexed datasets; weight and prefix in turn for a weighted mix."""
     tokenizer: str | None = None
-    """What made the data; None: the data's card says it."""
+    """The data's tokenizer; None: the one that the data's card names."""
     eod: str | None = None
-    """End token of that tokenizer, where its files do not say it."""
+    """End token of that tokenizer, where its files do not name it."""
     data_cache: Path | None = None
     """Folder for sample indices."""
     mock_data: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Finding
+from cppmega.preflight.messages import ParsedLine, RankAnswer
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.training import options as trainer_options
@@ -33,6 +35,11 @@ def launch(recipe: Recipe | None = None, *words: str, **more: Any) -> Context:
     return Context(
         recipe=recipe, options=options, arguments=words if recipe is None else further, **more
     )
+
+
+def parsed(args: Mapping[str, Any]) -> RankAnswer:
+    """The answer of a process whose parser read these arguments."""
+    return RankAnswer(problems=[], line=ParsedLine(args=args))
 
 
 def holds(name: str, context: Context) -> str:

@@ -18,7 +18,7 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight import context as check
 from cppmega.preflight.context import Context
 from cppmega.recipe import index as recipes_index
-from tests.preflight.contexts import SLICE, SMOKE, holds, launch, refuses, says_nothing
+from tests.preflight.contexts import SLICE, SMOKE, holds, launch, parsed, refuses, says_nothing
 from tests.support import REPOSITORY, patched, pristine
 from tests.support.datasets import write
 
@@ -61,7 +61,7 @@ def test_a_file_with_the_name_of_a_shipped_recipe(tmp_path: Path) -> None:
     )
     mine = recipes_index.load(str(file))
     found = refuses("recipe_complete", "two-recipes", on(None, recipe=mine, recipe_file=file))
-    assert "another" in found.what
+    assert "different" in found.what
     shipped = REPOSITORY / "recipes" / "nam56r_h200_slice.py"
     holds("recipe_complete", on(None, recipe_file=shipped))
 
@@ -111,9 +111,9 @@ def test_data_that_is_not_what_its_card_says(
     monkeypatch.setattr(data_reading, "_LEARN", 0.0)
     monkeypatch.setattr(check, "_SECONDS", 1e-6)
     left = holds("data", on(prefix))
-    assert "NOT CHECKED WHOLE" in left and f"python -m cppmega.check_data {prefix}" in left
-    assert "NOT CHECKED WHOLE" in capsys.readouterr().err
-    assert "read whole in" in holds("data", on(prefix, deep=True))
+    assert "NOT READ COMPLETELY" in left and f"python -m cppmega.check_data {prefix}" in left
+    assert "NOT READ COMPLETELY" in capsys.readouterr().err
+    assert "read completely in" in holds("data", on(prefix, deep=True))
     assert "by an earlier launch" in holds("data", on(prefix))
 
 
@@ -170,11 +170,11 @@ def test_the_data_of_a_whole_line(
     Path("list.txt").write_text("1 good\n2 bad\n")
     Path("list.json").write_text('{"train": ["1", "good"], "valid": "bad", "test": null}')
     context = launch(None, "--lr", "1", root=patched("0.19.2"))
-    context.__dict__["process"] = {"line": {"args": {"vocab_size": 50_000, **words}}}
+    context.__dict__["process"] = parsed({"vocab_size": 50_000, **words})
     if refused:
         refuses("line_data", "token-out-of-vocabulary", context)
     else:
-        assert "read whole" in holds("line_data", context)
+        assert "read completely" in holds("line_data", context)
 
 
 def test_a_whole_line_without_a_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_whole_line_without_a_vocabulary(tmp_path: Path, monkeypatch: pytest.M
     context = launch(None, "--lr", "1", root=patched("0.19.2"))
 
     def naming(**args: Any) -> Context:
-        context.__dict__["process"] = {"line": {"args": args}}
+        context.__dict__["process"] = parsed(args)
         return context
 
     write(Path("one"), [1, -2, 3], [3], dtype="int32")
@@ -198,7 +198,7 @@ def resumed(save: Path, recipe: Any = SLICE, **of_the_line: Any) -> Context:
     """A launch that resumes from a folder."""
     context = on(None, "--mock-data", "--save", str(save), recipe=recipe)
     args = {"hidden_size": 4096, "num_layers": None, "num_attention_heads": 32} | of_the_line
-    context.__dict__["process"] = {"line": {"args": args}}
+    context.__dict__["process"] = parsed(args)
     return context
 
 
@@ -225,7 +225,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     good = tmp_path / "good"
     folder = checkpoint(good, common={"args": Namespace(**MINE)})
     said = holds("checkpoint", resumed(good))
-    assert "step 7, of nam56r_h200_slice, every checksum right" in said
+    assert "step 7, of nam56r_h200_slice, every checksum matches" in said
     args = Namespace(**(MINE | {"cppmega_recipe": "dsv32_h200_slice"}))
     checkpoint(tmp_path / "other", common={"args": args})
     found = refuses("checkpoint", "checkpoint-of-another-recipe", resumed(tmp_path / "other"))
@@ -240,7 +240,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     (folder / "common.pt").write_bytes(b"torn")
     refuses("checkpoint", "checkpoint-broken", resumed(good))
     (folder / "common.pt").unlink()
-    assert "does not say" in holds("checkpoint", resumed(good))
+    assert "does not name its recipe" in holds("checkpoint", resumed(good))
     started = launch(None, "--save", "new", "--load", "new", root=patched("0.19.2"))
     says_nothing("checkpoint", started)
     gone = on(None, "--mock-data", "--load", str(tmp_path / "gone"))
@@ -267,7 +267,7 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     refuses("page_limits", "kept-fp32-precision-aware", resumed(fresh, **mamba, **aware))
     holds("page_limits", resumed(fresh, bf16=True, hybrid_layer_pattern="*-", **aware))
     unpatched = launch(None, "--lr", "1", root=pristine("0.19.2"))
-    unpatched.__dict__["process"] = {"line": {"args": {**mamba, **aware}}}
+    unpatched.__dict__["process"] = parsed({**mamba, **aware})
     says_nothing("page_limits", unpatched)
 
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_({0}, {0}).bucket_idx_0.param"
@@ -326,7 +326,7 @@ def test_a_loop_is_not_given_another_model(
     if words:
         assert words in refuses("checkpoint", "checkpoint-of-another-model", loading).what
     else:
-        assert "step 7, every checksum right" in holds("checkpoint", loading)
+        assert "step 7, every checksum matches" in holds("checkpoint", loading)
         heads = launch(SMOKE.with_(num_attention_heads=8), "--load", str(tmp_path))
         found = refuses("checkpoint", "checkpoint-of-another-model", heads)
         assert "num_attention_heads 4 and 8" in found.what
@@ -354,8 +354,8 @@ def test_arguments_that_are_the_recipes_or_the_trainers() -> None:
     holds("owned_arguments", harmless)
     says_nothing("owned_arguments", launch(None, "--lr", "1", root=patched("0.19.2")))
     for words, instead in (
-        (("--save", "/elsewhere"), "--save /elsewhere in front of the --"),
-        (("--data-path=x",), "--data x in front of the --"),
+        (("--save", "/elsewhere"), "--save /elsewhere before the --"),
+        (("--data-path=x",), "--data x before the --"),
         (("--micro-batch-size", "7"), "--set micro_batch_size=7"),
         (("--qk-layernorm", "--lr=1"), "--set qk_layernorm=True"),
     ):
@@ -375,7 +375,7 @@ def test_the_corpus_of_a_loop(tmp_path: Path) -> None:
     dataset(folder / "held_out")
     holds("data", asked)
     (folder / "train.bin").write_bytes(b"cut off")
-    assert "leave --data out" in refuses("data", "data-broken", asked).next
+    assert "leave out --data" in refuses("data", "data-broken", asked).next
     (folder / "train.bin").unlink()
     refuses("data", "data-not-found", asked)
     # Somebody's dataset, which the loop would not read.

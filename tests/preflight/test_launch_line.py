@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
+from cppmega.preflight.messages import ParsedLine, RankAnswer
 from cppmega.recipe import Recipe
 from tests.preflight.contexts import FUSED, SLICE, V32, holds, launch, refuses, says_nothing
 from tests.support import patched, python
@@ -81,6 +83,7 @@ CASES = {
 }
 PARSE = """
 import contextlib, json, os, sys, types
+import msgspec
 from megatron.core.transformer import transformer_config
 import megatron.training.arguments
 # What a machine that trains has, so that the config is made as well.
@@ -88,14 +91,14 @@ sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 transformer_config.is_te_min_version = lambda *a, **k: True
 transformer_config._validate_dsa_kernel_backend_dependencies = lambda *a: None
 from cppmega.host import allocator
-from cppmega.preflight.workers.rank import _parse
+from cppmega.preflight.workers.rank import parse
 with contextlib.redirect_stdout(sys.stderr):
     found = {}
     for name, (argv, world, environment) in json.loads(os.environ["CASES"]).items():
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         os.environ.update(environment)
         allocator.set_in(os.environ)
-        found[name] = _parse(argv, world)
+        found[name] = msgspec.to_builtins(parse(argv, world))
 print("ANSWER" + json.dumps(found))
 """
 
@@ -106,24 +109,24 @@ def context(name: str) -> Context:
 
 
 @pytest.fixture(scope="module")
-def parsed() -> dict[str, Any]:
+def parsed() -> dict[str, ParsedLine]:
     """What the parser of 0.19.2 makes of each line, all in one process."""
     lines = {name: context(name).line for name in CASES}
     order = {name: [line.argv, line.world, line.environment] for name, line in lines.items()}
     order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
     done = python(patched("0.19.2"), PARSE, env={"CASES": json.dumps(order)})
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.partition("ANSWER")[2])
-    return found
+    found = json.loads(done.stdout.partition("ANSWER")[2])
+    return msgspec.convert(found, dict[str, ParsedLine])
 
 
 @pytest.fixture
-def line(parsed: dict[str, Any]) -> Any:
+def line(parsed: dict[str, ParsedLine]) -> Any:
     """A launch whose process has already answered."""
 
     def of(name: str) -> Context:
         asked = context(name)
-        asked.__dict__["process"] = {"process": [], "line": parsed[name], "checkpoint": None}
+        asked.__dict__["process"] = RankAnswer(problems=[], line=parsed[name])
         return asked
 
     return of
@@ -143,11 +146,13 @@ def test_a_line_that_it_refuses_with_the_nearest_name(line: Any) -> None:
     assert "most" in refuses("line_parses", "argument-refused", line("bad value")).what
 
 
-def test_values_that_megatron_would_refuse_in_every_rank(line: Any, parsed: dict[str, Any]) -> None:
+def test_values_that_megatron_would_refuse_in_every_rank(
+    line: Any, parsed: dict[str, ParsedLine]
+) -> None:
     refuses("line_parses", "arguments-invalid", line("invalid"))
     refuses("line_parses", "arguments-invalid", line("no config"))
     exported = line("tensor parallel")
-    exported.process["line"] = parsed["connections"]
+    exported.__dict__["process"] = RankAnswer(problems=[], line=parsed["connections"])
     found = refuses("line_parses", "arguments-invalid", exported)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.what
 
@@ -185,9 +190,9 @@ def test_what_our_trainer_does_not_do(line: Any) -> None:
 
 
 def test_dsa_backends_that_would_decline(line: Any) -> None:
-    assert "tilelang takes" in holds("dsa_backend", line("v3.2"))
-    assert "unfused, as the line says" in holds("dsa_backend", line("slice"))
-    assert "tilelang takes" in holds("dsa_backend", line("fused"))
+    assert "tilelang supports" in holds("dsa_backend", line("v3.2"))
+    assert "unfused, as the line asks" in holds("dsa_backend", line("slice"))
+    assert "tilelang supports" in holds("dsa_backend", line("fused"))
     found = refuses("dsa_backend", "dsa-backend-declines", line("tilelang"))
     assert "dense" in found.what and "GiB" in found.what
     unpatched = launch(FUSED, MOCK, root=patched("0.19.2", "dataset_helpers_prebuilt"))

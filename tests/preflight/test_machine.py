@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from cppmega.checkpoints.tracker import TRACKER
+from cppmega.host import gpus, process
 from cppmega.host import packages as stack
-from cppmega.host import process
-from cppmega.preflight import devices as devices_module
+from cppmega.host.gpus import Gpu
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.checks import kernel_parity, limits
 from cppmega.preflight.checks.limits import Host
 from cppmega.preflight.context import Context, gpu_here
-from cppmega.preflight.devices import Device, Devices
+from cppmega.preflight.devices import Devices
+from cppmega.preflight.messages import Device, ParityAnswer, SharedMemory
 from cppmega.preflight.workers import parity
 from tests.preflight.contexts import (
     SLICE,
@@ -43,7 +44,7 @@ TORCH = ("sm_80", "sm_90", "sm_100", "compute_120")
 
 def on(*found: Device, recipe: Any = SLICE, words: tuple[str, ...] = (), **more: Any) -> Context:
     """A launch on a machine with these GPUs."""
-    fields = {name: more.pop(name) for name in ("imports", "driver") if name in more}
+    fields = {name: more.pop(name) for name in ("imports", "reported") if name in more}
     context = launch(recipe, *words, training_machine=True, **more)
     context.__dict__["devices"] = Devices(found, TORCH, **fields)
     return context
@@ -274,16 +275,16 @@ def test_interfaces() -> None:
 def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     good = Host(files=65536, shared=16 * GIB, memory=100 * GIB)
     poor = Host(files=1024, shared=64 * 2**20, memory=10 * GIB)
-    monkeypatch.setattr(limits, "look", lambda: good)
+    monkeypatch.setattr(limits, "measure", lambda: good)
     holds("limits", launch(SLICE, training_machine=True))
-    monkeypatch.setattr(limits, "look", lambda: poor)
+    monkeypatch.setattr(limits, "measure", lambda: poor)
     assert (
         "ulimit -n" in refuses("limits", "too-few-files", launch(SLICE, training_machine=True)).next
     )
-    names = {error.name for error in limits.judge(poor, ranks=2)}
+    names = {error.name for error in limits.shortages(poor, ranks=2)}
     assert names == {"too-few-files", "shared-memory-too-small", "host-memory-too-small"}
     says_nothing("limits", launch(SMOKE, training_machine=True))
-    monkeypatch.setattr(limits, "look", lambda: replace(poor, files=20))
+    monkeypatch.setattr(limits, "measure", lambda: replace(poor, files=20))
     refuses("limits", "too-few-files", launch(SMOKE))
 
 
@@ -292,7 +293,7 @@ def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_soft_limit_counts_and_the_hard_one_says_what_helps(most: int, command: str) -> None:
     host = Host(files=1024, shared=16 * GIB, memory=100 * GIB, most_files=most)
-    (error,) = limits.judge(host, ranks=1)
+    (error,) = limits.shortages(host, ranks=1)
     assert command in error.next and str(most) in error.what
 
 
@@ -301,7 +302,7 @@ def test_what_the_kernel_says_of_this_host() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
     try:
-        host = limits.look()
+        host = limits.measure()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert host.files == min(soft, 512) and host.most_files in (hard, 2**31)
@@ -335,24 +336,27 @@ def test_gpus() -> None:
 
 
 def test_gpus_that_the_driver_warns_of() -> None:
-    fine = {"index": "0", "ecc.errors.uncorrected.volatile.total": "0", "compute_mode": "Default"}
-    holds("gpus", on(H200, driver={"GPU-1": fine}))
-    lost = {**fine, "ecc.errors.uncorrected.volatile.total": "2"}
-    refuses("gpus", "gpu-damaged", on(H200, driver={"GPU-1": lost}))
-    closed = {**fine, "compute_mode": "Prohibited"}
-    refuses("gpus", "gpu-closed", on(H200, driver={"GPU-1": closed}))
+    fine = Gpu("0", "GPU-1", "NVIDIA H200", "143771 MiB")
+    holds("gpus", on(H200, reported={"GPU-1": fine}))
+    lost = replace(fine, uncorrected_errors=2)
+    refuses("gpus", "gpu-damaged", on(H200, reported={"GPU-1": lost}))
+    closed = replace(fine, compute_mode="Prohibited")
+    refuses("gpus", "gpu-closed", on(H200, reported={"GPU-1": closed}))
 
 
 def test_what_nvidia_smi_says(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, GPU-1, Default, 2'\necho 'No devices were found'\n")
+    rows = ["0, GPU-1, NVIDIA H200, 143771 MiB, Default, 2", "1, GPU-2, X, 1 MiB, Default, [N/A]"]
+    lines = "".join(f"echo '{row}'\n" for row in (*rows, "No devices were found"))
+    program.write_text(f"#!/bin/sh\n{lines}")
     program.chmod(0o755)
-    said = devices_module.driver({"PATH": f"{tmp_path}:/bin:/usr/bin"})
-    assert said["GPU-1"]["ecc.errors.uncorrected.volatile.total"] == "2"
-    refuses("gpus", "gpu-damaged", on(H200, driver=said))
+    first, second = gpus.reported({"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    assert (first.uncorrected_errors, second.uncorrected_errors) == (2, 0)
+    assert f"{first.name}, {first.memory}" == "NVIDIA H200, 143771 MiB"  # as run.json has it
+    refuses("gpus", "gpu-damaged", on(H200, reported={"GPU-1": first}))
     program.write_text("not a program")
-    assert devices_module.driver({"PATH": str(tmp_path)}) == {}
-    assert devices_module.driver({"PATH": ""}) == {}
+    assert gpus.reported({"PATH": str(tmp_path)}) == []
+    assert gpus.reported({"PATH": ""}) == []
 
 
 @pytest.mark.skipif(gpu_here(), reason="needs a machine without a GPU")
@@ -407,20 +411,17 @@ def test_the_shared_memory_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     says_nothing("kernel_parity", on(H200))
-    answers = {one["kernel"]: one["ok"] for one in parity.compare("cpu")}
+    answers = {one.kernel: one.ok for one in parity.compare("cpu")}
     assert answers["walsh-hadamard transform"]
     from cppmega.ops import hadamard
 
     transform = hadamard.walsh_hadamard
     monkeypatch.setattr(hadamard, "walsh_hadamard", lambda x, scale: transform(x, scale) * 1.1)
-    broken = [one for one in parity.compare("cpu") if one["kernel"] == "walsh-hadamard transform"]
-    assert not broken[0]["ok"] and float(broken[0]["error"]) == pytest.approx(0.1, abs=0.01)
-    answer = {
-        "kernels": broken,
-        "shared": [{"kernel": "_row_kernel", "bytes": 120000, "ok": False}],
-    }
-    assert [e.name for e in kernel_parity.judge(answer, {"sm_90"})] == ["kernel-differs"]
-    small = [e.name for e in kernel_parity.judge(answer, {"sm_121"})]
+    (broken,) = [one for one in parity.compare("cpu") if one.kernel == "walsh-hadamard transform"]
+    assert not broken.ok and broken.error == pytest.approx(0.1, abs=0.01)
+    answer = ParityAnswer([broken], [SharedMemory("_row_kernel", 120000, False)])
+    assert [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_90"})] == ["kernel-differs"]
+    small = [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_121"})]
     assert small == ["kernel-differs", "shared-memory-too-large"]
 
 
@@ -429,7 +430,7 @@ def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_gpu(tmp_path: Path) -> None:
     context = launch(SLICE.with_(architectures=()), root=patched("0.19.2"), deep=True)
     context.training_machine = True
-    found = devices_module.look(context)
+    found = context.devices
     assert found.found and found.compiled_for and found.imports["triton"] == ""
     assert holds("gpus", context) and holds("gpus_free", context)
     assert "linear cross-entropy" in holds("kernel_parity", context)
@@ -468,7 +469,7 @@ def test_folders_of_a_loop(tmp_path: Path, flag: str) -> None:
 
 def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
-    assert "nobody else" in holds("save_folder", saving(save))
+    assert "no other run" in holds("save_folder", saving(save))
     words = ["cppmega.run", "--save", str(save)]
     other = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE

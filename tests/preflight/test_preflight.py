@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cppmega.cli import findings as cli_findings
-from cppmega.cli import main as cli
+from cppmega.cli.main import cli
 from cppmega.errors import CppmegaError
 from cppmega.preflight import checks
 from cppmega.preflight import examine as preflight
@@ -31,7 +31,9 @@ PATH = {**launch().environ, "PYTHONPATH": str(REPOSITORY)}
 
 
 def test_every_check_is_in_the_order_once_and_behind_what_it_needs() -> None:
-    files = {path.stem for path in (REPOSITORY / "cppmega" / "checks").glob("[a-z]*.py")}
+    files = {
+        path.stem for path in (REPOSITORY / "cppmega" / "preflight" / "checks").glob("[a-z]*.py")
+    }
     assert sorted(checks.ORDER) == sorted(files)
     for at, name in enumerate(checks.ORDER):
         module = importlib.import_module(f"cppmega.preflight.checks.{name}")
@@ -40,7 +42,7 @@ def test_every_check_is_in_the_order_once_and_behind_what_it_needs() -> None:
 
 
 def test_every_check_is_broken_and_left_healthy_by_some_test() -> None:
-    texts = [path.read_text() for path in (REPOSITORY / "tests").glob("test_preflight*.py")]
+    texts = [path.read_text() for path in (REPOSITORY / "tests" / "preflight").glob("test_*.py")]
     for name in checks.ORDER:
         broken = [f'refuses("{name}"' in "".join(text.split()) for text in texts]
         assert any(broken) or name == "kernel_parity", name  # it needs a GPU: its verdict is tested
@@ -192,6 +194,6 @@ def test_the_words_of_the_launch_line_need_no_dashes(
     monkeypatch.setattr(preflight, "examine", examine)
     words = ["--data", "x", "--save", "y", "--exit-interval", "3"]
     with pytest.raises(AskedError) as asked:
-        cli.cli.main(["preflight", *line.format(" ".join(words)).split()], standalone_mode=False)
+        cli.main(["preflight", *line.format(" ".join(words)).split()], standalone_mode=False)
     options = RunOptions(data=("x",), save=Path("y"), exit_interval=3)
     assert asked.value.args == (options,)

@@ -42,7 +42,7 @@ def ask(lab: Lab) -> list[dict[str, str]]:
         check=True,
         timeout=60,
     )
-    found: list[dict[str, str]] = json.loads(done.stdout)["process"]
+    found: list[dict[str, str]] = json.loads(done.stdout)["problems"]
     return found
 
 

@@ -248,10 +248,11 @@ def test_a_preflight_that_hangs_up_takes_its_worker_along(tmp_path: Path) -> Non
     begun = tmp_path / "begun"
     slow = f"import os, time\nopen({str(begun)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
     root = bench.tree(files={"megatron/core/thing.py": made.THING + slow})
-    order = {"root": str(root), "expected": str(root), "argv": None, "world": None, "load": None}
     ask = (
-        "import os\nfrom cppmega.preflight import ask as children\n"
-        f"children.ask('cppmega.preflight.workers.rank', {order!r}, dict(os.environ))"
+        "import os\nfrom cppmega.preflight.ask import ask\n"
+        "from cppmega.preflight.messages import RankAnswer, RankOrder\n"
+        f"order = RankOrder(root={str(root)!r}, expected={str(root)!r})\n"
+        "ask('cppmega.preflight.workers.rank', order, RankAnswer, dict(os.environ))"
     )
     asking = subprocess.Popen([sys.executable, "-c", ask], env=bench.environment)
     try:

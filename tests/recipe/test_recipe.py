@@ -13,10 +13,11 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.cli import recipes_list
 from cppmega.errors import CppmegaError
 from cppmega.overlay.wanted import provided, wanted_patches
-from cppmega.recipe import Recipe, dsa_widths, layer_pattern
+from cppmega.recipe import Mamba3, NgramHash, Recipe, dsa_widths, layer_pattern, results
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import estimate
 from cppmega.smoke.loop import learning_rate
+from tests.support import REPOSITORY
 
 SLICE = recipes_index.load("nam56r_h200_slice")
 V32 = recipes_index.load("dsv32_h200_slice")
@@ -133,10 +134,42 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"gates": (("CPPMEGA_X",),)},
         {"kv_channels": 128.0},
         {"pattern": "DEM"},  # M without sizes
+        {"kv_channels": "128"},
+        {"seed": 2**32},
+        {"first_dense_layers": -1},
+        {"lr": 0.0},
+        {"lr": float("inf")},
+        {"min_lr": float("nan")},
+        {"weight_decay": -0.1},
+        {"adam_beta2": 1.0},
+        {"mamba3": Mamba3(expand=0)},
+        {"ngram_hash": NgramHash(orders=(2, 0))},
+        {"graph_pool": {"gib": 1.0}},
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, object]) -> None:
     refused("recipe-invalid", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dsa_kernel_backend": "tielang"}, "none, tilelang, cudnn. Did you mean tilelang?"),
+        ({"micro_batch_size": "2"}, "micro_batch_size='2' is invalid: expected int, got str."),
+        ({"kv_channels": 0}, "expected int >= 1."),
+        ({"patches": ["one"]}, "expected tuple, got list."),
+        ({"gates": (("CPPMEGA_X",),)}, "expected tuple of length 2, got 1."),
+        ({"mamba3": Mamba3(rank=0)}, "mamba3.rank=0 is invalid"),
+    ],
+)
+def test_a_value_of_another_type_says_which_is_expected(
+    changes: dict[str, object], said: str
+) -> None:
+    assert said in refused("recipe-invalid", **changes).what
+
+
+def test_a_whole_number_stands_for_a_real_one() -> None:
+    assert repr(SLICE.with_(lr=1).lr) == "1"
 
 
 def test_a_gpt_recipe_has_the_layers_it_says() -> None:
@@ -244,11 +277,21 @@ def test_the_list_says_what_is_missing_and_what_was_measured(tmp_path: Path) -> 
         result = {"recipe": "nam56r_h200_slice", "date": date, "headline": headline}
         (tmp_path / f"{headline}.json").write_text(json.dumps(result))
     (tmp_path / "torn.json").write_text("{")
-    last = recipes_list.last_result("nam56r_h200_slice", tmp_path)
-    assert last is not None and last["headline"] == "new"
-    assert recipes_list.last_result("smoke_cpu", tmp_path) is None
+    changed = {"recipe": "nam56r_h200_slice", "date": "2026-03-01", "changes": ["lr=1"]}
+    (tmp_path / "changed.json").write_text(json.dumps({**changed, "headline": "changed"}))
+    found = results.collect(tmp_path)
+    last = results.last_result("nam56r_h200_slice", found)
+    assert last is not None and (last.headline, last.file) == ("new", "new.json")
+    assert results.last_result("smoke_cpu", found) is None
     table = recipes_list.list_recipes()
     assert all(name in table for name in rows)
+
+
+def test_the_results_that_ship_are_those_of_the_benchmarks() -> None:
+    found = results.collect(REPOSITORY / "benchmarks" / "results")
+    assert found and results.measured() == found, "run scripts/recipe_results.py"
+    rows = json.loads(recipes_list.list_recipes(True))["recipes"]
+    assert {row["name"] for row in rows if row["last_result"]} == {one.recipe for one in found}
 
 
 def test_a_loop_without_a_warm_up_begins_at_its_rate() -> None:

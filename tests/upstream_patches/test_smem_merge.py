@@ -1,8 +1,9 @@
-"""What TileLang is asked for, by Megatron's kernels and by mamba_ssm's, and what the scan says."""
+"""What TileLang is asked for, by Megatron's kernels and by mamba_ssm's, and what the check lists."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from cppmega.overlay import verbs as overlay
-from cppmega.preflight import smem
+from cppmega.preflight.ask import ask
+from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
 from cppmega.proof import verify
 from cppmega.tree import wheels
 from tests.support import patched, pristine, python
@@ -60,29 +62,36 @@ def _merges(given: dict[str, dict[str, bool]]) -> bool:
     return (given.get("pass_configs") or {}).get(KEY) is True
 
 
-def test_scan_of_megatron() -> None:
-    before = smem.scan([pristine(VERSION) / OPS])
-    assert [kernel.name for kernel in before if kernel.merged] == ["bwd"] and len(before) == 9
-    after = smem.scan([patched(VERSION, "smem_merge") / "megatron"])
+def listed(package: Path) -> list[TilelangKernel]:
+    """The TileLang kernels of a package, as the check `shared_memory_flag` lists them."""
+    order = TilelangOrder(root=str(package.parent), packages=[str(package)])
+    worker = "cppmega.preflight.workers.tilelang_kernels"
+    return ask(worker, order, TilelangAnswer, dict(os.environ)).kernels
+
+
+def test_kernels_that_the_check_lists() -> None:
+    before = listed(pristine(VERSION) / "megatron")
+    assert [kernel.name for kernel in before if not kernel.reason] == ["bwd"] and len(before) == 9
+    after = listed(patched(VERSION, "smem_merge") / "megatron")
     assert [kernel.name for kernel in after] == [kernel.name for kernel in before]
-    assert all(kernel.merged for kernel in after)
-    assert smem.scan([pristine("0.18.2") / "megatron"]) == []
+    assert not any(kernel.reason for kernel in after)
+    assert listed(pristine("0.18.2") / "megatron") == []
 
 
 def test_mamba_ssm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside Megatron, as in every site-packages: applied, scanned, proved, and reverted."""
+    """Beside Megatron, as in every site-packages: applied, listed, proved, and reverted."""
     monkeypatch.setenv("CPPMEGA_SMEM_MERGE", "1")
     root = tmp_path / "site"
     (root / "megatron" / "core").mkdir(parents=True)
     info = "megatron/core/package_info.py"
     shutil.copy(pristine(VERSION) / info, root / info)
     shutil.copytree(_mamba_ssm(), root / "mamba_ssm")
-    before = smem.scan([root])
-    assert len(before) == 6 and not any(kernel.merged for kernel in before)
+    before = listed(root / "mamba_ssm")
+    assert len(before) == 6 and all(kernel.reason for kernel in before)
     name = "smem_merge_mamba"
     environment = {"CPPMEGA_SMEM_MERGE": "1"}
     assert overlay.apply(overlay.Session(root), only=[name], environment=environment).ok
-    assert [kernel.merged for kernel in smem.scan([root])] == [True] * 6
+    assert [kernel.reason for kernel in listed(root / "mamba_ssm")] == [""] * 6
     proved = verify.verify(overlay.Session(root), [name])
     assert [(one.name, one.proof) for one in proved] == [(name, "passed")]
     assert overlay.revert(overlay.Session(root)).ok

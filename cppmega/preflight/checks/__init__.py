@@ -11,9 +11,9 @@ ORDER: tuple[str, ...] = (
     *("recipe_complete", "stack_versions", "stack_pairs", "packages"),
     *("hosts", "network", "limits"),
     *("gpus", "gpus_free", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
-    # what can be known without a process
+    # the launch, without a process
     *("owned_arguments", "data", "folders", "save_folder"),
-    # in a process like a rank
+    # a process like a rank
     *("imported_process", "live_proofs"),
     # the launch line, by the installed version's own parser
     *("line_parses", "ineffective_arguments", "nan_checks", "precision", "mock_data"),
@@ -21,4 +21,4 @@ ORDER: tuple[str, ...] = (
     *("trainer_limits", "dsa_backend", "cuda_graphs", "expert_overlap", "fp8_heads", "checkpoint"),
     "page_limits",
 )
-"""Cheap ones first within a prerequisite: a mistyped path must not wait for torch."""
+"""Cheap checks come first where prerequisites allow: a mistyped path must not wait for torch."""

@@ -11,7 +11,7 @@ AFTER: tuple[str, ...] = ()
 
 
 def check(context: Context) -> str:
-    """Set them as `cppmega.run` does, and look at what torch will read.
+    """Set them as `cppmega.run` does, and read them as torch will.
 
     Raises:
         CppmegaError: `allocator-differs`.

@@ -1,4 +1,4 @@
-"""No transaction was left half done, and nobody is patching the tree right now."""
+"""No transaction on the tree is open or unfinished."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(context: Context) -> str:
         raise CppmegaError(
             "being-patched",
             f"Another process holds {folder(tree) / 'lock'}: it is patching this tree now.",
-            "Ranks would import some files from before and some from after.",
+            "Ranks would import some files from before it and some from after.",
             "wait for it, then run the preflight again",
         )
     marks = ("journal.json", transaction.UNFINISHED)
@@ -36,7 +36,7 @@ def check(context: Context) -> str:
             f"An apply or revert was killed in {folder(tree)} ({', '.join(left)}); it was writing "
             f"{files}.",
             "Some files may be patched and others not.",
-            "python -m cppmega.apply_patches (it finishes or undoes what was begun)",
+            "python -m cppmega.apply_patches (it finishes or undoes that transaction)",
         )
     return "no transaction is open"
 

@@ -1,7 +1,7 @@
-"""No old bytecode stands in for a patched file.
+"""No old bytecode takes the place of a patched file.
 
-Python trusts a `.pyc` whose source has the same second and the same size. Where that is so, the
-code in it is compared with what the source compiles to.
+Python trusts a `.pyc` that records the second and the size of its source. The code in such a file
+is compared with what the source compiles to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADER = 16
 
 
 def check(context: Context) -> str:
-    """Look at the bytecode of every patched file that this interpreter would use.
+    """Compare the bytecode that this interpreter would use with every patched file.
 
     Raises:
         CppmegaError: `stale-bytecode`.
@@ -40,14 +40,14 @@ def _stale(context: Context, looked: list[Path]) -> Iterator[CppmegaError]:
             if _trusted(cached, source) and not _same(cached, source, optimize):
                 yield CppmegaError(
                     "stale-bytecode",
-                    f"{cached} holds other code than {source}, and Python would take it.",
+                    f"{cached} holds other code than {source}, and Python would run it.",
                     "The patch is in the source and not in what runs.",
                     f"rm {cached}",
                 )
 
 
 def _caches(source: Path, environ: Mapping[str, str]) -> Iterator[tuple[Path, int]]:
-    """Where this interpreter keeps the bytecode of a file, for each level of optimisation."""
+    """The bytecode files of a source that exist, each with its level of optimization."""
     name = Path(importlib.util.cache_from_source(str(source))).name
     prefix = environ.get("PYTHONPYCACHEPREFIX")
     folder = source.parent / "__pycache__"
@@ -60,12 +60,12 @@ def _caches(source: Path, environ: Mapping[str, str]) -> Iterator[tuple[Path, in
 
 
 def _trusted(cached: Path, source: Path) -> bool:
-    """Whether Python would use it without looking at the source's text."""
+    """Whether Python would use it without reading the source."""
     head = cached.read_bytes()[:_HEADER]
     if len(head) < _HEADER or head[:4] != importlib.util.MAGIC_NUMBER:
         return False
     flags = int.from_bytes(head[4:8], "little")
-    if flags & 1:  # by hash; it is only compared where the second bit says so
+    if flags & 1:  # by hash, which is only compared where the second bit is set
         return not flags & 2 or head[8:] == importlib.util.source_hash(source.read_bytes())
     there = source.stat()
     return (int.from_bytes(head[8:12], "little"), int.from_bytes(head[12:16], "little")) == (

@@ -1,4 +1,4 @@
-"""The checkpoint that the run resumes from is whole, runs no code, and is of the same model."""
+"""The checkpoint that the run resumes from is intact, runs no code, and is of the same model."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def check(context: Context) -> str:
         raise NotApplicable("the run starts from untrained weights")
     fresh = not checkpoint_tracker.exists(options.load)
     if context.recipe is None and fresh and options.load == options.save:
-        # As most of Megatron's own scripts say it: a start, which can be started again.
+        # Most of Megatron's own scripts name one folder for both, also for the first start.
         raise NotApplicable(f"{options.load} holds no checkpoint yet")
     saved = _read(options.load, context.deep)
-    refuse(_found(context, options.load, saved))
+    refuse(_mismatches(context, options.load, saved))
     whose = saved.arguments.get("cppmega_recipe", "no recipe")
-    of = f"of {whose}" if saved.arguments else "which does not say whose it is"
+    of = f"of {whose}" if saved.arguments else "which does not name its recipe"
     return f"{options.load}, step {saved.step}, {of}{_how(options.load, saved)}"
 
 
@@ -60,14 +60,14 @@ def _read(load: Path, deep: bool) -> Saved:
 
 def _how(load: Path, saved: Saved) -> str:
     if saved.summed:
-        return ", every checksum right"
-    return ", of the right size; its checksums are compared with --deep"
+        return ", every checksum matches"
+    return ", its sizes are right; --deep compares its checksums"
 
 
 def _other_loop(load: Path, recipe: Recipe, saved: Saved) -> Iterator[CppmegaError]:
-    """A loop learns a vector for every position, so that its length is of the model as well."""
+    """A loop learns a vector for every position: the sequence length is part of its model."""
     there = checkpoint_shapes.facts(saved.shapes)
-    heads = saved.state.get("num_attention_heads")  # older ones do not have it
+    heads = saved.state.get("num_attention_heads")  # absent from older checkpoints
     if heads is not None:
         there["num_attention_heads"] = heads
     other = [
@@ -81,15 +81,15 @@ def _other_loop(load: Path, recipe: Recipe, saved: Saved) -> Iterator[CppmegaErr
         yield _other_model(load, other)
 
 
-def _found(context: Context, load: Path, saved: Saved) -> Iterator[CppmegaError]:
-    recipe, args = context.recipe, context.megatron_args
+def _mismatches(context: Context, load: Path, saved: Saved) -> Iterator[CppmegaError]:
+    recipe, args = context.recipe, vars(context.megatron_args)
     whose = saved.arguments.get("cppmega_recipe")
     if recipe is not None and whose not in (None, recipe.name):
         yield CppmegaError(
             "checkpoint-of-another-recipe",
             f"{load} holds step {saved.step} of recipe {whose}, not of {recipe.name}.",
-            "The run would resume from another model's weights, or mix both in one folder.",
-            "another --save folder, or the recipe that made it",
+            "The run would resume from another model's weights, or write both into one folder.",
+            "another --save folder, or the recipe that wrote it",
         )
         return
     last = recipe.train_iters if recipe is not None else args["train_iters"]
@@ -97,7 +97,7 @@ def _found(context: Context, load: Path, saved: Saved) -> Iterator[CppmegaError]
         yield CppmegaError(
             "nothing-to-train",
             f"{load} holds step {saved.step}, and the run ends at step {last}.",
-            "It would load the checkpoint, do nothing, and end as if all were well.",
+            "It would load the checkpoint, train nothing, and end with success.",
             "--set train_iters=... with more steps, or another --save folder",
         )
     other = [*_other_arguments(saved.arguments, args), *_other_shapes(saved, recipe)]
@@ -113,7 +113,7 @@ def _other_arguments(saved: Mapping[str, Any], args: Mapping[str, Any]) -> Itera
 
 
 def _other_shapes(saved: Saved, recipe: Recipe | None) -> Iterator[str]:
-    """Also of a checkpoint that does not say what it is of."""
+    """Differences that the tensors show, even where the checkpoint records no arguments."""
     there = checkpoint_shapes.facts(saved.shapes)
     if recipe is None or "hidden_size" not in there:
         return
@@ -129,6 +129,6 @@ def _other_model(load: Path, other: list[str]) -> CppmegaError:
     return CppmegaError(
         "checkpoint-of-another-model",
         f"{load} and the launch differ: {', '.join(other)}.",
-        "Its weights do not fit, or Megatron takes the part that does.",
-        "another --load or --save folder, or the --set with which it was made",
+        "Its weights do not fit, or Megatron silently loads the part that does.",
+        "another --load or --save folder, or the same --set as when it was written",
     )

@@ -1,4 +1,4 @@
-"""CUDA graphs whose memory pool does not fit beside a model without pipeline stages."""
+"""The memory pool of CUDA graphs fits next to a model without pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cppmega.recipe.memory import GIB
 AFTER: tuple[str, ...] = ("line_parses",)
 
 _H200 = 140 * GIB
-"""Where no GPU can be asked."""
+"""Memory of the GPU that the recipes are sized for; no GPU is asked."""
 
 
 def check(context: Context) -> str:
@@ -20,12 +20,12 @@ def check(context: Context) -> str:
         CppmegaError: `graph-pool-does-not-fit`.
     """
     args, recipe = context.megatron_args, context.recipe
-    if args.get("cuda_graph_impl") in (None, "none"):
+    if getattr(args, "cuda_graph_impl", None) in (None, "none"):
         raise NotApplicable("no CUDA graph is asked for")
     if recipe is None or recipe.graph_pool is None:
         return "the pool was not measured for this model"
-    if args["pipeline_model_parallel_size"] > 1:
-        return "the pool was measured without pipeline stages alone"
+    if args.pipeline_model_parallel_size > 1:
+        return "the pool was only measured without pipeline stages"
     layers = len(recipe.layout.trunk) + len(recipe.layout.mtp) * recipe.layout.depths
     sizes = recipe.micro_batch_size, recipe.seq_length, recipe.hidden_size
     pool, needs = recipe.graph_pool.scaled(*sizes, layers), context.memory.total
@@ -33,7 +33,7 @@ def check(context: Context) -> str:
         raise CppmegaError(
             "graph-pool-does-not-fit",
             f"CUDA graphs of {recipe.name} at PP 1 keep a pool of about {pool:.1f} GiB "
-            f"beside {needs / GIB:.1f} GiB.",
+            f"next to the {needs / GIB:.1f} GiB of the model.",
             "The run would end out of memory when the graphs are captured.",
             "--set cuda_graph_impl=none, or pipeline stages",
         )

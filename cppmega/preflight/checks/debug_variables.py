@@ -1,26 +1,27 @@
-"""No variable of a debugging session is left that changes what is computed, or how fast."""
+"""No variable from a debugging session changes what is computed, or how fast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
+from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ()
 
 _OFF = ("", "0", "false", "off", "no")
 _LEFT = {
-    "PYTHONOPTIMIZE": "Megatron checks its arguments with assert, and Python leaves them out",
-    "PYTHONINSPECT": "a process stays at a prompt when it ends, and a failed rank with it",
+    "PYTHONOPTIMIZE": "Megatron checks its arguments with assert, which Python then leaves out",
+    "PYTHONINSPECT": "a process that ends, such as a failed rank, stays at a prompt",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation waits for the driver",
     "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before: several times slower",
     "TRITON_INTERPRET": "Triton's kernels run as Python on the CPU",
     "TORCHDYNAMO_DISABLE": "nothing is compiled: slower, and not what was measured",
     "TORCH_COMPILE_DISABLE": "nothing is compiled: slower, and not what was measured",
     "PYTORCH_JIT_DEBUG": "fused functions run unfused",
-    "NVIDIA_TF32_OVERRIDE": "it changes the precision of matrix products behind everybody's back",
+    "NVIDIA_TF32_OVERRIDE": "it overrides the precision of matrix products",
     "NCCL_P2P_DISABLE": "GPUs talk through the host's memory",
     "NCCL_SHM_DISABLE": "ranks of one host talk through the network",
     "TILELANG_DISABLE_CACHE": "every rank compiles every kernel again",
@@ -28,19 +29,18 @@ _LEFT = {
 
 
 def check(context: Context) -> str:
-    """Look for them.
+    """Compare the environment with the variables known to do so.
 
     Raises:
         CppmegaError: `debug-variable`, `bad-variable`.
     """
-    refuse(_found(context))
+    refuse(_set_variables(context.environ, context.recipe))
     return "none is set"
 
 
-def _found(context: Context) -> Iterator[CppmegaError]:
-    recipe = context.recipe
+def _set_variables(environ: Mapping[str, str], recipe: Recipe | None) -> Iterator[CppmegaError]:
     wanted = {name for name, _ in recipe.environment} if recipe is not None else set()
-    level = context.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
+    level = environ.get("TORCH_DISTRIBUTED_DEBUG", "")
     if level.upper() not in ("", "OFF", "INFO"):
         yield CppmegaError(
             "debug-variable",
@@ -50,27 +50,27 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 if level.upper() == "DETAIL"
                 else "torch knows OFF, INFO and DETAIL, and cannot be imported."
             ),
-            "The run would not be the one that was proved and measured, or not start.",
+            "The run would not be the one that was proved and measured, or would not start.",
             "unset TORCH_DISTRIBUTED_DEBUG",
         )
-    if "error" in context.environ.get("PYTHONWARNINGS", ""):
+    if "error" in environ.get("PYTHONWARNINGS", ""):
         yield CppmegaError(
             "debug-variable",
-            f"PYTHONWARNINGS={context.environ['PYTHONWARNINGS']} is set: torch and Megatron warn "
+            f"PYTHONWARNINGS={environ['PYTHONWARNINGS']} is set: torch and Megatron warn "
             "when they are imported, and each warning ends the process.",
             "Every rank would end before its first step.",
             "unset PYTHONWARNINGS",
         )
-    threads = context.environ.get("OMP_NUM_THREADS", "1")
+    threads = environ.get("OMP_NUM_THREADS", "1")
     if not all(part.strip().isdigit() and int(part) for part in threads.split(",")):
         yield CppmegaError(
             "bad-variable",
-            f"OMP_NUM_THREADS={threads} is no number of threads.",
-            "OpenMP says so once and takes every core, in every rank: they fight for them.",
+            f"OMP_NUM_THREADS={threads} is not a number of threads.",
+            "OpenMP warns once and uses every core in every rank, and the ranks compete for them.",
             "export OMP_NUM_THREADS=1",
         )
     for name, effect in _LEFT.items():
-        value = context.environ.get(name, "")
+        value = environ.get(name, "")
         # TF32 is switched off by 0: any value overrides.
         unset = not value if name == "NVIDIA_TF32_OVERRIDE" else value.lower() in _OFF
         if not unset and name not in wanted:
@@ -78,5 +78,5 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 "debug-variable",
                 f"{name}={value} is set: {effect}.",
                 "The run would not be the one that was proved and measured.",
-                f"unset {name}; a recipe that wants it names it in its environment",
+                f"unset {name}; a recipe that needs it lists it in its environment",
             )

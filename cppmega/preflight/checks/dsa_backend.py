@@ -1,6 +1,6 @@
-"""The DSA kernels that the launch names would really run at its sizes.
+"""The DSA backend that the launch names supports its sizes.
 
-Megatron's fused backends decline a shape without a word (a debug message), and the unfused path
+Megatron's fused backends decline a shape with no more than a debug message, and the unfused path
 then holds `[batch, heads, seq, seq]` scores in fp32.
 """
 
@@ -14,27 +14,27 @@ from cppmega.overlay.wanted import provided
 from cppmega.page import Page
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.launch_line import has_dsa_layers
 from cppmega.recipe import dsa_widths
 from cppmega.training.requirements import IN_THE_CODE
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
 _TILE, _BLOCK = 16, 64
-"""Heads that a kernel of Megatron's takes at least, and keys that it takes at a time."""
+"""Fewest heads of a kernel of Megatron's, and the keys that it processes at a time."""
 
 
 def check(context: Context) -> str:
-    """Compare sizes and loss with what the backends take.
+    """Compare sizes and loss with what the backends support.
 
     Raises:
         CppmegaError: `dsa-backend-declines`, `dsa-unfused`.
     """
-    line, args = context.line, context.megatron_args
-    pattern = args.get("hybrid_layer_pattern") or ""
-    if args.get("experimental_attention_variant") != "dsa" and "D" not in pattern:
+    line, args = context.line, vars(context.megatron_args)
+    if not has_dsa_layers(args):
         raise NotApplicable("no layer is DSA")
     if "dsa_kernel_backend" not in args:
-        return f"unfused: the only one that this release has; {_scores(args)}"
+        return f"unfused, as this release has no other; {_scores(args)}"
     backend = args["dsa_kernel_backend"]
     if backend == "none":
         if not line.has("--dsa-kernel-backend"):
@@ -42,62 +42,64 @@ def check(context: Context) -> str:
                 "dsa-unfused",
                 f"The model has DSA layers and the line names no backend: {_scores(args)}.",
                 "Stock's unfused DSA computes all scores and throws most of them away.",
-                "--dsa-kernel-backend tilelang at sizes that it takes, or say none",
+                "--dsa-kernel-backend tilelang at sizes that it supports, or none",
             )
-        return f"unfused, as the line says; {_scores(args)}"
-    refuse(_declines(backend, args, _wideners(context)))
-    return f"{backend} takes these sizes"
+        return f"unfused, as the line asks; {_scores(args)}"
+    refuse(_declined(backend, args, _wideners(context)))
+    return f"{backend} supports these sizes"
 
 
 def _wideners(context: Context) -> tuple[list[Page], list[Page]]:
-    """Pages that provide further widths: those in the code, and those that are not."""
+    """Pages that provide further widths: those in the code, and the others."""
     verdicts = context.plan.verdicts
     inside: list[Page] = []
     outside: list[Page] = []
     for name, page in context.session.pages.items():
         if dsa_widths.TILELANG in page.patch.provides:
-            found = name in verdicts and verdicts[name].state in IN_THE_CODE
-            (inside if found else outside).append(page)
+            applied = name in verdicts and verdicts[name].state in IN_THE_CODE
+            (inside if applied else outside).append(page)
     return inside, outside
 
 
-def _declines(
+def _declined(
     backend: str, args: Mapping[str, Any], wideners: tuple[list[Page], list[Page]]
 ) -> Iterator[CppmegaError]:
     inside, outside = wideners
     widths = args["kv_lora_rank"] + args["qk_pos_emb_head_dim"], args["kv_lora_rank"]
-    reasons, taken = [], dsa_widths.supported(backend, provided(inside, dsa_widths.TILELANG))
+    reasons, supported = [], dsa_widths.supported(backend, provided(inside, dsa_widths.TILELANG))
     if str(args.get("attention_backend")).endswith("unfused"):
         reasons.append("every call with --attention-backend unfused")
-    if widths not in taken:
-        known = ", ".join(f"{query} and {value}" for query, value in taken)
+    if widths not in supported:
+        known = ", ".join(f"{query} and {value}" for query, value in supported)
         lacking = [
             page.name
             for page in outside
             if widths in dsa_widths.supported(backend, page.patch.provides[dsa_widths.TILELANG])
         ]
         reasons.append(
-            f"query and value widths of {widths[0]} and {widths[1]}; it takes {known}"
+            f"query and value widths of {widths[0]} and {widths[1]}; it supports {known}"
             + (f" without the patch {' or '.join(lacking)}" if lacking else "")
         )
     if backend == "tilelang":
         heads = args["num_attention_heads"] // args["tensor_model_parallel_size"]
         if heads > _TILE and heads & (heads - 1):
-            reasons.append(f"{heads} heads on a rank; it takes powers of two, and up to {_TILE}")
+            reasons.append(
+                f"{heads} heads on a rank; it supports powers of two, and any number up to {_TILE}"
+            )
         if args["dsa_indexer_topk"] % _BLOCK:
             reasons.append(
-                f"{args['dsa_indexer_topk']} keys a query; it takes multiples of {_BLOCK}"
+                f"{args['dsa_indexer_topk']} keys per query; it supports multiples of {_BLOCK}"
             )
     dense = args["dsa_indexer_loss_coeff"] and not args["dsa_indexer_use_sparse_loss"]
     if backend == "tilelang" and dense:
-        reasons.append("the indexer's dense loss; it has the sparse one alone")
+        reasons.append("the indexer's dense loss; it only has the sparse one")
     for reason in reasons:
         yield CppmegaError(
             "dsa-backend-declines",
             f"The backend {backend} declines {reason}. Megatron then runs unfused: "
             f"{_scores(args)}.",
-            "A run that is filed as fused would be stock's unfused one.",
-            "--set dsa_kernel_backend=none, or sizes and loss that it takes",
+            "A run recorded as fused would be stock's unfused one.",
+            "--set dsa_kernel_backend=none, or sizes and a loss that it supports",
         )
 
 

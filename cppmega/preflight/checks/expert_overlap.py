@@ -10,12 +10,12 @@ AFTER: tuple[str, ...] = ("line_parses",)
 
 
 def check(context: Context) -> str:
-    """Look at what the parser made of the line.
+    """Count the MTP depths of the parsed line.
 
     Raises:
         CppmegaError: `expert-overlap-with-mtp`.
     """
-    args = context.megatron_args
+    args = vars(context.megatron_args)
     if not args.get("overlap_moe_expert_parallel_comm"):
         raise NotApplicable("expert communication is not overlapped")
     depths = max(
@@ -25,7 +25,7 @@ def check(context: Context) -> str:
         raise CppmegaError(
             "expert-overlap-with-mtp",
             f"--overlap-moe-expert-parallel-comm with {depths} MTP depths.",
-            "Megatron's combined 1F1B schedule, which overlaps it, knows one depth.",
-            "leave --overlap-moe-expert-parallel-comm out, or train one MTP depth",
+            "Megatron's combined 1F1B schedule, which overlaps it, supports one depth.",
+            "leave out --overlap-moe-expert-parallel-comm, or train one MTP depth",
         )
     return f"{depths} MTP depths"

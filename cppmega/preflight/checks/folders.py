@@ -1,4 +1,4 @@
-"""Every folder that the run writes to can be written to, and has room for its checkpoints."""
+"""Every folder that the run writes to is writable, and has room for its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
 from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.preflight.launch_line import Line
+from cppmega.preflight.launch_line import LaunchLine
 from cppmega.recipe.arithmetic import parameters
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
 _PER_PARAMETER = 2 + 12
-"""bf16 weight; fp32 weight and two moments."""
+"""Bytes: a bf16 weight, an fp32 weight and two moments."""
 _LOG = 2**30
-"""Room that logs and caches need."""
+"""Bytes that logs and caches need."""
 
 
 def check(context: Context) -> str:
-    """Look at the nearest folder that exists, for each.
+    """Try to write to each folder, or to the nearest one above it that exists.
 
     Raises:
         CppmegaError: `folder-not-writable`, `disk-full`.
     """
-    looked: list[str] = []
-    refuse(_found(context, looked))
-    return ", ".join(looked) or "the run writes nowhere"
+    usable: list[str] = []
+    refuse(_unusable_folders(context, usable))
+    return ", ".join(usable) or "the run writes nowhere"
 
 
-def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
+def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaError]:
     metrics = context.options.metrics
     if metrics is not None and metrics.is_dir():
         yield CppmegaError(
@@ -47,12 +47,12 @@ def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
         if not there.is_dir() or not _takes_files(there):
             yield CppmegaError(
                 "folder-not-writable",
-                f"{folder} ({purpose}) cannot be made or written to: {there} is "
+                f"{folder} ({purpose}) cannot be created or written to: {there} is "
                 f"{'read-only for this user' if there.is_dir() else 'a file'}.",
-                "The run would end when it first writes there, hours from now.",
+                "The run would end when it first writes there, perhaps after hours.",
                 "--runs FOLDER, or export CPPMEGA_RUNS=FOLDER"
                 if purpose == "run folder"
-                else f"another folder for {purpose}, or mend its permissions",
+                else f"another folder for {purpose}, or fix its permissions",
             )
             continue
         free = shutil.disk_usage(there).free
@@ -61,9 +61,9 @@ def _found(context: Context, looked: list[str]) -> Iterator[CppmegaError]:
                 "disk-full",
                 f"{folder} ({purpose}) lies on a disk with {gib(free)} free; it needs {gib(room)}.",
                 "A checkpoint that is cut off cannot be loaded.",
-                "another disk, or remove what nobody needs there (never a checkpoint unseen)",
+                "another disk, or remove what is no longer needed (never a checkpoint unseen)",
             )
-        looked.append(f"{purpose} {folder} ({gib(free)} free)")
+        usable.append(f"{purpose} {folder} ({gib(free)} free)")
 
 
 def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
@@ -71,7 +71,7 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
     if context.folder is not None:
         yield "run folder", context.folder, _LOG
     try:
-        line: Line | None = context.line
+        line: LaunchLine | None = context.line
     except NotApplicable:
         line = None
         save, metrics = context.options.save, context.options.metrics
@@ -84,7 +84,7 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
     if line is not None and context.recipe is not None:
         options = line.options
         if options.save is not None:
-            # Nobody removes old ones; room for two is what a run can be asked to start with.
+            # Old ones are never removed; a run can be required to start with room for two.
             one = _PER_PARAMETER * parameters(context.recipe).total
             yield (
                 "--save",
@@ -98,7 +98,7 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
             if folder is not None:
                 yield purpose, folder, _LOG
         if options.data and options.data_cache is None:
-            yield "sample indices beside the data", Path(options.data[0]).parent, _LOG
+            yield "sample indices next to the data", Path(options.data[0]).parent, _LOG
     if context.needs_gpu and context.training_machine:
         triton = environ.get("TRITON_CACHE_DIR") or str(home / ".triton")
         yield "Triton's cache", Path(triton), _LOG
@@ -106,7 +106,7 @@ def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
 
 
 def _takes_files(folder: Path) -> bool:
-    """By trying: permissions say nothing of a read-only mount, a quota, or a squashed root."""
+    """Whether a file can be created: permissions do not show a read-only mount or a quota."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

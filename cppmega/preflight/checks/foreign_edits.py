@@ -1,7 +1,7 @@
-"""Nobody edited or added a file of the installed Megatron by hand.
+"""No file of the installed Megatron was edited or added by hand.
 
-The patched files are `patched_files`'s; here every file is compared with the RECORD of the
-distribution that installed it, with the commit of a checkout, or with the edits that were accepted.
+`patched_files` covers the patched ones; every other file is compared with the RECORD of the
+distribution that installed it, with the commit of a checkout, or with the accepted edits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cppmega.rank import provenance
 from cppmega.tree.installed import sha256
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole")
-"""Without the receipt every patched file would pass for edited by hand."""
+"""Without the receipt every patched file would count as edited by hand."""
 
 
 def check(context: Context) -> str:
@@ -24,22 +24,22 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `file-gone`, `foreign-file`, `accepted-edit-differs`; `foreign-edit`, with
-            the diff where upstream's text can be had offline.
+            the diff where upstream's text is available offline.
     """
     unverified: list[str] = []
     known = [path for path in _paths(context) if context.session.tree.read(path) is not None]
-    refuse(_found(context, unverified))
-    said = f"{len(known) - len(unverified)} files are upstream's"
+    refuse(_foreign_files(context, unverified))
+    summary = f"{len(known) - len(unverified)} files are upstream's"
     if context.accepted:
-        said += f"; accepted edits: {', '.join(sorted(context.accepted))}"
+        summary += f"; accepted edits: {', '.join(sorted(context.accepted))}"
     if unverified:
         some = ", ".join(unverified[:3])
-        said += f"; {len(unverified)} unverified, of no RECORD and no commit ({some})"
-    return Remark(said) if unverified or context.accepted else said
+        summary += f"; {len(unverified)} unverified, in no RECORD and no commit ({some})"
+    return Remark(summary) if unverified or context.accepted else summary
 
 
 def _paths(context: Context) -> list[str]:
-    """Files that are there or should be, without those that carry our patches."""
+    """Files that exist or should, without those that carry our patches."""
     tree = context.session.tree
     recorded = (path for path in tree.recorded if path.endswith(".py"))
     every = dict.fromkeys((*tree.python_files, *recorded, *context.accepted))
@@ -47,7 +47,7 @@ def _paths(context: Context) -> list[str]:
     return [path for path in every if path.startswith("megatron/") and path not in ours]
 
 
-def _found(context: Context, unverified: list[str]) -> Iterator[CppmegaError]:
+def _foreign_files(context: Context, unverified: list[str]) -> Iterator[CppmegaError]:
     tree = context.session.tree
     for path in _paths(context):
         data = tree.read(path)
@@ -71,7 +71,7 @@ def _gone(context: Context, path: str) -> CppmegaError:
     who = "its edit was accepted" if path in context.accepted else "upstream has it"
     return CppmegaError(
         "file-gone",
-        f"{path} is gone; {who}.",
-        "Whatever imports it late ends the run there, perhaps at its first checkpoint.",
+        f"{path} is missing; {who}.",
+        "The first module that imports it ends the run, perhaps at its first checkpoint.",
         foreign_diff.restore(context.session.tree, path),
     )

@@ -1,4 +1,4 @@
-"""FP8 has a number of attention heads that it can work with."""
+"""FP8 attention has a multiple of eight heads on a rank."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ AFTER: tuple[str, ...] = ("line_parses",)
 
 
 def check(context: Context) -> str:
-    """Look at what the parser made of the line.
+    """Count the heads of the parsed line.
 
     Raises:
         CppmegaError: `fp8-heads`.
     """
     args = context.megatron_args
-    if not args.get("fp8"):
+    if not getattr(args, "fp8", None):
         raise NotApplicable("nothing is FP8")
-    heads = args["num_attention_heads"] // args["tensor_model_parallel_size"]
+    heads = args.num_attention_heads // args.tensor_model_parallel_size
     if heads % 8:
         raise CppmegaError(
             "fp8-heads",
-            f"FP8 with {heads} attention heads on a rank, which is no multiple of 8.",
-            "Transformer Engine refuses the matrices, or pads them into something slower.",
+            f"FP8 with {heads} attention heads on a rank, which is not a multiple of 8.",
+            "Transformer Engine refuses such matrices, or pads them, which is slower.",
             "--bf16 without --fp8-format, or another number of heads",
         )
     return f"{heads} heads on a rank"

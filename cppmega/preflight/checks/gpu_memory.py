@@ -10,7 +10,7 @@ from cppmega.preflight.findings import NotApplicable
 AFTER: tuple[str, ...] = ("gpus",)
 
 _NEAR = 0.92
-"""Of a GPU: fragmentation takes the rest."""
+"""Share of a GPU above which an estimate says little: fragmentation takes the rest."""
 
 
 def check(context: Context) -> str:
@@ -34,5 +34,5 @@ def check(context: Context) -> str:
             "The run would end out of memory in its first step.",
             "--set micro_batch_size=..., recompute_modules, or more GPUs",
         )
-    near = " (near the limit: it must be tried)" if needs.total > _NEAR * one.total else ""
+    near = " (near the limit: only a trial can tell)" if needs.total > _NEAR * one.total else ""
     return f"about {gib(needs.total)} of {gib(one.total)}{near}: {parts}"

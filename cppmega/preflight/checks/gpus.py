@@ -1,4 +1,4 @@
-"""As many GPUs as the launch takes on this host, of an architecture that torch was built for."""
+"""This host has the GPUs that the launch needs, of an architecture that torch was built for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AFTER: tuple[str, ...] = ("one_root",)
 
 
 def check(context: Context) -> str:
-    """Count them and look at each.
+    """Count them, and compare each with the recipe, with torch and with the driver's report.
 
     Raises:
         CppmegaError: `no-gpu`, `too-few-gpus`, `unlike-gpus`, `architecture-not-built`,
@@ -22,12 +22,12 @@ def check(context: Context) -> str:
     devices = context.devices
     if context.recipe is None and not devices.found:
         raise NotApplicable("torch finds no GPU, and no recipe asks for one")
-    refuse(_found(context, devices))
+    refuse(_unfit_gpus(context, devices))
     one = smallest(devices.found)
     return f"{len(devices.found)} x {one.name} ({one.architecture}, {gib(one.total)})"
 
 
-def _found(context: Context, devices: Devices) -> Iterator[CppmegaError]:
+def _unfit_gpus(context: Context, devices: Devices) -> Iterator[CppmegaError]:
     here, recipe = devices.found, context.recipe
     if recipe is not None and len(here) < context.gpus_here:
         visible = context.environ.get("CUDA_VISIBLE_DEVICES")
@@ -62,13 +62,13 @@ def _found(context: Context, devices: Devices) -> Iterator[CppmegaError]:
                 f"Recipe {recipe.name} is for {', '.join(recipe.architectures)}, this GPU is "
                 f"{architecture}.",
                 "Its sizes and kernels were chosen and measured for another one.",
-                f"--set \"architectures=('{architecture}',)\" if that is what you want",
+                f"--set \"architectures=('{architecture}',)\" if you mean to train there",
             )
-    yield from _of_the_driver(devices)
+    yield from _unhealthy_gpus(devices)
 
 
 def _built(architecture: str, compiled_for: tuple[str, ...]) -> bool:
-    """Exactly, for an older one of the same generation, or from PTX of any older one."""
+    """Whether torch has code for it: its own, its generation's, or PTX of an older one."""
     major, minor = int(architecture[3:-1]), int(architecture[-1])
     for built in compiled_for:
         kind, _, number = built.partition("_")
@@ -80,21 +80,21 @@ def _built(architecture: str, compiled_for: tuple[str, ...]) -> bool:
     return False
 
 
-def _of_the_driver(devices: Devices) -> Iterator[CppmegaError]:
-    for device in devices.found:
-        said = devices.driver.get(device.uuid, {})
-        lost = said.get("ecc.errors.uncorrected.volatile.total", "")
-        if lost.isdigit() and int(lost):
+def _unhealthy_gpus(devices: Devices) -> Iterator[CppmegaError]:
+    reported = [devices.reported.get(device.uuid) for device in devices.found]
+    for gpu in filter(None, reported):
+        if gpu.uncorrected_errors:
             yield CppmegaError(
                 "gpu-damaged",
-                f"GPU {said['index']} has had {lost} memory errors that ECC could not correct.",
-                "Weights and gradients may have been changed without a word.",
-                "have the GPU reset, or leave it out with CUDA_VISIBLE_DEVICES",
+                f"GPU {gpu.index} has had {gpu.uncorrected_errors} memory errors that ECC could "
+                "not correct.",
+                "Weights and gradients may have been silently changed.",
+                "have the GPU reset, or exclude it with CUDA_VISIBLE_DEVICES",
             )
-        if said.get("compute_mode") == "Prohibited":
+        if gpu.compute_mode == "Prohibited":
             yield CppmegaError(
                 "gpu-closed",
-                f"GPU {said['index']} is in compute mode Prohibited.",
+                f"GPU {gpu.index} is in compute mode Prohibited.",
                 "No process may use it.",
-                f"nvidia-smi -i {said['index']} -c DEFAULT, or ask whoever set it",
+                f"nvidia-smi -i {gpu.index} -c DEFAULT, or ask whoever set it",
             )

@@ -1,4 +1,4 @@
-"""Nobody else's process holds the memory of the GPUs."""
+"""No other process holds memory of the GPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cppmega.preflight.findings import NotApplicable, refuse
 AFTER: tuple[str, ...] = ("gpus",)
 
 _OWN = 2 * 2**30
-"""What the driver and the process that looks take."""
+"""Bytes that the driver and the inspecting process use."""
 
 
 def check(context: Context) -> str:
-    """Compare free memory with all of it.
+    """Compare the free memory of each GPU with its total.
 
     Raises:
         CppmegaError: `gpu-occupied`.
@@ -26,11 +26,11 @@ def check(context: Context) -> str:
         CppmegaError(
             "gpu-occupied",
             f"GPU {index} ({device.name}): {gib(device.total - device.free)} of "
-            f"{gib(device.total)} are taken by another process.",
+            f"{gib(device.total)} are in use by another process.",
             "The run would end out of memory later, or both would run at half speed.",
-            "nvidia-smi shows whose it is; a killed run's ranks may live on",
+            "nvidia-smi shows whose it is; ranks of a killed run may still be alive",
         )
         for index, device in enumerate(found)
         if device.total - device.free > _OWN
     )
-    return f"{gib(min(device.free for device in found))} are free on the fullest"
+    return f"{gib(min(device.free for device in found))} are free on the fullest GPU"

@@ -12,7 +12,7 @@ AFTER: tuple[str, ...] = ()
 
 
 def check(context: Context) -> str:
-    """Divide, and look the name up.
+    """Divide the GPUs, and look up this host's name.
 
     Raises:
         CppmegaError: `gpus-do-not-divide`, `host-name-unknown`.
@@ -26,22 +26,22 @@ def check(context: Context) -> str:
         raise CppmegaError(
             "gpus-do-not-divide",
             f"{recipe.gpus} GPUs of {recipe.name} do not divide into {context.nodes} hosts.",
-            "torchrun starts as many ranks on each.",
+            "torchrun starts the same number of ranks on each.",
             "--set gpus=... with a batch that fits, or another --nnodes",
         )
     address = _address(name)
     if address is None:
         raise CppmegaError(
             "host-name-unknown",
-            f"This host calls itself {name}, and no address belongs to that name.",
-            "The other hosts' ranks wait for it until they give up.",
-            "put the name into /etc/hosts or the name server",
+            f"This host is called {name}, and that name has no address.",
+            "The other hosts' ranks wait for it until they time out.",
+            "add the name to /etc/hosts or to the name server",
         )
     if address.startswith("127."):
         raise CppmegaError(
             "host-name-unknown",
-            f"This host calls itself {name}, which is {address}: only itself can reach that.",
-            "The other hosts' ranks wait for it until they give up.",
+            f"This host is called {name}, which is {address}: no other host can reach that.",
+            "The other hosts' ranks wait for it until they time out.",
             "give the name its real address in /etc/hosts, or export GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME and the real name",
         )
@@ -49,15 +49,15 @@ def check(context: Context) -> str:
 
 
 def _alone(name: str, *, launched: bool) -> Remark:
-    """One host; torchrun sends its ranks to the host's own name, if nothing else is asked for."""
+    """One host, at whose name torchrun lets the ranks meet by default."""
     if _address(name) is not None:
         raise NotApplicable("one host trains")
-    lacking = f"this host calls itself {name}, and no address belongs to that name"
+    lacking = f"this host is called {name}, and that name has no address"
     if launched:
         return Remark(f"{lacking}: the ranks meet at 127.0.0.1")
     return Remark(
         f"{lacking}. cppmega launch lets the ranks meet at 127.0.0.1; under torchrun they wait for "
-        f"each other for ever: torchrun --local-addr 127.0.0.1, or put {name} into /etc/hosts"
+        f"each other forever: torchrun --local-addr 127.0.0.1, or add {name} to /etc/hosts"
     )
 
 

@@ -1,11 +1,11 @@
-"""In a process started like a rank: the patched tree is imported, every runtime patch is in place.
+"""A process started like a rank imports the patched tree, with every runtime patch in place.
 
-Nothing holds the original of a replaced name, and no function runs other code than its file has.
+Nothing there holds the original of a replaced name, and no function runs code that differs from
+its file.
 """
 
 from __future__ import annotations
 
-from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 
@@ -13,7 +13,7 @@ AFTER: tuple[str, ...] = (
     *("one_root", "shadowing", "receipt_whole", "patched_files", "foreign_edits", "patches"),
     *("variables", "debug_variables", "network"),
 )
-"""Whatever breaks the import for a reason that they can name is said by them alone."""
+"""Each of these names its own reason for a broken import, which is then reported once."""
 
 
 def check(context: Context) -> str:
@@ -23,5 +23,5 @@ def check(context: Context) -> str:
         CppmegaError: what `guard.start`, `imported.check`, `provenance.look` and `runtime.check`
             find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`.
     """
-    refuse(CppmegaError(**found) for found in context.process["process"])
-    return f"a process of its own imports {context.process['imported']}"
+    refuse(problem.as_error() for problem in context.process.problems)
+    return f"a process of its own imports {context.process.imported}"

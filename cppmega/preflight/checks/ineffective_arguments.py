@@ -1,7 +1,7 @@
-"""Every argument on the line does something.
+"""Every argument on the line has an effect.
 
-Megatron takes many of them without a word where another argument is missing that would make them
-count: months of "CUDA graph" numbers had no CUDA graph in them.
+Megatron silently accepts many arguments that only count together with another one: months of
+"CUDA graph" measurements had no CUDA graph in them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
+from cppmega.preflight.launch_line import has_dsa_layers
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -19,7 +20,7 @@ Args = Mapping[str, Any]
 
 
 class Idle(NamedTuple):
-    """Arguments that do nothing where something holds."""
+    """Arguments that have no effect under a condition."""
 
     flags: tuple[str, ...]
     where: Callable[[Args], bool]
@@ -29,11 +30,6 @@ class Idle(NamedTuple):
 def _no_graphs(args: Args) -> bool:
     old = args.get("enable_cuda_graph") or args.get("external_cuda_graph")
     return args.get("cuda_graph_impl") in (None, "none") and not old
-
-
-def _not_dsa(args: Args) -> bool:
-    pattern = args.get("hybrid_layer_pattern") or ""
-    return args.get("experimental_attention_variant") != "dsa" and "D" not in pattern
 
 
 def _no_mtp(args: Args) -> bool:
@@ -49,19 +45,23 @@ _IDLE = (
     Idle(
         ("--recompute-modules",),
         lambda a: a.get("recompute_granularity") != "selective",
-        "it is read with --recompute-granularity selective alone",
+        "it is only read with --recompute-granularity selective",
     ),
     Idle(
         ("--recompute-method", "--recompute-num-layers"),
         lambda a: a.get("recompute_granularity") != "full",
-        "they are read with --recompute-granularity full alone",
+        "they are only read with --recompute-granularity full",
     ),
     Idle(
         ("--fp8-recipe", "--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"),
         lambda a: not a.get("fp8"),
         "nothing is FP8 without --fp8-format",
     ),
-    Idle(("--dsa-kernel-backend", "--dsa-indexer-topk"), _not_dsa, "no layer is DSA"),
+    Idle(
+        ("--dsa-kernel-backend", "--dsa-indexer-topk"),
+        lambda a: not has_dsa_layers(a),
+        "no layer is DSA",
+    ),
     Idle(
         (
             "--moe-router-topk",
@@ -75,18 +75,18 @@ _IDLE = (
     Idle(
         ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--v-head-dim"),
         lambda a: not a.get("multi_latent_attention"),
-        "they are read with --multi-latent-attention alone",
+        "they are only read with --multi-latent-attention",
     ),
     Idle(
         ("--num-query-groups",),
         lambda a: not a.get("group_query_attention"),
-        "it is read with --group-query-attention alone",
+        "it is only read with --group-query-attention",
     ),
     Idle(("--mtp-loss-scaling-factor",), _no_mtp, "the model has no MTP depth"),
     Idle(
         ("--cross-entropy-fusion-impl",),
         lambda a: not a.get("cross_entropy_loss_fusion"),
-        "it is read with --cross-entropy-loss-fusion alone",
+        "it is only read with --cross-entropy-loss-fusion",
     ),
     Idle(
         ("--save-interval", "--async-save"),
@@ -115,25 +115,25 @@ _IDLE = (
     Idle(
         ("--rotary-base", "--rotary-percent"),
         lambda a: a.get("position_embedding_type") == "learned_absolute",
-        "positions are learned without --position-embedding-type rope",
+        "positions are learned unless --position-embedding-type is rope",
     ),
 )
 
 
 def check(context: Context) -> str:
-    """Compare the words of the line with what the parser made of it.
+    """Compare the words of the line with the parsed arguments.
 
     Raises:
         CppmegaError: `argument-without-effect`.
     """
-    line, args = context.line, context.megatron_args
+    line, args = context.line, vars(context.megatron_args)
     refuse(
         CppmegaError(
             "argument-without-effect",
             f"{', '.join(flag for flag in idle.flags if line.has(flag))} does nothing here: "
             f"{idle.reason}.",
-            "The run would be taken for one that has it.",
-            "leave it out, or add what makes it count",
+            "The run would be mistaken for one that has it.",
+            "leave it out, or add the argument that it needs",
         )
         for idle in _IDLE
         if line.has(*idle.flags) and idle.where(args)

@@ -1,23 +1,23 @@
-"""Each fused kernel of ours computes on this GPU what its plain reference computes.
+"""Each of our fused kernels agrees with its plain reference on this GPU.
 
-Runs with `--deep`, and always on sm_120 and sm_121: there the shared memory of what was compiled
-is measured.
+Runs with `--deep`, and always on sm_120 and sm_121, where the shared memory of the compiled kernels
+is checked as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.messages import ParityAnswer, ParityOrder
 
 AFTER: tuple[str, ...] = ("gpus", "kernels")
 
 SMALL = {"sm_120", "sm_121"}
-"""Architectures with 99 KiB of dynamic shared memory for a block."""
+"""Architectures that give a block 99 KiB of dynamic shared memory."""
 
 
 def check(context: Context) -> str:
@@ -32,28 +32,29 @@ def check(context: Context) -> str:
         raise NotApplicable("there is no GPU")
     if not context.deep and not devices.architectures & SMALL:
         raise NotApplicable("--deep runs every kernel against its reference")
-    answer = ask("cppmega.preflight.workers.parity", {"device": "cuda"}, context.environ)
-    refuse(judge(answer, devices.architectures))
-    return ", ".join(f"{one['kernel']} {float(one['error']):.1e}" for one in answer["kernels"])
+    order = ParityOrder(device="cuda")
+    answer = ask("cppmega.preflight.workers.parity", order, ParityAnswer, context.environ)
+    refuse(wrong_kernels(answer, devices.architectures))
+    return ", ".join(f"{one.kernel} {one.error:.1e}" for one in answer.kernels)
 
 
-def judge(answer: dict[str, Any], architectures: set[str]) -> Iterator[CppmegaError]:
-    """What the process found, as errors."""
-    for one in answer["kernels"]:
-        if not one["ok"]:
+def wrong_kernels(answer: ParityAnswer, architectures: set[str]) -> Iterator[CppmegaError]:
+    """Kernels that compute something else, or do not fit on these GPUs."""
+    for one in answer.kernels:
+        if not one.ok:
+            far = "not finite" if one.error is None else f"off by {one.error} of its norm"
             yield CppmegaError(
                 "kernel-differs",
-                f"{one['kernel']}: "
-                + (one["why"] or f"its result is off by {one['error']} of the reference's norm."),
+                f"{one.kernel}: {one.why or f'compared to the reference, the result is {far}.'}",
                 "Training with it would go wrong, slowly and without an error.",
                 "report it with the GPU, torch and triton; CPPMEGA_LINEAR_CE_KERNEL=reference "
                 "trains without it",
             )
-    for one in answer["shared"] if architectures & SMALL else ():
-        if not one["ok"]:
+    for compiled in answer.shared if architectures & SMALL else ():
+        if not compiled.ok:
             yield CppmegaError(
                 "shared-memory-too-large",
-                f"{one['kernel']} was compiled for {one['bytes']} bytes of shared memory; "
+                f"{compiled.kernel} was compiled for {compiled.bytes} bytes of shared memory; "
                 "a block has 101376 here.",
                 "It does not start on this GPU.",
                 "report it with the GPU, torch and triton",

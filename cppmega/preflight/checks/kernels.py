@@ -1,4 +1,4 @@
-"""The kernels that the run reaches late can be imported on this GPU."""
+"""The kernels that a run only imports late can be imported on this GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host allows a process is enough for the ranks: files, shared memory, memory."""
+"""The host allows its ranks enough open files, shared memory and memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
@@ -18,58 +20,58 @@ AFTER: tuple[str, ...] = ()
 _FILES = 4096
 _FILES_OF_A_LOOP = 256
 _SHARED = 2**27
-"""NCCL and the data loaders' workers; Docker gives half of it where nobody asks for more."""
+"""Bytes for NCCL and the data loaders' workers; Docker's default is half of that."""
 _PER_RANK = 6 * 2**30
-"""torch, Transformer Engine, NCCL's buffers and one shard of a checkpoint on its way out."""
+"""Bytes: torch, Transformer Engine, NCCL's buffers, one shard of a checkpoint being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What is allowed and what is free here."""
+    """What this host allows a process, and what is free."""
 
     files: int
-    """What a process may open: the soft limit, which nothing in a rank raises."""
+    """Soft limit of open files, which nothing in a rank raises."""
     shared: int
     memory: int
     most_files: int = 2**31
-    """How far `ulimit -n` may raise it: the hard limit."""
+    """Hard limit, up to which `ulimit -n` may raise it."""
 
 
 def check(context: Context) -> str:
-    """Ask the kernel.
+    """Compare this host with what the ranks need.
 
     Raises:
         CppmegaError: `too-few-files`, `shared-memory-too-small`, `host-memory-too-small`.
         NotApplicable: the launch runs on CPU, in two small processes.
     """
     if context.recipe is None or not context.needs_gpu:
-        refuse(_files(look(), _FILES_OF_A_LOOP))
+        refuse(_too_few_files(measure(), _FILES_OF_A_LOOP))
         raise NotApplicable("no recipe for GPUs is named")
     if not context.training_machine:
         raise NotApplicable("this machine does not train")
-    host = look()
-    refuse(judge(host, context.gpus_here))
+    host = measure()
+    refuse(shortages(host, context.gpus_here))
     return f"{host.files} open files, {gib(host.memory)} of memory, {gib(host.shared)} of it shared"
 
 
-def look() -> Host:
-    """This host, and the container around us."""
+def measure() -> Host:
+    """This host, within the limits of its container."""
     files, most = (
         2**31 if limit == resource.RLIM_INFINITY else limit
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    there = os.statvfs("/dev/shm")
+    shared = os.statvfs("/dev/shm")
     return Host(
         files,
-        there.f_bavail * there.f_frsize,
-        min(_available(), _of_the_container()),
+        shared.f_bavail * shared.f_frsize,
+        min(psutil.virtual_memory().available, _left_in_container()),
         most,
     )
 
 
-def judge(host: Host, ranks: int) -> Iterator[CppmegaError]:
-    """What is not enough for that many ranks."""
-    yield from _files(host, _FILES)
+def shortages(host: Host, ranks: int) -> Iterator[CppmegaError]:
+    """Everything of which the host has too little for that many ranks."""
+    yield from _too_few_files(host, _FILES)
     if ranks > 1 and host.shared < _SHARED:
         yield CppmegaError(
             "shared-memory-too-small",
@@ -82,12 +84,12 @@ def judge(host: Host, ranks: int) -> Iterator[CppmegaError]:
             "host-memory-too-small",
             f"The host has {gib(host.memory)} of memory free for {ranks} ranks; each takes about "
             f"{gib(_PER_RANK)}.",
-            "The kernel ends a rank without a word, and the others wait for it.",
-            "end what else runs here, or give the container more memory",
+            "The OOM killer would kill a rank, and the others would hang in a collective.",
+            "end other processes on this host, or give the container more memory",
         )
 
 
-def _files(host: Host, needed: int) -> Iterator[CppmegaError]:
+def _too_few_files(host: Host, needed: int) -> Iterator[CppmegaError]:
     if host.files >= needed:
         return
     wanted = f"ulimit -n {min(_FILES * 16, host.most_files)}"
@@ -106,14 +108,8 @@ def _files(host: Host, needed: int) -> Iterator[CppmegaError]:
     )
 
 
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 2**62
-
-
-def _of_the_container() -> int:
+def _left_in_container() -> int:
+    """Bytes below the limit of our cgroup; a very large number where it has none."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()

@@ -1,4 +1,4 @@
-"""The datasets of a whole Megatron line are whole, and were read before they are trained on."""
+"""The datasets that a Megatron command line names are intact, and read before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AFTER: tuple[str, ...] = ("line_parses",)
 
 _LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _NO_INDEX = ("sft", "multimodal")
-"""Switches with which the paths name files of another kind."""
+"""Switches that make the paths name files of another kind."""
 
 
 def check(context: Context) -> str:
@@ -30,15 +30,15 @@ def check(context: Context) -> str:
         NotApplicable: a recipe is launched, or the line names no indexed dataset.
     """
     if context.recipe is not None:
-        raise NotApplicable("the data of a recipe is looked at by the check data")
-    args = context.megatron_args
+        raise NotApplicable("the check data covers the data of a recipe")
+    args = vars(context.megatron_args)
     named = list(dict.fromkeys(named_in(args)))
     prefixes = [name for name in named if _is_indexed(name, args)]
     if not prefixes:
         raise NotApplicable("the line names no indexed dataset on disk")
     allowance = context.allowance
     highest = max(_highest(Path(name), allowance, _vocab_size(args)) for name in prefixes)
-    left = f"; not looked at: {', '.join(n for n in named if n not in prefixes)}"
+    left = f"; not inspected: {', '.join(n for n in named if n not in prefixes)}"
     return (
         f"{how_read(allowance)}; {len(prefixes)} datasets, highest id {highest}"
         f"{left if len(prefixes) < len(named) else ''}"
@@ -64,13 +64,13 @@ def named_in(args: Mapping[str, Any]) -> Iterator[str]:
         raise CppmegaError(
             "data-list-broken",
             f"The file with the list of datasets cannot be read: {error}",
-            "Every rank would end when it reads it.",
+            "Every rank would fail when it reads the file.",
             "correct --data-args-path or --per-split-data-args-path",
         ) from error
 
 
 def without_weights(blend: Sequence[str]) -> list[str]:
-    """The prefixes of a blend as Megatron understands it: in pairs, if their first halves weigh."""
+    """The prefixes of a blend as Megatron reads it: in pairs, if each begins with a weight."""
     pairs = list(zip(blend[::2], blend[1::2], strict=False))
     if len(blend) % 2 == 0 and all(_is_number(weight) for weight, _ in pairs):
         return [prefix for _, prefix in pairs]
@@ -86,22 +86,23 @@ def _is_number(word: str) -> bool:
 
 
 def _is_indexed(name: str, args: Mapping[str, Any]) -> bool:
-    """Not in object storage, and not a file or a folder of another kind of dataset."""
+    """Whether it names an indexed dataset: not object storage, not another kind of dataset."""
     if "://" in name or any(args.get(switch) for switch in _NO_INDEX):
         return False
     return corpus.with_suffix(Path(name), ".idx").exists() or not Path(name).exists()
 
 
 def _vocab_size(args: Mapping[str, Any]) -> int | None:
-    """What the line says; None: a tokenizer knows it, which only a rank builds."""
+    """The vocabulary that the line names; None: only a rank's tokenizer knows it."""
     size = args.get("vocab_size")
     if not isinstance(size, int):
         return None
-    return size + (args.get("tokenizer_type") == "NullTokenizer")  # releases before 0.19 add an end
+    # Releases before 0.19 add an end token.
+    return size + (args.get("tokenizer_type") == "NullTokenizer")
 
 
 def _highest(prefix: Path, allowance: Allowance, vocab_size: int | None) -> int:
-    """The highest id of a dataset, which is checked on the way; -1 where it was not read whole."""
+    """The highest id of a dataset, checked in passing; -1 where it was not read completely."""
     found = corpus.open_(prefix)
     reading = allowance.read(found)
     if reading is None:

@@ -1,4 +1,4 @@
-"""The installed version's own parser takes the launch line, and its validation agrees."""
+"""The installed version's own parser and validation accept the launch line."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ AFTER: tuple[str, ...] = ("one_root", "recipe_complete", "imported_process")
 
 
 def check(context: Context) -> str:
-    """Ask the process that imported it.
+    """Read the answer of the process that imported the parser.
 
     Raises:
         CppmegaError: `argument-refused` with the nearest name, `arguments-invalid`.
         NotApplicable: nothing that Megatron parses is launched.
     """
-    line, version = context.line, context.session.tree.version
-    found = context.process["line"]
-    if found["refused"]:
-        near = [f"{flag} (did you mean {other}?)" for flag, other in found["near"].items() if other]
+    parsed, version = context.parsed_line, context.session.tree.version
+    if parsed.refused:
+        near = [f"{flag} (did you mean {other}?)" for flag, other in parsed.near.items() if other]
         raise CppmegaError(
             "argument-refused",
-            f"megatron-core {version} refuses the line: {found['refused'].rstrip('.')}."
+            f"megatron-core {version} refuses the line: {parsed.refused.rstrip('.')}."
             + (f" Unknown: {', '.join(near)}." if near else ""),
-            "It knows no such argument or value.",
-            "correct the words behind --, or what a recipe adds with plus()",
+            "It has no such argument or value.",
+            "correct the words after --, or what a recipe adds with plus()",
         )
-    if found["invalid"]:
+    if parsed.invalid:
         raise CppmegaError(
             "arguments-invalid",
-            f"megatron-core {version} refuses the values of the line: {found['invalid']}",
-            "Every rank would end with that, after it was started.",
-            "--set, or correct the words behind --",
+            f"megatron-core {version} refuses the values of the line: {parsed.invalid}",
+            "Every rank would end with that error after it was started.",
+            "--set FIELD=VALUE, or correct the words after --",
         )
-    return f"{len(line.argv)} words"
+    return f"{len(context.line.argv)} words"

@@ -1,4 +1,4 @@
-"""Every active patch does what it is there for, in a process of its own, now."""
+"""The proof of every active patch passes on the code that would train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AFTER: tuple[str, ...] = (
 
 
 def check(context: Context) -> str:
-    """Run the proofs on the patched code.
+    """Run the proofs now, each in its own process.
 
     Raises:
         CppmegaError: `proof-fails`.
@@ -27,7 +27,7 @@ def check(context: Context) -> str:
         CppmegaError(
             "proof-fails",
             f"The proof of {name} does not pass on the code that would train: {run.detail}",
-            "The patch is in the file and does not do what it is there for.",
+            "The patch is in the file and does not do what it promises.",
             f"cppmega verify {name}",
         )
         for name, run in runs.items()

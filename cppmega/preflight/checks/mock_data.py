@@ -1,11 +1,11 @@
-"""The model is not trained on made-up tokens without anybody having said so."""
+"""Mock data is only used where the launch asks for it."""
 
 from __future__ import annotations
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark
-from cppmega.training import requirements as trainer_checks
+from cppmega.training import requirements
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -16,21 +16,21 @@ _SOURCES = (
 
 
 def check(context: Context) -> str:
-    """Compare the line with what was asked for.
+    """Compare the parsed line with the trainer's options.
 
     Raises:
         CppmegaError: `mock-data-unmarked`, `mock-data-differs`.
     """
     options, args = context.line.options, context.megatron_args
     if context.recipe is not None:
-        trainer_checks.check_mock_data(options, args["mock_data"])
-    if args["mock_data"]:
-        return Remark("MOCK DATA, as --mock-data asks: it trains faster and means nothing")
-    if not any(args.get(name) for name in _SOURCES):
+        requirements.check_mock_data(options, args.mock_data)
+    if args.mock_data:
+        return Remark("MOCK DATA, as --mock-data asks: its speed and its losses mean nothing")
+    if not any(getattr(args, name, None) for name in _SOURCES):
         raise CppmegaError(
             "mock-data-unmarked",
-            "The line names no data, and does not say --mock-data.",
-            "Megatron makes up tokens without a word: it trains faster and means nothing.",
-            "--data PREFIX (or --data-path), or say --mock-data",
+            "The line names neither data nor --mock-data.",
+            "Megatron silently makes up tokens: it trains faster, and the losses mean nothing.",
+            "--data PREFIX (or --data-path), or --mock-data",
         )
     return "real data"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from cppmega.preflight.context import Context
-from cppmega.training import requirements as trainer_checks
+from cppmega.training import requirements
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
 
 def check(context: Context) -> str:
-    """Look at what the parser made of the line.
+    """Read the switch in the parsed line.
 
     Raises:
         CppmegaError: `nan-checks-off`.
     """
-    trainer_checks.check_nan(SimpleNamespace(**context.megatron_args))
-    return "a loss or gradient that is no number stops the run"
+    requirements.check_nan(context.megatron_args)
+    return "a NaN in loss or gradient stops the run"

@@ -1,4 +1,4 @@
-"""No switch is set that is known to fill gradients with NaN."""
+"""No switch that is known to produce NaN gradients is set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AFTER: tuple[str, ...] = ()
 
 
 def check(context: Context) -> str:
-    """Look for the switches that broke runs.
+    """Compare the environment with the switches that broke runs.
 
     Raises:
         CppmegaError: `gate-gives-nan`.
@@ -20,7 +20,7 @@ def check(context: Context) -> str:
         CppmegaError(
             "gate-gives-nan",
             f"{name}={context.environ[name]}: {why}. It is not in this release.",
-            "Whatever was measured with it was measured on NaN gradients.",
+            "Every measurement with it was made on NaN gradients.",
             f"unset {name}",
         )
         for name, why in gates.GIVES_NAN.items()

@@ -1,4 +1,4 @@
-"""The network interfaces that NCCL and Gloo are told to use exist on this host."""
+"""The network interfaces that variables name for NCCL and Gloo exist on this host."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `no-such-interface`.
-        NotApplicable: nobody names one.
+        NotApplicable: no variable names one.
     """
     named = {name: context.environ.get(name, "") for name in _VARIABLES}
     named = {name: value for name, value in named.items() if value and value[0] != "^"}
     if not named:
         raise NotApplicable("no variable names an interface")
-    refuse(_found(named, [name for _, name in socket.if_nameindex()]))
+    refuse(_missing_interfaces(named, [name for _, name in socket.if_nameindex()]))
     return ", ".join(f"{name}={value}" for name, value in named.items())
 
 
-def _found(named: dict[str, str], here: list[str]) -> Iterator[CppmegaError]:
+def _missing_interfaces(named: dict[str, str], here: list[str]) -> Iterator[CppmegaError]:
     for name, value in named.items():
         wanted = value.removeprefix("=").split(",")
-        # NCCL takes the beginning of a name, unless a = stands before it.
+        # NCCL accepts the beginning of a name, unless an = precedes it.
         exact = value.startswith("=") or name != "NCCL_SOCKET_IFNAME"
         if not any(one == i or (i.startswith(one) and not exact) for one in wanted for i in here):
             yield CppmegaError(
                 "no-such-interface",
                 f"{name}={value}; this host has {', '.join(here)}.",
-                "Ranks wait for each other until they give up, or end with a NCCL error.",
+                "Ranks wait for each other until they time out, or end with an NCCL error.",
                 f"unset {name}, or name one of them",
             )

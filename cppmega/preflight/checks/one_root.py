@@ -1,4 +1,4 @@
-"""One megatron root, and core and training of one version in it."""
+"""There is one megatron root, with core and training of the same version."""
 
 from __future__ import annotations
 

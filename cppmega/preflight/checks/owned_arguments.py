@@ -1,7 +1,7 @@
-"""Nothing behind `--` says again what the recipe or the trainer's own options say.
+"""No argument after `--` repeats what the recipe or the trainer's own options set.
 
-Megatron takes the last one: a run would save where nobody looks for its checkpoints, and train with
-another batch than its record, its memory estimate and its data were made for.
+Megatron uses the last one: a run would save where no one looks for its checkpoints, and train with
+a batch that differs from its record, its memory estimate and its data.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ _FIELDS = {
 
 
 def check(context: Context) -> str:
-    """Look at the words behind `--`, and at those that the recipe adds with `plus`.
+    """Compare the words after `--`, and those that the recipe adds with `plus`.
 
     Raises:
         CppmegaError: `argument-not-megatrons`.
-        NotApplicable: a whole line was given: all of it is Megatron's.
+        NotApplicable: without a recipe, the whole line is Megatron's.
     """
     line = context.line
     if context.recipe is None:
         raise NotApplicable("no recipe is named: the whole line is Megatron's")
-    refuse(_found(line.further))
+    refuse(_owned_words(line.further))
     return f"{len(line.further)} further words"
 
 
-def _found(words: tuple[str, ...]) -> Iterator[CppmegaError]:
+def _owned_words(words: tuple[str, ...]) -> Iterator[CppmegaError]:
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if not equals and at + 1 < len(words) and not words[at + 1].startswith("--"):
             value = words[at + 1]
         if flag in _OPTIONS:
-            instead = f"{_OPTIONS[flag]} {value}".strip() + " in front of the --"
+            instead = f"{_OPTIONS[flag]} {value}".strip() + " before the --"
         elif flag in _FIELDS:
             instead = f"--set {_FIELDS[flag]}={value or 'True'}"
         else:
             continue
         yield CppmegaError(
             "argument-not-megatrons",
-            f"{word} stands among Megatron's own arguments, and says what "
-            f"{'the trainer' if flag in _OPTIONS else 'the recipe'} says.",
-            "Megatron takes the last one, and the record of the run has the other.",
+            f"{word} is among Megatron's own arguments, and sets what "
+            f"{'the trainer' if flag in _OPTIONS else 'the recipe'} sets.",
+            "Megatron uses the last one, and the record of the run has the other.",
             instead,
         )

@@ -1,15 +1,17 @@
-"""The packages that the run imports late, and the compilers that its kernels need, are there."""
+"""The packages that the run imports late and the compilers of its kernels are installed."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.training import requirements as trainer_checks
+from cppmega.recipe import Recipe
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training import requirements
 
 AFTER: tuple[str, ...] = ("one_root", "recipe_complete")
 
@@ -17,7 +19,7 @@ _WANDB_KEY = "api.wandb.ai"
 
 
 def check(context: Context) -> str:
-    """Look for packages and programs.
+    """Search for packages and programs.
 
     Raises:
         CppmegaError: `package-missing`, `compiler-missing`, `wandb-not-logged-in`.
@@ -26,27 +28,26 @@ def check(context: Context) -> str:
     line, recipe = context.line, context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named")
-    trainer_checks.check_packages(recipe, line.options)
-    refuse(_found(context))
-    return "what is imported late is there"
+    requirements.check_packages(recipe, line.options)
+    refuse(_missing(recipe, line.options, context.environ, context.training_machine))
+    return "packages and compilers are installed"
 
 
-def _found(context: Context) -> Iterator[CppmegaError]:
-    environ, recipe, options = context.environ, context.recipe, context.line.options
-    assert recipe is not None
+def _missing(
+    recipe: Recipe, options: RunOptions, environ: Mapping[str, str], trains_here: bool
+) -> Iterator[CppmegaError]:
     path = environ.get("PATH")
     compilers = [environ[name] for name in ("CC",) if environ.get(name)] or ["gcc", "clang", "cc"]
-    if context.training_machine and not any(shutil.which(c, path=path) for c in compilers):
+    if trains_here and not any(shutil.which(c, path=path) for c in compilers):
         yield CppmegaError(
             "compiler-missing",
             f"No C compiler is on PATH ({', '.join(compilers)}).",
             "Triton compiles a small C file for every kernel that it launches.",
             "install gcc, or export CC",
         )
-    wants_nvcc = recipe.uses_dsa and recipe.dsa_kernel_backend == "tilelang"
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=path) or (Path(home) / "bin" / "nvcc").is_file()
-    if context.training_machine and wants_nvcc and not nvcc:
+    if trains_here and recipe.uses_tilelang and not nvcc:
         yield CppmegaError(
             "compiler-missing",
             "TileLang compiles with nvcc, and none is on PATH or in CUDA_HOME.",
@@ -60,7 +61,7 @@ def _found(context: Context) -> Iterator[CppmegaError]:
         if not environ.get("WANDB_API_KEY") and not logged_in:
             yield CppmegaError(
                 "wandb-not-logged-in",
-                "--wandb-project is given, and there is no key for Weights & Biases.",
-                "It would ask for one on a terminal that nobody looks at, and the run would wait.",
+                "--wandb-project is set, and there is no API key for Weights & Biases.",
+                "It would ask for one on a terminal that no one watches, and the run would wait.",
                 "wandb login, or export WANDB_MODE=offline",
             )

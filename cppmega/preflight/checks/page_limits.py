@@ -1,13 +1,13 @@
-"""No applied page meets a run, or a checkpoint, that it cannot serve.
+"""Every applied page supports the run and the checkpoint that it resumes from.
 
-A page that is always on may meet a configuration in which its code is wrong, or dies after hours.
-It says so itself, over the arguments and the tensors from which the run resumes.
+The code of a page may be wrong in some configuration, or fail there after hours. The page itself
+declares that, given the arguments and the tensors of the checkpoint.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
@@ -23,19 +23,19 @@ def check(context: Context) -> str:
     """Ask every applied page that has a limit.
 
     Raises:
-        CppmegaError: what the page answers.
+        CppmegaError: what a page's `refuses` returns.
         NotApplicable: no page that is applied has one, or nothing that Megatron parses is launched.
     """
-    args = SimpleNamespace(**context.megatron_args)
-    asked = list(_limited(context))
-    if not asked:
+    args = context.megatron_args
+    limited = list(_limited_pages(context))
+    if not limited:
         raise NotApplicable("no applied patch has a limit")
     shapes = _resumed(context)
-    refuse(error for page in asked for error in _refused(page, args, shapes))
-    return ", ".join(page.name for page in asked)
+    refuse(error for page in limited for error in _refused(page, args, shapes))
+    return ", ".join(page.name for page in limited)
 
 
-def _limited(context: Context) -> Iterator[Page]:
+def _limited_pages(context: Context) -> Iterator[Page]:
     for name, verdict in context.plan.verdicts.items():
         page = context.session.pages[name]
         if verdict.state in ("applied", "armed") and page.patch.refuses is not None:
@@ -43,7 +43,7 @@ def _limited(context: Context) -> Iterator[Page]:
 
 
 def _refused(
-    page: Page, args: SimpleNamespace, shapes: Mapping[str, tuple[int, ...]]
+    page: Page, args: Namespace, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[CppmegaError]:
     assert page.patch.refuses is not None
     yield from page.patch.refuses(args, shapes)

@@ -1,4 +1,4 @@
-"""Every file that the receipt names is byte for byte what was applied; else: what was edited."""
+"""Every file that the receipt names is byte for byte what was applied."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `file-changed` with the diff, `original-missing`, `receipt-of-other-text`.
     """
-    refuse(_found(context))
+    refuse(_changed_files(context))
     return f"{len(context.receipt.files)} files are what was applied"
 
 
-def _found(context: Context) -> Iterator[CppmegaError]:
+def _changed_files(context: Context) -> Iterator[CppmegaError]:
     tree = context.session.tree
     for path, entry in context.receipt.files.items():
         origin, wanted = tree.pristine(path)
@@ -32,7 +32,7 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 "receipt-of-other-text",
                 f"{path} was patched from a text that the installed "
                 f"{'wheel' if origin == 'record' else 'commit'} does not have.",
-                "Megatron was changed below the patches.",
+                "Megatron was changed underneath the patches.",
                 "python -m cppmega.apply_patches",
             )
             continue
@@ -43,14 +43,14 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 yield CppmegaError(
                     "original-missing",
                     f"The kept original of {path} is gone from {receipt.FOLDER}/originals.",
-                    "Nothing can show what the patches changed there, or take them out.",
+                    "Nothing can show what the patches changed there, or revert them.",
                     f"{foreign_diff.restore(tree, path)}, then python -m cppmega.apply_patches",
                 )
             continue
         yield CppmegaError(
             "file-changed",
             f"{path} is not what was applied; " + foreign_diff.difference(context, path, kept, now),
-            "What trains there is neither upstream's text nor ours.",
+            "The code there is neither upstream's nor what the patches make of it.",
             "save the edit, then: " + foreign_diff.restore(tree, path) + ", then "
             "python -m cppmega.apply_patches",
         )

@@ -1,8 +1,8 @@
-"""Every patch of the catalogue is in the state a run may start with, and the recipe's are in."""
+"""Every patch is in a state that a run may start with, and the recipe's patches are applied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError, did_you_mean
@@ -16,20 +16,21 @@ AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
 
 
 def check(context: Context) -> str:
-    """Ask for the state of each, with the gates of the last apply.
+    """Plan every patch, with the gates of the last apply.
 
     Raises:
         CppmegaError: `patch-missing` and `patch-unknown` for one that the recipe names,
             `patch-STATE` for one in a state of failure or still to be applied, `gate-differs`.
     """
-    refuse(_found(context))
+    refuse([*_missing_patches(context), *_unsound_patches(context.plan.verdicts.values())])
     gates.check_applied(
         context.session.pages.values(), context.receipt.gates, context.environ, "this environment"
     )
     return summary(context.plan.verdicts.values())
 
 
-def _found(context: Context) -> Iterator[CppmegaError]:
+def _missing_patches(context: Context) -> Iterator[CppmegaError]:
+    """Patches that the recipe needs and that are not in the code."""
     verdicts = context.plan.verdicts
     for name in context.wanted_patches:
         if name not in verdicts:
@@ -38,7 +39,7 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 "patch-unknown",
                 f"Recipe {context.recipe.name} needs the patch {name}, and no catalogue has a page "
                 "of that name." + did_you_mean(name, verdicts),
-                "What the recipe relies on would not be there.",
+                "The run would lack what the recipe relies on.",
                 "cppmega list; a page of your own: python -m cppmega.apply_patches --patches DIR",
             )
             continue
@@ -49,20 +50,24 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 "patch-missing",
                 f"Recipe {context.recipe.name} needs the patch {name}; in {context.session.root} "
                 f"it is {state}.",
-                "The run would stop later, or train something else than it says.",
+                "The run would stop later, or not train what it declares.",
                 "python -m cppmega.apply_patches",
             )
+
+
+def _unsound_patches(verdicts: Iterable[Verdict]) -> Iterator[CppmegaError]:
+    """Patches with which every rank would refuse to start, one error for each reason."""
     alike: dict[tuple[str, str, str], list[Verdict]] = {}
-    for verdict in verdicts.values():
+    for verdict in verdicts:
         if verdict.state in NOT_WHOLE:
-            said = (verdict.state, verdict.detail, verdict.next)
-            alike.setdefault(said, []).append(verdict)
+            reason = (verdict.state, verdict.detail, verdict.next)
+            alike.setdefault(reason, []).append(verdict)
     for first, *others in alike.values():  # after an upgrade all of them are pending for one reason
         yield CppmegaError(
             f"patch-{first.state}",
             f"{first.name} is {first.state} ({MEANING[first.state]}): {first.target}"
             + (f": {first.detail}" if first.detail else "")
             + (f"; so are {', '.join(other.name for other in others)}" if others else ""),
-            "Every rank would refuse to start: the overlay is not whole.",
+            "Every rank would refuse to start: the overlay is incomplete.",
             first.next or "python -m cppmega.apply_patches",
         )

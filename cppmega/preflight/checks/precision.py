@@ -1,33 +1,29 @@
-"""The line says its precision, and it is the recipe's."""
+"""The line states its precision, and it is the recipe's."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
-from cppmega.training import requirements as trainer_checks
+from cppmega.training import requirements
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
 
 def check(context: Context) -> str:
-    """Look at what the parser made of the line.
+    """Read the precision of the parsed line.
 
     Raises:
         CppmegaError: `precision-not-stated`, `precision-differs`.
     """
-    args = SimpleNamespace(**context.megatron_args)
+    args = context.megatron_args
     if context.recipe is not None:
-        trainer_checks.check_precision(context.recipe, args)
+        requirements.check_precision(context.recipe, args)
     if not (args.bf16 or args.fp16 or args.fp8):
         raise CppmegaError(
             "precision-not-stated",
             "The line has neither --bf16 nor --fp16 nor --fp8-format.",
-            "Megatron then trains in fp32, several times slower, and nobody asked for it.",
+            "Megatron then trains in fp32, several times slower, which no one asked for.",
             "add --bf16",
         )
-    said = [n for n in ("bf16", "fp16") if getattr(args, n)] + (
-        [f"fp8 {args.fp8}"] * bool(args.fp8)
-    )
-    return ", ".join(said)
+    stated = [name for name in ("bf16", "fp16") if getattr(args, name)]
+    return ", ".join([*stated, *([f"fp8 {args.fp8}"] if args.fp8 else [])])

@@ -1,4 +1,4 @@
-"""No proof of an applied patch failed or is older than the patch; the recipe's are all made."""
+"""No proof of an applied patch failed or is outdated, and the recipe's patches are all proved."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patches")
 
 
 def check(context: Context) -> str:
-    """Read what the last `cppmega verify` left in the receipt.
+    """Read the results of the last `cppmega verify` in the receipt.
 
     Raises:
         CppmegaError: `proof-failed`, `proof-stale`, `proof-missing`.
     """
     done = [v for v in context.plan.verdicts.values() if v.state in DONE]
-    refuse(_found(context, done))
+    refuse(_lacking_proofs(context, done))
     passed = sum(v.proof == "passed" for v in done)
-    said = f"{passed} of {len(done)} applied patches are proved"
+    summary = f"{passed} of {len(done)} applied patches are proved"
     if passed < len(done):
-        return Remark(f"{said}; cppmega verify proves the others, as far as this machine can")
-    return said
+        return Remark(f"{summary}; cppmega verify proves the others, as far as this machine can")
+    return summary
 
 
-def _found(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:
+def _lacking_proofs(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:
     must = context.wanted_patches if context.training_machine and context.needs_gpu else ()
     stale = [verdict.name for verdict in done if verdict.proof == "stale"]
     if stale:
         yield CppmegaError(
             "proof-stale",
             f"{', '.join(stale)}: proved before they, or the overlay, were changed.",
-            "The proofs speak of other code than the one that would train.",
+            "The proofs are of code that differs from what would train.",
             "cppmega verify",
         )
     for verdict in done:
@@ -44,7 +44,7 @@ def _found(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:
             yield CppmegaError(
                 "proof-failed",
                 f"The proof of {verdict.name} failed: {detail}.",
-                "The patch is in the file and does not do what it is there for.",
+                "The patch is in the file and does not do what it promises.",
                 again,
             )
         elif verdict.proof == "unverified" and verdict.name in must:
@@ -52,6 +52,6 @@ def _found(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:
                 "proof-missing",
                 f"The recipe needs {verdict.name}, and it was never proved in this installation"
                 + (f" ({detail})." if detail else "."),
-                "A patch that is only known to be in a file may do nothing.",
+                "A patch that is in a file may still do nothing.",
                 again,
             )

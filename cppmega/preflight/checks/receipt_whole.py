@@ -1,4 +1,4 @@
-"""There is a receipt, it is of this tree, and nobody wrote in it."""
+"""The tree has a receipt, and its content matches its digest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AFTER: tuple[str, ...] = ("one_root", "being_patched")
 
 
 def check(context: Context) -> str:
-    """Read it and compute its digest again.
+    """Read it, and compute its digest again.
 
     Raises:
         CppmegaError: `no-receipt`, `receipt-changed`.
@@ -28,8 +28,8 @@ def check(context: Context) -> str:
     if found != loaded.receipt.digest:
         raise CppmegaError(
             "receipt-changed",
-            f"The receipt says overlay {loaded.receipt.digest}, its content is {found}.",
-            "It was edited by hand, or torn: it names no code that can be trained.",
+            f"The receipt states overlay {loaded.receipt.digest}; its content is {found}.",
+            "It was edited by hand or cut short, and does not describe the code on disk.",
             "python -m cppmega.apply_patches",
         )
     return (

@@ -1,4 +1,4 @@
-"""The installed release has a training loop, and everything the recipe is made of."""
+"""The installed release has a training loop, and everything that the recipe needs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe.index import folder, load
-from cppmega.training import requirements as trainer_checks
+from cppmega.training import requirements
 
 AFTER: tuple[str, ...] = ("one_root",)
 
 
 def check(context: Context) -> str:
-    """Render it and see what is left out.
+    """Render the recipe, and refuse what is left out.
 
     Raises:
         CppmegaError: `recipe-not-complete`, `training-not-in-wheel`, `two-recipes`,
             `recipe-invalid`.
-        NotApplicable: no recipe is named, or it is a loop of its own.
+        NotApplicable: no recipe is named, or it runs in a loop of its own.
     """
     recipe = context.recipe
     if recipe is None:
@@ -27,12 +27,12 @@ def check(context: Context) -> str:
         raise CppmegaError(
             "two-recipes",
             f"{context.recipe_file} has the name of the shipped recipe {recipe.name}, whose "
-            f"content is {'the same' if load(recipe.name) == recipe else 'another'}.",
-            "Logs, results and run folders could not be told apart.",
+            f"content is {'the same' if load(recipe.name) == recipe else 'different'}.",
+            "Their logs, results and run folders could not be distinguished.",
             "rename the file and RECIPE's name",
         )
     line = context.line  # raises for a loop
-    trainer_checks.check_tree(context.session.tree)
+    requirements.check_tree(context.session.tree)
     assert line.rendered is not None
-    trainer_checks.check_complete(recipe, line.rendered)
+    requirements.check_complete(recipe, line.rendered)
     return f"{recipe.name} on megatron-core {line.rendered.version}, nothing left out"

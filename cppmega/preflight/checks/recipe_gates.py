@@ -1,21 +1,21 @@
-"""The switches that the recipe relies on are set."""
+"""The environment sets the gates that the recipe relies on."""
 
 from __future__ import annotations
 
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
-from cppmega.training import requirements as trainer_checks
+from cppmega.training import requirements
 
 AFTER: tuple[str, ...] = ()
 
 
 def check(context: Context) -> str:
-    """Compare with the environment of the launch.
+    """Compare them with the environment of the launch.
 
     Raises:
         CppmegaError: `gate-not-set`.
     """
     if context.recipe is None or not context.recipe.gates:
         raise NotApplicable("no recipe names a gate")
-    trainer_checks.check_gates(context.recipe, context.environ)
+    requirements.check_gates(context.recipe, context.environ)
     return ", ".join(f"{name}={value}" for name, value in context.recipe.gates)

@@ -1,11 +1,12 @@
-"""No other run writes checkpoints where this one will, or has left its own there."""
+"""No other run writes its checkpoints where this one will, or left some there."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+
+import psutil
 
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
@@ -15,11 +16,9 @@ from cppmega.preflight.findings import NotApplicable
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
-_PROC = Path("/proc")
-
 
 def check(context: Context) -> str:
-    """Look for ranks with the same --save among the processes of this host.
+    """Search the processes of this host for ranks with the same --save.
 
     Raises:
         CppmegaError: `save-folder-in-use`, `save-folder-of-another-run`.
@@ -31,29 +30,26 @@ def check(context: Context) -> str:
     if checkpoint_tracker.exists(save) and load is not None and not _same(load, save):
         raise CppmegaError(
             "save-folder-of-another-run",
-            f"{save} holds checkpoints already, and the run goes on from {load}.",
-            "Steps of two runs would lie in one folder, and a restart would take whichever is "
-            "newest.",
-            "an empty --save folder, or leave --load out to go on from what is there",
+            f"{save} already holds checkpoints, and the run resumes from {load}.",
+            "Steps of two runs would share one folder, and a restart would resume from the "
+            "newest of either.",
+            f"an empty --save folder, or leave out --load to resume from {save}",
         )
-    own = set(_ancestors(os.getpid()))
-    for process, words in _processes():
-        if process in own or not any("cppmega.run" in word for word in words):
-            continue
+    for pid, words in _other_ranks():
         for flag, value in pairwise(words):
             if flag == "--save" and Path(value).absolute() == save.absolute():
                 raise CppmegaError(
                     "save-folder-in-use",
-                    f"Process {process} of another run saves into {save}.",
+                    f"Process {pid} of another run saves into {save}.",
                     "Two runs would overwrite each other's checkpoints.",
                     f"stop it (its command line: {' '.join(redact.words(words))[:120]}), "
                     "or another --save",
                 )
-    return f"nobody else saves into {save}"
+    return f"no other run saves into {save}"
 
 
 def _places(context: Context) -> tuple[Path | None, Path | None]:
-    """Where the run saves, and what it goes on from."""
+    """Where the run saves, and what it resumes from."""
     if context.is_loop:
         return context.options.save, context.options.load
     options = context.line.options
@@ -64,20 +60,11 @@ def _same(one: Path, other: Path) -> bool:
     return one.absolute() == other.absolute() or (one.exists() and one.samefile(other))
 
 
-def _processes() -> Iterator[tuple[int, list[str]]]:
-    for entry in _PROC.glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        yield int(entry.parent.name), words
-
-
-def _ancestors(process: int) -> Iterator[int]:
-    while process > 1:
-        yield process
-        try:
-            fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return
-        process = int(fields[1])
+def _other_ranks() -> Iterator[tuple[int, list[str]]]:
+    """Processes that run `cppmega.run`, with their words, other than this one's ancestors."""
+    this = psutil.Process()
+    own = {this.pid, *(parent.pid for parent in this.parents())}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []  # None where it is another user's
+        if process.pid not in own and any("cppmega.run" in word for word in words):
+            yield process.pid, words

@@ -1,8 +1,8 @@
-"""Nothing on the path takes the name of a module that trains.
+"""Nothing on the path shadows a module that trains.
 
-The folder of the launch, PYTHONPATH and the site-packages are looked at in Python's order. A
-`torch.py` or a `random.py` of one's own, or a second Megatron in front of the patched one, would be
-imported instead; so would an `apex.py` where Megatron tries a package that is not installed.
+The launch folder, PYTHONPATH and the site-packages are searched in Python's order. A local
+`torch.py` or `random.py`, or a second Megatron before the patched one, would be imported instead;
+so would an `apex.py` where Megatron tries a package that is not installed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _NAMES = (
     *("numpy", "click", "libcst", "packaging", "cppmega"),
 )
 _ASKING = ("torch", "transformer_engine", "mamba_ssm", "liger_kernel", "tilelang")
-"""Installed packages whose optional imports count, besides those of the patched tree."""
+"""Installed packages whose optional imports count, in addition to those of the tree."""
 _MEGATRON = ("core", "training", "legacy", "rl")
-_NO_ACCIDENT = {"conftest", "docs", "examples", "scripts", "setup", "test", "tests"}
-"""Projects have them, some installed packages leave theirs behind, and nothing that trains asks."""
+_HARMLESS = {"conftest", "docs", "examples", "scripts", "setup", "test", "tests"}
+"""Names that projects and careless packages have, and that nothing which trains imports."""
 _OWN = PACKAGE.parent
 
 
 def check(context: Context) -> str:
-    """Look at every folder in front of the installed packages.
+    """Search every folder that precedes the installed packages.
 
     Raises:
         CppmegaError: `shadowing-path`.
     """
-    refuse(_found(context))
+    refuse(_shadowing_modules(context))
     return f"megatron comes from {context.session.root} alone"
 
 
-def _found(context: Context) -> Iterator[CppmegaError]:
+def _shadowing_modules(context: Context) -> Iterator[CppmegaError]:
     tree = context.session.tree
     root, packages = tree.root.resolve(), tree.packages
     for place, folder in _folders(context.environ):
@@ -58,22 +58,22 @@ def _found(context: Context) -> Iterator[CppmegaError]:
                 break
         free = {}
         for name, taken in sorted(_modules(folder).items()):
-            instead_of = _taken_from(name, folder)
+            instead_of = _shadowed(name, folder)
             if instead_of and taken.is_file():
                 yield _error(place, taken, instead_of)
             elif not (name in sys.stdlib_module_names or _installed(name, folder)):
                 free[name] = taken
         asking = [*packages, *(site / name for site in _sites() for name in _ASKING)]
-        for name, file in importers.of(_unlisted(free, folder), asking).items():
+        for name, file in importers.first_importers(_unlisted(free, folder), asking).items():
             yield _error(place, free[name], f"an optional package that {file} tries")
 
 
-def _taken_from(name: str, folder: Path) -> str:
-    """Whose name a module of a folder takes; empty where it takes none.
+def _shadowed(name: str, folder: Path) -> str:
+    """The module that a name in a folder shadows; empty where it shadows none.
 
-    What a distribution installed into that very folder is no accident.
+    What a distribution installed into that folder is there on purpose.
     """
-    if name in _NO_ACCIDENT or (name == "cppmega" and folder == _OWN) or _listed(name, folder):
+    if name in _HARMLESS or (name == "cppmega" and folder == _OWN) or _listed(name, folder):
         return ""
     if name in sys.stdlib_module_names:
         return f"Python's own {name}"
@@ -81,14 +81,14 @@ def _taken_from(name: str, folder: Path) -> str:
 
 
 def _unlisted(free: Mapping[str, Path], folder: Path) -> list[str]:
-    known = {*_NO_ACCIDENT, "cppmega", "megatron"}
+    known = {*_HARMLESS, "cppmega", "megatron"}
     return [name for name in free if name not in known and not _listed(name, folder)]
 
 
 def _modules(folder: Path) -> dict[str, Path]:
     """What can be imported from a folder or an archive, by name.
 
-    A folder without an `__init__` is a namespace: it is taken where no other path has the name.
+    A folder without an `__init__` is a namespace, which is used where no other path has the name.
     """
     if folder.is_file():
         return dict.fromkeys(_in_archive(folder), folder)
@@ -115,7 +115,7 @@ def _in_archive(file: Path) -> Iterator[str]:
 
 
 def _listed(name: str, folder: Path) -> bool:
-    """Whether a RECORD in a folder lists a module of it."""
+    """Whether a distribution in a folder lists one of its modules in its RECORD."""
     ends = tuple(f"\n{name}{end}".encode() for end in ("/", *all_suffixes()))
     for record in folder.glob("*.dist-info/RECORD"):
         data = b"\n" + record.read_bytes()
@@ -134,10 +134,10 @@ def _sites() -> set[Path]:
 
 
 def _folders(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    if not environ.get("PYTHONSAFEPATH"):  # with it, Python does not look there
-        yield "the folder of the launch", Path.cwd().resolve()
-    given = environ.get("PYTHONPATH", "")
-    for entry in given.split(os.pathsep) if given else ():
+    if not environ.get("PYTHONSAFEPATH"):  # with it, Python leaves that folder out
+        yield "the launch folder", Path.cwd().resolve()
+    path = environ.get("PYTHONPATH", "")
+    for entry in path.split(os.pathsep) if path else ():
         if Path(entry).exists():  # an empty entry is the working directory
             yield "PYTHONPATH", Path(entry).resolve()
 

@@ -1,7 +1,7 @@
 """On sm_120 and sm_121 every TileLang kernel that is imported merges its shared memory.
 
-A block has 99 KiB there. Ours, Megatron's and mamba_ssm's kernels are looked at; the flag must have
-the value True, its presence is not enough.
+A block has 99 KiB there. Our kernels, Megatron's and mamba_ssm's are checked; the flag must arrive
+with the value True, its presence is not enough.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from cppmega.errors import CppmegaError
 from cppmega.host import packages as stack
 from cppmega.host.paths import PACKAGE
 from cppmega.page import Page
+from cppmega.preflight.ask import ask
 from cppmega.preflight.checks.kernel_parity import SMALL
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.messages import TilelangAnswer, TilelangOrder
 
 AFTER: tuple[str, ...] = ("one_root", "gpus")
 
 
 def check(context: Context) -> str:
-    """Scan the sources.
+    """Ask a process that records what each kernel is built with.
 
     Raises:
         CppmegaError: `shared-memory-flag`.
@@ -29,9 +31,10 @@ def check(context: Context) -> str:
     architectures = context.devices.architectures
     if not architectures & SMALL:
         raise NotApplicable(f"{', '.join(sorted(architectures)) or 'no GPU'} has enough of it")
-    from cppmega.preflight import smem
-
-    found = smem.scan(_folders(context))
+    root = context.session.tree.root
+    order = TilelangOrder(root=str(root), packages=[str(folder) for folder in _packages(root)])
+    worker = "cppmega.preflight.workers.tilelang_kernels"
+    kernels = ask(worker, order, TilelangAnswer, context.environ).kernels
     gates = [page.patch.gate for page in _merging(context) if page.patch.gate is not None]
     switches = " ".join(f"{gate}=1" for gate in dict.fromkeys(gates))
     refuse(
@@ -42,10 +45,10 @@ def check(context: Context) -> str:
             "It may want more than the 99 KiB that a block has here, and does not start then.",
             f"{switches} python -m cppmega.apply_patches, and start with that variable",
         )
-        for kernel in found
-        if not kernel.merged
+        for kernel in kernels
+        if kernel.reason
     )
-    return f"{len(found)} TileLang kernels carry the flag"
+    return f"{len(kernels)} TileLang kernels carry the flag"
 
 
 def _merging(context: Context) -> list[Page]:
@@ -53,8 +56,8 @@ def _merging(context: Context) -> list[Page]:
     return [p for p in context.session.pages.values() if "shared_memory_merge" in p.patch.provides]
 
 
-def _folders(context: Context) -> list[Path]:
-    root = context.session.tree.root
+def _packages(root: Path) -> list[Path]:
+    """Folders of the packages whose kernels a run may import."""
     mamba = root / "mamba_ssm"
-    found = [root / "megatron", mamba if mamba.is_dir() else stack.package("mamba_ssm")]
-    return [folder for folder in (*found, PACKAGE) if folder is not None]
+    found = [root / "megatron", mamba if mamba.is_dir() else stack.package("mamba_ssm"), PACKAGE]
+    return [folder for folder in found if folder is not None]

@@ -1,7 +1,7 @@
-"""No two packages of the stack are known not to go together.
+"""No two installed packages of the stack are known to be incompatible.
 
-Each package's own demands on the others are looked at: mamba-ssm pins one tilelang. A Liger whose
-fused cross-entropy returns another number of values is refused where it is asked for.
+The requirements of each package on the others are compared: mamba-ssm pins one tilelang. A Liger
+whose fused cross-entropy returns a different number of values is refused where it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cppmega.preflight.findings import refuse
 AFTER: tuple[str, ...] = ()
 
 _LIGER_VALUES = 4
-"""What our backend unpacks: loss, two metrics, predicted tokens."""
+"""Our backend unpacks the loss, two metrics and the predicted tokens."""
 
 
 def check(context: Context) -> str:
@@ -61,7 +61,7 @@ def _liger(environ: Mapping[str, str]) -> Iterator[CppmegaError]:
 
 
 def _values(source: bytes) -> int:
-    """How many values the autograd function returns; 0 where nothing tells it."""
+    """How many values the autograd function returns; 0 where its source does not show it."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and node.name == "LigerFusedLinearCrossEntropyFunction":
             forward = [f for f in node.body if getattr(f, "name", "") == "forward"]

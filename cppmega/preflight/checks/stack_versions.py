@@ -1,4 +1,4 @@
-"""Installed torch, CUDA, Transformer Engine and kernels are those the recipe was made for."""
+"""The installed torch, CUDA, Transformer Engine and kernels match the recipe's stack."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def check(context: Context) -> str:
         CppmegaError: `stack-missing`, `stack-differs`.
     """
     if context.recipe is None or not context.recipe.stack:
-        raise NotApplicable("no recipe names the versions it was made for")
-    refuse(_found(context.recipe))
+        raise NotApplicable("no recipe declares a stack")
+    refuse(_wrong_versions(context.recipe))
     return ", ".join(f"{name} {stack.version(name)}" for name, _ in context.recipe.stack)
 
 
-def _found(recipe: Recipe) -> Iterator[CppmegaError]:
+def _wrong_versions(recipe: Recipe) -> Iterator[CppmegaError]:
     for name, versions in recipe.stack:
         found = stack.version(name)
         pip = "torch" if name == "cuda" else name
         if found is None:
             yield CppmegaError(
                 "stack-missing",
-                f"Recipe {recipe.name} is made for {name} {versions}; there is none.",
+                f"Recipe {recipe.name} requires {name} {versions}, which is not installed.",
                 "The run would end late, or fall back to something slower.",
                 f"pip install '{pip}{versions if name != 'cuda' else ''}'",
             )
         elif not SpecifierSet(versions).contains(found, prereleases=True):
             yield CppmegaError(
                 "stack-differs",
-                f"Recipe {recipe.name} is made for {name} {versions}; installed is {found}.",
-                "What was proved and measured is another stack.",
+                f"Recipe {recipe.name} requires {name} {versions}; installed is {found}.",
+                "The recipe was proved and measured with another stack.",
                 f"pip install '{pip}{versions if name != 'cuda' else ''}', or a recipe with "
                 "another stack",
             )

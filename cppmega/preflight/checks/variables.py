@@ -1,6 +1,6 @@
-"""Every `CPPMEGA_*` variable that is set means something, and was set by a person.
+"""Every `CPPMEGA_*` variable that is set is known, and none is left from another run.
 
-Nor is this environment that of a rank of another launch.
+Nor is this the environment of a rank.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ AFTER: tuple[str, ...] = ("one_root",)
 
 
 def check(context: Context) -> str:
-    """Compare with what pages and package declare.
+    """Compare the environment with what pages and package declare.
 
     Raises:
         CppmegaError: `unknown-variable` (with "not in this release" for the earlier overlay's
             switches), `leftover-variable` (also a rank's or torchrun's own), `bad-gate-value`.
     """
-    refuse(_found(context))
+    refuse(_wrong_variables(context))
     set_ = sorted(name for name in context.environ if name.startswith(env.PREFIX))
     return ", ".join(f"{name}={context.environ[name]}" for name in set_) or "none is set"
 
 
-def _found(context: Context) -> Iterator[CppmegaError]:
+def _wrong_variables(context: Context) -> Iterator[CppmegaError]:
     pages = context.session.pages.values()
     rest = {
         n: v for n, v in context.environ.items() if n not in (*gates.GIVES_NAN, *env.OF_ONE_RUN)
@@ -40,17 +40,16 @@ def _found(context: Context) -> Iterator[CppmegaError]:
             yield CppmegaError(
                 "leftover-variable",
                 f"{name}={context.environ[name]} is left in this environment from another run.",
-                "Processes would take it for their own run's: the tree, the digest and the gates "
-                "of the other one.",
+                "Processes would use the tree, the digest and the gates of that run.",
                 f"unset {name}",
             )
     left = process.of_a_rank(context.environ)
     if left and context.recipe is not None:
         yield CppmegaError(
             "leftover-variable",
-            f"{', '.join(f'{name}={context.environ[name]}' for name in left)}: this environment is "
-            "that of a rank, or of another torchrun.",
-            "torchrun takes PET_* for its own options, and what runs before it waits for ranks "
-            "that are not there.",
+            f"{', '.join(f'{name}={context.environ[name]}' for name in left)}: this is the "
+            "environment of a rank, or of another torchrun.",
+            "torchrun reads PET_* as its own options, and the processes before it would wait for "
+            "ranks that do not exist.",
             f"unset {' '.join(left)}",
         )

@@ -1,37 +1,31 @@
-"""Each fused kernel of ours against its plain reference, on the GPU that will train.
+"""Compare each of our fused kernels with its plain reference, on the GPU that will train.
 
-Run as a process by `cppmega preflight --deep`; small shapes that still cross a block in every
-direction, and an upstream gradient that differs per row and is zero in some.
+A process of `cppmega preflight --deep`. Shapes are small but cross a block in every direction; the
+upstream gradient differs per row and is zero in some rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import Any
 
-from cppmega.preflight.ask import given_order
+from cppmega.preflight.ask import serve
+from cppmega.preflight.messages import KernelParity, ParityAnswer, ParityOrder, SharedMemory
 
 TOLERANCE = 2e-2
-"""Relative L2 distance in bf16; what is wrong is wrong by far more."""
+"""Relative L2 distance in bf16; a wrong kernel is off by far more."""
 _LIMIT = 99 * 1024
 """Dynamic shared memory of a block on sm_120 and sm_121."""
 
 
-def main() -> None:
-    """Answer one order."""
-    order = given_order()
-    with contextlib.redirect_stdout(sys.stderr):
-        answer = {"kernels": list(compare(order["device"])), "shared": list(shared_memory())}
-    print("\n" + json.dumps(answer), flush=True)
-    os._exit(0)
+def inspect(order: ParityOrder) -> ParityAnswer:
+    """Run every kernel and its reference."""
+    return ParityAnswer(list(compare(order.device)), list(shared_memory()))
 
 
-def compare(device: str) -> Iterator[dict[str, Any]]:
-    """Name, error and what went wrong, for each kernel."""
+def compare(device: str) -> Iterator[KernelParity]:
+    """Each kernel next to its reference."""
     kernels: dict[str, Callable[[str], float]] = {
         "linear cross-entropy (triton), any upstream gradient": _any_upstream,
         "linear cross-entropy (triton), weighted scalar": _weighted_scalar,
@@ -39,12 +33,12 @@ def compare(device: str) -> Iterator[dict[str, Any]]:
     }
     for name, run in kernels.items():
         try:
-            error, why = run(device), ""
+            error = run(device)
         except Exception as failure:
-            error, why = float("inf"), f"{type(failure).__name__}: {failure}"[:500]
-        # A NaN is above every tolerance.
-        good = error <= TOLERANCE
-        yield {"kernel": name, "error": str(error), "ok": good, "why": why}
+            yield KernelParity(name, None, False, f"{type(failure).__name__}: {failure}"[:500])
+        else:
+            # A NaN is above every tolerance, and JSON has none.
+            yield KernelParity(name, error if isfinite(error) else None, error <= TOLERANCE)
 
 
 def _any_upstream(device: str) -> float:
@@ -102,8 +96,8 @@ def _distance(found: Any, wanted: Any) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def shared_memory() -> Iterator[dict[str, Any]]:
-    """Dynamic shared memory of every Triton kernel of ours that ran, as it was compiled."""
+def shared_memory() -> Iterator[SharedMemory]:
+    """Dynamic shared memory of every compiled variant of our Triton kernels."""
     from cppmega.ops import linear_cross_entropy_triton as kernels
 
     for name in ("_row_kernel", "_scale_kernel"):
@@ -111,8 +105,8 @@ def shared_memory() -> Iterator[dict[str, Any]]:
         for cache in caches.values():
             for compiled in cache[0].values():
                 taken = int(compiled.metadata.shared)
-                yield {"kernel": name, "bytes": taken, "ok": taken <= _LIMIT}
+                yield SharedMemory(name, taken, taken <= _LIMIT)
 
 
 if __name__ == "__main__":
-    main()
+    serve(ParityOrder, inspect)

@@ -1,4 +1,4 @@
-"""The process that is a rank up to its first step; started by `cppmega.preflight.ask`.
+"""A process that is like a rank up to its first step; started by `cppmega.preflight.ask`.
 
 It imports what a rank imports, in the environment of the launch, compares it with the receipt, and
 gives the launch line to the installed version's own parser.
@@ -10,68 +10,65 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import os
 import sys
 import traceback
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cppmega.errors import CppmegaError, closest
-from cppmega.preflight.ask import given_order
+from cppmega.preflight.ask import serve
+from cppmega.preflight.messages import ParsedLine, Problem, RankAnswer, RankOrder
+
+if TYPE_CHECKING:
+    from cppmega.overlay.receipt import Receipt
 
 
 def main() -> None:
     """Answer one order."""
-    order = given_order()
-    warnings.simplefilter("ignore")
-    answer: dict[str, Any] = {"process": [], "imported": "", "line": None}
-    with contextlib.redirect_stdout(sys.stderr):
-        _look(order, answer)
-    print("\n" + json.dumps(answer), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # what atexit hooks of a half-started trainer say is not of interest
+    serve(RankOrder, inspect)
 
 
-def _look(order: dict[str, Any], answer: dict[str, Any]) -> None:
+def inspect(order: RankOrder) -> RankAnswer:
+    """Import the patched tree, compare it with the receipt, and parse the launch line."""
     try:
-        answer["process"] = _process(order, answer)
+        problems, imported = _imported(order)
     except CppmegaError as error:
-        answer["process"] = [error.as_json()]
-        return
-    if order["argv"] is not None:
-        answer["line"] = _parse(order["argv"], order["world"])
+        return RankAnswer(problems=[Problem.from_error(error)])
+    return RankAnswer(
+        problems=[Problem.from_error(problem) for problem in problems],
+        imported=imported,
+        line=parse(order.argv, order.world) if order.argv is not None else None,
+    )
 
 
-def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, str]]:
-    """Everything that differs in this process from what was applied."""
+def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
+    """Everything that differs in this process from what was applied, and a summary."""
     from cppmega import guard
     from cppmega.rank import imported, installed, provenance
 
-    held = guard.start(Path(order["root"]) if order["root"] else None)
+    held = guard.start(Path(order.root) if order.root else None)
     root = held.session.tree.root
-    if root.resolve() != Path(order["expected"]).resolve():
+    if root.resolve() != Path(order.expected).resolve():
         raise CppmegaError(
             "other-root",
-            f"A training process would import megatron from {root}; checked was "
-            f"{order['expected']}.",
+            f"A training process would import megatron from {root}; the checks inspected "
+            f"{order.expected}.",
             "The patched tree would not be the one that trains.",
             "take the other folder off PYTHONPATH, or pass --megatron ROOT to both",
         )
-    for module in _modules(root, held):
+    for module in _modules(root, held.receipt):
         try:
             importlib.import_module(module)
         except CppmegaError as error:
-            return [error.as_json()]
-        except BaseException as error:  # what is half imported breaks the next ones: one cause
-            return [_import_failed(module, error).as_json()]
-    judged = provenance.look(root, held.receipt, order.get("accepted", {}))
-    answer["imported"] = judged.said()
-    found = judged.problems
+            return [error], ""
+        except BaseException as error:  # a half imported module breaks the next ones: one cause
+            return [_import_failed(module, error)], ""
+    judged = provenance.look(root, held.receipt, order.accepted)
+    problems = [*judged.problems]
     checks: tuple[Callable[[], None], ...] = (
         lambda: imported.check(root, held.receipt),
         lambda: _refuse_waiting(installed.waiting()),
@@ -80,16 +77,17 @@ def _process(order: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, st
         try:
             check()
         except CppmegaError as error:
-            found.append(error)
-    return [error.as_json() for error in found]
+            problems.append(error)
+    return problems, judged.said()
 
 
-def _modules(root: Path, held: Any) -> list[str]:
+def _modules(root: Path, receipt: Receipt) -> list[str]:
+    """What a rank imports: Megatron's training loop, and every patched module."""
     from cppmega.rank import swaps
 
     targets = [
         swaps.module_name(target.partition(":")[0])
-        for page in held.receipt.pages.values()
+        for page in receipt.pages.values()
         for target in page.targets
     ]
     trainer = root / "megatron" / "training" / "training.py"
@@ -103,7 +101,7 @@ def _import_failed(module: str, error: BaseException) -> CppmegaError:
     return CppmegaError(
         "import-failed",
         f"{module} cannot be imported: {type(error).__name__}: {said}{where}",
-        "A run that reaches it ends there, or goes on without the patch in it.",
+        "A run that reaches it ends there, or continues without the patch in it.",
         f"python -c 'import {module}' in the environment that trains",
     )
 
@@ -118,12 +116,12 @@ def _refuse_waiting(targets: list[str]) -> None:
         )
 
 
-def _parse(argv: list[str], world: int | None) -> dict[str, Any]:
-    """The line through the installed parser, and through its validation."""
+def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
+    """Put a line through the installed parser and its validation."""
     try:
         from megatron.training import arguments
     except ImportError as error:
-        return {"refused": f"there is no parser: {error}", "near": {}, "args": None, "invalid": ""}
+        return ParsedLine(refused=f"there is no parser: {error}")
     said = io.StringIO()
     sys.argv = ["train", *argv]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world or 1))
@@ -132,16 +130,16 @@ def _parse(argv: list[str], world: int | None) -> dict[str, Any]:
             args = arguments.parse_args()
     except SystemExit:
         reason = said.getvalue().strip().rpartition("\n")[2]
-        return {"refused": reason, "near": _near(arguments, argv), "args": None, "invalid": ""}
+        return ParsedLine(refused=reason, near=_near(arguments, argv))
     plain = {name: _plain(value) for name, value in vars(args).items()}
     if world is None:
         model = [getattr(args, f"{n}_model_parallel_size", 1) for n in ("tensor", "pipeline")]
         args.world_size = model[0] * model[1] * args.context_parallel_size
-    return {"refused": "", "near": {}, "args": plain, "invalid": _invalid(arguments, args)}
+    return ParsedLine(args=plain, invalid=_invalid(arguments, args))
 
 
-def _near(arguments: Any, argv: list[str]) -> dict[str, str]:
-    """Flags that the parser does not know, each with the nearest one that it does."""
+def _near(arguments: Any, argv: Sequence[str]) -> dict[str, str]:
+    """Flags that the parser does not know, each with the nearest one that it knows."""
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = [flag for action in parser._actions for flag in action.option_strings]
     given = [word.partition("=")[0] for word in argv if word.startswith("--")]
@@ -169,7 +167,7 @@ def _invalid(arguments: Any, args: Any) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return str(error).strip() or f"it requires `{frame.line}`"
     except (Exception, SystemExit) as error:
-        # Something else than a refusal: validation wanted what only a rank has.
+        # Not a refusal: validation wanted what only a rank has.
         print(f"validate_args: {type(error).__name__}: {error}", file=sys.stderr)
     return ""
 

@@ -1,0 +1,166 @@
+"""Orders to the preflight's child processes and their answers, which cross the border as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from cppmega.errors import CppmegaError
+
+
+class Order(Struct, frozen=True, kw_only=True):
+    """What a child process is asked to do."""
+
+    parent: int | None = None
+    """Process that waits for the answer; set by `ask`."""
+
+
+class Problem(Struct, frozen=True):
+    """A `CppmegaError` that another process found."""
+
+    name: str
+    what: str
+    why: str
+    next: str
+
+    @classmethod
+    def from_error(cls, error: CppmegaError) -> Problem:
+        """The four parts of an error."""
+        return cls(error.name, error.what, error.why, error.next)
+
+    def as_error(self) -> CppmegaError:
+        """The exception again."""
+        return CppmegaError(self.name, self.what, self.why, self.next)
+
+
+class RankOrder(Order, frozen=True, kw_only=True):
+    """Import what a rank imports, and parse a launch line."""
+
+    root: str | None
+    """Folder that holds megatron/; None: the one that Python would import."""
+    expected: str
+    """The folder that the other checks inspected."""
+    accepted: Mapping[str, str] = {}
+    """Edited files of Megatron that may be trained: path -> SHA-256."""
+    argv: tuple[str, ...] | None = None
+    """For Megatron's parser; None: nothing is parsed."""
+    world: int | None = None
+    """Number of ranks; None: the fewest that the line's parallel sizes allow."""
+
+
+class ParsedLine(Struct, frozen=True, kw_only=True):
+    """A launch line after the installed version's own parser and validation."""
+
+    refused: str = ""
+    """Why the parser refuses it."""
+    near: Mapping[str, str] = {}
+    """Unknown flag -> the nearest known one, or an empty word."""
+    args: Mapping[str, Any] = {}
+    """Name -> value, before validation; empty where the parser refuses the line."""
+    invalid: str = ""
+    """Why Megatron's validation refuses it."""
+
+
+class RankAnswer(Struct, frozen=True, kw_only=True):
+    """What a process like a rank found."""
+
+    problems: list[Problem]
+    imported: str = ""
+    """Summary of what was imported."""
+    line: ParsedLine | None = None
+    """None where no line was to be parsed, or a problem came first."""
+
+
+class DevicesOrder(Order, frozen=True, kw_only=True):
+    """List the GPUs, and try to import modules on them."""
+
+    root: str
+    modules: list[str]
+
+
+class Device(Struct, frozen=True):
+    """One GPU that torch can use."""
+
+    name: str
+    capability: tuple[int, int]
+    total: int
+    """Bytes."""
+    free: int
+    uuid: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """The name of its CUDA architecture, such as sm_90."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+class DevicesAnswer(Struct, frozen=True, kw_only=True):
+    """The GPUs as torch sees them."""
+
+    devices: tuple[Device, ...] = ()
+    compiled_for: tuple[str, ...] = ()
+    """Architectures in the installed torch, such as sm_90 and compute_90."""
+    imports: Mapping[str, str] = {}
+    """Module -> why it cannot be imported; empty where it can."""
+    why: str = ""
+    """Why torch can use no GPU."""
+
+
+class ParityOrder(Order, frozen=True, kw_only=True):
+    """Compare the fused kernels with their references."""
+
+    device: str
+
+
+class KernelParity(Struct, frozen=True):
+    """One fused kernel next to its reference."""
+
+    kernel: str
+    error: float | None
+    """Relative L2 distance; None where there is no finite one."""
+    ok: bool
+    why: str = ""
+    """The exception that the kernel raised."""
+
+
+class SharedMemory(Struct, frozen=True):
+    """Dynamic shared memory of one compiled kernel."""
+
+    kernel: str
+    bytes: int
+    ok: bool
+    """It fits into a block of sm_120 and sm_121."""
+
+
+class ParityAnswer(Struct, frozen=True):
+    """What the kernels computed, and what they were compiled to."""
+
+    kernels: list[KernelParity]
+    shared: list[SharedMemory]
+
+
+class TilelangOrder(Order, frozen=True, kw_only=True):
+    """List the TileLang kernels of some packages."""
+
+    root: str
+    """Folder that holds megatron/."""
+    packages: list[str]
+    """Folders of the packages to import from."""
+
+
+class TilelangKernel(Struct, frozen=True):
+    """One TileLang kernel."""
+
+    path: str
+    line: int
+    name: str
+    reason: str
+    """Why its shared memory is not merged; empty where it is."""
+
+
+class TilelangAnswer(Struct, frozen=True):
+    """The kernels in the order of paths and lines."""
+
+    kernels: list[TilelangKernel]
