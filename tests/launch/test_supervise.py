@@ -232,7 +232,7 @@ def test_a_session_is_looked_at_left_and_stopped(
     assert out.startswith("stopped seen, checkpoint of step ")
     assert (run.state(), run.exit()) == ("stopped", 0) and gone(run)
     until(lambda: not tmux.exists("here"), 10, run)
-    assert run.checkpoint() == run.rows()[-1]["step"]
+    assert run.checkpoint() == run.steps()[-1].step
     with pytest.raises(CppmegaError, match="run-ended"):
         run_control.stop(run, now=False, wait=1)
     with pytest.raises(CppmegaError, match="run-ended"):
@@ -322,10 +322,10 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
 def test_a_killed_session_saves_a_checkpoint(bench: Bench) -> None:
     run = bench.run("hung-up", "long", session="gone")
     bench.start_in_tmux(run)
-    until(lambda: ready(run) and len(run.rows()) > 1, 200, run)
+    until(lambda: ready(run) and len(run.steps()) > 1, 200, run)
     subprocess.run(["tmux", "kill-session", "-t", "gone"], check=True)
     until(lambda: run.state() == "stopped", 100, run)
-    assert run.exit() == 0 and run.checkpoint() == run.rows()[-1]["step"] and gone(run)
+    assert run.exit() == 0 and run.checkpoint() == run.steps()[-1].step and gone(run)
 
 
 def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:

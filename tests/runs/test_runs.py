@@ -324,7 +324,7 @@ def test_a_shell_in_a_folder_that_is_gone(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(SystemExit) as ended_:
-        cli.main(["launch", "smoke_cpu"])
+        cli(["launch", "smoke_cpu"])
     assert ended_.value.code == 1 and "folder-gone" in capsys.readouterr().err
 
 
