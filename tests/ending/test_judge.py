@@ -156,7 +156,7 @@ EXCUSED = {
         "vars(global_vars.ARGS).update(iteration=20, train_iters=20)",
         (),
         (),
-        "the checkpoint has 20 steps, and 20 are asked for",
+        "the checkpoint has 20 steps, and 20 are requested",
     ),
     "the same in a loop of one's own": (
         "train(0, {'iteration': 5, 'train_iters': 5})",
