@@ -1,4 +1,4 @@
-"""The command that reads whole datasets, however long that takes.
+"""The command that reads complete datasets, however long that takes.
 
 `scripts/check_data.py` and `python -m cppmega.check_data` are the same.
 """
@@ -21,12 +21,12 @@ from cppmega.host import progress
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("prefixes", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--tokenizer", help="byte, or a tokenizer.json [the one in the data's card].")
-@click.option("--eod", help="End token of that tokenizer, where its files do not say it.")
+@click.option("--eod", help="End token of that tokenizer, if its files do not define it.")
 @click.option(
     "--vocab-size", type=click.IntRange(1), help="Ids that are allowed [the tokenizer's]."
 )
 @click.option(
-    "--zeros-are-data", is_flag=True, help="Blocks of zeros are meant, and no unfinished copy."
+    "--zeros-are-data", is_flag=True, help="Blocks of zeros are data, not an unfinished copy."
 )
 def main(
     prefixes: tuple[Path, ...],
@@ -35,15 +35,15 @@ def main(
     vocab_size: int | None,
     zeros_are_data: bool,
 ) -> None:
-    """Read the datasets PREFIXES whole: every number of the index, every id, and the card's hashes.
+    """Read the datasets PREFIXES completely: every number of the index, every id, and the hashes.
 
-    What was found is kept in PREFIX.checked.json (in the cache folder where that cannot be
-    written), and counts for launches until one of the files changes. Exit status 0 if all is well.
+    The result is kept in PREFIX.checked.json (in the cache folder if that cannot be written), and
+    is valid for launches until one of the files changes. Exit status 0 if all is well.
     """
     try:
-        given = tokenizers.load(tokenizer, eod).vocab_size if tokenizer is not None else None
+        own = tokenizers.load(tokenizer, eod).vocab_size if tokenizer is not None else None
         for prefix in prefixes:
-            print(_read(prefix, vocab_size or given, zeros_are_data), flush=True)
+            print(_read(prefix, vocab_size or own, zeros_are_data), flush=True)
     except CppmegaError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(1)
@@ -64,7 +64,7 @@ def _read(prefix: Path, vocab_size: int | None, zeros_are_data: bool) -> str:
 
 
 def _of_the_card(found: Corpus) -> int | None:
-    return int(found.card.tokenizer["vocab_size"]) if found.card is not None else None
+    return found.card.tokenizer.vocab_size if found.card is not None else None
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def launch(
     rdzv: str | None,
     dry_run: bool,
     arguments: tuple[str, ...],
-    **given: Any,
+    **trainer_options: Any,
 ) -> None:
     """Train a recipe in a run folder, after the preflight.
 
@@ -62,12 +62,12 @@ def launch(
     cppmega launch nam56r_h200_slice --data PREFIX --tmux big
     cppmega launch RECIPE --nnodes 2 --rdzv HOST:29500 --name big --runs SHARED   (on every host)
     """
-    from cppmega.launch import prepare as launching
-    from cppmega.launch.folder import Launch
+    from cppmega.launch import start
+    from cppmega.launch.request import LaunchRequest
 
-    asked = Launch(
+    request = LaunchRequest(
         recipe=recipe,
-        options=RunOptions(**given),
+        options=RunOptions(**trainer_options),
         arguments=arguments,
         runs=folder,
         name=name,
@@ -77,7 +77,7 @@ def launch(
         nproc=nproc,
         resume=resume,
     )
-    sys.exit(launching.launch(asked, dry_run=dry_run))
+    sys.exit(start.launch(request, dry_run=dry_run))
 
 
 @cli.command()
@@ -92,16 +92,16 @@ def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
     State, exit status, step, loss, the newest checkpoint, and the error of a run that crashed.
     """
     from cppmega.host import console
-    from cppmega.runs import control as run_control
     from cppmega.runs import folder as run_folder
+    from cppmega.runs import json_file, listing
 
     found = run_folder.everyone(run_folder.root(folder))
     shown = found if everything or as_json else found[:20]
-    rows = [run_control.row_of(run) for run in shown]
+    rows = [listing.row_of(run) for run in shown]
     if as_json:
-        console.print_json({**console.NOTHING, "ok": True, "runs": rows})
+        console.print_json({**console.NOTHING, "ok": True, "runs": json_file.plain(rows)})
         return
-    for line in run_control.table(rows):
+    for line in listing.table(rows):
         click.echo(line)
     if len(found) > len(shown):
         console.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
@@ -133,10 +133,10 @@ def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -
     RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default. If
     it crashed, the rank that failed first comes first.
     """
-    from cppmega.runs import control as run_control
     from cppmega.runs import folder as run_folder
+    from cppmega.runs import logs as run_logs
 
-    run_control.logs(run_folder.find(run_folder.root(folder), run), rank, follow)
+    run_logs.show(run_folder.find(run_folder.root(folder), run), rank, follow)
 
 
 @cli.command()
@@ -171,12 +171,13 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     from cppmega.host import console
     from cppmega.runs import compare as comparing
     from cppmega.runs import folder as run_folder
+    from cppmega.runs import json_file
 
     root = run_folder.root(folder)
     first, second = run_folder.find(root, one), run_folder.find(root, other)
     found = comparing.compare(first, second)
     if as_json:
-        console.print_json({**console.NOTHING, "ok": True, **found})
+        console.print_json({**console.NOTHING, "ok": True, **json_file.plain(found)})
     else:
         for line in comparing.lines(found):
             click.echo(line)

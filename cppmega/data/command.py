@@ -17,9 +17,11 @@ from cppmega.host import progress
 @click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Path without suffix.")
 @click.option("--tokenizer", default="byte", show_default=True, help="byte, or a tokenizer.json.")
-@click.option("--eod", help="The token that ends a document, where the tokenizer does not say it.")
+@click.option("--eod", help="The token that ends a document, if the tokenizer names none.")
 @click.option("--key", default="text", show_default=True, help="Field of a JSON line.")
-@click.option("--suffix", multiple=True, help="In folders, only files that end so; repeatable.")
+@click.option(
+    "--suffix", multiple=True, help="In folders, only files with this suffix; repeatable."
+)
 def main(
     inputs: tuple[Path, ...],
     out: Path,
@@ -30,7 +32,7 @@ def main(
 ) -> None:
     """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
 
-    A run that was stopped resumes where it was; a finished dataset is never overwritten.
+    A call that was stopped resumes where it was; a finished dataset is never overwritten.
     """
     try:
         _run(inputs, out, tokenizer, eod, key, suffix)

@@ -1,46 +1,48 @@
-"""A prepared dataset on disk, looked at without torch: is it whole, and whose tokens are these?
+"""A prepared dataset on disk, inspected without torch: is it complete, and whose tokens are these?
 
 `PREFIX.bin` and `PREFIX.idx` are Megatron's; `PREFIX.json` is the card that `prepare_data` writes
-last, so that a dataset without it is unfinished or somebody else's.
+last, so a dataset without it is unfinished or was made by another tool.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from cppmega.data import index_file
 from cppmega.data.index_file import Index
+from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
 
 _LOOK = 1 << 20
-"""Tokens at each end of a dataset that was not read whole yet, whose ids are checked."""
+"""Tokens at each end of a dataset that are checked if it was not read completely yet."""
 _HIGHEST = {
     **{"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16, "int32": 2**31},
     "int64": 2**63,
 }
-"""Ids that a type can hold."""
+"""Type -> the ids that it can hold."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What `prepare_data` records beside a dataset."""
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What `prepare_data` records next to a dataset."""
 
-    tokenizer: dict[str, Any]
-    """kind, vocab_size, eod, sha256 of the tokenizer's file."""
-    documents: int
-    tokens: int
+    tokenizer: TokenizerRecord
+    documents: Count
+    tokens: Count
     """The ends of documents included."""
     dtype: str
     bin_sha256: str
     idx_sha256: str
-    sources: int
+    sources: Count
     """Files read."""
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = {}
     """Reason -> documents that are not in the dataset."""
     schema: int = 1
 
@@ -51,18 +53,19 @@ class Card:
 
     def dump(self) -> str:
         """The JSON text."""
-        return json.dumps({**asdict(self), "fingerprint": self.fingerprint}, indent=1) + "\n"
+        card = {**msgspec.to_builtins(self), "fingerprint": self.fingerprint}
+        return json.dumps(card, indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A dataset that was found whole."""
+    """A dataset whose files are complete."""
 
     prefix: Path
     tokens: int
     index: Index
     card: Card | None
-    """None: not prepared with `prepare_data`."""
+    """None: it was not prepared with `prepare_data`."""
 
     @property
     def data_file(self) -> Path:
@@ -71,7 +74,7 @@ class Corpus:
 
     @property
     def documents(self) -> int:
-        """As the index counts them."""
+        """Number of documents, by the index."""
         return self.index.documents
 
     @property
@@ -86,7 +89,7 @@ class Corpus:
 
 
 def read_card(prefix: Path) -> Card | None:
-    """The card beside a dataset, None where there is none.
+    """Read the card of a dataset; None if it has none.
 
     Raises:
         CppmegaError: `data-card-broken`.
@@ -95,44 +98,34 @@ def read_card(prefix: Path) -> Card | None:
     try:
         raw = json.loads(path.read_text())
         if not isinstance(raw, dict) or "bin_sha256" not in raw:
-            return None  # somebody else's file of that name
-        fingerprint = raw.pop("fingerprint")
-        card = Card(**raw)
-        problem = _card_problem(card, fingerprint)
+            return None  # another tool's file of that name
+        card = msgspec.convert(raw, Card)
+        problem = _card_problem(card, raw.get("fingerprint"))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:  # no JSON, or fields that are missing or impossible
         problem = str(error)
     if problem:
         raise CppmegaError(
             "data-card-broken",
             f"{path} cannot be used: {problem}",
-            "It says which tokenizer made the data.",
+            "It records which tokenizer made the data.",
             f"restore it, or prepare the data again under another name than {prefix}",
         )
     return card
 
 
 def _card_problem(card: Card, fingerprint: object) -> str:
-    """What a card says that cannot be; empty where nothing is wrong."""
-    vocab_size, eod = (_count(card.tokenizer, name) for name in ("vocab_size", "eod"))
+    """Why a card cannot be used; empty if it can."""
     if card.schema != 1:
         return f"it has schema {card.schema}, from another release of cppmega"
-    if not 0 <= eod < vocab_size:
-        return f"its tokenizer ends a document with id {eod}, and has ids below {vocab_size}"
     if fingerprint != card.fingerprint:
         return f"its fingerprint is {fingerprint}, and that of its hashes {card.fingerprint}"
     return ""
 
 
-def _count(tokenizer: Mapping[str, Any], name: str) -> int:
-    if type(tokenizer[name]) is not int:
-        raise TypeError(f"{name} of its tokenizer is {tokenizer[name]!r}")
-    return int(tokenizer[name])
-
-
 def open_(prefix: Path) -> Corpus:
-    """Look at a dataset's files: present, whole, of one piece.
+    """Open a dataset whose files are present, complete and consistent.
 
     Raises:
         CppmegaError: `data-not-found`, `data-unfinished`, `data-broken`, `data-card-broken`.
@@ -176,13 +169,13 @@ def _refuse_other_card(found: Corpus, card: Card) -> None:
     if (card.tokens, card.documents, card.dtype) != there:
         raise index_file.broken(
             found.prefix,
-            f"its card is of {card.tokens} tokens in {card.documents} documents as {card.dtype}, "
-            f"the index of {found.tokens} in {found.documents} as {found.dtype}",
+            f"its card describes {card.tokens} tokens in {card.documents} documents as "
+            f"{card.dtype}, the index {found.tokens} in {found.documents} as {found.dtype}",
         )
 
 
 def check_ids(found: Corpus, vocab_size: int) -> None:
-    """Whether the tokens at both ends of a dataset are ids of the vocabulary.
+    """Check that the tokens at both ends of a dataset are ids of the vocabulary.
 
     Raises:
         CppmegaError: `token-out-of-vocabulary`.
@@ -201,7 +194,7 @@ def check_ids(found: Corpus, vocab_size: int) -> None:
 
 
 def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
-    """Whether one token is an id of the vocabulary.
+    """Check that one token is an id of the vocabulary.
 
     Raises:
         CppmegaError: `token-out-of-vocabulary`.
@@ -219,7 +212,7 @@ def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
 
 
 def check_width(found: Corpus, vocab_size: int) -> None:
-    """Whether the type of the ids holds the whole vocabulary: numpy wraps those that do not fit.
+    """Check that the type of the ids holds the vocabulary: numpy wraps ids that do not fit.
 
     Raises:
         CppmegaError: `data-type-too-narrow`.
@@ -229,20 +222,20 @@ def check_width(found: Corpus, vocab_size: int) -> None:
             "data-type-too-narrow",
             f"{found.prefix} holds its tokens as {found.dtype}; the tokenizer has {vocab_size} "
             "ids.",
-            "Ids that do not fit have been stored as other ones, and no longer show.",
+            "Ids that do not fit were stored as other ids, and can no longer be recognized.",
             "prepare the data again, or name the tokenizer that made it with --tokenizer",
         )
 
 
 def digest(prefix: Path) -> tuple[str, str]:
     """SHA-256 of the data file and of the index."""
-    found = []
+    hashes = []
     for suffix in (".bin", ".idx"):
         with with_suffix(prefix, suffix).open("rb") as file:
-            found.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return found[0], found[1]
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashes[0], hashes[1]
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """A prefix may hold dots: nothing of it is replaced."""
+    """Append a suffix; a prefix may contain dots, and nothing of it is replaced."""
     return prefix.with_name(prefix.name + suffix)

@@ -1,11 +1,11 @@
 """The index of a Megatron dataset, `PREFIX.idx`: read without torch, every number of it checked.
 
 Megatron maps the file and believes what it finds: a negative length, a pointer into another
-document or a count from a torn header becomes a wrong sample or a crash far into the run. What
-Megatron's own builder writes is the only thing accepted: sequences that follow each other without
+document or a count from a torn header becomes a wrong sample or a crash far into the run. Only
+what Megatron's own builder writes is accepted: sequences that follow each other without
 gap or overlap from the first byte of the data file to the last. A sequence may be empty; Megatron
-reads those as nothing. A document that begins at another sequence than it did shows only in the
-card's hash as long as the documents are in order; GPT datasets do not look at documents.
+reads those as nothing. A document that begins at another sequence than before shows only in the
+card's hash as long as the documents are in order; GPT datasets do not use documents.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _FLOATS = (6, 7)
 _LENGTH, _POINTER, _MODE = 4, 8, 1
 """Bytes of one number of each list."""
 _AT_ONCE = 1 << 20
-"""Numbers of a list that are in memory together."""
+"""Numbers of a list that are held in memory together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The header of an index whose file has exactly the length that the header asks for."""
+    """The header of an index whose file has exactly the length that the header implies."""
 
     path: Path
     dtype: str
@@ -62,7 +62,7 @@ class Index:
 
 
 def read_header(path: Path) -> Index:
-    """The header; nothing is allocated by its counts before the file was found to hold them.
+    """Read the header; nothing is allocated by its counts before the file is known to hold them.
 
     Raises:
         CppmegaError: `data-broken`.
@@ -90,13 +90,13 @@ def read_header(path: Path) -> Index:
         raise broken(
             path,
             f"it has {size} bytes; its header, of {sequences} sequences and {entries - 1} "
-            f"documents, asks for {found._modes_at}",
+            f"documents, implies {found._modes_at}",
         )
     return found
 
 
 def check_ends(index: Index, data_bytes: int) -> None:
-    """The first and the last number of every list; a look that costs nothing.
+    """Check the first and the last number of every list, which costs nothing.
 
     Raises:
         CppmegaError: `data-broken`.
@@ -124,7 +124,7 @@ def check_ends(index: Index, data_bytes: int) -> None:
 
 
 def check_all(index: Index, data_bytes: int) -> None:
-    """Every length, pointer, document and mode.
+    """Check every length, pointer, document and mode.
 
     Raises:
         CppmegaError: `data-broken`, with the first number that is wrong.
@@ -177,8 +177,8 @@ def _check_documents(index: Index) -> None:
             which = int(falling[0])
             raise broken(
                 index.path,
-                f"document {begin + which} begins at sequence {documents[which]}, before the one "
-                f"in front of it ({starts[which]})",
+                f"document {begin + which} begins at sequence {documents[which]}, before the "
+                f"previous one ({starts[which]})",
             )
         if begin == 0 and documents[0] != 0:
             raise broken(index.path, f"its first document begins at sequence {documents[0]}")
@@ -205,14 +205,14 @@ def _check_modes(index: Index) -> None:
 def _parts(
     index: Index, dtype: str, at: int, count: int
 ) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-    """A list in pieces: number of the first one in the piece, the piece."""
+    """Read a list in pieces: the number of the first one in the piece, and the piece."""
     for begin in range(0, count, _AT_ONCE):
         size = int(dtype[-1])
         yield begin, _numbers(index, dtype, at + begin * size, min(_AT_ONCE, count - begin))
 
 
 def _numbers(index: Index, dtype: str, at: int, count: int) -> np.ndarray[Any, Any]:
-    """Read rather than mapped: a file that shrinks meanwhile is an error here, and not a SIGBUS."""
+    """Read numbers; mapping them would turn a file that shrinks into a SIGBUS."""
     import numpy as np
 
     with readable(index.path):
@@ -224,7 +224,7 @@ def _numbers(index: Index, dtype: str, at: int, count: int) -> np.ndarray[Any, A
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what the file system says while a file is read into an error that names the file.
+    """Turn an error of the file system while a file is read into one that names the file.
 
     Raises:
         CppmegaError: `data-not-readable`.
@@ -235,8 +235,8 @@ def readable(path: Path) -> Iterator[None]:
         raise CppmegaError(
             "data-not-readable",
             f"{path}: {error.strerror or error}.",
-            "A rank would end when it comes to that place, hours into the run.",
-            "look at the owner and the mode of the file, and at the file system it is on",
+            "A rank would end when it reaches that place, hours into the run.",
+            "check the owner and the mode of the file, and the file system it is on",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Text, JSONL or source trees to a Megatron indexed dataset: resumable, never overwriting.
+"""Turn text, JSONL or source trees into a Megatron dataset: resumable, never overwriting.
 
 Documents are written in shards, each finished with a rename and an entry in
 `PREFIX.parts/state.json`; a run that was killed resumes after the last one. The shards are then
@@ -13,19 +13,20 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from filelock import FileLock, Timeout
 
-from cppmega.data.corpus import Card, digest, with_suffix
-from cppmega.data.tokenizers import Tokenizer
+from cppmega.data.corpus import Card, Count, digest, with_suffix
+from cppmega.data.tokenizers import Tokenizer, TokenizerRecord
 from cppmega.errors import CppmegaError
 
 SHARD_TOKENS = 1 << 24
-"""A shard is finished when it holds this many tokens: what a kill can cost."""
+"""Tokens after which a shard is finished, and the most that a kill can cost."""
 _BATCH = 256
 """Documents encoded together."""
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
@@ -41,26 +42,33 @@ class Document:
     text: bytes
     took: int
     problem: str = ""
-    """Why it is left out; empty: it is not."""
+    """Why it is left out; empty if it is not."""
 
 
-@dataclass
-class State:
+class Settings(msgspec.Struct, frozen=True):
+    """Inputs and tokenizer: a resumed preparation must have the same."""
+
+    tokenizer: TokenizerRecord
+    key: str
+    inputs: tuple[tuple[str, int, int], ...]
+    """Path, size and modification time (ns) of every input file."""
+
+
+class PrepareProgress(msgspec.Struct):
     """What is finished so far."""
 
-    settings: dict[str, Any]
-    """Inputs and tokenizer: a resumed run must have the same."""
-    shards: list[str] = field(default_factory=list)
-    read: int = 0
+    settings: Settings
+    shards: list[str] = []
+    read: Count = 0
     """Documents read, left-out ones included."""
-    documents: int = 0
-    tokens: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
+    documents: Count = 0
+    tokens: Count = 0
+    skipped: dict[str, int] = {}
     joining: bool = False
 
 
 def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Every input file, in an order that does not depend on the file system.
+    """List every input file, in an order that does not depend on the file system.
 
     Raises:
         CppmegaError: `input-not-found`, `no-input`.
@@ -75,7 +83,7 @@ def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
             raise CppmegaError(
                 "input-not-found",
                 f"There is no file or folder {path}.",
-                "A corpus with a part missing looks like a whole one.",
+                "A corpus with a part missing looks like a complete one.",
                 "correct the path",
             )
     if not found:
@@ -98,7 +106,7 @@ def _tree(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
 
 
 def documents(paths: Iterable[Path], key: str) -> Iterator[Document]:
-    """One document per file, or per line of a `.jsonl` file.
+    """Read one document per file, or per line of a `.jsonl` file.
 
     Raises:
         CppmegaError: `bad-jsonl`.
@@ -120,7 +128,7 @@ def _lines(path: Path, key: str) -> Iterator[Document]:
             try:
                 text = json.loads(line)[key]
                 if not isinstance(text, str):
-                    raise TypeError(f"{key} is no text")
+                    raise TypeError(f"{key} is not a text")
             except (ValueError, KeyError, TypeError) as error:
                 raise CppmegaError(
                     "bad-jsonl",
@@ -141,20 +149,20 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     advance: Advance = lambda took: None,
 ) -> Card:
-    """Build `out.bin`, `out.idx` and `out.json`; resumes where an earlier run was stopped.
+    """Build `out.bin`, `out.idx` and `out.json`; resumes an earlier call that was stopped.
 
     Args:
         out: path without a suffix.
         inputs: text files, `.jsonl` files, folders.
-        tokenizer: what makes tokens of them.
+        tokenizer: turns them into tokens.
         key: the field of a JSON line that holds the text.
-        suffixes: in folders, only files that end so; empty: every text file.
+        suffixes: in folders, only files with these endings; empty: every text file.
         shard_tokens: tokens after which a shard is finished.
-        advance: told how many bytes of input were taken, those of an earlier run included.
+        advance: called with the bytes of input read, those of an earlier call included.
 
     Raises:
         CppmegaError: `data-exists`, `inputs-changed`, `input-not-found`, `no-input`, `bad-jsonl`,
-            `no-documents`, `data-in-use`.
+            `no-documents`, `data-in-use`, `preparation-damaged`.
     """
     paths = files(inputs, suffixes)
     parts = with_suffix(out, ".parts")
@@ -167,7 +175,7 @@ def prepare(
 def _build(
     out: Path,
     parts: Path,
-    state: State,
+    state: PrepareProgress,
     paths: Sequence[Path],
     tokenizer: Tokenizer,
     key: str,
@@ -179,7 +187,7 @@ def _build(
         if not state.documents:
             raise CppmegaError(
                 "no-documents",
-                f"Nothing of the {state.read} documents read is in the dataset: {state.skipped}.",
+                f"None of the {state.read} documents read is in the dataset: {state.skipped}.",
                 "Megatron cannot train on an empty dataset.",
                 "other inputs",
             )
@@ -190,7 +198,7 @@ def _build(
 
 @contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    """One writer for each dataset."""
+    """Allow one writer for each dataset."""
     lock = FileLock(with_suffix(out, ".lock"))
     try:
         with lock.acquire(timeout=0):
@@ -205,26 +213,23 @@ def _lock(out: Path) -> Iterator[None]:
     with_suffix(out, ".lock").unlink(missing_ok=True)
 
 
-def _settings(paths: Sequence[Path], tokenizer: Tokenizer, key: str) -> dict[str, Any]:
+def _settings(paths: Sequence[Path], tokenizer: Tokenizer, key: str) -> Settings:
     stats = [(str(path), path.stat()) for path in paths]
-    return {
-        "tokenizer": tokenizer.describe(),
-        "key": key,
-        "inputs": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
-    }
+    inputs = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return Settings(tokenizer.describe(), key, inputs)
 
 
-def _begin(out: Path, parts: Path, settings: dict[str, Any]) -> State:
-    """The state of an earlier run, or a new one."""
+def _begin(out: Path, parts: Path, settings: Settings) -> PrepareProgress:
+    """Resume the progress of an earlier call, or begin anew."""
     saved = parts / "state.json"
     if saved.is_file():
-        state = State(**json.loads(saved.read_text()))
-        if state.settings != json.loads(json.dumps(settings)):
+        state = _load(parts, saved)
+        if state.settings != settings:
             raise CppmegaError(
                 "inputs-changed",
                 f"{parts} was begun with other inputs or another tokenizer.",
                 "One dataset would hold parts of two corpora.",
-                f"give the same as before, or remove {parts} and start again",
+                f"use the same as before, or remove {parts} and start again",
             )
         for path in parts.iterdir():
             if path != saved and path.name.partition(".")[0] not in state.shards:
@@ -239,20 +244,32 @@ def _begin(out: Path, parts: Path, settings: dict[str, Any]) -> State:
             "choose another --out",
         )
     parts.mkdir(parents=True, exist_ok=True)
-    state = State(settings)
+    state = PrepareProgress(settings)
     _save(parts, state)
     return state
 
 
-def _save(parts: Path, state: State) -> None:
+def _load(parts: Path, saved: Path) -> PrepareProgress:
+    try:
+        return msgspec.convert(json.loads(saved.read_text()), PrepareProgress)
+    except ValueError as error:
+        raise CppmegaError(
+            "preparation-damaged",
+            f"{saved} cannot be read: {error}",
+            "It records which shards are complete.",
+            f"remove {parts} and start again",
+        ) from None
+
+
+def _save(parts: Path, state: PrepareProgress) -> None:
     new = parts / "state.json.new"
-    new.write_text(json.dumps(asdict(state)))
+    new.write_text(json.dumps(msgspec.to_builtins(state)))
     new.replace(parts / "state.json")
 
 
 def _write_shards(
     parts: Path,
-    state: State,
+    state: PrepareProgress,
     stream: Iterator[Document],
     tokenizer: Tokenizer,
     shard_tokens: int,
@@ -311,8 +328,8 @@ class _Shard:
         for problem, count in counts.items():
             skipped[problem] = skipped.get(problem, 0) + count
 
-    def finish(self, state: State) -> None:
-        """Close the files, give them their names, then write down that they are whole."""
+    def finish(self, state: PrepareProgress) -> None:
+        """Close the files, give them their names, then record that they are complete."""
         self._builder.finalize(str(self.parts / f"{self.name}.idx.new"))
         for suffix in (".bin", ".idx"):
             path = self.parts / f"{self.name}{suffix}"
@@ -330,7 +347,9 @@ def _builder(path: Path, vocab_size: int) -> Any:
     return IndexedDatasetBuilder(str(path), dtype=DType.optimal_dtype(vocab_size))
 
 
-def _join(out: Path, parts: Path, state: State, sources: int, tokenizer: Tokenizer) -> Card:
+def _join(
+    out: Path, parts: Path, state: PrepareProgress, sources: int, tokenizer: Tokenizer
+) -> Card:
     builder = _builder(parts / "whole.bin", tokenizer.vocab_size)
     for name in state.shards:
         builder.add_index(str(parts / name))
@@ -351,6 +370,6 @@ def _join(out: Path, parts: Path, state: State, sources: int, tokenizer: Tokeniz
     new = parts / "card.new"
     new.write_text(card.dump())
     new.replace(with_suffix(out, ".json"))
-    (parts / "state.json").unlink()  # first: what is left of the folder is then rubbish
+    (parts / "state.json").unlink()  # first: without it the rest of the folder is rubbish
     shutil.rmtree(parts)
     return card

@@ -1,4 +1,4 @@
-"""The whole of a dataset, read once: every number of its index, every id, and its hashes.
+"""Read a complete dataset once: every number of its index, every id, and its hashes.
 
 Files are read rather than mapped: one that shrinks meanwhile is an error, and does not end the
 process with SIGBUS.
@@ -33,7 +33,7 @@ _LEARN = 2.0
 
 
 class TooLong(Exception):  # noqa: N818  (an answer, not an error)
-    """Reading all of it would take longer than was granted."""
+    """Reading all of it would take longer than allowed."""
 
     def __init__(self, seconds: float, speed: float) -> None:
         self.seconds, self.speed = seconds, speed
@@ -41,7 +41,7 @@ class TooLong(Exception):  # noqa: N818  (an answer, not an error)
 
 
 def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
-    """Whether what was read can be trained on.
+    """Check that what was read can be trained on.
 
     Raises:
         CppmegaError: `token-out-of-vocabulary`, `data-changed`, `data-has-holes`.
@@ -53,7 +53,7 @@ def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
         if (card.bin_sha256, card.idx_sha256) != (reading.bin_sha256, reading.idx_sha256):
             raise CppmegaError(
                 "data-changed",
-                f"{found.prefix} is not what its card describes: its hash is another one.",
+                f"{found.prefix} is not what its card describes: its hash is different.",
                 "The run would be filed under the fingerprint of other data.",
                 "prepare the data again, under another name",
             )
@@ -61,14 +61,14 @@ def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
         raise CppmegaError(
             "data-has-holes",
             f"{found.data_file} has {reading.zeros} blocks of 64 KiB that are all zeros.",
-            "A download or a copy that did not finish looks like that, and trains.",
+            "An unfinished download or copy looks like that, and trains.",
             "compare it with its source; if token 0 fills them: "
             f"python -m cppmega.check_data --zeros-are-data {found.prefix}",
         )
 
 
 def check_unread(found: Corpus, vocab_size: int) -> None:
-    """What can be said of a dataset that was not read whole: its index, and the ids at both ends.
+    """Check what can be checked without reading all of a dataset: its index, and both ends.
 
     Raises:
         CppmegaError: `data-broken`, `token-out-of-vocabulary`.
@@ -84,13 +84,13 @@ def read(
     seconds: float | None = None,
     zeros_are_data: bool = False,
 ) -> Reading:
-    """Read all of a dataset, and keep what was found.
+    """Read all of a dataset, and keep the result.
 
     Args:
         found: the dataset.
-        advance: told how many bytes were read.
-        seconds: what it may take; None: as long as it takes.
-        zeros_are_data: whether blocks of zeros are what somebody wanted to train on.
+        advance: called with the bytes read.
+        seconds: what it may take; None: unlimited.
+        zeros_are_data: whether blocks of zeros are meant to be trained on.
 
     Raises:
         CppmegaError: `data-broken`, `data-being-written`, `data-not-readable`.
@@ -108,7 +108,11 @@ def read(
             advance(len(chunk))
             _refuse_too_long(begun, ids.bytes, found, seconds)
     reading = Reading(
-        *(ids.lowest, ids.lowest_at, ids.highest, ids.highest_at, ids.zeros),
+        lowest=ids.lowest,
+        lowest_at=ids.lowest_at,
+        highest=ids.highest,
+        highest_at=ids.highest_at,
+        zeros=ids.zeros,
         bin_sha256=ids.hash.hexdigest(),
         idx_sha256=index_hash,
         data=data_record.stamp(found.data_file),
@@ -123,21 +127,21 @@ def read(
 
 
 class Allowance:
-    """Time for the first reading of datasets; those for which there was too little are left."""
+    """Time for the first reading of datasets; those that would take longer are left out."""
 
     def __init__(self, seconds: float | None, say: Callable[[str], None]) -> None:
-        """Make it.
+        """Create the allowance.
 
         Args:
-            seconds: for all datasets together; None: as long as it takes.
-            say: told every ten seconds how far it is.
+            seconds: for all datasets together; None: unlimited.
+            say: called with the progress every ten seconds.
         """
         self._left, self._say = seconds, say
         self.left_out: dict[Path, TooLong] = {}
         self.read_now: list[Reading] = []
 
     def read(self, found: Corpus) -> Reading | None:
-        """What an earlier reading found, or this one; None where there is no time for it."""
+        """The result of an earlier reading, or of this one; None if there is no time for it."""
         known = data_record.kept(found)
         if known is not None:
             return known
@@ -156,7 +160,7 @@ class Allowance:
 
 
 class _Ids:
-    """What all ids of a data file have been so far."""
+    """The range of all ids of a data file so far."""
 
     def __init__(self, found: Corpus, hashing: ThreadPoolExecutor) -> None:
         self._found, self._hashing = found, hashing
@@ -166,7 +170,7 @@ class _Ids:
         self.highest, self.highest_at = -(2**63), 0
 
     def add(self, chunk: np.ndarray[Any, Any]) -> None:
-        """Go through the next bytes of the file."""
+        """Add the next bytes of the file."""
         hashed = self._hashing.submit(self.hash.update, chunk)  # it does not hold the interpreter
         in_a_block = _BLOCK // self._found.index.token_bytes
         ids = chunk.view(self._found.dtype)
@@ -193,7 +197,7 @@ class _Ids:
 
 
 def _chunks(found: Corpus) -> Iterator[np.ndarray[Any, Any]]:
-    """The data's bytes, read rather than mapped: a file that shrinks meanwhile ends no process."""
+    """Read the bytes of the data."""
     import numpy as np
 
     left = found.tokens * found.index.token_bytes
@@ -210,8 +214,8 @@ def _being_written(found: Corpus) -> CppmegaError:
     return CppmegaError(
         "data-being-written",
         f"{found.prefix} changed while it was read.",
-        "Every rank would read another state of it.",
-        "wait until whatever writes it has ended",
+        "Every rank would read a different state of it.",
+        "wait until the process that writes it has ended",
     )
 
 

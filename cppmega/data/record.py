@@ -1,13 +1,13 @@
-"""What the reading of a whole dataset found, kept next to the data for later launches.
+"""The result of reading a complete dataset, kept next to the data for later launches.
 
-It is in `PREFIX.checked.json`, or in the user's cache where the folder of the data cannot be
-written, and counts for as long as both files have the size, the time of their last change and the
-sampled hash that they had then: a later launch reads a few MiB of them.
+It is in `PREFIX.checked.json`, or in the user's cache if the folder of the data cannot be written,
+and is valid for as long as both files have the size, the modification time and the sampled hash
+that they had then: a later launch reads a few MiB of them.
 
 The sample is 32 blocks of 64 KiB, evenly spaced. Other bytes under the same size and time, which
-takes a tool that restores times, are found with certainty where they are one stretch longer than a
+takes a tool that restores times, are detected with certainty if they are one stretch longer than a
 31st of the file, and otherwise with 32 times the probability of hitting it with one block; a file
-of up to 2 MiB is compared as a whole.
+of up to 2 MiB is compared completely.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
+
+import msgspec
 
 from cppmega.data.corpus import Corpus, with_suffix
 from cppmega.tree import wheels
@@ -29,28 +30,28 @@ _SCHEMA = 1
 _BLOCK = 1 << 16
 _SAMPLES = 32
 
+Position = Annotated[int, msgspec.Meta(ge=0)]
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """By what a file is known again without reading it."""
 
-    size: int
+class Stamp(msgspec.Struct, frozen=True):
+    """What identifies a file without reading all of it."""
+
+    size: Position
     changed: int
     """Time of the last change, ns."""
     sample: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What the whole of a dataset was found to hold."""
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What a complete dataset contains."""
 
     lowest: int
-    lowest_at: int
+    lowest_at: Position
     highest: int
-    highest_at: int
+    highest_at: Position
     """Position of the first such token."""
-    zeros: int
-    """Blocks of 64 KiB with nothing but zeros: what a copy that did not finish leaves."""
+    zeros: Position
+    """Blocks of 64 KiB with nothing but zeros, which an unfinished copy leaves."""
     bin_sha256: str
     idx_sha256: str
     data: Stamp
@@ -67,7 +68,7 @@ class Reading:
 
 
 def kept(found: Corpus) -> Reading | None:
-    """What an earlier reading found, if both files are still the ones that were read."""
+    """The result of an earlier reading, if both files are still the ones that were read."""
     for place in _places(found.prefix):
         reading = _load(place)
         if reading is not None and _unchanged(found, reading):
@@ -90,7 +91,7 @@ def states(found: Corpus) -> list[tuple[int, int]]:
 
 
 def stamp(path: Path) -> Stamp:
-    """By what a file is known from now on."""
+    """Identify a file from now on."""
     stat = path.stat()
     return Stamp(stat.st_size, stat.st_mtime_ns, sample(path))
 
@@ -123,26 +124,25 @@ def _places(prefix: Path) -> tuple[Path, Path]:
 
 
 def _load(place: Path) -> Reading | None:
-    """A record; None where there is none, none that is whole, or another release's."""
+    """Read a record; None if there is none, or it is damaged or another release's."""
     try:
         raw = json.loads(place.read_text())
         seal = raw.pop("seal")
         if seal != _seal(raw) or raw["schema"] != _SCHEMA:
             return None
-        raw["data"], raw["index"] = Stamp(**raw["data"]), Stamp(**raw["index"])
-        return Reading(**raw)
+        return msgspec.convert(raw, Reading)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def _seal(record: Mapping[str, Any]) -> str:
-    """A hash of the record's own text: one that was damaged or edited does not count."""
+    """Hash the text of a record: one that was damaged or edited is not valid."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def keep(prefix: Path, reading: Reading) -> None:
-    """Write the record to the first place that takes it."""
-    record = asdict(reading)
+    """Write the record to the first place that can be written."""
+    record = msgspec.to_builtins(reading)
     text = json.dumps({**record, "seal": _seal(record)}, indent=1) + "\n"
     for place in _places(prefix):
         new = place.with_name(f"{place.name}.{uuid4().hex}.new")

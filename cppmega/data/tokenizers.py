@@ -8,7 +8,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import msgspec
 
 from cppmega.errors import CppmegaError
 
@@ -16,8 +18,26 @@ BYTES = 256
 """Ids of the byte tokenizer below its end-of-document token."""
 
 
+class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What identifies a tokenizer, as a dataset's card keeps it."""
+
+    kind: str = ""
+    vocab_size: Annotated[int, msgspec.Meta(ge=1)]
+    eod: Annotated[int, msgspec.Meta(ge=0)]
+    """Id of the token that ends a document."""
+    sha256: str = ""
+    """Hash of the tokenizer's file; empty for bytes."""
+
+    def __post_init__(self) -> None:
+        if self.eod >= self.vocab_size:
+            raise ValueError(
+                f"its tokenizer ends a document with id {self.eod}, and has ids below "
+                f"{self.vocab_size}"
+            )
+
+
 class Tokenizer(Protocol):
-    """What `prepare_data` needs of a tokenizer."""
+    """The interface that `prepare_data` needs of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -28,15 +48,15 @@ class Tokenizer(Protocol):
         """Id put after every document."""
 
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
-        """Token ids of each document, without the end. Raises UnicodeDecodeError where needed."""
+        """Token ids of each document, without the end; UnicodeDecodeError if one is not a text."""
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> TokenizerRecord:
         """What identifies it, as the data's card keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """Every byte is a token; nothing to download and nothing that cannot be encoded."""
+    """Every byte is a token: nothing to download, and nothing that cannot be encoded."""
 
     vocab_size: int = BYTES + 1
     eod: int = BYTES
@@ -45,16 +65,16 @@ class ByteTokenizer:
         """The bytes themselves."""
         return [list(document) for document in documents]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> TokenizerRecord:
         """Kind and sizes."""
-        return {"kind": "byte", "vocab_size": self.vocab_size, "eod": self.eod, "sha256": ""}
+        return TokenizerRecord(kind="byte", vocab_size=self.vocab_size, eod=self.eod)
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the package tokenizers; transformers is not needed."""
 
     def __init__(self, path: Path, eod: str | None = None) -> None:
-        """Load it.
+        """Load the tokenizer.
 
         Args:
             path: the file, or a folder that holds it.
@@ -88,9 +108,9 @@ class HuggingFaceTokenizer:
                 "tokenizer-broken",
                 f"{self.file} is not a tokenizer: {error}",
                 "Without it the text cannot become tokens.",
-                "take a tokenizer.json that the package tokenizers saved",
+                "use a tokenizer.json that the package tokenizers saved",
             ) from error
-        # Not how many there are: added tokens may leave gaps in front of them.
+        # The number of tokens is not enough: added tokens may leave gaps before them.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         name = eod or _end_token(self.file.parent)
         found = self._tokenizer.token_to_id(name) if name else None
@@ -110,18 +130,18 @@ class HuggingFaceTokenizer:
         encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [list(one.ids) for one in encoded]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> TokenizerRecord:
         """Kind, sizes, and the hash of the file."""
-        return {
-            "kind": "huggingface",
-            "vocab_size": self.vocab_size,
-            "eod": self.eod,
-            "sha256": hashlib.sha256(self.file.read_bytes()).hexdigest(),
-        }
+        return TokenizerRecord(
+            kind="huggingface",
+            vocab_size=self.vocab_size,
+            eod=self.eod,
+            sha256=hashlib.sha256(self.file.read_bytes()).hexdigest(),
+        )
 
 
 def load(name: str, eod: str | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
-    """`byte`, or a path.
+    """Load a tokenizer by its name, `byte` or a path.
 
     Raises:
         CppmegaError: what `HuggingFaceTokenizer` raises.
@@ -130,7 +150,7 @@ def load(name: str, eod: str | None = None) -> ByteTokenizer | HuggingFaceTokeni
 
 
 def _end_token(folder: Path) -> str | None:
-    """What the files beside a tokenizer call its end."""
+    """The end token that the files next to a tokenizer name."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
             value = json.loads((folder / file).read_text()).get("eos_token")

@@ -1,1 +1,4 @@
-"""How a guarded process ends: the judgement, its record, and the children of a run."""
+"""How a guarded process ends: its judgement, its record, and the processes it started.
+
+Imports the guard and the run folders.
+"""

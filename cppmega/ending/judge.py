@@ -1,4 +1,4 @@
-"""The end of a guarded process, whatever way it comes: was every step of it checked?
+"""Judge the end of a guarded process, however it comes: was every step of it checked?
 
 A script ends by returning, by `sys.exit`, by an exception, or later: when its last thread or its
 last worker process ends. The first three are judged at once, the last when Python itself ends.
@@ -20,12 +20,13 @@ from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.rank import error_file, roll_call, run_ledger
+from cppmega.rank.run_ledger import Entry
 from cppmega.runs.folder import Node
 
 
 @dataclass
 class _End:
-    """What is known of the end of a run's first process."""
+    """The end of a run's first process, as far as it is known."""
 
     pid: int
     words: Sequence[str]
@@ -34,7 +35,7 @@ class _End:
     status: int = 0
     judged: bool = False
     reason: str = ""
-    """Why no step was seen."""
+    """Why no step was seen; empty if steps were."""
     help_shown: bool = False
 
 
@@ -42,11 +43,11 @@ _END: _End | None = None
 
 
 def watch(words: Sequence[str], *, no_steps: bool) -> None:
-    """From here on this process cannot end unseen, but by `os._exit`.
+    """Judge this process at its end, unless it ends by `os._exit`.
 
     Args:
         words: the script's arguments.
-        no_steps: whether the user said that it does not train.
+        no_steps: whether the user declared that it does not train.
     """
     global _END
     _END = _End(os.getpid(), words, no_steps, end_record.node_of_this_rank())
@@ -60,10 +61,13 @@ def watch(words: Sequence[str], *, no_steps: bool) -> None:
 
 
 def returned(stop: SystemExit | None) -> int:
-    """The script has ended by itself: judge it; answers the exit status.
+    """Judge a script that has ended by itself.
 
     Args:
         stop: how it ended, if not by returning.
+
+    Returns:
+        The exit status.
 
     Raises:
         CppmegaError: `child-refused`, and what `guard.finish` raises.
@@ -71,7 +75,7 @@ def returned(stop: SystemExit | None) -> int:
     assert _END is not None
     status = _status(stop)
     if os.getpid() != _END.pid:
-        return status  # a fork that has run on to the script's end
+        return status  # a fork that has reached the script's end
     _END.status = status
     # A click command that was called as a function returns; `-h` may mean something else there.
     _END.help_shown = "--help" in _END.words or (stop is not None and "-h" in _END.words)
@@ -81,7 +85,7 @@ def returned(stop: SystemExit | None) -> int:
 
 
 def failed() -> None:
-    """The process ends with an error, which is shown already: no way out says otherwise."""
+    """Make sure that the process ends with an error, which has been printed already."""
     if _END is None or os.getpid() != _END.pid:
         return
     _END.status, _END.judged = 1, True
@@ -91,7 +95,7 @@ def failed() -> None:
 
 
 def _status(stop: SystemExit | None) -> int:
-    """As Python itself turns the argument of `sys.exit` into a status."""
+    """Turn the argument of `sys.exit` into a status, as Python does."""
     if stop is None or stop.code is None:
         return 0
     return stop.code & 0xFF if isinstance(stop.code, int) else 1
@@ -107,25 +111,28 @@ def _others_work() -> bool:
 
 def _judge(end: _End) -> None:
     end.judged = True
-    lines = run_ledger.below(end.pid)
-    for line in lines:
-        if line["what"] == "refused":
-            error = CppmegaError(**line["error"])
-            error.what = f"process {line['pid']} ({line['where']}): {error.what}"
-            raise error
+    entries = run_ledger.below(end.pid)
+    for entry in entries:
+        if entry.what == "refused" and entry.error is not None:
+            raise entry.error.error(f"process {entry.pid} ({entry.where})")
     held = guard.active()
     if held is not None and not held.stepped:
-        end.reason = "--no-steps" if end.no_steps else _reason(held, lines, end.help_shown)
+        end.reason = "--no-steps" if end.no_steps else _reason(held, entries, end.help_shown)
     if not end.no_steps:
-        _refuse_silent_ranks(lines)
+        _refuse_silent_ranks(entries)
     guard.finish(end.reason)
     if end.reason:
         print(f"cppmega: no step was seen: {end.reason}", file=sys.stderr, flush=True)
 
 
-def _refuse_silent_ranks(lines: Sequence[dict[str, Any]]) -> None:
-    fine = {line["pid"] for line in lines if line["what"] in ("stepped", "excused")}
-    silent = {line["pid"]: line["rank"] for line in lines if line["what"] == "joined"}
+def _refuse_silent_ranks(entries: Sequence[Entry]) -> None:
+    """Refuse ranks that took no step and gave no reason.
+
+    Raises:
+        CppmegaError: `no-step-seen`.
+    """
+    fine = {entry.pid for entry in entries if entry.what in ("stepped", "excused")}
+    silent = {entry.pid: entry.rank for entry in entries if entry.what == "joined"}
     silent = {pid: rank for pid, rank in silent.items() if pid not in fine}
     if silent:
         named = ", ".join(f"process {pid} (rank {rank})" for pid, rank in silent.items())
@@ -138,18 +145,18 @@ def _refuse_silent_ranks(lines: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _reason(held: guard.Guard, lines: Sequence[dict[str, Any]], help_shown: bool) -> str:
-    """Why a process had no step to take; empty: it should have taken one."""
-    stepped = {line["pid"] for line in lines if line["what"] == "stepped"}
+def _reason(held: guard.Guard, entries: Sequence[Entry], help_shown: bool) -> str:
+    """Why a process had no step to take; empty if it should have taken one."""
+    stepped = {entry.pid for entry in entries if entry.what == "stepped"}
     if stepped:
         return f"processes that this one started took their own ({len(stepped)} of them)"
     if held.excuse:
         return held.excuse
     if help_shown:
         return "--help was asked for"
-    for line in lines:
-        if line["what"] == "excused":
-            return str(line["reason"])
+    for entry in entries:
+        if entry.what == "excused":
+            return entry.reason
     return _reason_of_arguments(held.arguments or _megatrons_arguments())
 
 
@@ -159,7 +166,7 @@ def _reason_of_arguments(args: Any) -> str:
         return "evaluation alone was asked for (--skip-train)"
     done, asked = named.get("iteration"), named.get("train_iters")
     if isinstance(done, int) and isinstance(asked, int) and done >= asked:
-        return f"the checkpoint has {done} steps, and {asked} are asked for"
+        return f"the checkpoint has {done} steps, and {asked} are requested"
     return ""
 
 
@@ -171,7 +178,7 @@ def _megatrons_arguments() -> Any:
 
 
 def _last_look() -> None:
-    """Python ends: threads and workers have, and what the script registered was done."""
+    """Judge the process when Python ends, after its threads, workers and exit handlers."""
     end = _END
     if end is None or os.getpid() != end.pid:
         return
@@ -197,10 +204,10 @@ def _exit(status: int) -> None:
 
 
 def close_gloo() -> None:
-    """Close what a script left open: gloo's threads abort a process that ends around them.
+    """Close the process group that a script left open: gloo's threads abort a process that ends.
 
-    One run in five so ended with SIGABRT after its last step. NCCL does not, and closing it in a
-    rank that failed would wait for the others.
+    One run in five ended with SIGABRT after its last step. NCCL does not do so, and closing it in
+    a rank that failed would wait for the others.
     """
     distributed = roll_call.distributed()
     if distributed is not None and distributed.get_backend() == "gloo":
@@ -208,13 +215,13 @@ def close_gloo() -> None:
 
 
 def watch_ranks() -> None:
-    """Look at the end of processes that a script starts, too, once they have become ranks."""
+    """Judge the processes that a script starts, too, once they have become ranks."""
     roll_call.on_join(_watch_end_of_rank)
 
 
 def _watch_end_of_rank() -> None:
     if _END is not None and os.getpid() == _END.pid:
-        return  # it is judged as a whole
+        return  # its end is judged with all that it started
     atexit.register(_end_of_rank)
     if "multiprocessing.process" in sys.modules:
         from multiprocessing import util
@@ -224,7 +231,7 @@ def _watch_end_of_rank() -> None:
 
 
 def _end_of_rank() -> None:
-    """A rank that the script started has ended: what it says of itself reaches the first one."""
+    """Judge a rank that the script started, and write the verdict to the ledger."""
     held, error = guard.active(), sys.exc_info()[1]
     fails = error is not None and not (isinstance(error, SystemExit) and _status(error) == 0)
     if held is None or fails:
@@ -233,7 +240,7 @@ def _end_of_rank() -> None:
     if reason:
         run_ledger.write("excused", reason=reason)
     if not (held.stepped or reason):
-        return  # the first process knows that this one joined a group, and says so
+        return  # the first process knows that this one joined a group, and reports it
     try:
         guard.finish(reason)
     except CppmegaError as refusal:

@@ -108,4 +108,4 @@ def everywhere(value: Any) -> Any:
         return text(value)
     if isinstance(value, dict):
         return {name: everywhere(one) for name, one in value.items()}
-    return [everywhere(one) for one in value] if isinstance(value, list) else value
+    return [everywhere(one) for one in value] if isinstance(value, list | tuple) else value

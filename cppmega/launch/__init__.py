@@ -1,1 +1,4 @@
-"""Starting a recipe: validation, run folder, torchrun, supervision."""
+"""Starting a recipe: request, preflight, run folder, torchrun under supervision.
+
+`prepare` turns a request into a validated launch, `folder` records it, `start` starts it.
+"""

@@ -1,8 +1,8 @@
 """`python -m cppmega.launch.agent NODE TORCHRUN-ARGUMENTS`: torchrun, which keeps who failed first.
 
-The same as `python -m torch.distributed.run`; it is a process of its own so that whatever happens
-to it is seen by the one in charge (`cppmega.launch.supervise`). Where that one is killed, this
-process ends the ranks and writes down how the run ended.
+The same as `python -m torch.distributed.run`, in a process of its own, so that the process in
+charge (`cppmega.launch.supervise`) sees whatever happens to it. If that one is killed, this process
+ends the ranks and writes down how the run ended.
 """
 
 from __future__ import annotations
@@ -13,25 +13,47 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+import msgspec
+from msgspec import structs
 
 from cppmega.host import durable, env, process
 from cppmega.host.process import end_with_parent
 from cppmega.launch.agent_watch import Watch
-from cppmega.runs import liveness
+from cppmega.runs import json_file, liveness
 from cppmega.runs.folder import Node
+from cppmega.runs.status import Failure
 
 FAILURE = "failure.json"
 ORPHANS = 60.0
-"""Seconds that ranks get to save and end after torchrun or the process in charge is gone."""
+"""Seconds that ranks have to save and end after torchrun or the process in charge is gone."""
+
+
+class _Details(msgspec.Struct, frozen=True):
+    """The part of an error file that `rank.error_file` and torchrun write."""
+
+    py_callstack: str = ""
+    time: float | None = None
+
+
+class _Message(msgspec.Struct, frozen=True):
+    message: str = ""
+    details: _Details = msgspec.field(default=_Details(), name="extraInfo")
+
+
+class _ErrorFile(msgspec.Struct, frozen=True):
+    """The error file of a rank."""
+
+    message: _Message | str
 
 
 def main() -> NoReturn:
     """Run torchrun; when a rank fails, write down which one and why."""
     node, arguments = Node(Path(sys.argv[1])), sys.argv[2:]
-    parent = int(node.status().get("pid", os.getppid()))  # it may be gone already
+    status = node.status()
+    parent = (status.pid if status is not None else 0) or os.getppid()  # it may be gone already
     watch = Watch(parent, ORPHANS, lambda: _end_now(node, watch))
     end_with_parent()
     watch.start()
@@ -51,7 +73,7 @@ def _torchrun(node: Node, arguments: list[str]) -> int:
 
     options = torchrun.parse_args(arguments)
     if hasattr(options, "signals_to_handle"):
-        # torchrun's own way gives the ranks 30 seconds: too few to save a large model.
+        # By itself torchrun gives the ranks 30 seconds: too few to save a large model.
         options.signals_to_handle = "SIGINT"
     try:
         torchrun.run(options)
@@ -65,7 +87,7 @@ def _torchrun(node: Node, arguments: list[str]) -> int:
 
 
 class _Unfailing:
-    """A stream that loses what a full disk does not take: torchrun would stop copying for good."""
+    """A stream that drops what a full disk cannot hold: torchrun would stop copying for good."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -84,7 +106,7 @@ class _Unfailing:
 
 
 def _end_now(node: Node, watch: Watch) -> NoReturn:
-    """There are no ranks, or none any more; torchrun waits for something else."""
+    """End this process: no ranks are left, and torchrun waits for something else."""
     _keep(node, of_torchrun(-signal.SIGTERM))
     if watch.orphaned:
         _inherit(node, watch)
@@ -95,59 +117,61 @@ def _inherit(node: Node, watch: Watch) -> None:
     """Write down the end of a run whose process in charge was killed."""
     process.end_helpers(os.environ.get(env.RUN.name, ""), watch.ranks)
     status = node.status()
-    if liveness.in_charge(status):
+    if status is None or liveness.in_charge(status):
         return
-    said = "the launcher was killed; its ranks were asked to save a checkpoint and end"
-    failure = {"rank": None, "exit": None, "signal": "", "message": said}
-    ended = {"ended": time.time(), "exit": None, "workers": {}, "failure": failure}
-    with contextlib.suppress(OSError):  # then its state says as much
-        node.write({**status, **ended})
+    message = "the launcher was killed; its ranks were asked to save a checkpoint and end"
+    failure = Failure(exit=None, message=message)
+    ended = structs.replace(status, ended=time.time(), exit=None, workers={}, failure=failure)
+    with contextlib.suppress(OSError):  # the state shows as much
+        node.write(ended)
 
 
-def _keep(node: Node, failure: Mapping[str, Any]) -> None:
+def _keep(node: Node, failure: Failure) -> None:
     with contextlib.suppress(OSError):  # the process in charge sees the exit status
-        durable.write(node.path / FAILURE, failure)
+        durable.write(node.path / FAILURE, json_file.plain(failure))
 
 
-def of_torchrun(code: int) -> dict[str, Any]:
-    """The failure where no rank has one: torchrun itself ended."""
+def of_torchrun(code: int) -> Failure:
+    """The failure of torchrun itself, if no rank has one."""
     name = signal.Signals(-code).name if code < 0 else ""
     how = f"signal {name}" if name else f"exit status {code}"
-    said = f"torchrun itself ended with {how}"
-    return {"rank": None, "exit": code, "signal": name, "message": said}
+    return Failure(exit=code, signal=name, message=f"torchrun itself ended with {how}")
 
 
-def first(failures: dict[int, Any]) -> dict[str, Any]:
-    """The rank that failed first, by the exact times in the error files where there are some."""
+def first(failures: dict[int, Any]) -> Failure:
+    """The rank that failed first, by the exact times in the error files that have one."""
     rank = min(failures, key=lambda rank: (_time(failures[rank]), rank))
     failure = failures[rank]
-    return {
-        "rank": rank,
-        "local_rank": failure.local_rank,
-        "exit": failure.exitcode,
-        "signal": failure.signal_name() if failure.exitcode < 0 else "",
-        "message": _message(failure),
-        "others": sorted(set(failures) - {rank}),
-    }
+    return Failure(
+        rank=rank,
+        local_rank=failure.local_rank,
+        exit=failure.exitcode,
+        signal=failure.signal_name() if failure.exitcode < 0 else "",
+        message=_message(failure),
+        others=tuple(sorted(set(failures) - {rank})),
+    )
 
 
 def _time(failure: Any) -> float:
-    said = _said(failure)
-    return float(said.get("extraInfo", {}).get("time", failure.timestamp))
+    exact = _error_file(failure).details.time
+    return float(failure.timestamp) if exact is None else exact
 
 
 def _message(failure: Any) -> str:
-    said = _said(failure)
-    return str(said.get("extraInfo", {}).get("py_callstack") or said.get("message") or "")
+    error = _error_file(failure)
+    return error.details.py_callstack or error.message
 
 
-def _said(failure: Any) -> dict[str, Any]:
-    """What the rank wrote; nothing where a signal ended it or it exited by itself."""
+def _error_file(failure: Any) -> _Message:
+    """What the rank wrote; empty if a signal ended it or it exited by itself."""
     try:
-        found = json.loads(Path(failure.error_file).read_text())["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {"message": found}
+        raw = json.loads(Path(failure.error_file).read_text())
+    except (OSError, ValueError, TypeError):
+        return _Message()
+    record = json_file.decode(raw, _ErrorFile)
+    if record is None:
+        return _Message()
+    return _Message(record.message) if isinstance(record.message, str) else record.message
 
 
 if __name__ == "__main__":

@@ -1,25 +1,17 @@
-"""Start a recipe so that it is known afterwards exactly what ran.
-
-Preflight, run folder with a manifest, torchrun with logs per rank, in a tmux session or here.
-"""
+"""Validate a launch before anything is written."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
-from cppmega.host import console
-from cppmega.launch import folder as launch_folder
+from cppmega.host import allocator, console
 from cppmega.launch import resume as launch_resume
-from cppmega.launch.folder import Launch, Ready
+from cppmega.launch.request import LaunchRequest, ValidatedLaunch
 from cppmega.preflight.context import Context
 from cppmega.preflight.examine import examine
 from cppmega.recipe import Recipe
@@ -28,163 +20,149 @@ from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import folder as run_folder
 from cppmega.runs import tmux
-from cppmega.runs.folder import Node, Run
+from cppmega.runs.folder import Run
+from cppmega.runs.manifest import DataRecord
 
 _LOOP_RANKS = 2
-"""So that a launch on CPU has what one on GPUs has: process groups, ranks that must agree."""
+"""So that a launch on CPU has what one on GPUs has: process groups, and ranks that must agree."""
 
 
-def launch(asked: Launch, *, dry_run: bool = False) -> int:
-    """Check, write the folder, start. Answers the exit status of what runs in this terminal.
+def prepare(request: LaunchRequest) -> ValidatedLaunch:
+    """Validate the request and resolve every input; writes nothing.
 
     Raises:
         CppmegaError: one named reason for each thing that is not as it must be.
     """
-    ready = prepare(asked)
-    if dry_run:
-        print(shlex.join(["torchrun", *ready.torchrun]))
-        console.say(f"nothing was started; the run folder would be {ready.folder}")
-        return 0
-    return _here(ready) if asked.tmux is None else _in_session(ready, asked.tmux)
-
-
-def _here(ready: Ready) -> int:
-    """In this terminal."""
-    from cppmega.launch.supervise import Supervisor
-
-    node = launch_folder.make(ready)
-    run = node.run
-    console.say(f"run {run.name} in {run.path}; in this terminal: Ctrl-C saves and ends it")
-    os.environ.clear()
-    os.environ.update(ready.environment)
-    return Supervisor(node, ready.torchrun).run()
-
-
-def _in_session(ready: Ready, name: str) -> int:
-    """In a tmux session, which is there before the run folder is: see `tmux.reserve`."""
-    with tmux.reserve(name) as session:
-        node = launch_folder.make(ready)
-        command = [
-            sys.executable,
-            "-m",
-            "cppmega.launch.supervise",
-            str(node.path),
-            *ready.torchrun,
-        ]
-        session.run(command, Path.cwd(), ready.environment)
-    _await_start(node)
-    run = node.run
-    print(run.path)
-    for what in ("attach", "logs -f", "stop", "runs"):
-        word = "" if what == "runs" else f" {run.name}"
-        console.say(f"  cppmega {what}{word}{_runs_word(ready.asked)}")
-    return 0
-
-
-def prepare(asked: Launch) -> Ready:
-    """Everything up to the first thing that is written.
-
-    Raises:
-        CppmegaError: see `launch`.
-    """
     # Ranks may have another working directory; and a manifest must mean something later.
-    asked = replace(asked, options=asked.options.absolute())
-    recipe = recipes_index.with_text(recipes_index.load(asked.recipe), asked.options.changes)
-    runs = run_folder.root(asked.runs).absolute()
-    if asked.tmux is not None:
-        tmux.check_name(asked.tmux)
-        tmux.require(f"cppmega launch {asked.recipe} ... (leave --tmux out), with nohup or screen")
-        tmux.refuse_existing(asked.tmux)
-    nproc = _ranks(asked, recipe)
-    _check_nodes(asked)
-    if asked.name is not None:
-        run_folder.check_name(asked.name)
-        if (runs / asked.name).exists() and asked.nodes == 1:
-            raise run_folder.exists(runs / asked.name)
-    folder = runs / (asked.name or run_folder.fresh_name(runs, recipe.name))
-    old = run_folder.find(runs, asked.resume) if asked.resume is not None else None
+    request = replace(request, options=request.options.absolute())
+    recipe = recipes_index.with_text(recipes_index.load(request.recipe), request.options.changes)
+    runs = run_folder.root(request.runs).absolute()
+    if request.tmux is not None:
+        _check_session(request.tmux, request.recipe)
+    nproc = _ranks(request, recipe)
+    _check_nodes(request)
+    folder = _folder(request, recipe, runs)
+    old = run_folder.find(runs, request.resume) if request.resume is not None else None
     if old is not None:  # a tmux session's name may be another run's later
-        asked = replace(asked, resume=old.name if old.path.parent == runs else str(old.path))
-    options = _options(asked, recipe, folder, old)
-    _check_left(recipe, options.load)
-    _check_loop(recipe, options, nproc * asked.nodes)
-    environment = environment_of(recipe, os.environ)
-    context, checks = _preflight(asked, recipe, options, environment, folder)
-    rendered, data = _rendered(context)
-    ready = Ready(
-        asked=asked,
-        recipe=recipe.plus(*asked.arguments),
-        folder=folder,
-        session=context.session,
+        request = replace(request, resume=old.name if old.path.parent == runs else str(old.path))
+    options = _options(request, recipe, folder, old)
+    _refuse_finished(recipe, options.load)
+    _check_loop(recipe, options, nproc * request.nodes)
+    context = Context(
+        root=options.root,
+        recipe=recipe,
+        recipe_file=recipes_index.file_of(request.recipe),
         options=options,
-        environment=environment,
+        arguments=request.arguments,
+        environ=environment_of(recipe, os.environ),
+        nodes=request.nodes,
+        folder=folder,
+    )
+    checks = _examined(context, request.recipe)
+    argv, data = _rendered(context, recipe)
+    return ValidatedLaunch(
+        request=request,
+        recipe=recipe.plus(*request.arguments),
+        context=context,
+        folder=folder,
         nproc=nproc,
-        torchrun=(),
-        rendered=rendered,
+        torchrun=_torchrun(request, options, folder, recipe.name, nproc),
+        argv=argv,
         data=data,
         checks=checks,
     )
-    return replace(ready, torchrun=_torchrun(ready))
 
 
-def _ranks(asked: Launch, recipe: Recipe) -> int:
-    """Processes on this host."""
+def _check_session(name: str, recipe: str) -> None:
+    tmux.check_name(name)
+    tmux.require(f"cppmega launch {recipe} ... (leave --tmux out), with nohup or screen")
+    tmux.refuse_existing(name)
+
+
+def _ranks(request: LaunchRequest, recipe: Recipe) -> int:
+    """Processes on each host.
+
+    Raises:
+        CppmegaError: `wrong-world-size`.
+    """
     if recipe.gpus == 0:
-        return asked.nproc or _LOOP_RANKS
-    if asked.nproc is not None and asked.nproc * asked.nodes != recipe.gpus:
+        return request.nproc or _LOOP_RANKS
+    if request.nproc is not None and request.nproc * request.nodes != recipe.gpus:
+        world = request.nproc * request.nodes
         raise CppmegaError(
             "wrong-world-size",
-            f"Recipe {recipe.name} takes {recipe.gpus} GPUs, not {asked.nproc * asked.nodes}.",
+            f"Recipe {recipe.name} takes {recipe.gpus} GPUs, not {world}.",
             "Another number of replicas is another batch and another layout.",
-            f"leave --nproc out, or --set gpus={asked.nproc * asked.nodes} with a batch that fits",
+            f"leave --nproc out, or --set gpus={world} with a batch that fits",
         )
-    each, rest = divmod(recipe.gpus, asked.nodes)
+    each, rest = divmod(recipe.gpus, request.nodes)
     if rest or not each:
         raise CppmegaError(
             "wrong-world-size",
-            f"The {recipe.gpus} GPUs of {recipe.name} cannot be spread over {asked.nodes} hosts.",
+            f"The {recipe.gpus} GPUs of {recipe.name} cannot be spread over {request.nodes} hosts.",
             "torchrun starts the same number of processes on each.",
             f"--nnodes with a divisor of {recipe.gpus}",
         )
     return each
 
 
-def _check_nodes(asked: Launch) -> None:
-    if asked.nodes == 1 and asked.rdzv is not None:
+def _check_nodes(request: LaunchRequest) -> None:
+    """Check that several hosts can find each other.
+
+    Raises:
+        CppmegaError: `rendezvous-of-one`, `no-rendezvous`.
+    """
+    if request.nodes == 1 and request.rdzv is not None:
         raise CppmegaError(
             "rendezvous-of-one",
-            f"--rdzv {asked.rdzv} is given, and --nnodes is not.",
+            f"--rdzv {request.rdzv} is given without --nnodes.",
             "This host would train alone, and the others would wait for it.",
             "--nnodes with the number of hosts, or leave --rdzv out",
         )
-    if asked.nodes > 1 and (asked.rdzv is None or asked.name is None):
+    if request.nodes > 1 and (request.rdzv is None or request.name is None):
         raise CppmegaError(
             "no-rendezvous",
-            f"--nnodes {asked.nodes} needs --rdzv and --name.",
+            f"--nnodes {request.nodes} needs --rdzv and --name.",
             "The hosts find each other at one address, and write to one run folder.",
             "on every host: cppmega launch RECIPE --nnodes N --rdzv FIRST_HOST:29500 --name NAME "
             "--runs A_SHARED_FOLDER",
         )
 
 
-def _options(asked: Launch, recipe: Recipe, folder: Path, old: Run | None) -> RunOptions:
-    """The trainer's options with this run's own places."""
-    options = asked.options
+def _folder(request: LaunchRequest, recipe: Recipe, runs: Path) -> Path:
+    """Where the run folder will be.
+
+    Raises:
+        RunExistsError: `run-exists`.
+        CppmegaError: `bad-run-name`.
+    """
+    if request.name is None:
+        return runs / run_folder.fresh_name(runs, recipe.name)
+    run_folder.check_name(request.name)
+    folder = runs / request.name
+    if folder.exists() and request.nodes == 1:
+        raise run_folder.already_exists(folder)
+    return folder
+
+
+def _options(request: LaunchRequest, recipe: Recipe, folder: Path, old: Run | None) -> RunOptions:
+    """The trainer's options with this run's own folders."""
+    options = request.options
     if old is not None:
-        options = launch_resume.options(asked, recipe, old)
-    save = options.save or folder / "checkpoints"
-    load = options.load
-    if load is None and checkpoint_tracker.newest_step(save) is not None:
-        load = save  # as the trainer does it; the manifest must say so
+        options = launch_resume.resumed_options(options, recipe, old)
     data = options.data
     if recipe.kind == "loop" and not data:
         data = (str(folder / "data"),)
-    metrics = options.metrics or folder / "metrics.jsonl"
-    return replace(options, save=save, load=load, metrics=metrics, data=data)
+    return replace(
+        options,
+        save=options.save or folder / "checkpoints",
+        metrics=options.metrics or folder / "metrics.jsonl",
+        data=data,
+    ).resuming()  # as the trainer will; the manifest must record it
 
 
-def _check_left(recipe: Recipe, load: Path | None) -> None:
-    """Is there anything left to train?
+def _refuse_finished(recipe: Recipe, load: Path | None) -> None:
+    """Refuse a checkpoint that has all the steps already.
 
     Raises:
         CppmegaError: `already-trained`.
@@ -193,14 +171,14 @@ def _check_left(recipe: Recipe, load: Path | None) -> None:
     if step is not None and step >= recipe.train_iters:
         raise CppmegaError(
             "already-trained",
-            f"The checkpoint in {load} has {step} steps, and {recipe.train_iters} are asked for.",
+            f"The checkpoint in {load} has {step} steps, and {recipe.train_iters} are requested.",
             "The run would end at once, with a folder and no step.",
             f"--set train_iters={step + recipe.train_iters} trains on",
         )
 
 
 def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
-    """Can a loop of our own do what it is asked for? The checks take a minute; this does not.
+    """Check what the loop on CPU supports, before the preflight, which takes a minute.
 
     Raises:
         CppmegaError: `wrong-world-size`, `not-supported`.
@@ -213,39 +191,25 @@ def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
     smoke_loop.refuse_options(recipe, options)
 
 
-def environment_of(recipe: Recipe, given: Mapping[str, str]) -> dict[str, str]:
+def environment_of(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks will see."""
-    from cppmega.host import allocator
-
-    environment = dict(given)
+    environment = dict(environ)
     environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it warns of
     for name, value in recipe.environment:
         environment.setdefault(name, value)
     if recipe.gpus == 0:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # a loop on CPU, also where there is a GPU
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # a loop on CPU, also if there is a GPU
     else:
         allocator.set_in(environment)
     return environment
 
 
-def _preflight(
-    asked: Launch,
-    recipe: Recipe,
-    options: RunOptions,
-    environment: Mapping[str, str],
-    folder: Path,
-) -> tuple[Context, dict[str, str]]:
-    """Every check; the launch ends here where one does not hold."""
-    context = Context(
-        root=options.root,
-        recipe=recipe,
-        recipe_file=recipes_index.file_of(asked.recipe),
-        options=options,
-        arguments=asked.arguments,
-        environ=environment,
-        nodes=asked.nodes,
-        folder=folder,
-    )
+def _examined(context: Context, recipe: str) -> dict[str, str]:
+    """Run the preflight. Returns the state of every check.
+
+    Raises:
+        CppmegaError: the first check that does not hold, or `preflight-incomplete`.
+    """
     with console.Progress("preflight") as progress:
         found = examine(context, progress)
     for finding in found.findings:
@@ -262,75 +226,48 @@ def _preflight(
         raise CppmegaError(
             "preflight-incomplete",
             "Some checks were not run.",
-            "What was not looked at may be wrong.",
-            f"cppmega preflight {asked.recipe}",
+            "What was not inspected may be wrong.",
+            f"cppmega preflight {recipe}",
         )
-    return context, {finding.check: finding.state for finding in found.findings}
+    return {finding.check: finding.state for finding in found.findings}
 
 
-def _rendered(context: Context) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The arguments as they will reach the parser, and the name of the data's contents."""
-    recipe, options = context.recipe, context.options
-    assert recipe is not None
-    paths = list(options.data)
+def _rendered(context: Context, recipe: Recipe) -> tuple[tuple[str, ...], DataRecord]:
+    """Megatron's arguments, and the data by name, from what the preflight has found."""
+    options = context.options
     if recipe.kind == "loop":
         from cppmega.smoke import corpus as smoke_text
         from cppmega.smoke import loop as smoke_loop
 
         fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(options.data, recipe))
-        return (), {"paths": paths, "fingerprint": fingerprint, "mock": False}
-    version = context.session.tree.version
-    rendered = render(recipe.plus(*context.arguments), version, options, context.data.eod)
-    data = {"paths": paths, "fingerprint": context.data.fingerprint, "mock": options.mock_data}
-    return rendered.argv, data
+        return (), DataRecord(paths=options.data, fingerprint=fingerprint)
+    version, data = context.session.tree.version, context.data
+    rendered = render(recipe.plus(*context.arguments), version, options, data.eod)
+    return rendered.argv, DataRecord(
+        paths=options.data, fingerprint=data.fingerprint, mock=options.mock_data
+    )
 
 
-def _torchrun(ready: Ready) -> tuple[str, ...]:
-    """torchrun's words, without the log folder of each host."""
-    asked, last = ready.asked, ready.nproc - 1
-    if asked.nodes > 1:
+def _torchrun(
+    request: LaunchRequest, options: RunOptions, folder: Path, recipe: str, nproc: int
+) -> tuple[str, ...]:
+    """torchrun's command line, without the log folder of each host."""
+    if request.nodes > 1:
         where = [
-            *("--nnodes", str(asked.nodes), "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", str(asked.rdzv), "--rdzv-id", ready.folder.name),
+            *("--nnodes", str(request.nodes), "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", str(request.rdzv), "--rdzv-id", folder.name),
         ]
     else:
-        # The host's own name may have no address: then ranks would wait for each other for ever.
+        # If the host's own name has no address, ranks would wait for each other for ever.
         where = ["--standalone", "--local-addr", "127.0.0.1"]
-    # Every rank has its files; the first and the last, which Megatron's lines come from, are shown.
-    shown = ",".join(f"{rank}:3" for rank in sorted({0, last}))
-    root = ready.options.root
-    chosen = ["--megatron", str(root)] if root is not None else []
-    recipe = ready.folder / "recipe" / f"{ready.recipe.name}.py"
-    options = ready.options.words(without=("root",))
+    # Every rank has its files; the first and the last, which print Megatron's lines, are shown.
+    shown = ",".join(f"{rank}:3" for rank in sorted({0, nproc - 1}))
+    chosen = ["--megatron", str(options.root)] if options.root is not None else []
+    kept = folder / "recipe" / f"{recipe}.py"
     return (
         *where,
-        *("--nproc-per-node", str(ready.nproc), "--redirects", "3", "--tee", shown),
-        *("-m", "cppmega.run", *chosen, "-m", "cppmega.trainer", str(recipe), *options),
-        *_further(asked),
+        *("--nproc-per-node", str(nproc), "--redirects", "3", "--tee", shown),
+        *("-m", "cppmega.run", *chosen, "-m", "cppmega.trainer", str(kept)),
+        *options.words(without=("root",)),
+        *(("--", *request.arguments) if request.arguments else ()),
     )
-
-
-def _further(asked: Launch) -> tuple[str, ...]:
-    """Megatron's own arguments, after the trainer's options."""
-    return ("--", *asked.arguments) if asked.arguments else ()
-
-
-def _await_start(node: Node) -> None:
-    """Until the process in charge has taken over: a session that dies at once is no start."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if node.status():
-            return
-        if not tmux.exists(str(node.run.manifest["tmux"])) and not node.status():
-            break
-        time.sleep(0.05)
-    raise CppmegaError(
-        "session-not-started",
-        f"The tmux session {node.run.manifest['tmux']} ended before the run began.",
-        "Nothing is running.",
-        f"python -m cppmega.launch.supervise {node.path} shows why",
-    )
-
-
-def _runs_word(asked: Launch) -> str:
-    return f" --runs {asked.runs}" if asked.runs is not None else ""

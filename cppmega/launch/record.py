@@ -1,4 +1,4 @@
-"""What must be known of a launch to say later what ran: stack, GPUs, sources."""
+"""The facts about a machine and its sources that tell later what ran."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from cppmega import __version__
 from cppmega.host import packages as stack
 from cppmega.host.paths import PACKAGE
+from cppmega.runs.manifest import GitState, SourceFile, ToolRecord
 
 _MORE_PACKAGES = ("numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "cuda")
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the driver and the packages that train; nothing is imported."""
+    """Versions of Python, the driver and the packages that train; imports none of them."""
     found = {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -38,25 +38,29 @@ def _driver() -> str:
     return next((word for word in first.split() if word[:1].isdigit() and "." in word), first)
 
 
-def file_state(path: Path) -> dict[str, Any]:
-    """A source file: its hash, and what its git repository says of it."""
+def source_file(path: Path) -> SourceFile:
+    """A source file: its hash, and its state in its git repository."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"path": str(path.resolve()), "sha256": digest, "git": git_state(path)}
+    return SourceFile(path=str(path.resolve()), sha256=digest, git=git_state(path))
 
 
-def tool_state() -> dict[str, Any]:
-    """This package: its version, and its commit where it is a checkout."""
-    return {"version": __version__, "git": git_state(PACKAGE)}
+def tool() -> ToolRecord:
+    """This package: its version, and its commit if it is a checkout."""
+    return ToolRecord(version=__version__, git=git_state(PACKAGE))
 
 
-def git_state(path: Path) -> dict[str, Any] | None:
-    """Commit of the repository around a path, and whether the path differs from it; None: none."""
+def git_state(path: Path) -> GitState | None:
+    """The commit of the repository around a path, and whether the path differs from it.
+
+    Returns:
+        None if there is no repository, or if it does not track the path.
+    """
     folder = path if path.is_dir() else path.parent
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or _git(folder, "ls-files", "--", str(path.resolve())) in (None, ""):
-        return None  # no repository, or one that does not know the file
+        return None
     changed = _git(folder, "status", "--porcelain", "--", str(path.resolve()))
-    return {"commit": commit, "changed": bool(changed)}
+    return GitState(commit=commit, changed=bool(changed))
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -1,13 +1,11 @@
-"""What a launch takes from the run that it goes on from."""
+"""What a launch takes over from the run that it resumes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from cppmega.errors import CppmegaError
 from cppmega.host import console
-from cppmega.launch.folder import Launch
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
@@ -19,80 +17,85 @@ _SHAPE = (
     *("num_attention_heads", "num_query_groups", "kv_channels", "num_experts"),
     *("padded_vocab_size", "tied_embeddings"),
 )
-"""Of a recipe: what the weights in a checkpoint have the shapes of."""
+"""Fields of a recipe that decide the shapes of the weights in a checkpoint."""
 
 
-def options(asked: Launch, recipe: Recipe, old: Run) -> RunOptions:
-    """The options asked for, with checkpoint and data of an earlier run where they name none.
+def resumed_options(options: RunOptions, recipe: Recipe, old: Run) -> RunOptions:
+    """The options, with checkpoint and data of an earlier run unless they name their own.
 
     Raises:
         CppmegaError: `run-damaged`, `run-of-another-recipe`, `run-of-another-model`,
             `run-still-running`, `nothing-to-resume`.
     """
-    old.require_whole()
-    whose = old.manifest["recipe"].get("name")
-    if whose != recipe.name:
-        raise CppmegaError(
-            "run-of-another-recipe",
-            f"{old.name} is a run of recipe {whose}, not of {recipe.name}.",
-            "Its checkpoint is another model's, or the record of it would be another recipe's.",
-            f"cppmega launch {whose} --resume {old.word}",
-        )
+    before = old.manifest.options
+    _refuse_other_recipe(recipe, old)
     _refuse_other_model(recipe, old)
     if old.state() in run_folder.LIVE:
         raise CppmegaError(
             "run-still-running",
             f"{old.name} is {old.state()}.",
-            "Two runs would go on from one checkpoint while it is still being made.",
+            "Two runs would continue from one checkpoint while it is still being written.",
             f"cppmega stop {old.word}",
         )
     step = old.checkpoint()
     if step is None:
-        origin = old.manifest.get("resumes")
-        raise CppmegaError(
-            "nothing-to-resume",
-            f"{old.name} ({old.state()}) has no whole checkpoint in {old.checkpoints}.",
-            "A fresh start under the name of a resumed run would pass for one.",
-            f"--resume {origin}, from which it went on"
-            if origin
-            else "launch without --resume for a fresh start",
-        )
-    console.say(f"going on from step {step} of {old.name}")
-    given, before = asked.options, old.manifest["options"]
-    given = replace(given, load=given.load or old.checkpoints)
-    if given.data or given.mock_data:
-        return given
+        raise _nothing_to_resume(old)
+    console.say(f"resuming from step {step} of {old.name}")
+    options = replace(options, load=options.load or old.checkpoints)
+    if options.data or options.mock_data:
+        return options
     return replace(
-        given,
-        data=tuple(before["data"]),
-        tokenizer=given.tokenizer or before["tokenizer"],
-        eod=given.eod or before["eod"],
-        mock_data=before["mock_data"],
-        data_cache=given.data_cache or (before["data_cache"] and Path(before["data_cache"])),
+        options,
+        data=before.data,
+        tokenizer=options.tokenizer or before.tokenizer,
+        eod=options.eod or before.eod,
+        mock_data=before.mock_data,
+        data_cache=options.data_cache or before.data_cache,
     )
 
 
-def _refuse_other_model(recipe: Recipe, old: Run) -> None:
-    """By the recipe that the old run kept: not every checkpoint says what it is of."""
-    kept = old.path / "recipe" / f"{recipe.name}.py"
-    try:
-        was = recipes_index.with_text(
-            recipes_index.load(str(kept)), old.manifest["recipe"].get("changes", ())
+def _nothing_to_resume(old: Run) -> CppmegaError:
+    origin = old.outline.resumes
+    return CppmegaError(
+        "nothing-to-resume",
+        f"{old.name} ({old.state()}) has no complete checkpoint in {old.checkpoints}.",
+        "A fresh start under the name of a resumed run would pass for one.",
+        f"--resume {origin}, which it had resumed"
+        if origin
+        else "launch without --resume for a fresh start",
+    )
+
+
+def _refuse_other_recipe(recipe: Recipe, old: Run) -> None:
+    name = old.outline.recipe.name
+    if name != recipe.name:
+        raise CppmegaError(
+            "run-of-another-recipe",
+            f"{old.name} is a run of recipe {name}, not of {recipe.name}.",
+            "Its checkpoint is another model's, or the record of it would be another recipe's.",
+            f"cppmega launch {name} --resume {old.word}",
         )
+
+
+def _refuse_other_model(recipe: Recipe, old: Run) -> None:
+    """Compare with the recipe that the old run kept: not every checkpoint names its model."""
+    kept, changes = old.path / "recipe" / f"{recipe.name}.py", old.outline.recipe.changes
+    try:
+        then = recipes_index.with_text(recipes_index.load(str(kept)), changes)
     except CppmegaError:
-        return  # an older release's: the checkpoint's own check says what it can
+        return  # an older release's recipe: the checkpoint's own check compares what it can
     # A loop learns a vector for every position.
     shape = (*_SHAPE, "seq_length") if recipe.kind == "loop" else _SHAPE
-    other = [
-        f"{name} {getattr(was, name)} and {getattr(recipe, name)}"
+    differences = [
+        f"{name} {getattr(then, name)} and {getattr(recipe, name)}"
         for name in shape
-        if getattr(was, name) != getattr(recipe, name)
+        if getattr(then, name) != getattr(recipe, name)
     ]
-    if other:
+    if differences:
         raise CppmegaError(
             "run-of-another-model",
-            f"{old.name} and this launch differ: {', '.join(other)}.",
+            f"{old.name} and this launch differ: {', '.join(differences)}.",
             "The weights of its checkpoint do not fit.",
             "the --set with which it was launched: "
-            + (" ".join(f"--set {text}" for text in old.manifest["recipe"]["changes"]) or "none"),
+            + (" ".join(f"--set {text}" for text in changes) or "none"),
         )

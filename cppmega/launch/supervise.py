@@ -1,11 +1,11 @@
 """The process in charge of one host's part of a run: starts torchrun, passes on a stop.
 
-It lives in the tmux session or in the terminal; torchrun and its ranks have sessions of their own,
+It runs in the tmux session or in the terminal; torchrun and its ranks have sessions of their own,
 so that Ctrl-C or a lost terminal reaches this process alone. SIGINT, SIGTERM and SIGHUP ask the
 ranks to save a checkpoint and end (SIGTERM, which Megatron's --exit-signal-handler waits for);
 Ctrl-C again, or SIGQUIT, ends them at once. SIGTERM and SIGHUP never do, however often they come:
-schedulers and terminals repeat themselves. Whatever happens, the end is kept in the folder: on a
-full disk, without a terminal; and where this process is killed, `cppmega.launch.agent` sees to it.
+schedulers and terminals repeat themselves. Whatever happens, how the run ended is kept in the
+folder: on a full disk, without a terminal, and by `cppmega.launch.agent` if this process is killed.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
+from msgspec import UNSET, structs
+
 from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
 from cppmega.host import durable, env, process
 from cppmega.host.console import hold_standard_streams
 from cppmega.host.terminal import Terminal
 from cppmega.launch.agent import FAILURE, ORPHANS, of_torchrun
-from cppmega.runs import liveness
-from cppmega.runs.failures import said_of
+from cppmega.runs import failures, json_file, liveness
 from cppmega.runs.folder import Node
-from cppmega.runs.manifest import read_json
+from cppmega.runs.status import Failure, Status
 
 _PERIOD = 0.2
 _AGAIN = 1.0
-"""Seconds after which a second Ctrl-C is meant as one."""
+"""Seconds after which another Ctrl-C counts as a second one."""
 _KILLED = 10.0
-"""Seconds that torchrun gets to see that its ranks were killed."""
+"""Seconds that torchrun has to notice that its ranks were killed."""
 _WRITE_AGAIN = 5.0
-"""Seconds between two tries to write down what could not be written."""
+"""Seconds between two attempts to write what could not be written."""
 _ALIVE = 60.0
 """Seconds between two signs of life."""
 _KEEP = 10.0
-"""Seconds for which it is tried to write down the end."""
+"""Seconds of attempts to write how the run ended."""
 _FULL = 2**16
-"""Free bytes of a disk on which nothing more can be written."""
+"""Free bytes below which a disk counts as full."""
 _SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -55,38 +56,37 @@ class Supervisor:
 
     Args:
         node: this host's part of the run.
-        words: torchrun's; by default those of the manifest, in which no secret is recorded.
+        words: torchrun's command line; by default the manifest's, in which no secret is recorded.
     """
 
     def __init__(self, node: Node, words: Sequence[str] = ()) -> None:
         self.node, self.words = node, words
         self.asked = 0.0
-        """When a stop was asked for; 0: it was not."""
+        """When a stop was requested; 0: it was not."""
         self.by = ""
-        """The signal that asked."""
+        """The signal that requested it."""
         self.now = False
         self.give_up = 0.0
         """When torchrun is killed too, once its ranks were; 0: they were not."""
         self.written = 0.0
-        """When the status was last written, or could not be."""
+        """When writing the status was last attempted."""
         self.trouble = ""
-        """Why the status in the folder is not the latest one."""
+        """Why the status in the folder is out of date."""
         self.folder = _identity(node.path)
-        self.status: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "boot": process.boot(),
-            "namespace": process.namespace(),
-            "pid": os.getpid(),
-            "since": process.started(os.getpid()),
-            "started": time.time(),
-            "workers": {},
-            "stop": "",
-            "ended": None,
-            "exit": None,
-        }
+        self.status = Status(
+            host=socket.gethostname(),
+            boot=process.boot(),
+            namespace=process.namespace(),
+            pid=os.getpid(),
+            since=process.started(os.getpid()),
+            started=time.time(),
+        )
 
     def run(self) -> int:
-        """Start, wait, write down the end. Answers the exit status.
+        """Start torchrun, wait for it, and write down how it ended.
+
+        Returns:
+            The exit status.
 
         Raises:
             CppmegaError: `run-began-already`, `run-folder-not-written`; nothing was started.
@@ -100,18 +100,18 @@ class Supervisor:
             code = self._torchrun(console)
             self._end_orphans()
             if code:
-                process.end_helpers(str(self.node.run.path), map(int, self.status["workers"]))
+                process.end_helpers(str(self.node.run.path), map(int, self.status.workers))
             return self._finish(code)
 
     def _listen(self) -> None:
         for number in (*_SOFT, signal.SIGQUIT):
             ignored = signal.getsignal(number) is signal.SIG_IGN
-            # nohup and a shell's & mean it, but what `cppmega stop` sends was asked for.
+            # nohup and a shell's & ignore them on purpose, but `cppmega stop` must be heard.
             if not ignored or number in (signal.SIGTERM, signal.SIGQUIT):
                 signal.signal(number, self._on_signal)
 
     def _console(self) -> FileIO:
-        """Take charge of the folder; the file that torchrun and its ranks print into."""
+        """Take charge of the folder. Returns the file that torchrun and its ranks print into."""
         try:
             durable.reserve(self.node.path / FAILURE)
             self.node.write(self.status)
@@ -128,17 +128,16 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
-                start_new_session=True,  # signals of the terminal are ours to pass on
+                start_new_session=True,  # this process passes on the signals of the terminal
                 env={**os.environ, env.RUN.name: str(self.node.run.path)},
             )
         except OSError as error:
             self._say(f"torchrun could not be started: {error}")
             return 1
-        self.status |= {"agent": agent.pid, "agent_since": process.started(agent.pid)}
-        self._write()
+        self._update(agent=agent.pid, agent_since=process.started(agent.pid))
         while agent.poll() is None:
             self._see_workers(agent.pid)
-            if self.now or (self.asked and not self.status["stop"]):
+            if self.now or (self.asked and not self.status.stop):
                 self._pass_on()
             if self.give_up and time.monotonic() > self.give_up:
                 agent.kill()
@@ -147,10 +146,10 @@ class Supervisor:
         return agent.returncode
 
     def command(self) -> list[str]:
-        """torchrun with this host's logs."""
-        words = self.words or self.node.run.manifest["torchrun"]
+        """torchrun's command line, with this host's logs."""
+        words = self.words or self.node.run.outline.torchrun
         logs = ["--log-dir", str(self.node.logs)]
-        # -u: it repeats the ranks' lines into a file, and somebody follows that file.
+        # -u: it repeats the ranks' lines into a file, which may be followed.
         return [
             sys.executable,
             "-u",
@@ -173,21 +172,21 @@ class Supervisor:
         if self.now:
             self.now = False
             self._say("ending at once: the ranks are killed, nothing is saved")
-            self._mark("now")
+            self._update(stop="now")
             self._signal_workers(signal.SIGKILL)
-            self.give_up = time.monotonic() + (_KILLED if self.status["workers"] else 0)
+            self.give_up = time.monotonic() + (_KILLED if self.status.workers else 0)
             return
         self._say(
             f"asked to stop ({self.by}): the ranks save a checkpoint after their step, and end. "
             "Ctrl-C again, or cppmega stop --now, ends them at once"
         )
-        self._mark("checkpoint")
+        self._update(stop="checkpoint")
         self._signal_workers(signal.SIGTERM)
-        if not self.status["workers"]:  # torchrun has not come to start any
-            process.send(self.status["agent"], signal.SIGTERM)
+        if not self.status.workers and self.status.agent:  # torchrun has not started any yet
+            process.send(self.status.agent, signal.SIGTERM)
 
-    def _mark(self, kind: str) -> None:
-        self.status["stop"] = kind
+    def _update(self, **changes: Any) -> None:
+        self.status = structs.replace(self.status, **changes)
         self._write()
 
     def _signal_workers(self, number: signal.Signals) -> None:
@@ -195,23 +194,20 @@ class Supervisor:
             process.send(pid, number)
 
     def _living(self) -> list[int]:
-        known = self.status["workers"].items()
+        known = self.status.workers.items()
         return [int(pid) for pid, since in known if process.alive(int(pid), since)]
 
     def _see_workers(self, agent: int) -> None:
         known = {str(pid): process.started(pid) for pid in process.children(agent)}
-        if set(known) - set(self.status["workers"]):
-            self.status["workers"].update(known)
-            self._write()
-        if known and "first_rank" not in self.status:
+        if set(known) - set(self.status.workers):
+            self._update(workers={**self.status.workers, **known})
+        if known and self.status.first_rank is UNSET:
             place = process.environment(int(next(iter(known))))
             if "RANK" in place:  # not before it has become python
-                first = int(place["RANK"]) - int(place["LOCAL_RANK"])
-                self.status["first_rank"] = first
-                self._write()
+                self._update(first_rank=int(place["RANK"]) - int(place["LOCAL_RANK"]))
 
     def _end_orphans(self) -> None:
-        """torchrun ends its ranks, unless it was killed: then they get time to save, and end."""
+        """End the ranks that torchrun left behind because it was killed; they have time to save."""
         deadline = time.monotonic() + ORPHANS
         self._signal_workers(signal.SIGTERM)
         while self._living():
@@ -221,24 +217,28 @@ class Supervisor:
             time.sleep(_PERIOD)
 
     def _finish(self, code: int) -> int:
-        failure = read_json(self.node.path / FAILURE) if code else end_record.missing(self.node)
-        if code and not failure:
-            failure = of_torchrun(code)
-        code = code or int(bool(failure))
-        self.status |= {"ended": time.time(), "exit": code, "workers": {}}
-        if code:
-            self.status["failure"] = failure
-        if self._disk_is_full():
-            self.status["note"] = "the disk of the run folder is full"
+        failure = end_record.missing(self.node) if code == 0 else self._kept_failure(code)
+        code = code or int(failure is not None)
+        self.status = structs.replace(
+            self.status,
+            ended=time.time(),
+            exit=code,
+            workers={},
+            failure=UNSET if failure is None else failure,
+            note="the disk of the run folder is full" if self._disk_is_full() else UNSET,
+        )
         self._write_the_end()
         self._say_the_end(code)
         return code if code >= 0 else 128 - code
 
+    def _kept_failure(self, code: int) -> Failure:
+        return json_file.read(self.node.path / FAILURE, Failure) or of_torchrun(code)
+
     def _say_the_end(self, code: int) -> None:
         run = self.node.run
-        said = said_of(self.node)
-        if said:
-            self._say(said)
+        failure = failures.described(self.node)
+        if failure:
+            self._say(failure)
         if self.trouble:
             kept = f"how it ended could not be written into the run folder ({self.trouble})"
             self._say(f"{run.name}: exit status {code}; {kept}")
@@ -256,7 +256,7 @@ class Supervisor:
             self._write()
 
     def _write(self) -> None:
-        """Write the status; where that cannot be done, the run goes on, and it is tried again."""
+        """Write the status; if that fails, the run continues, and it is attempted again."""
         self.written = time.monotonic()
         before = self.trouble
         try:
@@ -270,7 +270,7 @@ class Supervisor:
             self._say(f"the run folder cannot be written: {self.trouble}")
 
     def _give_sign_of_life(self) -> None:
-        """For those who look from another machine; or write what could not be written before."""
+        """Touch the status for readers on other machines, or write what could not be written."""
         silent = time.monotonic() - self.written
         if self.trouble and silent > _WRITE_AGAIN:
             self._write()
@@ -295,10 +295,10 @@ class Supervisor:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Which folder that is, whatever has its name later."""
+    """Identify a folder, whatever has its name later."""
     with contextlib.suppress(OSError):
-        found = folder.stat()
-        return found.st_dev, found.st_ino
+        stat = folder.stat()
+        return stat.st_dev, stat.st_ino
     return None
 
 
@@ -307,7 +307,7 @@ def _began_already(node: Node) -> CppmegaError:
         "run-began-already",
         f"{node.run.name} has a process in charge, or had one: it is {node.state()}.",
         "A second one would overwrite how it ended.",
-        f"cppmega logs {node.run.word}; to train on: cppmega launch RECIPE --resume "
+        f"cppmega logs {node.run.word}; to continue training: cppmega launch RECIPE --resume "
         f"{node.run.word}",
     )
 
@@ -316,7 +316,7 @@ def _not_written(node: Node, error: OSError) -> CppmegaError:
     return CppmegaError(
         "run-folder-not-written",
         f"{node.path} cannot be written: {error.strerror}.",
-        "How the run ended could not be kept. Nothing was started.",
+        "There would be no record of how the run ended. Nothing was started.",
         f"df -h {node.path}; then launch again with --runs FOLDER on a disk with room",
     )
 

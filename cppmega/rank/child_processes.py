@@ -58,7 +58,8 @@ def check(where: str) -> None:
     Raises:
         CppmegaError: `worker-without-guard`.
     """
-    holds = {line["pid"] for line in run_ledger.below(os.getpid()) if line["what"] == "holds"}
+    entries = run_ledger.below(os.getpid())
+    holds = {entry.pid for entry in entries if entry.what == "holds"}
     for pid in process.children(os.getpid(), recursive=True):
         words = process.command(pid)
         if pid in holds or not _is_python(words) or process.only_forked(pid):

@@ -15,6 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
+from cppmega.errors import CppmegaError
 from cppmega.host import env, process
 
 _FILE = "cppmega-guard"
@@ -22,6 +25,35 @@ _FILE = "cppmega-guard"
 What = Literal["holds", "joined", "stepped", "excused", "refused"]
 """The process holds the guard; it joined a process group; a step of it was checked; it ended and
 needed no step; the guard refused it."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The error with which the guard refused a process."""
+
+    name: str
+    what: str
+    why: str
+    next: str
+
+    def error(self, where: str) -> CppmegaError:
+        """The error, with the place where it was raised."""
+        return CppmegaError(self.name, f"{where}: {self.what}", self.why, self.next)
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the ledger."""
+
+    what: What
+    pid: int
+    above: tuple[int, ...]
+    """The ancestors of the process, the nearest first."""
+    rank: int | None = None
+    """Of a process that joined a group."""
+    reason: str = ""
+    """Why a process needed no step."""
+    where: str = ""
+    """Host and rank of a process that was refused."""
+    error: Refusal | None = None
 
 
 _address = ""
@@ -73,13 +105,13 @@ def write(what: What, **details: Any) -> None:
         file.write(json.dumps(line).encode() + b"\n")  # one write: lines of others stay whole
 
 
-def below(pid: int) -> list[dict[str, Any]]:
-    """The lines of the processes that a process has started, and they in turn."""
+def below(pid: int) -> list[Entry]:
+    """The entries of the processes that a process has started, and they in turn."""
     path = _path(_address)
     if path is None:
         return []
-    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-    return [line for line in lines if pid in line["above"]]
+    entries = [msgspec.json.decode(line, type=Entry) for line in path.read_bytes().splitlines()]
+    return [entry for entry in entries if pid in entry.above]
 
 
 def _path(address: str) -> Path | None:

@@ -1,1 +1,4 @@
-"""Run folders: listed, watched, compared, stopped."""
+"""Run folders: their files, typed; runs listed, watched, compared and stopped.
+
+Imports the overlay's records, recipes, the tracker of checkpoints, and what lies below.
+"""

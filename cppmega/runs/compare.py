@@ -5,91 +5,151 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import record as overlay_record
-from cppmega.runs.folder import Run
+from cppmega.runs import json_file
+from cppmega.runs.folder import Run, RunState
+from cppmega.runs.manifest import Manifest
+from cppmega.runs.metrics import LoggedStep
 
 _ROWS = 20
 _WARM = 2
 """First steps that a mean throughput leaves out: they compile and fill caches."""
 _OWN_PLACES = ("--save", "--load", "--metrics", "--data-cache-path", "--tensorboard-dir")
-"""Arguments that every run has its own of."""
-_OWN_OPTIONS = ("save", "load", "metrics", "changes")
+"""Arguments that are different for every run."""
+_OWN_OPTIONS = ("save", "load", "metrics", "changes", "data")
+"""Options that are different for every run, or are compared elsewhere."""
 
-Curve = dict[int, Mapping[str, Any]]
+Curve = dict[int, LoggedStep]
+Pair = tuple[float | None, float | None]
 
 
-def compare(one: Run, other: Run) -> dict[str, Any]:
-    """Everything that can be said, as data."""
-    for run in (one, other):
-        run.require_whole()
-    curves = [curve(run) for run in (one, other)]
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What identifies one of the two runs."""
+
+    name: str
+    state: RunState
+    recipe: str
+    overlay: str
+    megatron: str
+    mock_data: bool
+
+    def line(self) -> str:
+        """One line of text."""
+        mock = ", MOCK DATA" if self.mock_data else ""
+        return (
+            f"{self.name} ({self.state}): recipe {self.recipe}, overlay {self.overlay}, "
+            f"megatron-core {self.megatron}{mock}"
+        )
+
+
+class StepPair(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of both runs; None: that run has not logged it."""
+
+    step: int
+    loss: Pair
+    tokens_per_second: Pair
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Two runs, as `cppmega compare --json` prints them. Lists name what differs."""
+
+    schema: int = 1
+    runs: tuple[Head, Head]
+    overlay: list[str]
+    recipe: list[str]
+    arguments: list[str]
+    environment: list[str]
+    stack: list[str]
+    data: list[str]
+    steps: list[StepPair]
+    common_steps: int
+    largest_loss_difference: float | None
+    tokens_per_second: Pair
+
+
+def compare(one: Run, other: Run) -> Comparison:
+    """Compare two runs.
+
+    Raises:
+        RunDamagedError: `run-damaged`.
+    """
+    a, b = one.manifest, other.manifest
+    curves = curve(one), curve(other)
     common = sorted(curves[0].keys() & curves[1].keys())
-    return {
-        "schema": 1,
-        "runs": [_head(one), _head(other)],
-        "overlay": _overlay(one, other),
-        "recipe": _recipe(one, other),
-        "arguments": _arguments(one, other),
-        "environment": _mapping(one, other, "environment"),
-        "stack": _mapping(one, other, "stack"),
-        "data": _data(one, other),
-        "steps": [_step(step, *curves) for step in sorted(curves[0].keys() | curves[1].keys())],
-        "common_steps": len(common),
-        "largest_loss_difference": _largest(common, *curves),
-        "tokens_per_second": [_throughput(found) for found in curves],
-    }
+    return Comparison(
+        runs=(_head(one), _head(other)),
+        overlay=overlay_record.differences(a.overlay, b.overlay),
+        recipe=_recipe(a, b),
+        arguments=_arguments(a, b),
+        environment=_mapping(a.environment, b.environment),
+        stack=_mapping(a.stack, b.stack),
+        data=_data(one, other),
+        steps=[_step(step, *curves) for step in sorted(curves[0].keys() | curves[1].keys())],
+        common_steps=len(common),
+        largest_loss_difference=_largest(common, *curves),
+        tokens_per_second=(_throughput(curves[0]), _throughput(curves[1])),
+    )
 
 
 def curve(run: Run) -> Curve:
-    """Step -> what was logged; a step that was repeated counts as it was trained last."""
-    return {int(row["step"]): row for row in run.rows()}
+    """Step -> what was logged; of a repeated step, what was logged last."""
+    return {row.step: row for row in run.steps()}
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The same for people."""
-    first, second = found["runs"]
-    yield f"A  {_head_line(first)}"
-    yield f"B  {_head_line(second)}"
+def lines(found: Comparison) -> Iterator[str]:
+    """The comparison as text."""
+    yield f"A  {found.runs[0].line()}"
+    yield f"B  {found.runs[1].line()}"
     for part in ("overlay", "recipe", "arguments", "environment", "stack", "data"):
-        changes = found[part]
+        changes = getattr(found, part)
         yield ""
         yield part + ("" if changes else ": the same")
         yield from (f"  {change}" for change in changes)
     yield ""
-    if not found["steps"]:
+    if not found.steps:
         yield "curves: neither run has logged a step"
         return
-    losses = f"{'loss A':>10} {'loss B':>10} {'B - A':>10}"
-    yield f"{'step':>8}  {losses}  {'tok/s A':>10} {'tok/s B':>10}"
-    for row in thinned(found["steps"]):
-        loss, speed = row["loss"], row["tokens_per_second"]
-        gap = "" if None in loss else f"{loss[1] - loss[0]:+.2e}"
-        yield (
-            f"{row['step']:>8}  {_number(loss[0], '.5f'):>10} {_number(loss[1], '.5f'):>10} "
-            f"{gap:>10}  {_number(speed[0], '.0f'):>10} {_number(speed[1], '.0f'):>10}"
-        )
+    yield from _table(thinned(found.steps))
     yield ""
     yield _verdict(found)
 
 
-def _verdict(found: Mapping[str, Any]) -> str:
-    common, largest = found["common_steps"], found["largest_loss_difference"]
+def _table(steps: Sequence[StepPair]) -> Iterator[str]:
+    losses = f"{'loss A':>10} {'loss B':>10} {'B - A':>10}"
+    yield f"{'step':>8}  {losses}  {'tok/s A':>10} {'tok/s B':>10}"
+    for row in steps:
+        loss, speed = row.loss, row.tokens_per_second
+        yield (
+            f"{row.step:>8}  {_number(loss[0], '.5f'):>10} {_number(loss[1], '.5f'):>10} "
+            f"{_gap(*loss):>10}  {_number(speed[0], '.0f'):>10} {_number(speed[1], '.0f'):>10}"
+        )
+
+
+def _gap(a: float | None, b: float | None) -> str:
+    return "" if a is None or b is None else f"{b - a:+.2e}"
+
+
+def _verdict(found: Comparison) -> str:
+    common, largest = found.common_steps, found.largest_loss_difference
     if not common:
-        said = "no step is in both runs"
+        verdict = "no step is in both runs"
     elif largest == 0:
-        said = f"{common} common steps: the losses are equal to the bit"
+        verdict = f"{common} common steps: the losses are equal to the bit"
+    elif largest is None:
+        verdict = f"{common} common steps, none with a loss in both runs"
     else:
-        said = f"{common} common steps: the losses differ by up to {largest:.3e}"
-    a, b = found["tokens_per_second"]
+        verdict = f"{common} common steps: the losses differ by up to {largest:.3e}"
+    a, b = found.tokens_per_second
     if a and b:
-        said += f"; throughput {a:.0f} and {b:.0f} tokens/s ({100 * (b / a - 1):+.1f} %)"
-    return said
+        verdict += f"; throughput {a:.0f} and {b:.0f} tokens/s ({100 * (b / a - 1):+.1f} %)"
+    return verdict
 
 
-def thinned(steps: Sequence[dict[str, Any]], count: int = _ROWS) -> list[dict[str, Any]]:
+def thinned(steps: Sequence[StepPair], count: int = _ROWS) -> list[StepPair]:
     """Evenly chosen steps, the first and the last among them."""
     if len(steps) <= count:
         return list(steps)
@@ -97,7 +157,7 @@ def thinned(steps: Sequence[dict[str, Any]], count: int = _ROWS) -> list[dict[st
 
 
 def plot(one: Run, other: Run, target: Path) -> None:
-    """Loss and throughput of both runs over the steps.
+    """Draw loss and throughput of both runs over the steps.
 
     Raises:
         CppmegaError: `package-missing`.
@@ -108,7 +168,7 @@ def plot(one: Run, other: Run, target: Path) -> None:
         raise CppmegaError(
             "package-missing",
             "matplotlib is not installed.",
-            "It draws the picture; the table does not need it.",
+            "It draws the curves; the table does not need it.",
             "pip install matplotlib, or leave --plot out",
         ) from error
     matplotlib.use("Agg")
@@ -118,7 +178,8 @@ def plot(one: Run, other: Run, target: Path) -> None:
     for run, colour in zip((one, other), ("#c44e52", "#4c72b0"), strict=True):
         rows = sorted(curve(run).items())
         for axis, key in zip(axes, ("loss", "tokens_per_second"), strict=True):
-            points = [(step, row[key]) for step, row in rows if row.get(key) is not None]
+            values = [(step, getattr(row, key)) for step, row in rows]
+            points = [(step, value) for step, value in values if value is not None]
             axis.plot(
                 *zip(*points, strict=True) if points else ([], []), color=colour, label=run.name
             )
@@ -130,80 +191,79 @@ def plot(one: Run, other: Run, target: Path) -> None:
     pyplot.close(figure)
 
 
-def _head(run: Run) -> dict[str, Any]:
+def _head(run: Run) -> Head:
     manifest = run.manifest
-    return {
-        "name": run.name,
-        "state": run.state(),
-        "recipe": manifest.get("recipe", {}).get("name"),
-        "overlay": manifest.get("overlay", {}).get("digest"),
-        "megatron": manifest.get("megatron", {}).get("version"),
-        "mock_data": manifest.get("data", {}).get("mock"),
-    }
-
-
-def _head_line(head: Mapping[str, Any]) -> str:
-    mock = ", MOCK DATA" if head["mock_data"] else ""
-    return (
-        f"{head['name']} ({head['state']}): recipe {head['recipe']}, overlay {head['overlay']}, "
-        f"megatron-core {head['megatron']}{mock}"
+    return Head(
+        name=run.name,
+        state=run.state(),
+        recipe=manifest.recipe.name,
+        overlay=manifest.digest,
+        megatron=manifest.megatron.version,
+        mock_data=manifest.data.mock,
     )
 
 
-def _overlay(one: Run, other: Run) -> list[str]:
-    return overlay_record.differences(one.manifest["overlay"], other.manifest["overlay"])
-
-
-def _recipe(one: Run, other: Run) -> list[str]:
-    a, b = (run.manifest["recipe"] for run in (one, other))
-    found = []
-    for key, label in (("name", "recipe"), ("sha256", "text of the recipe file")):
-        if a[key] != b[key]:
-            found.append(f"{label}: {a[key][:16]} | {b[key][:16]}")
-    changes = [" ".join(recipe["changes"]) or "nothing" for recipe in (a, b)]
-    if changes[0] != changes[1]:
-        found.append(f"changed with --set: {changes[0]} | {changes[1]}")
-    return found
-
-
-def _arguments(one: Run, other: Run) -> list[str]:
-    a, b = (_named(run.manifest["arguments"]) for run in (one, other))
-    found = [
-        f"{name}: {_said(a, name)} | {_said(b, name)}"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name) and name not in _OWN_PLACES
+def _recipe(a: Manifest, b: Manifest) -> list[str]:
+    one, other = a.recipe, b.recipe
+    differences = [
+        f"{label}: {mine[:16]} | {theirs[:16]}"
+        for label, mine, theirs in (
+            ("recipe", one.name, other.name),
+            ("text of the recipe file", one.sha256, other.sha256),
+        )
+        if mine != theirs
     ]
-    options = [run.manifest["options"] for run in (one, other)]
-    for name in sorted(options[0].keys() & options[1].keys()):
-        if options[0][name] != options[1][name] and name not in (*_OWN_OPTIONS, "data"):
-            flag = "--" + name.replace("_", "-")
-            if flag not in {line.partition(":")[0] for line in found} and flag not in _OWN_PLACES:
-                found.append(f"{flag}: {options[0][name]} | {options[1][name]}")
+    changes = [" ".join(recipe.changes) or "nothing" for recipe in (one, other)]
+    if changes[0] != changes[1]:
+        differences.append(f"changed with --set: {changes[0]} | {changes[1]}")
+    return differences
+
+
+def _arguments(a: Manifest, b: Manifest) -> list[str]:
+    one, other = _named(a.arguments), _named(b.arguments)
+    differences = {
+        name: f"{_value(one, name)} | {_value(other, name)}"
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name) and name not in _OWN_PLACES
+    }
+    for name, text in _options(a, b):
+        differences.setdefault(name, text)
     for name in ("nodes", "nproc"):
-        if one.manifest[name] != other.manifest[name]:
-            found.append(f"{name}: {one.manifest[name]} | {other.manifest[name]}")
-    return found
+        if getattr(a, name) != getattr(b, name):
+            differences[name] = f"{getattr(a, name)} | {getattr(b, name)}"
+    return [f"{name}: {text}" for name, text in differences.items()]
 
 
-def _said(arguments: Mapping[str, str], name: str) -> str:
+def _options(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
+    one, other = json_file.plain(a.options), json_file.plain(b.options)
+    for name in sorted(one.keys() - {*_OWN_OPTIONS}):
+        flag = "--" + name.replace("_", "-")
+        if one[name] != other[name] and flag not in _OWN_PLACES:
+            yield flag, f"{_shown(one[name])} | {_shown(other[name])}"
+
+
+def _shown(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _value(arguments: Mapping[str, str], name: str) -> str:
     return arguments[name] or "given" if name in arguments else "not given"
 
 
 def _named(argv: Sequence[str]) -> dict[str, str]:
-    """Argument -> its values; both `--a b` and `--a=b` are written."""
-    found: dict[str, str] = {}
+    """Argument -> its values, written as `--a b` or as `--a=b`."""
+    named: dict[str, str] = {}
     name = ""
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            found[name] = value if equals else ""
+            named[name] = value if equals else ""
         elif name:
-            found[name] = f"{found[name]} {word}".strip()
-    return found
+            named[name] = f"{named[name]} {word}".strip()
+    return named
 
 
-def _mapping(one: Run, other: Run, part: str) -> list[str]:
-    a, b = one.manifest[part], other.manifest[part]
+def _mapping(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     return [
         f"{name}: {a.get(name, 'not there')} | {b.get(name, 'not there')}"
         for name in sorted(a.keys() | b.keys())
@@ -212,42 +272,47 @@ def _mapping(one: Run, other: Run, part: str) -> list[str]:
 
 
 def _data(one: Run, other: Run) -> list[str]:
-    """By contents: two copies of the same tokens are the same data."""
-    a, b = (run.manifest["data"] for run in (one, other))
-    found = []
-    if a["mock"] != b["mock"]:
-        found.append(f"mock data: {a['mock']} | {b['mock']}")
+    """Compare by contents: two copies of the same tokens are the same data."""
+    a, b = one.manifest.data, other.manifest.data
+    differences = []
+    if a.mock != b.mock:
+        differences.append(f"mock data: {a.mock} | {b.mock}")
     trained = [_trained_on(run) for run in (one, other)]
     if trained[0] != trained[1]:
-        found.append(f"fingerprint: {trained[0]} | {trained[1]}")
-        found.append(f"paths: {' '.join(a['paths'])} | {' '.join(b['paths'])}")
-    return found
+        differences.append(f"fingerprint: {trained[0]} | {trained[1]}")
+        differences.append(f"paths: {' '.join(a.paths)} | {' '.join(b.paths)}")
+    return differences
 
 
 def _trained_on(run: Run) -> str:
-    """What the ranks found when they started; before that, what the launch found."""
-    header = next((row for row in run.all_rows() if "start" in row), {})
-    return str(header.get("data") or run.manifest["data"]["fingerprint"])
+    """The fingerprint that the ranks found at their start; before that, the launch's."""
+    first = next(iter(run.starts()), None)
+    return (first.data if first is not None else "") or run.manifest.data.fingerprint
 
 
-def _step(step: int, a: Curve, b: Curve) -> dict[str, Any]:
-    rows = [found.get(step, {}) for found in (a, b)]
-    return {
-        "step": step,
-        **{k: [row.get(k) for row in rows] for k in ("loss", "tokens_per_second")},
-    }
+def _step(step: int, a: Curve, b: Curve) -> StepPair:
+    one, other = a.get(step), b.get(step)
+    return StepPair(
+        step=step,
+        loss=(one.loss if one else None, other.loss if other else None),
+        tokens_per_second=(
+            one.tokens_per_second if one else None,
+            other.tokens_per_second if other else None,
+        ),
+    )
 
 
 def _largest(common: Sequence[int], a: Curve, b: Curve) -> float | None:
-    gaps = [abs(a[step]["loss"] - b[step]["loss"]) for step in common]
+    pairs = [(a[step].loss, b[step].loss) for step in common]
+    gaps = [abs(x - y) for x, y in pairs if x is not None and y is not None]
     return max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)
 
 
-def _throughput(found: Curve) -> float | None:
+def _throughput(steps: Curve) -> float | None:
     """Mean over the steps after the first ones, weighted by time."""
-    rows = [found[step] for step in sorted(found)][_WARM:]
-    seconds = sum(row["seconds"] for row in rows)
-    tokens = sum(row["seconds"] * row["tokens_per_second"] for row in rows)
+    rows = [steps[step] for step in sorted(steps)][_WARM:]
+    seconds = sum(row.seconds for row in rows)
+    tokens = sum(row.seconds * (row.tokens_per_second or 0.0) for row in rows)
     return tokens / seconds if seconds else None
 
 

@@ -3,50 +3,58 @@
 RUNS/NAME/
     manifest.json         what was launched: overlay, arguments, environment, stack, data
     recipe/NAME.py        the recipe as it was; the ranks load this copy
-    receipt.json          what was applied to megatron
+    receipt.json          what was applied to Megatron
     metrics.jsonl         one object per logged step
     checkpoints/          unless --save names another folder
     nodes/0/              one for each host of the launch
         status.json       the process in charge, its workers, the exit status
         failure.json      the rank that failed first, until the status has it
+        ends/             a record from each rank that came to its end
         console.log       what torchrun and its ranks printed
         logs/             each rank's stdout and stderr, by torchrun
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import durable, env
-from cppmega.runs import liveness
+from cppmega.runs import json_file, liveness, metrics
 from cppmega.runs import manifest as run_manifest
+from cppmega.runs import status as run_status
+from cppmega.runs.manifest import Manifest, Outline
+from cppmega.runs.metrics import LoggedStep, Start
+from cppmega.runs.status import Status
 
-State = Literal["starting", "running", "stopping", "finished", "stopped", "crashed", "killed"]
-LIVE: frozenset[State] = frozenset({"starting", "running", "stopping"})
-MEANING: dict[State, str] = {
+RunState = Literal["starting", "running", "stopping", "finished", "stopped", "crashed", "killed"]
+LIVE: frozenset[RunState] = frozenset({"starting", "running", "stopping"})
+MEANING: dict[RunState, str] = {
     "starting": "no process is in charge yet",
-    "running": "its process in charge lives",
+    "running": "the process in charge is alive",
     "stopping": "it was asked to save a checkpoint and end",
     "finished": "it ended by itself with exit status 0",
     "stopped": "it ended because it was asked to",
     "crashed": "a rank failed",
-    "killed": "its process in charge was killed and left no exit status",
+    "killed": "the process in charge was killed and left no exit status",
 }
 
 _START = 30.0
-"""Seconds after which a folder without a process in charge is no launch in the making."""
-_LAST = 2**16
-"""Bytes at the end of the metrics that hold the last step."""
+"""Seconds after which a folder without a process in charge is not a launch under way."""
+
+
+class RunExistsError(CppmegaError):
+    """The folder of a new run is already there."""
+
+
+class RunDamagedError(CppmegaError):
+    """The manifest of a run does not say what was launched."""
 
 
 @dataclass(frozen=True)
@@ -69,31 +77,32 @@ class Node:
 
     @property
     def run(self) -> Run:
-        """The run that it is a part of."""
+        """The run that this is a part of."""
         return Run(self.path.parent.parent)
 
-    def status(self) -> dict[str, Any]:
-        """What the process in charge wrote last; empty before it did."""
-        return run_manifest.status(self.status_file)
+    def status(self) -> Status | None:
+        """What the process in charge wrote last; None before it did, and if it is damaged."""
+        return run_status.read(self.status_file)
 
-    def write(self, status: Mapping[str, Any]) -> None:
+    def write(self, status: Status) -> None:
         """Replace the status; a reader sees the old one or the new one, on a full disk too."""
-        durable.write(self.status_file, status)
+        durable.write(self.status_file, json_file.plain(status))
 
     def here(self) -> bool:
         """Whether its processes are on this machine."""
-        return liveness.here(self.status())
-
-    def state(self) -> State:
-        """One word."""
         status = self.status()
-        if not status and liveness.held(self.console):
-            return "running"  # and its status is damaged, or another user's
-        if not status:
+        return status is not None and liveness.here(status)
+
+    def state(self) -> RunState:
+        """The state of this part of the run."""
+        status = self.status()
+        if status is None:
+            if liveness.held(self.console):
+                return "running"  # and its status is damaged, or another user's
             return "starting" if _young(self.path) else "killed"
-        if status.get("ended") is not None:
+        if status.ended is not None:
             return _ended(status)
-        live: State = "stopping" if status.get("stop") else "running"
+        live: RunState = "stopping" if status.stop else "running"
         if not liveness.here(status) or liveness.in_charge(status):
             return live
         if liveness.left_behind(status):
@@ -120,175 +129,159 @@ class Run:
         return self.path / "metrics.jsonl"
 
     @cached_property
-    def _read(self) -> tuple[dict[str, Any], str]:
-        return run_manifest.manifest(self.manifest_file)
+    def _read(self) -> tuple[Outline, str]:
+        return run_manifest.read(self.manifest_file)
 
     @property
-    def manifest(self) -> dict[str, Any]:
-        """What was launched; empty where nothing can be read of it."""
+    def outline(self) -> Outline:
+        """What can be read of the manifest."""
         return self._read[0]
 
     @property
     def problem(self) -> str:
-        """What is wrong with the manifest."""
+        """What is wrong with the manifest; empty if it can be read."""
         return self._read[1]
 
-    def require_whole(self) -> None:
-        """For whoever needs to know what was launched.
+    @property
+    def manifest(self) -> Manifest:
+        """The complete manifest.
 
         Raises:
-            CppmegaError: `run-damaged`.
+            RunDamagedError: `run-damaged`.
         """
-        missing = run_manifest.missing(self.manifest)
-        if self.problem or missing:
-            raise CppmegaError(
-                "run-damaged",
-                f"{self.path}: {self.problem or 'its manifest lacks ' + ', '.join(missing)}.",
-                "Nobody can say from it what was launched.",
-                f"cppmega logs {self.name} shows what it printed; its checkpoints can be given to "
-                "--load",
-            )
+        outline, problem = self._read
+        if isinstance(outline, Manifest):
+            return outline
+        lacks = "its manifest lacks " + ", ".join(run_manifest.missing(self.manifest_file))
+        raise RunDamagedError(
+            "run-damaged",
+            f"{self.path}: {problem or lacks}.",
+            "It does not say what was launched.",
+            f"cppmega logs {self.name} shows what it printed; its checkpoints can be given to "
+            "--load",
+        )
 
     @property
     def word(self) -> str:
-        """What names it in a command: its folder, where it is not among the default ones."""
+        """How a command names it: by its folder if that is not among the default ones."""
         return self.name if self.path.parent == root().absolute() else str(self.path)
 
     @property
     def checkpoints(self) -> Path:
         """Where it saves; its own folder first, which may have been moved."""
-        return self._own(self.path / "checkpoints", "save")
+        return _first_existing(self.path / "checkpoints", self.outline.save)
 
     @property
     def _metrics(self) -> Path:
-        return self._own(self.metrics, "metrics")
-
-    def _own(self, own: Path, key: str) -> Path:
-        return own if own.exists() else Path(self.manifest.get(key) or own)
+        return _first_existing(self.metrics, self.outline.metrics)
 
     def nodes(self) -> list[Node]:
         """The hosts that have joined so far."""
         folder = self.path / "nodes"
-        found = [path for path in folder.glob("*") if path.name.isdigit()]
-        return [Node(path) for path in sorted(found, key=lambda path: int(path.name))]
+        numbered = [path for path in folder.glob("*") if path.name.isdigit()]
+        return [Node(path) for path in sorted(numbered, key=lambda path: int(path.name))]
 
-    def state(self) -> State:
-        """One word for all its hosts: live while one of them is, then the worst."""
+    def state(self) -> RunState:
+        """The state of all its hosts: live while one of them is, then the worst."""
         states = {node.state() for node in self.nodes()}
         if not states:
             return "starting" if _young(self.path) else "killed"
-        order: tuple[State, ...] = (
+        order: tuple[RunState, ...] = (
             *("running", "stopping", "starting"),
             *("crashed", "killed", "stopped", "finished"),
         )
         return next(state for state in order if state in states)
 
     def exit(self) -> int | None:
-        """The exit status, the first that is not 0; None while it runs or where none was kept."""
-        found = [node.status().get("exit") for node in self.nodes()]
-        if None in found or not found:
-            return next((code for code in found if code), None)
-        return next((code for code in found if code), 0)
+        """The first exit status that is not 0; None while it runs or if none was kept."""
+        statuses = [node.status() for node in self.nodes()]
+        codes = [status.exit if status is not None else None for status in statuses]
+        failed = next((code for code in codes if code), None)
+        return 0 if codes and failed is None and None not in codes else failed
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The logged steps; a line that is being written is left out."""
-        return [row for row in self.all_rows() if "step" in row]
+    def steps(self) -> list[LoggedStep]:
+        """The logged steps."""
+        return metrics.steps(self._metrics)
 
-    def last_row(self) -> dict[str, Any]:
-        """The last logged step, without reading the file of weeks; empty where there is none."""
-        path = self._metrics
-        if not path.is_file():  # a pipe would be waited for
-            return {}
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LAST))
-                lines = file.read().decode(errors="replace").split("\n")[:-1]
-        except OSError:
-            return {}
-        for line in reversed(lines):
-            if line.startswith('{"step"'):
-                with contextlib.suppress(ValueError):
-                    return dict(json.loads(line))
-        return {}
+    def starts(self) -> list[Start]:
+        """The headers that its ranks wrote when they started."""
+        return metrics.starts(self._metrics)
 
-    def all_rows(self) -> Iterator[dict[str, Any]]:
-        """Everything in the metrics file, headers included."""
-        path = self._metrics
-        if not path.is_file():
-            return
-        for line in path.read_text(errors="replace").split("\n")[:-1]:
-            with contextlib.suppress(ValueError):  # cut off where the disk was full
-                row = json.loads(line)
-                if isinstance(row, dict):
-                    yield row
+    def last_step(self) -> LoggedStep | None:
+        """The last logged step."""
+        return metrics.last_step(self._metrics)
 
     def checkpoint(self) -> int | None:
-        """Step of the newest whole checkpoint."""
+        """Step of the newest complete checkpoint."""
         return checkpoint_tracker.newest_step(self.checkpoints)
 
 
+def _first_existing(own: Path, recorded: str | None) -> Path:
+    return own if own.exists() else Path(recorded or own)
+
+
 def _young(folder: Path) -> bool:
-    """A launch in the making; clocks are set back, too."""
+    """Whether a launch may still be under way; clocks are set back, too."""
     try:
         return abs(time.time() - folder.stat().st_mtime) < _START
     except OSError:
         return False
 
 
-def _ended(status: Mapping[str, Any]) -> State:
+def _ended(status: Status) -> RunState:
     """How it ended; a rank that fails while it saves its last checkpoint has crashed."""
-    if status.get("exit") is None:
-        return "killed"  # written by whoever outlived the process in charge
-    if status.get("exit") == 0:
-        return "stopped" if status.get("stop") else "finished"
-    # Ranks that were not yet ready to save end on the signal itself.
-    by_us = status.get("failure", {}).get("signal") == "SIGTERM"
-    asked = status.get("stop")
-    return "stopped" if asked == "now" or (asked and by_us) else "crashed"
+    if status.exit is None:
+        return "killed"  # written by a process that outlived the one in charge
+    if status.exit == 0:
+        return "stopped" if status.stop else "finished"
+    # Ranks that were not yet ready to save are ended by the signal itself.
+    by_the_stop = bool(status.failure and status.failure.signal == "SIGTERM")
+    return "stopped" if status.stop == "now" or (status.stop and by_the_stop) else "crashed"
 
 
-def root(given: Path | None = None) -> Path:
-    """The folder of all run folders: what is named, the variable, `./runs`."""
-    return given or env.RUNS.read()
+def root(folder: Path | None = None) -> Path:
+    """The folder of all run folders: the named one, the variable's, or `./runs`."""
+    return folder or env.RUNS.read()
 
 
 def create(runs: Path, name: str) -> Run:
-    """A new folder.
+    """Create the folder of a run.
 
     Raises:
-        CppmegaError: `run-exists`, `bad-run-name`, `runs-not-writable`.
+        RunExistsError: `run-exists`.
+        CppmegaError: `bad-run-name`, `runs-not-writable`.
     """
     check_name(name)
     folder = runs / name
     if os.path.lexists(folder):
-        raise exists(folder)
+        raise already_exists(folder)
     try:
         runs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as error:
         if os.path.lexists(folder):  # another launch was faster
-            raise exists(folder) from None
+            raise already_exists(folder) from None
         raise CppmegaError(
             "runs-not-writable",
-            f"{folder} cannot be made: {error.strerror}.",
-            "Without it nobody could say later what ran.",
+            f"{folder} cannot be created: {error.strerror}.",
+            "Without it there would be no record of what ran.",
             f"--runs FOLDER, or export {env.RUNS.name}=FOLDER",
         ) from error
     return Run(folder.absolute())
 
 
-def exists(folder: Path) -> CppmegaError:
-    """The error of a folder that is taken."""
-    return CppmegaError(
+def already_exists(folder: Path) -> RunExistsError:
+    """The error of a folder that cannot be a new run's."""
+    return RunExistsError(
         "run-exists",
-        f"{folder} is there already.",
+        f"{folder} already exists.",
         "A run folder is never reused: it is the record of what was trained.",
-        f"another --name; to go on from its checkpoint: --resume {folder.name}",
+        f"another --name; to resume from its checkpoint: --resume {folder.name}",
     )
 
 
 def check_name(name: str) -> None:
-    """A name must be one plain word: it becomes a folder and is typed in commands.
+    """Check that a name is one plain word: it becomes a folder and is typed in commands.
 
     Raises:
         CppmegaError: `bad-run-name`.
@@ -297,23 +290,23 @@ def check_name(name: str) -> None:
     if not (plain.isalnum() and plain.isascii()) or name[0] in "-.":
         raise CppmegaError(
             "bad-run-name",
-            f"{name!r} is no name for a run.",
+            f"{name!r} is not a valid name for a run.",
             "It becomes a folder, and is typed in commands.",
             "use letters, digits, - and _",
         )
 
 
 def fresh_name(runs: Path, stem: str) -> str:
-    """Recipe and time, and a number where two are launched in one second."""
+    """Name a run by recipe and time, with a number if two are launched in one second."""
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number, found = 2, name
-    while os.path.lexists(runs / found):
-        found, number = f"{name}-{number}", number + 1
-    return found
+    number, free = 2, name
+    while os.path.lexists(runs / free):
+        free, number = f"{name}-{number}", number + 1
+    return free
 
 
 def claim_node(run: Run, nodes: int) -> Node | None:
-    """The next free place of a host; None where as many have joined as the launch has."""
+    """Claim the next free place of a host; None if all hosts of the launch have joined."""
     for number in range(nodes):
         try:
             (run.path / "nodes" / str(number)).mkdir(parents=True)
@@ -325,12 +318,12 @@ def claim_node(run: Run, nodes: int) -> Node | None:
 
 def everyone(runs: Path) -> list[Run]:
     """All run folders, the newest first."""
-    found = [Run(path.parent.absolute()) for path in runs.glob("*/manifest.json")]
-    return sorted(found, key=lambda run: run.manifest.get("created", 0), reverse=True)
+    known = [Run(path.parent.absolute()) for path in runs.glob("*/manifest.json")]
+    return sorted(known, key=lambda run: run.outline.created or 0.0, reverse=True)
 
 
 def find(runs: Path, name: str | None) -> Run:
-    """A run by its folder, its name, its tmux session, or the start of its name; None: the newest.
+    """Find a run by its folder, name, tmux session or the start of its name; None: the newest.
 
     Raises:
         CppmegaError: `no-runs`, `run-unknown`, `run-ambiguous`.
@@ -349,7 +342,7 @@ def find(runs: Path, name: str | None) -> Run:
         return known[0]
     for matches in (
         [run for run in known if run.name == name],
-        [run for run in known if run.manifest.get("tmux") == name][:1],  # the newest of that name
+        [run for run in known if run.outline.tmux == name][:1],  # the newest of that name
         [run for run in known if name and run.name.startswith(name)],
     ):
         if len(matches) == 1:
@@ -359,7 +352,7 @@ def find(runs: Path, name: str | None) -> Run:
                 "run-ambiguous",
                 f"{name} may be {', '.join(run.name for run in matches[:5])}.",
                 "The command must not reach the wrong run.",
-                f"name it in full: {matches[0].word}",
+                f"write its full name: {matches[0].word}",
             )
     raise CppmegaError(
         "run-unknown",
@@ -367,8 +360,3 @@ def find(runs: Path, name: str | None) -> Run:
         "The newest are " + ", ".join(run.name for run in known[:5]) + ".",
         "cppmega runs" + ("" if runs.absolute() == root().absolute() else f" --runs {runs}"),
     )
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file as a whole."""
-    durable.replace(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -1,8 +1,9 @@
-"""Whether the processes of a run live, as far as it can be told from here.
+"""Whether the processes of a run are alive, as far as that can be known from here.
 
-On the same machine number, start time and boot tell: numbers are used again. A container has its
-own numbers, so there a lock tells, which the kernel takes back from whatever ends. From another
-machine there is only the time since the process in charge last touched its status.
+On the same machine a process is identified by number, start time and boot, since numbers are
+reused. A container has its own numbers, so a lock decides there: the kernel releases it when its
+holder ends. From another machine there is only the time since the process in charge last touched
+its status.
 """
 
 from __future__ import annotations
@@ -10,49 +11,46 @@ from __future__ import annotations
 import fcntl
 import socket
 import time
-from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+
+from msgspec import UNSET
 
 from cppmega.host import process
+from cppmega.runs.status import Status
 
 _SILENT = 300.0
-"""Seconds without a sign of life that are worth a word; there should be one every minute."""
+"""Seconds without a sign of life after which it is reported; there should be one every minute."""
 
 
-def here(status: Mapping[str, Any]) -> bool:
-    """Whether its processes are on this machine, by the name of it."""
-    return bool(status.get("host") == socket.gethostname())
+def here(status: Status) -> bool:
+    """Whether its processes are on this machine, going by the host name."""
+    return status.host == socket.gethostname()
 
 
-def reachable(status: Mapping[str, Any]) -> bool:
-    """Whether its numbers of processes mean the same here: same boot, same container."""
-    mine = process.namespace()
-    same = status.get("namespace", mine) == mine
-    return same and bool(status.get("boot") == process.boot())
+def reachable(status: Status) -> bool:
+    """Whether its process numbers mean the same here: same boot, same container."""
+    same = status.namespace is UNSET or status.namespace == process.namespace()
+    return same and status.boot == process.boot()
 
 
-def in_charge(status: Mapping[str, Any]) -> bool:
-    """Whether the process in charge lives; of a run on this host."""
-    return reachable(status) and _lives(status.get("pid"), status.get("since"))
+def in_charge(status: Status) -> bool:
+    """Whether the process in charge of a run on this host is alive."""
+    return reachable(status) and process.alive(status.pid, status.since)
 
 
-def left_behind(status: Mapping[str, Any]) -> list[int]:
-    """Those of torchrun and its ranks that live, torchrun first; of a run on this host."""
+def left_behind(status: Status) -> list[int]:
+    """The living processes of torchrun and its ranks on this host, torchrun first."""
     if not reachable(status):
         return []
-    known = {status.get("agent"): status.get("agent_since"), **status.get("workers", {})}
-    return [int(pid) for pid, since in known.items() if _lives(pid, since)]
+    ranks = [(int(pid), since) for pid, since in status.workers.items() if pid.isdigit()]
+    known = [(status.agent or 0, status.agent_since or ""), *ranks]
+    return [pid for pid, since in known if process.alive(pid, since)]
 
 
-def _lives(pid: Any, since: Any) -> bool:
-    return str(pid).isdigit() and process.alive(int(pid), str(since or ""))
-
-
-def in_another_container(status: Mapping[str, Any], locked: Path) -> bool:
-    """Whether something of it lives on this machine where its numbers mean nothing to us."""
-    return not reachable(status) and status.get("boot") == process.boot() and held(locked)
+def in_another_container(status: Status, locked: Path) -> bool:
+    """Whether it runs on this machine in a container, where its process numbers mean nothing."""
+    return not reachable(status) and status.boot == process.boot() and held(locked)
 
 
 def held(locked: Path) -> bool:
@@ -65,7 +63,7 @@ def held(locked: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # a file system without locks: nothing speaks against it
+        return True  # a file system without locks cannot show that it ended
     return False
 
 
@@ -75,14 +73,14 @@ def hold(file: FileIO) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError:  # taken for an instant by `held`
+        except BlockingIOError:  # `held` takes it for an instant
             time.sleep(0.01)
         except OSError:
             return  # a file system without locks
 
 
 def silence(status_file: Path) -> float:
-    """Seconds since the last sign of life; 0 where that is no reason to doubt it."""
+    """Seconds since the last sign of life; 0 if that gives no reason to doubt it."""
     try:
         age = time.time() - status_file.stat().st_mtime
     except OSError:

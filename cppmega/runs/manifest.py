@@ -1,77 +1,139 @@
-"""What a run folder says of itself, read as if anybody could have written in it.
-
-Disks fill up, copies break off, and another release writes another schema: one such folder must not
-take down the table of all runs, and must not be compared as if it said nothing.
-"""
+"""manifest.json: what was launched."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+
+from cppmega.overlay import record as overlay_record
+from cppmega.recipe.run_options import RunOptions
+from cppmega.runs import json_file
 
 SCHEMA = 1
-_NONE = type(None)
-_Types = Mapping[str, type | tuple[type, ...]]
-_MANIFEST: _Types = {
-    **{"created": (int, float), "nodes": int, "nproc": int, "arguments": list},
-    **dict.fromkeys(("recipe", "overlay", "megatron", "options", "data"), dict),
-    **dict.fromkeys(("environment", "stack"), dict),
-}
-_MAY_BE: _Types = dict.fromkeys(("tmux", "resumes", "save", "load", "metrics"), (str, _NONE))
-_STATUS: _Types = {
-    **{"host": str, "boot": str, "pid": int, "since": str, "stop": str, "workers": dict},
-    **{"started": (int, float), "ended": (int, float, _NONE), "exit": (int, _NONE)},
-    **{"agent": int, "agent_since": str, "first_rank": int, "failure": dict},
-    **{"namespace": str, "note": str},
-}
-_FAILURE: _Types = {
-    **{"rank": (int, _NONE), "exit": (int, _NONE), "signal": str, "message": str},
-    **{"local_rank": int, "others": list},
-}
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
-    if not path.is_file():  # a pipe would be waited for
-        return {}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """An object in the manifest. Fields that another release wrote are ignored."""
 
 
-def manifest(path: Path) -> tuple[dict[str, Any], str]:
-    """The manifest, and what is wrong with it: then it is empty."""
-    found = read_json(path)
-    schema = found.get("schema", SCHEMA)
-    if not found:
-        return {}, f"{path.name} cannot be read"
+class GitState(_Part, frozen=True, kw_only=True):
+    """The commit of a repository, and whether a path in it differs from that commit."""
+
+    commit: str
+    changed: bool
+
+
+class SourceFile(_Part, frozen=True, kw_only=True):
+    """A file at the time of the launch."""
+
+    path: str = ""
+    sha256: str = ""
+    git: GitState | None = None
+
+
+class RecipeRecord(SourceFile, frozen=True, kw_only=True):
+    """The recipe and the changes made to it with `--set`."""
+
+    name: str = ""
+    changes: tuple[str, ...] = ()
+
+
+class ToolRecord(_Part, frozen=True, kw_only=True):
+    """The cppmega that launched the run."""
+
+    version: str = ""
+    git: GitState | None = None
+
+
+class MegatronRecord(_Part, frozen=True, kw_only=True):
+    """The Megatron that was to be trained with."""
+
+    version: str = ""
+    root: str = ""
+
+
+class DataRecord(_Part, frozen=True, kw_only=True):
+    """The datasets of a run."""
+
+    paths: tuple[str, ...] = ()
+    fingerprint: str = ""
+    mock: bool = False
+
+
+class Outline(_Part, frozen=True, kw_only=True):
+    """What is needed to list, follow and stop a run; every field may be missing."""
+
+    created: float | None = None
+    tmux: str | None = None
+    resumes: str | None = None
+    recipe: RecipeRecord = RecipeRecord()
+    overlay: overlay_record.Record = {}
+    megatron: MegatronRecord = MegatronRecord()
+    data: DataRecord = DataRecord()
+    torchrun: tuple[str, ...] = ()
+    nodes: Count | None = None
+    nproc: Count | None = None
+    save: str | None = None
+    load: str | None = None
+    metrics: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """The overlay digest; empty if it was not recorded."""
+        return str(self.overlay.get("digest", ""))
+
+
+class Manifest(Outline, frozen=True, kw_only=True):
+    """A complete manifest: what every launch writes."""
+
+    schema: int = SCHEMA
+    name: str = ""
+    command: tuple[str, ...] = ()
+    folder: str = ""
+    cppmega: ToolRecord = ToolRecord()
+    gpus: tuple[str, ...] = ()
+    preflight: dict[str, str] = {}
+    created: float
+    recipe: RecipeRecord
+    overlay: overlay_record.Record
+    megatron: MegatronRecord
+    data: DataRecord
+    nodes: Count
+    nproc: Count
+    arguments: tuple[str, ...]
+    options: RunOptions
+    environment: dict[str, str]
+    stack: dict[str, str]
+
+
+def read(path: Path) -> tuple[Outline, str]:
+    """Read a manifest as far as it can be read, and what is wrong with it.
+
+    Returns:
+        A `Manifest` if the file is complete, else an `Outline`; and the problem, or an empty text.
+    """
+    raw = json_file.read_object(path)
+    if not raw:
+        return Outline(), f"{path.name} cannot be read"
+    schema = raw.get("schema", SCHEMA)
     if schema != SCHEMA:
-        return {}, f"{path.name} has schema {schema}, another release of cppmega's"
-    odd = _odd(found, {**_MANIFEST, **_MAY_BE})
-    return ({}, f"{path.name} is damaged ({', '.join(odd)})") if odd else (found, "")
+        return Outline(), f"{path.name} has schema {schema}, which another release of cppmega wrote"
+    try:
+        return json_file.convert(raw, Outline if _missing(raw) else Manifest), ""
+    except msgspec.ValidationError as error:
+        return Outline(), f"{path.name} is damaged ({error})"
 
 
-def missing(found: Mapping[str, Any]) -> list[str]:
-    """What every launch writes, and is not there."""
-    return [name for name in _MANIFEST if name not in found]
+def missing(path: Path) -> list[str]:
+    """The fields that every launch writes and a manifest lacks."""
+    return _missing(json_file.read_object(path))
 
 
-def status(path: Path) -> dict[str, Any]:
-    """What the process in charge wrote; empty before it did, and where it is damaged."""
-    found = read_json(path)
-    return {} if "host" not in found or _odd(found, _STATUS) else found
-
-
-def failure(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The failure in a status; empty where there is none, or a part of it is missing or odd."""
-    failure = found.get("failure", {})
-    needed = {"exit", "message"} | ({"local_rank"} if failure.get("rank") is not None else set())
-    return {} if _odd(failure, _FAILURE) or needed - set(failure) else dict(failure)
-
-
-def _odd(found: Mapping[str, Any], types: _Types) -> list[str]:
-    return [n for n, wanted in types.items() if n in found and not isinstance(found[n], wanted)]
+def _missing(raw: object) -> list[str]:
+    fields = msgspec.structs.fields(Manifest)
+    known = raw if isinstance(raw, dict) else {}
+    return [field.name for field in fields if field.required and field.name not in known]

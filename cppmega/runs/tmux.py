@@ -1,8 +1,8 @@
-"""The terminal multiplexer, as far as a launch needs it.
+"""tmux, as far as a launch needs it.
 
 tmux expands formats, `#(shell command)` among them, in names of sessions and in the folder of `-c`,
 and passes a single word to a shell. So names are letters, digits, `-` and `_`, nothing else that a
-user chose reaches tmux's command line, and the session learns over a socket what it is to run
+user chose reaches tmux's command line, and the session receives its command over a socket
 (`cppmega.runs.tmux_session`).
 """
 
@@ -28,11 +28,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _NO_SERVER = ("no server running", "No such file or directory", "Connection refused")
 _NO_SESSION = ("can't find session", "session not found", "server exited")
 _ANSWERS = 30.0
-"""Seconds that a new session gets to ask for its command."""
+"""Seconds that a new session has to ask for its command."""
 
 
 def require(without: str) -> str:
-    """The program.
+    """Find the program.
 
     Args:
         without: the command that does the same without it.
@@ -45,7 +45,7 @@ def require(without: str) -> str:
         raise CppmegaError(
             "no-tmux",
             "tmux is not installed on this machine.",
-            "A run in a session goes on when the connection is lost; without it, it needs this "
+            "A run in a session continues when the connection is lost; without one it needs this "
             "terminal.",
             f"apt-get install tmux; or without it, in this terminal: {without}",
         )
@@ -53,7 +53,7 @@ def require(without: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """tmux would change other names without a word, or run what they hold as a command.
+    """Check a session name: tmux silently changes others, or runs what they hold as a command.
 
     Raises:
         CppmegaError: `bad-session-name`.
@@ -61,7 +61,7 @@ def check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise CppmegaError(
             "bad-session-name",
-            f"{name!r} is not a name for a tmux session.",
+            f"{name!r} is not a valid name for a tmux session.",
             "tmux replaces or interprets other characters: the session would have another name, "
             "and #(...) would run as a shell command.",
             "use letters, digits, - and _",
@@ -69,7 +69,7 @@ def check_name(name: str) -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether there is a session of that name.
+    """Whether a session of that name exists.
 
     Raises:
         CppmegaError: `tmux-broken`.
@@ -81,50 +81,50 @@ def exists(name: str) -> bool:
         raise CppmegaError(
             "tmux-broken",
             f"tmux does not answer: {done.stderr.strip() or 'it printed no reason'}",
-            "Whether the session exists is not known.",
+            "It is not known whether the session exists.",
             "tmux ls, and see TMUX_TMPDIR; or launch without --tmux to run in this terminal",
         )
     return done.returncode == 0
 
 
 def refuse_existing(name: str) -> None:
-    """No two runs in one session.
+    """Refuse the name of an existing session: two runs must not share one.
 
     Raises:
         CppmegaError: `session-exists`, `tmux-broken`.
     """
     if exists(name):
-        raise _taken(name)
+        raise _exists_already(name)
 
 
-def _taken(name: str) -> CppmegaError:
+def _exists_already(name: str) -> CppmegaError:
     return CppmegaError(
         "session-exists",
-        f"There is a tmux session {name} already.",
+        f"The tmux session {name} already exists.",
         "Another run may be in it.",
-        f"tmux attach -t {name} shows what is in it; or another --tmux NAME",
+        f"tmux attach -t {name} shows it; or another --tmux NAME",
     )
 
 
 @contextlib.contextmanager
 def reserve(name: str) -> Iterator[Reserved]:
-    """A detached session that waits for its command, and ends where it gets none.
+    """Create a detached session that waits for its command, and ends if it receives none.
 
-    It exists before anything of the run is written: of two launches that ask for one name at the
-    same time, tmux itself lets one have it.
+    It exists before anything of the run is written: if two launches ask for one name at the same
+    time, tmux itself decides which one gets it.
 
     Raises:
         CppmegaError: `session-exists`, `session-not-started`.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         address = f"cppmega-{secrets.token_hex(16)}"
-        listener.bind("\0" + address)  # no file: nothing is left behind, whatever ends when
+        listener.bind("\0" + address)  # no file, so nothing can be left behind
         listener.listen()
         words = [sys.executable, "-I", tmux_session.__file__, address]
-        made = _tmux("new-session", "-d", "-s", name, *words)
-        if made.returncode:
-            duplicate = "duplicate session" in made.stderr
-            raise _taken(name) if duplicate else _not_started(name, made.stderr.strip())
+        created = _tmux("new-session", "-d", "-s", name, *words)
+        if created.returncode:
+            duplicate = "duplicate session" in created.stderr
+            raise _exists_already(name) if duplicate else _not_started(name, created.stderr.strip())
         session = Reserved(name, listener)
         try:
             yield session
@@ -134,28 +134,28 @@ def reserve(name: str) -> Iterator[Reserved]:
 
 
 class Reserved:
-    """A session that has no command yet."""
+    """A session without a command."""
 
     def __init__(self, name: str, listener: socket.socket) -> None:
         self.name, self.listener = name, listener
         self.started = False
 
     def run(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-        """Have it become a command, with that environment and no other.
+        """Let it become a command, with exactly that environment.
 
         Raises:
             CppmegaError: `session-not-started`.
         """
         order = {"command": [*command], "folder": str(folder), "environment": {**environment}}
         try:
-            with self._asking() as link:
+            with self._connection() as link:
                 link.sendall(json.dumps(order).encode())
         except OSError as error:
             raise _not_started(self.name, f"{error.strerror}") from None
         self.started = True
 
-    def _asking(self) -> socket.socket:
-        """The session's own connection."""
+    def _connection(self) -> socket.socket:
+        """Accept the connection of the session."""
         deadline = time.monotonic() + _ANSWERS
         self.listener.settimeout(0.2)
         while time.monotonic() < deadline:
@@ -180,7 +180,7 @@ def _not_started(name: str, reason: str) -> CppmegaError:
 
 
 def attach(name: str) -> None:
-    """Become a client of the session; does not return."""
+    """Become a client of the session. Does not return."""
     inside = bool(os.environ.get("TMUX"))
     words = ["switch-client" if inside else "attach-session", "-t", f"={name}"]
     os.execvp("tmux", ["tmux", *words])

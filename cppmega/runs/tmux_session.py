@@ -1,11 +1,11 @@
-"""What a new tmux session runs first: it waits for its launch to say what to become.
+"""The first program of a new tmux session: it receives its command from the launch.
 
 A tmux server keeps the environment that it was started with, perhaps days ago in another virtual
-environment, and gives that to new sessions. So the session asks its launch for folder, environment
+environment, and gives it to new sessions. So the session asks its launch for folder, environment
 and command over a socket that has no file, and becomes that command with exactly that environment.
-Where the launch ends before it has said anything, the session ends too.
+If the launch ends before it has answered, the session ends too.
 
-tmux starts this file by its path under `python -I`: it imports nothing but the standard library.
+tmux starts this file by its path under `python -I`: it imports only the standard library.
 """
 
 import json
@@ -25,16 +25,16 @@ def same_user(link: socket.socket) -> bool:
 
 
 def main() -> None:
-    """Ask, and become what the answer says."""
+    """Receive the command and become it."""
     with socket.socket(socket.AF_UNIX) as link:
         link.connect("\0" + sys.argv[1])
         if not same_user(link):
-            sys.exit("cppmega: another user's process answered in place of the launch")
+            sys.exit("cppmega: another user's process answered instead of the launch")
         with link.makefile("rb") as answer:
-            said = answer.read()
-    if not said:
+            text = answer.read()
+    if not text:
         sys.exit("cppmega: the launch ended before it started anything here")
-    order = json.loads(said)
+    order = json.loads(text)
     environment = order["environment"]
     environment |= {name: os.environ[name] for name in _FROM_TMUX if name in os.environ}
     os.chdir(order["folder"])

@@ -21,9 +21,10 @@ from cppmega.host import env
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
+from cppmega.runs import metrics
+from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.smoke import checkpoint as smoke_state
 from cppmega.training.batch import check_batch
-from cppmega.training.log import append
 from cppmega.training.nonfinite import Watch, gradient_error, loss_error
 from cppmega.tree import accepted
 
@@ -201,8 +202,9 @@ def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> 
         flush=True,
     )
     if loop.metrics is not None:
-        start = {"start": recipe.name, "overlay": digest, "data": data, "mock_data": False}
-        append(loop.metrics, {**start, "load": str(loop.load) if loop.load else None})
+        load = str(loop.load) if loop.load else None
+        start = Start(start=recipe.name, overlay=digest, data=data, load=load)
+        metrics.append(loop.metrics, start)
 
 
 def _compile_helpers() -> str:
@@ -314,17 +316,16 @@ def _log(
         speed = (step - first) / (now - started)
         print(f"{line}  wrong MTP labels {row['wrong']}  {speed:.1f} steps/s", flush=True)
     if loop.metrics is not None:
-        append(
+        metrics.append(
             loop.metrics,
-            {
-                "step": step,
-                "seconds": now - begun,
-                "tokens_per_second": tokens / (now - begun),
-                "loss": row["loss"],
-                "grad_norm": row["grad_norm"],
-                "losses": {"lm loss": row["loss"], "mtp loss": row["mtp"]},
-                "mock_data": False,
-            },
+            LoggedStep(
+                step=step,
+                seconds=now - begun,
+                tokens_per_second=tokens / (now - begun),
+                loss=row["loss"],
+                grad_norm=row["grad_norm"],
+                losses={"lm loss": row["loss"], "mtp loss": row["mtp"]},
+            ),
         )
 
 

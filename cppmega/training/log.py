@@ -1,20 +1,20 @@
-"""Megatron's log line with what it leaves out, and the same numbers for machines.
+"""Megatron's log line with what it leaves out, and the same numbers as a record.
 
-The line gets the throughput with every layer counted beside the one Megatron reports, tokens per
-second, and, where the data are mock data, a mark that no reader and no grep can miss.
+To the throughput that Megatron reports, the line adds the one with every layer counted, tokens per
+second, and, for mock data, a mark that no reader and no grep can miss.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import flops
-from cppmega.training.nonfinite import check_row
+from cppmega.runs import metrics as run_metrics
+from cppmega.runs.metrics import LoggedStep, Start
+from cppmega.training.nonfinite import check_step
 
 MOCK = "MOCK DATA"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+)\s*\|")
@@ -23,11 +23,24 @@ _ELAPSED = "elapsed time per iteration"
 _REPORTED = "throughput per GPU"
 
 
-Say = Callable[[str], None]
+class TrainingStart(Start, frozen=True, kw_only=True):
+    """The header of a run that Megatron trains."""
+
+    megatron: str
+    parameters: int
+    arguments: tuple[str, ...]
+
+
+class TrainingStep(LoggedStep, frozen=True, kw_only=True):
+    """A logged step of a run that Megatron trains."""
+
+    tflops_per_gpu: float
+    tflops_per_gpu_by_megatron: float | None
+    peak_gib: float
 
 
 class Log:
-    """Stands where Megatron prints a step's line."""
+    """The log of a run, which takes the place of Megatron's print function."""
 
     def __init__(
         self,
@@ -39,7 +52,7 @@ class Log:
         peak: Callable[[], float],
         metrics: Path | None,
     ) -> None:
-        """Make it.
+        """Create the log.
 
         Args:
             recipe: the run.
@@ -47,35 +60,35 @@ class Log:
             mock: whether the data are mock data.
             squares: mean document length since the last line, see `ForwardStep.taken_squares`.
             peak: most GPU memory allocated so far on this rank, GiB.
-            metrics: file for one JSON object per line; None: none.
+            metrics: file for one JSON object per step; None: none.
         """
         self.recipe, self.world_size, self.mock = recipe, world_size, mock
         self._squares, self._peak, self._metrics = squares, peak, metrics
 
     def around(
-        self, say: Callable[[str], None], writes: Callable[[], bool]
+        self, print_last: Callable[[str], None], writes: Callable[[], bool]
     ) -> Callable[[str], None]:
-        """A replacement of Megatron's print function for the last rank.
+        """Wrap Megatron's print function for the last rank.
 
         Args:
-            say: the original.
+            print_last: the original.
             writes: whether this rank is the one that prints.
         """
 
-        def spoken(message: str) -> None:
-            row = self.read(message)
-            if row is None:
-                say(message)
+        def logged(message: str) -> None:
+            step = self.read(message)
+            if step is None:
+                print_last(message)
                 return
-            say(self.line(message, row))
+            print_last(self.line(message, step))
             if self._metrics is not None and writes():
-                append(self._metrics, row)
-            check_row(row["loss"], row["grad_norm"])
+                run_metrics.append(self._metrics, step)
+            check_step(step.loss, step.grad_norm)
 
-        return spoken
+        return logged
 
-    def read(self, message: str) -> dict[str, Any] | None:
-        """The numbers of a step's line, and ours; None for any other message."""
+    def read(self, message: str) -> TrainingStep | None:
+        """Read a step's line; None for any other message."""
         step = _STEP.search(message)
         values = {key.strip(): float(value) for key, value in _VALUE.findall(message)}
         if step is None or not values.get(_ELAPSED):
@@ -83,31 +96,24 @@ class Log:
         seconds = values[_ELAPSED] / 1000
         tokens = self.recipe.global_batch_size * self.recipe.seq_length / seconds
         work = flops(self.recipe, self._squares()) * tokens / self.world_size
-        return {
-            "step": int(step[1]),
-            "seconds": seconds,
-            "tokens_per_second": tokens,
-            "tflops_per_gpu": work / 1e12,
-            "tflops_per_gpu_by_megatron": values.get(_REPORTED),
-            "peak_gib": self._peak(),
-            "loss": values.get("lm loss"),
-            "grad_norm": values.get("grad norm"),
-            "losses": {key: value for key, value in values.items() if key.endswith("loss")},
-            "mock_data": self.mock,
-        }
-
-    def line(self, message: str, row: Mapping[str, Any]) -> str:
-        """Megatron's line with our numbers behind it."""
-        said = (
-            f" with every layer counted (TFLOP/s/GPU): {row['tflops_per_gpu']:.1f} |"
-            f" tokens/s: {row['tokens_per_second']:.0f} |"
-            f" peak memory (GiB): {row['peak_gib']:.1f} |"
+        return TrainingStep(
+            step=int(step[1]),
+            seconds=seconds,
+            tokens_per_second=tokens,
+            tflops_per_gpu=work / 1e12,
+            tflops_per_gpu_by_megatron=values.get(_REPORTED),
+            peak_gib=self._peak(),
+            loss=values.get("lm loss"),
+            grad_norm=values.get("grad norm"),
+            losses={key: value for key, value in values.items() if key.endswith("loss")},
+            mock_data=self.mock,
         )
-        return (f" {MOCK} |" if self.mock else "") + message + said + (f" {MOCK}" * self.mock)
 
-
-def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add one JSON object to a file of them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    def line(self, message: str, step: TrainingStep) -> str:
+        """Append cppmega's numbers to Megatron's line."""
+        numbers = (
+            f" with every layer counted (TFLOP/s/GPU): {step.tflops_per_gpu:.1f} |"
+            f" tokens/s: {step.tokens_per_second:.0f} |"
+            f" peak memory (GiB): {step.peak_gib:.1f} |"
+        )
+        return (f" {MOCK} |" if self.mock else "") + message + numbers + (f" {MOCK}" * self.mock)

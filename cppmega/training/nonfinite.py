@@ -148,7 +148,7 @@ def around_train_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def check_row(loss: float | None, norm: float | None) -> None:
+def check_step(loss: float | None, norm: float | None) -> None:
     """Stop on a logged step that is not finite, whatever let it through.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What must hold before a training run may touch a GPU: everything that files can tell.
+"""Requirements that must hold before a training run may touch a GPU, checked without torch.
 
-None of this imports torch. Each check stops with its own name, so that a mistyped path is not
-found out after the model has been built, or, worse, never.
+Each check stops with its own name, so that a mistyped path is not discovered after the model has
+been built, or, worse, never.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.data import corpus, tokenizers
 from cppmega.data import reading as data_reading
 from cppmega.data import record as data_record
 from cppmega.data.corpus import Corpus
 from cppmega.data.record import Reading
+from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator
 from cppmega.overlay import receipt
@@ -32,7 +35,7 @@ from cppmega.tree.installed import Tree
 
 
 def check_tree(tree: Tree) -> None:
-    """Is there a training loop in the megatron that will be imported?
+    """Check that the megatron to be imported has a training loop.
 
     Raises:
         CppmegaError: `training-not-in-wheel`.
@@ -47,28 +50,31 @@ def check_tree(tree: Tree) -> None:
 
 
 def check_complete(recipe: Recipe, rendered: Rendered) -> None:
-    """Does the release have everything the recipe is made of?
+    """Check that the release has everything the recipe needs.
 
     Raises:
         CppmegaError: `recipe-not-complete`.
     """
     if rendered.missing:
-        said = "; ".join(f"{gap.part}: {gap.reason}" for gap in rendered.missing)
+        lacks = "; ".join(f"{gap.part}: {gap.reason}" for gap in rendered.missing)
         raise CppmegaError(
             "recipe-not-complete",
-            f"Recipe {recipe.name} on megatron-core {rendered.version} lacks {said}.",
-            "What would train is another, smaller model under this model's name.",
-            "cppmega recipes says what each one lacks; train one that lacks nothing, or your own",
+            f"Recipe {recipe.name} on megatron-core {rendered.version} lacks {lacks}.",
+            "Another, smaller model would train under this model's name.",
+            "cppmega recipes shows what each one lacks; train one that lacks nothing, or your own",
         )
 
 
 IN_THE_CODE = ("applied", "armed", "upstreamed")
-"""States of a patch that a recipe names. One that is not applicable is not there: the feature that
-it mends, and that the recipe counts on, does not exist in that release."""
+"""States that satisfy a recipe which needs a patch. `not-applicable` does not: the release lacks
+the feature that the recipe relies on."""
 
 
 def check_patches(recipe: Recipe, session: Session) -> str:
-    """Are the patches that the recipe names in the tree? Returns the overlay digest, or `none`.
+    """Check that the patches that the recipe needs are in the tree.
+
+    Returns:
+        The overlay digest, or `none`.
 
     Raises:
         CppmegaError: `patch-missing`.
@@ -81,14 +87,14 @@ def check_patches(recipe: Recipe, session: Session) -> str:
             raise CppmegaError(
                 "patch-missing",
                 f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",
-                "The run would stop later, or train something else than it says.",
+                "The run would stop later, or train something other than it claims.",
                 "python -m cppmega.apply_patches",
             )
     return applied.digest or "none"
 
 
 def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Are the switches set that the recipe relies on?
+    """Check that the switches are set that the recipe relies on.
 
     Raises:
         CppmegaError: `gate-not-set`.
@@ -99,13 +105,13 @@ def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
             raise CppmegaError(
                 "gate-not-set",
                 f"Recipe {recipe.name} needs {name}={wanted}; the environment has {found!r}.",
-                "The patch behind it is off, and the run is not the one the recipe describes.",
+                "The patch it switches is off, and the run is not the one the recipe describes.",
                 f"export {name}={wanted}, then python -m cppmega.apply_patches",
             )
 
 
 def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Are there as many processes as the recipe has GPUs?
+    """Check that there are as many processes as the recipe has GPUs.
 
     Raises:
         CppmegaError: `wrong-world-size`.
@@ -122,7 +128,7 @@ def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
 
 
 def check_packages(recipe: Recipe, options: RunOptions) -> None:
-    """Are the packages installed that the run will import late?
+    """Check that the packages are installed that the run will import late.
 
     Raises:
         CppmegaError: `package-missing`.
@@ -150,12 +156,12 @@ def check_data(
     options: RunOptions,
     read: Callable[[Corpus], Reading | None] = data_record.kept,
 ) -> DataTokens:
-    """Is the data there, whole, and made for this model's vocabulary?
+    """Check that the data is present, complete, and made for this model's vocabulary.
 
     Args:
         recipe: the run.
         options: name the datasets and their tokenizer, or ask for mock data.
-        read: what is known of the whole of a dataset; None: nothing, and its ends are looked at.
+        read: returns what a complete dataset contains; None: unknown, so its ends are inspected.
 
     Raises:
         CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
@@ -175,7 +181,7 @@ def check_data(
         raise CppmegaError(
             "no-data",
             "Neither --data nor --mock-data is given.",
-            "Mock data is never taken silently: it trains faster and means nothing.",
+            "Mock data is never used silently: it trains faster and means nothing.",
             "scripts/prepare_data.py --out PREFIX TEXT..., then --data PREFIX",
         )
     found = [corpus.open_(Path(prefix)) for prefix in options.data]
@@ -183,7 +189,7 @@ def check_data(
     for one, other in zip(found, described, strict=True):
         if other != described[0]:
             raise _differs(one, other, described[0], f"as {found[0].prefix}")
-    vocab = int(described[0]["vocab_size"])
+    vocab = described[0].vocab_size
     if vocab > recipe.vocab_size:
         raise CppmegaError(
             "vocabulary-too-small",
@@ -206,42 +212,50 @@ def check_data(
                 "prepare more text",
             )
     names = "+".join(map(data_record.name, found))
-    return DataTokens(recipe.vocab_size, int(described[0]["eod"]), names)
+    return DataTokens(recipe.vocab_size, described[0].eod, names)
 
 
-def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> dict[str, Any]:
-    """The tokenizer that made a dataset."""
+def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> TokenizerRecord:
+    """The tokenizer that made a dataset.
+
+    Raises:
+        CppmegaError: `tokenizer-unknown`, `tokenizer-differs`, and what `tokenizers` raises.
+    """
     own = found.card.tokenizer if found.card is not None else None
     if tokenizer is None:
         if own is None:
             raise CppmegaError(
                 "tokenizer-unknown",
-                f"{found.prefix} has no card: nothing says which tokenizer made it.",
+                f"{found.prefix} has no card: it is not known which tokenizer made it.",
                 "The end of a document and the size of the vocabulary are the tokenizer's.",
                 "--tokenizer byte, or the path of its tokenizer.json",
             )
         return own
-    given = tokenizers.load(tokenizer, eod).describe()
-    if own is not None and own != given:
-        raise _differs(found, own, given, "than --tokenizer says")
-    return given
+    named = tokenizers.load(tokenizer, eod).describe()
+    if own is not None and own != named:
+        raise _differs(found, own, named, "than --tokenizer")
+    return named
 
 
 def _differs(
-    found: Corpus, own: Mapping[str, Any], other: Mapping[str, Any], whose: str
+    found: Corpus, own: TokenizerRecord, other: TokenizerRecord, whose: str
 ) -> CppmegaError:
-    fields = [f"{key} {own.get(key)} and {other.get(key)}" for key in own]
-    parts = [text for text, key in zip(fields, own, strict=True) if own[key] != other.get(key)]
+    theirs = structs.asdict(other)
+    parts = [
+        f"{name} {value} and {theirs[name]}"
+        for name, value in structs.asdict(own).items()
+        if value != theirs[name]
+    ]
     return CppmegaError(
         "tokenizer-differs",
         f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
-        "Its ids would mean other words.",
-        "leave --tokenizer out to take the data's own, or prepare the data again",
+        "Its ids would stand for other tokens.",
+        "leave --tokenizer out to use the data's own, or prepare the data again",
     )
 
 
 def check_checkpoint(load: Path | None) -> None:
-    """Is there a whole checkpoint where the run shall go on?
+    """Check that there is a complete checkpoint where the run is to resume.
 
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`.
@@ -251,7 +265,7 @@ def check_checkpoint(load: Path | None) -> None:
 
 
 def set_environment(variables: Sequence[tuple[str, str]]) -> None:
-    """Set what the run relies on where the user has not; before torch is imported.
+    """Set the variables that the run relies on, unless the user has; before torch is imported.
 
     A process that no launcher started is a world of one.
     """
@@ -269,7 +283,7 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
 
 
 def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
-    """What the parser made of the line, in the places where a run has lied before.
+    """Check the parsed arguments in the places where a run has claimed what it did not do.
 
     Raises:
         CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`.
@@ -281,7 +295,7 @@ def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
 
 
 def check_mock_data(options: RunOptions, parsed: bool) -> None:
-    """Does Megatron make up tokens exactly where the trainer is told so?
+    """Check that Megatron makes up tokens exactly if the trainer was told to.
 
     Raises:
         CppmegaError: `mock-data-differs`.
@@ -296,7 +310,7 @@ def check_mock_data(options: RunOptions, parsed: bool) -> None:
 
 
 def check_context(args: Any) -> None:
-    """Is a sequence on one rank?
+    """Check that a sequence is on one rank.
 
     Raises:
         CppmegaError: `not-supported`.
@@ -305,13 +319,13 @@ def check_context(args: Any) -> None:
         raise CppmegaError(
             "not-supported",
             f"context_parallel_size={args.context_parallel_size}.",
-            "This trainer does not split a sequence over ranks: they would all see all of it.",
+            "This trainer does not split a sequence over ranks: all would see all of it.",
             "leave --context-parallel-size out",
         )
 
 
 def check_nan(args: Any) -> None:
-    """Are Megatron's checks of loss and gradient on?
+    """Check that Megatron's checks of loss and gradient are on.
 
     Raises:
         CppmegaError: `nan-checks-off`.
@@ -326,7 +340,7 @@ def check_nan(args: Any) -> None:
 
 
 def check_precision(recipe: Recipe, args: Any) -> None:
-    """Does the line train in the precision that the recipe names?
+    """Check that the arguments train in the precision that the recipe names.
 
     Raises:
         CppmegaError: `precision-differs`.
@@ -335,7 +349,7 @@ def check_precision(recipe: Recipe, args: Any) -> None:
         found = f"bf16={args.bf16}, fp16={args.fp16}, fp8={args.fp8}"
         raise CppmegaError(
             "precision-differs",
-            f"Recipe {recipe.name} says {recipe.precision}; the line says {found}.",
+            f"Recipe {recipe.name} declares {recipe.precision}; the arguments mean {found}.",
             "The result would be filed under a precision it did not have.",
             "recipe.with_(precision=...) instead of an argument",
         )

@@ -245,7 +245,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path, sources: Path, indexed: Any) -
     (sources / "part0" / "latin1.txt").write_bytes("Stra\xdfe".encode("latin-1"))
     card = data.prepare(tmp_path / "out", [sources], loaded, shard_tokens=100)
     assert card.skipped == {"empty": 1, "binary": 1, "not UTF-8": 1}
-    assert card.tokenizer["vocab_size"] == trained.get_vocab_size()
+    assert card.tokenizer.vocab_size == trained.get_vocab_size()
     text = next(p for p in data.files([sources], ()) if p.name == "0.txt").read_text()
     dataset = indexed(str(tmp_path / "out"))
     first = dataset[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.runs import failures
+from cppmega.runs import failures, json_file
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Run
 from tests.rank.test_guard import Bench
@@ -156,7 +156,7 @@ EXCUSED = {
         "vars(global_vars.ARGS).update(iteration=20, train_iters=20)",
         (),
         (),
-        "the checkpoint has 20 steps, and 20 are asked for",
+        "the checkpoint has 20 steps, and 20 are requested",
     ),
     "the same in a loop of one's own": (
         "train(0, {'iteration': 5, 'train_iters': 5})",
@@ -276,7 +276,7 @@ class Launched:
         words = ["--standalone", "--nproc-per-node", "2", "--redirects", "3", "-m", "cppmega.run"]
         place = ["--megatron", str(self.bench.folder / "root")]
         manifest = {"nodes": 1, "nproc": 2, "torchrun": [*words, *place, str(script)]}
-        run_folder.write_json(run.manifest_file, manifest)
+        json_file.write(run.manifest_file, manifest)
         done = subprocess.run(
             [sys.executable, "-m", "cppmega.launch.supervise", str(node.path)],
             env=self.bench.environment,

@@ -70,7 +70,7 @@ class Console:
         )
         try:
             run, deadline = self.run(name), time.monotonic() + 300
-            while started.poll() is None and len(run.rows()) < 4 and time.monotonic() < deadline:
+            while started.poll() is None and len(run.steps()) < 4 and time.monotonic() < deadline:
                 time.sleep(0.05)
             started.send_signal(signal.SIGINT)
             out, _ = started.communicate(timeout=300)
@@ -99,9 +99,9 @@ def test_the_chain(console: Console) -> None:
     assert began.returncode == 0, began.stderr[-3000:]
     assert began.stdout.strip() == str(console.folder / "runs" / "first")
     first = console.run("first")
-    until(lambda: first.checkpoint() == 4 and len(first.rows()) >= 6, 300, first)
+    until(lambda: first.checkpoint() == 4 and len(first.steps()) >= 6, 300, first)
     assert first.state() == "running"
-    ranks = first.nodes()[0].status()["workers"]
+    ranks = first.nodes()[0].status().workers
     assert len(ranks) == 2
     os.kill(int(list(ranks)[1]), signal.SIGKILL)
     until(lambda: first.state() == "crashed", 200, first)
@@ -119,9 +119,9 @@ def test_the_chain(console: Console) -> None:
     assert code == 0, said[-3000:]
     assert "going on at step 5" in said and "after receiving SIGTERM" in said
     second = console.run("second")
-    last = second.rows()[-1]["step"]
+    last = second.steps()[-1].step
     assert (second.state(), second.exit(), second.checkpoint()) == ("stopped", 0, last)
-    assert second.rows()[0]["step"] == 5 and last < 40
+    assert second.steps()[0].step == 5 and last < 40
 
     done = console("compare", "first", "second")
     assert done.returncode == 0, done.stderr
@@ -139,21 +139,19 @@ def test_the_chain(console: Console) -> None:
 def _manifest_says_what_ran(console: Console) -> None:
     run = console.run("second")
     manifest, applied = run.manifest, json.loads((run.path / "receipt.json").read_text())
-    assert set(manifest["overlay"]["pages"]) == set(PAGES) == set(applied["pages"])
-    assert manifest["overlay"]["digest"] == applied["digest"] != "none"
-    assert manifest["stack"]["torch"] and manifest["stack"]["python"]
-    assert manifest["environment"]["CUDA_VISIBLE_DEVICES"] == ""
-    assert manifest["resumes"] == "first"
-    assert manifest["load"] == str(console.run("first").path / "checkpoints")
-    assert manifest["data"]["paths"] == [str(console.run("first").path / "data")]
-    assert manifest["data"]["fingerprint"]
-    assert set(manifest["preflight"].values()) <= {"ok", "not-applicable"}
+    assert set(manifest.overlay["pages"]) == set(PAGES) == set(applied["pages"])
+    assert manifest.overlay["digest"] == applied["digest"] != "none"
+    assert manifest.stack["torch"] and manifest.stack["python"]
+    assert manifest.environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert manifest.resumes == "first"
+    assert manifest.load == str(console.run("first").path / "checkpoints")
+    assert manifest.data.paths == (str(console.run("first").path / "data"),)
+    assert manifest.data.fingerprint
+    assert set(manifest.preflight.values()) <= {"ok", "not-applicable"}
     recipe = run.path / "recipe" / "smoke_cpu.py"
     assert recipe.read_bytes() == (REPOSITORY / "recipes" / "smoke_cpu.py").read_bytes()
-    header = next(run.all_rows())
-    assert (
-        header["overlay"] == applied["digest"] and header["data"] == manifest["data"]["fingerprint"]
-    )
+    (header,) = run.starts()
+    assert (header.overlay, header.data) == (applied["digest"], manifest.data.fingerprint)
 
 
 def test_a_launch_that_the_preflight_refuses_leaves_nothing(console: Console) -> None:

@@ -25,7 +25,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import process
 from cppmega.launch.supervise import Supervisor
 from cppmega.runs import control as run_control
-from cppmega.runs import failures, tmux
+from cppmega.runs import failures, json_file, listing, logs, tmux
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Node, Run
 from tests.support import REPOSITORY, free_port
@@ -125,7 +125,7 @@ class Bench:
             "torchrun": [*words, str(self.script), mode],
             "overlay": {"digest": "0123456789abcdef"},
         }
-        run_folder.write_json(run.manifest_file, manifest)
+        json_file.write(run.manifest_file, manifest)
         return run
 
     def start(self, run: Run, *before: str) -> list[subprocess.Popen[bytes]]:
@@ -145,7 +145,7 @@ class Bench:
     def start_in_tmux(self, run: Run) -> None:
         """As `cppmega launch --tmux` does."""
         command = [sys.executable, "-m", "cppmega.launch.supervise", str(run.nodes()[0].path)]
-        with tmux.reserve(run.manifest["tmux"]) as session:
+        with tmux.reserve(run.outline.tmux) as session:
             session.run(command, self.folder, self.environment)
 
 
@@ -187,19 +187,19 @@ def test_the_first_rank_that_failed_is_shown_first(
     assert [one.wait(200) for one in started] == [1, 1]
     assert (run.state(), run.exit()) == ("crashed", 1)
     assert failures.in_one_line(run) == "rank 1: ValueError: the data ended"
-    run_control.logs(run, None, follow=True)
+    logs.show(run, None, follow=True)
     out = capfd.readouterr().out
     assert out.startswith("rank 1 on ") and "failed first (exit 1)" in out.splitlines()[0]
     assert out.index("ValueError: the data ended") < out.index("rank 0 of 2")
     assert "(after it failed: rank 0)" in out
-    run_control.logs(run, 1, follow=False)  # its own output, which the terminal did not show
+    logs.show(run, 1, follow=False)  # its own output, which the terminal did not show
     assert "rank 1 of 2, mark given" in capfd.readouterr().out
     with pytest.raises(CppmegaError, match="no-such-rank"):
-        run_control.logs(run, 2, follow=False)
+        logs.show(run, 2, follow=False)
     # A rank that leaves no error: the last lines of its stderr stand for one.
     said = failures.first_failure(other)
     assert "rank 0 on " in said and "(exit 3)" in said and "the last words" in said
-    line = next(line for line in run_control.table([run_control.row_of(run)]) if "crash" in line)
+    line = next(line for line in listing.table([listing.row_of(run)]) if "crash" in line)
     assert line.split()[:3] == ["crashed", "crash", "1"]
 
 
@@ -223,7 +223,7 @@ def test_a_session_is_looked_at_left_and_stopped(
     assert "rank 0 of 2, mark given" in shown and "stale" not in shown
     assert run.state() == "running" and tmux.exists("here")
 
-    in_charge = run.nodes()[0].status()["pid"]
+    in_charge = run.nodes()[0].status().pid
     for _ in range(3):  # said again, it must not cost the checkpoint
         os.kill(in_charge, signal.SIGHUP)
         os.kill(in_charge, signal.SIGTERM)
@@ -232,7 +232,7 @@ def test_a_session_is_looked_at_left_and_stopped(
     assert out.startswith("stopped seen, checkpoint of step ")
     assert (run.state(), run.exit()) == ("stopped", 0) and gone(run)
     until(lambda: not tmux.exists("here"), 10, run)
-    assert run.checkpoint() == run.rows()[-1]["step"]
+    assert run.checkpoint() == run.steps()[-1].step
     with pytest.raises(CppmegaError, match="run-ended"):
         run_control.stop(run, now=False, wait=1)
     with pytest.raises(CppmegaError, match="run-ended"):
@@ -322,10 +322,10 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
 def test_a_killed_session_saves_a_checkpoint(bench: Bench) -> None:
     run = bench.run("hung-up", "long", session="gone")
     bench.start_in_tmux(run)
-    until(lambda: ready(run) and len(run.rows()) > 1, 200, run)
+    until(lambda: ready(run) and len(run.steps()) > 1, 200, run)
     subprocess.run(["tmux", "kill-session", "-t", "gone"], check=True)
     until(lambda: run.state() == "stopped", 100, run)
-    assert run.exit() == 0 and run.checkpoint() == run.rows()[-1]["step"] and gone(run)
+    assert run.exit() == 0 and run.checkpoint() == run.steps()[-1].step and gone(run)
 
 
 def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
@@ -340,7 +340,7 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     without_terminal.send_signal(signal.SIGHUP)
     in_charge.kill()
     in_charge.wait()
-    os.kill(second.nodes()[0].status()["agent"], signal.SIGKILL)
+    os.kill(second.nodes()[0].status().agent, signal.SIGKILL)
     assert third.state() == "running"
     run_control.stop(third, now=True, wait=100)
     assert (third.state(), third.exit(), third.checkpoint()) == ("stopped", 1, None)
@@ -352,10 +352,10 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     until(lambda: not process.started(int((second.path / "helper").read_text())), 20, second)
     assert "torchrun itself ended with signal SIGKILL" in failures.in_one_line(second)
     assert second.checkpoint() is not None
-    rows = [run_control.row_of(run) for run in (first, second)]
-    text = "\n".join(run_control.table(rows))
+    rows = [listing.row_of(run) for run in (first, second)]
+    text = "\n".join(listing.table(rows))
     assert "the launcher was killed; its ranks" in text and "SIGKILL" in text
-    assert first.nodes()[0].status()["ended"]  # torchrun's process has written it down
+    assert first.nodes()[0].status().ended  # torchrun's process has written it down
     with pytest.raises(CppmegaError, match="run-ended"):
         run_control.stop(first, now=False, wait=1)
 
@@ -386,8 +386,8 @@ def test_a_stop_before_there_are_ranks(bench: Bench) -> None:
     with pytest.raises(CppmegaError, match="run-starting"):
         run_control.stop(run, now=False, wait=1)
     bench.start(run)
-    until(lambda: "agent" in run.nodes()[0].status(), 30, run)
-    os.kill(run.nodes()[0].status()["pid"], signal.SIGSTOP)  # Ctrl-Z in its terminal
+    until(lambda: (status := run.nodes()[0].status()) and status.agent, 30, run)
+    os.kill(run.nodes()[0].status().pid, signal.SIGSTOP)  # Ctrl-Z in its terminal
     with pytest.raises(CppmegaError, match="not-saved"):
         run_control.stop(run, now=False, wait=60)
     assert run.state() == "stopped" and failures.first_failure(run) == ""
@@ -398,9 +398,9 @@ def test_two_hosts_share_a_run_that_ends_by_itself(bench: Bench) -> None:
     started = bench.start(run)
     assert [one.wait(200) for one in started] == [0, 0]
     assert (run.state(), run.exit(), run.checkpoint()) == ("finished", 0, 50)
-    assert sorted(node.status()["first_rank"] for node in run.nodes()) == [0, 1]
+    assert sorted(node.status().first_rank for node in run.nodes()) == [0, 1]
     for rank in (0, 1):
-        (log,) = [f for f in run_control._files(run, rank) if f.name == "stdout.log"]
+        (log,) = [f for f in logs._files(run, rank) if f.name == "stdout.log"]
         assert log.read_text().startswith(f"rank {rank} of 2")
 
 

@@ -18,10 +18,10 @@ from cppmega.errors import CppmegaError
 from cppmega.host import durable, process
 from cppmega.launch.supervise import Supervisor
 from cppmega.runs import control as run_control
-from cppmega.runs import failures, liveness
-from cppmega.runs import folder as run_folder
+from cppmega.runs import failures, json_file, listing, liveness, logs
 from cppmega.runs.folder import Run
-from cppmega.runs.manifest import read_json
+from cppmega.runs.json_file import read_object
+from cppmega.runs.status import Failure, Status
 from tests.launch.test_supervise import Bench, bench, gone, ranks, ready, until
 from tests.support import REPOSITORY
 
@@ -34,7 +34,7 @@ def test_a_status_is_written_on_a_full_disk(
     """No second file fits, and the file's own blocks are all there is."""
     file = tmp_path / "status.json"
     durable.reserve(file)
-    assert read_json(file) == {}
+    assert read_object(file) == {}
     room = file.stat().st_size
 
     def full(path: Path, data: bytes) -> None:
@@ -42,10 +42,10 @@ def test_a_status_is_written_on_a_full_disk(
 
     monkeypatch.setattr(durable, "replace", full)
     durable.write(file, {"failure": {"message": "a" * 2 * room}, "exit": 1})
-    found = read_json(file)
+    found = read_object(file)
     assert found["exit"] == 1 and found["failure"]["message"].startswith("aaa")
     durable.write(file, {"exit": 0})
-    assert read_json(file) == {"exit": 0} and file.stat().st_size == room
+    assert read_object(file) == {"exit": 0} and file.stat().st_size == room
     with pytest.raises(OSError, match="No space left"):
         durable.write(tmp_path / "new.json", {})
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
@@ -138,6 +138,11 @@ def test_the_folder_deleted_and_the_terminal_closed_or_stuck(bench: Bench) -> No
     os.close(writer)
 
 
+def both_ranks_recorded(run: Run) -> bool:
+    status = run.nodes()[0].status()
+    return status is not None and len(status.workers) == 2
+
+
 def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -> None:
     """Neither `running` nor over: nothing may go on from its checkpoint, and it can be ended."""
     run, other = bench.run("stubborn", "stubborn"), bench.run("both", "stubborn")
@@ -145,11 +150,15 @@ def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -
     until(lambda: ready(run) and ready(other), 200, run)
     # Who is killed before it has written down its ranks leaves them to their parent-death signal.
     for each in (run, other):
-        until(lambda of=each: len(of.nodes()[0].status().get("workers", {})) == 2, 60, each)
+        until(
+            lambda of=each: (status := of.nodes()[0].status()) and len(status.workers) == 2,
+            60,
+            each,
+        )
     for one in in_charge:
         one.kill()
         one.wait()
-    os.kill(other.nodes()[0].status()["agent"], signal.SIGKILL)
+    os.kill(other.nodes()[0].status().agent, signal.SIGKILL)
     time.sleep(1)
     for each in (run, other):
         assert each.state() == "stopping" and not gone(each)
@@ -207,10 +216,11 @@ def test_a_stop_while_torchrun_waits_for_other_hosts(bench: Bench) -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         run = bench.run("waits", "long")
-        words = run.manifest["torchrun"]
+        words = list(run.outline.torchrun)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         where = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address]
-        run_folder.write_json(run.manifest_file, {**run.manifest, "torchrun": where + words[1:]})
+        manifest = read_object(run.manifest_file)
+        json_file.write(run.manifest_file, {**manifest, "torchrun": where + words[1:]})
         bench.start(Run(run.path))
         silent.settimeout(100)
         connection, _ = silent.accept()
@@ -224,7 +234,7 @@ def test_a_status_that_is_torn_empty_or_foreign(bench: Bench) -> None:
     (node,) = run.nodes()
     for text in ("", "{", '{"pid": 1}', "[" * 100_000, "\x00" * 50, '{"host": 3}', '{"a": {}}'):
         node.status_file.write_text(text)
-        assert (node.status(), run.state()) == ({}, "starting"), text[:20]
+        assert (node.status(), run.state()) == (None, "starting"), text[:20]
     with node.console.open("ab") as console:
         liveness.hold(console)
         assert run.state() == "running", "it lives, whatever became of its status"
@@ -243,19 +253,26 @@ def test_a_run_that_ended_with_its_machine(bench: Bench) -> None:
     run = bench.run("old", "long")
     (node,) = run.nodes()
     me = {"pid": os.getpid(), "since": process.started(os.getpid()), "host": socket.gethostname()}
-    node.write({**me, "boot": "another", "workers": {str(os.getpid()): me["since"]}})
+    node.write(Status(**me, boot="another", workers={str(os.getpid()): me["since"]}))
     assert run.state() == "killed"
-    row = run_control.row_of(run)
-    assert row["error"] == "the machine was restarted while it ran" and row["exit"] is None
+    row = listing.row_of(run)
+    assert row.error == "the machine was restarted while it ran" and row.exit is None
 
 
 def test_a_run_in_another_container(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine and host name, and other numbers of processes: a lock tells."""
     run = bench.run("contained", "long")
     (node,) = run.nodes()
+    me = os.getpid()
     node.write(
-        {"host": socket.gethostname(), "boot": process.boot(), "pid": os.getpid()}
-        | {"since": process.started(os.getpid()), "namespace": "pid:[1]", "agent": os.getpid()}
+        Status(
+            host=socket.gethostname(),
+            boot=process.boot(),
+            pid=me,
+            since=process.started(me),
+            namespace="pid:[1]",
+            agent=me,
+        )
     )
     with node.console.open("ab") as console:
         liveness.hold(console)
@@ -263,7 +280,7 @@ def test_a_run_in_another_container(bench: Bench, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(CppmegaError, match=r"run-elsewhere: .*in another container"):
             run_control.stop(run, now=True, wait=1)
         os.utime(node.status_file, (0, 0))
-        assert run_control.row_of(run)["error"].startswith("no sign of life from ")
+        assert listing.row_of(run).error.startswith("no sign of life from ")
     assert run.state() == "killed"
     assert failures.in_one_line(run) == "its container ended while it ran"
 
@@ -271,14 +288,14 @@ def test_a_run_in_another_container(bench: Bench, monkeypatch: pytest.MonkeyPatc
 def test_signs_of_life_for_other_machines(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run = bench.run("remote", "long")
     (node,) = run.nodes()
-    node.write({"host": "another", "boot": "b", "pid": 1, "since": "1", "ended": None})
-    assert (run.state(), run_control.row_of(run)["error"]) == ("running", "")
+    node.write(Status(host="another", boot="b", pid=1, since="1"))
+    assert (run.state(), listing.row_of(run).error) == ("running", "")
     os.utime(node.status_file, (0, time.time() - 4000))
     assert run.state() == "running", "whoever resumes it must know that it is over"
-    assert run_control.row_of(run)["error"] == "no sign of life from another for 1:06:40"
+    assert listing.row_of(run).error == "no sign of life from another for 1:06:40"
     in_charge = Supervisor(node)
     in_charge._give_sign_of_life()
-    assert run_control.row_of(run)["error"] == ""
+    assert listing.row_of(run).error == ""
     os.utime(node.status_file, (0, 0))
     in_charge._give_sign_of_life()  # not at every look
     assert node.status_file.stat().st_mtime == 0
@@ -287,7 +304,7 @@ def test_signs_of_life_for_other_machines(bench: Bench, monkeypatch: pytest.Monk
 def test_a_node_has_one_process_in_charge_ever(bench: Bench) -> None:
     run = bench.run("once", "long")
     (node,) = run.nodes()
-    node.write({"host": "h", "ended": 1.0, "exit": 0, "stop": ""})
+    node.write(Status(host="h", ended=1.0, exit=0))
     with pytest.raises(CppmegaError, match="run-began-already"):
         Supervisor(node).run()
     assert run.state() == "finished"
@@ -303,15 +320,9 @@ def test_a_folder_that_is_deleted_is_not_followed_for_ever(bench: Bench) -> None
 def test_what_a_rank_printed_does_not_steer_the_terminal(bench: Bench) -> None:
     run = bench.run("odd", "long")
     (node,) = run.nodes()
-    failure = {
-        "rank": 0,
-        "local_rank": 0,
-        "exit": 1,
-        "signal": "",
-        "message": "x\x1b]0;title\x07\x1b[2Jy",
-    }
-    node.write({"host": "h", "ended": 1.0, "exit": 1, "failure": failure, "note": "disk\x1bfull"})
-    (line,) = [x for x in run_control.table([run_control.row_of(run)]) if "rank 0" in x]
+    failure = Failure(rank=0, local_rank=0, exit=1, message="x\x1b]0;title\x07\x1b[2Jy")
+    node.write(Status(host="h", ended=1.0, exit=1, failure=failure, note="disk\x1bfull"))
+    (line,) = [x for x in listing.table([listing.row_of(run)]) if "rank 0" in x]
     assert line.strip() == "rank 0: x ]0;title  [2Jy (disk full)"
 
 
@@ -323,8 +334,9 @@ def test_a_foreign_failure_does_not_take_down_the_table(
 ) -> None:
     run = bench.run("odd", "long")
     (node,) = run.nodes()
-    node.write({"host": "h", "ended": 1.0, "exit": 1, "failure": failure})
-    assert next(iter(run_control.table([run_control.row_of(run)]))).startswith("STATE")
+    durable.write(node.status_file, {"host": "h", "ended": 1.0, "exit": 1, "failure": failure})
+    assert (run.state(), run.exit()) == ("crashed", 1)
+    assert next(iter(listing.table([listing.row_of(run)]))).startswith("STATE")
     assert failures.first_failure(run) in ("", "m. Its last lines:")
 
 
@@ -334,8 +346,8 @@ def test_a_log_of_one_endless_line_is_not_held_in_memory(
     run = bench.run("endless", "long")
     (node,) = run.nodes()
     node.console.write_bytes(b"x" * 100_000)
-    monkeypatch.setattr(run_control, "_CHUNK", 1000)
-    run_control.logs(run, None, follow=False)
+    monkeypatch.setattr(logs, "_CHUNK", 1000)
+    logs.show(run, None, follow=False)
     assert capfd.readouterr().out == "x" * 100_000
     (line,) = failures.tail(node.console)
     assert len(line) == 2**16

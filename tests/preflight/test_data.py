@@ -14,6 +14,7 @@ from cppmega.checkpoints.tracker import TRACKER
 from cppmega.data import corpus
 from cppmega.data import reading as data_reading
 from cppmega.data.corpus import Card, with_suffix
+from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
 from cppmega.preflight import context as check
 from cppmega.preflight.context import Context
@@ -22,7 +23,7 @@ from tests.preflight.contexts import SLICE, SMOKE, holds, launch, parsed, refuse
 from tests.support import REPOSITORY, patched, pristine
 from tests.support.datasets import write
 
-BYTES = {"kind": "byte", "vocab_size": 257, "eod": 256, "sha256": ""}
+BYTES = {"kind": "byte", "vocab_size": 257, "eod": 256}
 
 
 def dataset(prefix: Path, tokens: int = 20_000, **tokenizer: Any) -> Path:
@@ -32,7 +33,16 @@ def dataset(prefix: Path, tokens: int = 20_000, **tokenizer: Any) -> Path:
     head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 1, 2)
     body = np.array([tokens], np.int32).tobytes() + np.array([0, 0, 1], np.int64).tobytes()
     with_suffix(prefix, ".idx").write_bytes(head + body)
-    card = Card(BYTES | tokenizer, 1, tokens, "uint16", *corpus.digest(prefix), sources=1)
+    data, index = corpus.digest(prefix)
+    card = Card(
+        tokenizer=TokenizerRecord(**{**BYTES, **tokenizer}),
+        documents=1,
+        tokens=tokens,
+        dtype="uint16",
+        bin_sha256=data,
+        idx_sha256=index,
+        sources=1,
+    )
     with_suffix(prefix, ".json").write_text(card.dump())
     return prefix
 

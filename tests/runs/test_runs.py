@@ -15,27 +15,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cppmega.catalogue import gates
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.cli import main as cli
 from cppmega.errors import CppmegaError
 from cppmega.host import process, redact
-from cppmega.launch import agent
+from cppmega.launch import agent, start
 from cppmega.launch import folder as launch_folder
 from cppmega.launch import prepare as launch
 from cppmega.launch import record as launch_record
-from cppmega.launch.folder import Launch
+from cppmega.launch.request import LaunchRequest, ValidatedLaunch
 from cppmega.overlay import record as overlay_record
 from cppmega.overlay.receipt import PatchedPage, Receipt
 from cppmega.preflight.context import Context
-from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
-from cppmega.runs import compare, tmux
+from cppmega.runs import compare, json_file, listing, logs, tmux
 from cppmega.runs import control as run_control
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Run
+from cppmega.runs.manifest import DataRecord
+from cppmega.runs.metrics import LoggedStep
+from cppmega.runs.status import Failure, Status
 from cppmega.training import options as trainer_options
 from tests.support import REPOSITORY, pristine
 from tests.support.lab import Lab
@@ -113,10 +116,10 @@ def test_what_a_checkpoint_says_of_its_overlay() -> None:
 def test_megatron_tells_the_overlay_of_a_checkpoint_that_it_loads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from cppmega.trainer import _telling_overlay
+    from cppmega.training.pretrain import comparing_overlays
 
     seen: list[Any] = []
-    check = _telling_overlay(lambda saved, **more: seen.append((saved, more)), record("bbbb"))
+    check = comparing_overlays(lambda saved, **more: seen.append((saved, more)), record("bbbb"))
     saved = SimpleNamespace(cppmega_patches=overlay_record.dump(record("aaaa", one=("1", "t"))))
     check(saved, skip_args={"x"})
     assert "patch removed: one" in capsys.readouterr().out
@@ -141,14 +144,14 @@ def make(runs: Path, name: str, created: float, **manifest: Any) -> Run:
         **manifest,
     }
     whole["options"].setdefault("data_cache", None)
-    run_folder.write_json(run.manifest_file, whole)
+    json_file.write(run.manifest_file, whole)
     return run
 
 
 def ended(run: Run, code: int, **more: Any) -> None:
     node = run_folder.claim_node(run, 9)
     assert node is not None
-    node.write({"host": "h", "ended": time.time(), "exit": code, "stop": "", **more})
+    node.write(Status(host="h", ended=time.time(), exit=code, **more))
 
 
 def test_runs_are_found_by_name_session_beginning_and_folder(tmp_path: Path) -> None:
@@ -190,13 +193,13 @@ def test_one_damaged_folder_does_not_take_down_the_others(tmp_path: Path, text: 
         ended(run, 0)
     damaged.manifest_file.write_text(text, encoding="latin-1")
     runs = run_folder.everyone(tmp_path)
-    lines = list(run_control.table([run_control.row_of(run) for run in runs]))
+    lines = list(listing.table([listing.row_of(run) for run in runs]))
     assert sum("manifest.json" in line for line in lines) == 1
     found = run_folder.find(tmp_path, "damaged")
-    assert run_control.row_of(found)["seconds"] is None
+    assert listing.row_of(found).seconds is None
     for wants_it in (
         lambda: compare.compare(whole, found),
-        lambda: run_control.logs(found, rank=0, follow=False),
+        lambda: logs.show(found, rank=0, follow=False),
         lambda: launch.prepare(asked(tmp_path, resume="damaged")),
     ):
         with pytest.raises(CppmegaError, match="run-damaged"):
@@ -208,10 +211,11 @@ def test_a_status_and_metrics_that_are_damaged(tmp_path: Path) -> None:
     ended(run, 0)
     row = {"step": 1, "loss": 1.0, "seconds": 1.0, "tokens_per_second": 1.0}
     run.metrics.write_bytes(json.dumps(row).encode() + b'\n\xff\xfe\n{"step": \n3\n')
-    assert run.rows() == [row] and run.last_row() == row
+    step = LoggedStep(**row)
+    assert run.steps() == [step] and run.last_step() == step
     (node,) = run.nodes()
     node.status_file.write_text('{"pid": "x", "ended": "yesterday"}')
-    assert node.status() == {} and run_control.row_of(run)["state"] == "starting"
+    assert node.status() is None and listing.row_of(run).state == "starting"
 
 
 def test_a_run_that_was_moved_has_its_curves_and_checkpoints(tmp_path: Path) -> None:
@@ -222,7 +226,7 @@ def test_a_run_that_was_moved_has_its_curves_and_checkpoints(tmp_path: Path) -> 
     (run.path / "checkpoints" / TRACKER).write_text("3")
     run.path.rename(tmp_path / "new")
     moved = run_folder.find(tmp_path, "new")
-    assert (moved.last_row(), moved.checkpoint()) == ({"step": 3}, 3)
+    assert (moved.last_step(), moved.checkpoint()) == (LoggedStep(step=3), 3)
 
 
 def test_no_name_is_no_beginning_of_one(tmp_path: Path) -> None:
@@ -251,8 +255,8 @@ def test_the_variable_names_the_folder_and_is_declared(monkeypatch: pytest.Monke
 
 
 def test_one_word_for_every_end(tmp_path: Path) -> None:
-    term = {"rank": 0, "signal": "SIGTERM", "exit": -15, "message": ""}
-    broken = {"rank": 1, "signal": "", "exit": 1, "message": "x"}
+    term = Failure(rank=0, local_rank=0, signal="SIGTERM", exit=-15, message="")
+    broken = Failure(rank=1, local_rank=1, exit=1, message="x")
     for name, code, more, state in (
         ("a", 0, {}, "finished"),
         ("b", 0, {"stop": "checkpoint"}, "stopped"),
@@ -275,15 +279,15 @@ def test_a_process_of_before_the_reboot_or_of_the_same_number(tmp_path: Path) ->
     node = run_folder.claim_node(run, 1)
     assert node is not None
     me = {"pid": os.getpid(), "since": process.started(os.getpid()), "boot": process.boot()}
-    mine = {**me, "host": socket.gethostname(), "ended": None}
+    mine = Status(**me, host=socket.gethostname())
     node.write(mine)
     assert run.state() == "running"
-    node.write({**mine, "stop": "checkpoint"})
+    node.write(structs.replace(mine, stop="checkpoint"))
     assert run.state() == "stopping"
     for wrong in ({"since": "1"}, {"boot": "another"}, {"pid": 2**22 + 1}):
-        node.write({**mine, **wrong})
+        node.write(structs.replace(mine, **wrong))
         assert run.state() == "killed", wrong
-    node.write({**mine, "host": "another", "since": "1"})
+    node.write(structs.replace(mine, host="another", since="1"))
     assert run.state() == "running"  # nothing can be said from here
     with pytest.raises(CppmegaError, match="run-elsewhere"):
         run_control.stop(run, now=False, wait=1)
@@ -298,14 +302,13 @@ def test_a_second_stop_finds_what_the_first_has_saved(
     node = run_folder.claim_node(run, 1)
     assert node is not None
     me = {"pid": os.getpid(), "since": process.started(os.getpid()), "boot": process.boot()}
-    status = {**me, "host": socket.gethostname(), "stop": "checkpoint", "ended": None}
+    status = Status(**me, host=socket.gethostname(), stop="checkpoint")
     node.write(status)
     run.checkpoints.mkdir()
     (run.checkpoints / TRACKER).write_text("5")
     run.metrics.write_text('{"step": 5}\n')
-    monkeypatch.setattr(
-        process, "send", lambda *_: node.write({**status, "ended": time.time(), "exit": 0})
-    )
+    over = structs.replace(status, ended=time.time(), exit=0)
+    monkeypatch.setattr(process, "send", lambda *_: node.write(over))
     run_control.stop(run, now=False, wait=9)
     assert capsys.readouterr().out == "stopped run, checkpoint of step 5\n"
     node.write(status)
@@ -321,7 +324,7 @@ def test_a_shell_in_a_folder_that_is_gone(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(SystemExit) as ended_:
-        cli.main(["launch", "smoke_cpu"])
+        cli(["launch", "smoke_cpu"])
     assert ended_.value.code == 1 and "folder-gone" in capsys.readouterr().err
 
 
@@ -335,7 +338,7 @@ def test_the_first_failure_is_told_by_the_exact_time(tmp_path: Path) -> None:
             error_file=str(file), timestamp=100, local_rank=rank, exitcode=1
         )
     first = agent.first(failures)
-    assert (first["rank"], first["message"], first["others"]) == (1, "trace 1", [0])
+    assert (first.rank, first.message, first.others) == (1, "trace 1", (0,))
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
@@ -360,29 +363,31 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         ]
         header = {"start": "smoke_cpu", "data": {"one": "f", "two": "h"}[run.name]}
         run.metrics.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]) + '{"st')
-        assert run.last_row() == rows[-1]
+        assert run.last_step() == LoggedStep(**rows[-1])
     found = compare.compare(one, two)
-    assert found["overlay"] == ["patch removed: one"]
-    assert found["arguments"] == [
+    assert found.overlay == ["patch removed: one"]
+    assert found.arguments == [
         "--flag: given | not given",
         "--lr: 1 | 2",
         "--new: not given | a b",
         "nproc: 2 | 4",
     ]
-    assert found["stack"] == ["torch: 2.11.0 | 2.12.0", "triton: not there | 3.6.0"]
-    assert found["environment"] == ["NCCL_DEBUG: INFO | not there"]
-    assert found["data"][:2] == ["mock data: False | True", "fingerprint: f | h"]  # the ranks' own
-    text, changes = found["recipe"]
+    assert found.stack == ["torch: 2.11.0 | 2.12.0", "triton: not there | 3.6.0"]
+    assert found.environment == ["NCCL_DEBUG: INFO | not there"]
+    assert found.data[:2] == ["mock data: False | True", "fingerprint: f | h"]  # the ranks' own
+    text, changes = found.recipe
     assert text == "text of the recipe file: abc | abd"
     assert changes == "changed with --set: nothing | lr=2"
-    assert (found["common_steps"], found["largest_loss_difference"]) == (38, 0)
-    assert found["tokens_per_second"] == [100, 102]
+    assert (found.common_steps, found.largest_loss_difference) == (38, 0)
+    assert found.tokens_per_second == (100, 102)
     text = "\n".join(compare.lines(found))
     assert "equal to the bit" in text and "(+2.0 %)" in text and "MOCK DATA" in text
     shown = [int(x.split()[0]) for x in text.splitlines() if x.strip()[:1].isdigit()]
     assert shown[0] == 1 and shown[-2] == 42 and len(shown) == 21  # twenty, and the verdict
     same = compare.compare(one, one)
-    assert not any(same[part] for part in ("overlay", "arguments", "stack", "data", "recipe"))
+    assert not any(
+        getattr(same, part) for part in ("overlay", "arguments", "stack", "data", "recipe")
+    )
     picture = tmp_path / "curves.png"
     compare.plot(one, two, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -395,15 +400,15 @@ def test_losses_that_are_no_numbers_are_a_difference(tmp_path: Path) -> None:
         row = {"step": 1, "loss": loss, "seconds": 1.0, "tokens_per_second": 1.0}
         run.metrics.write_text(json.dumps(row) + "\n")
         runs.append(run)
-    assert str(compare.compare(*runs)["largest_loss_difference"]) == "nan"
+    assert str(compare.compare(*runs).largest_loss_difference) == "nan"
     assert "equal" not in "\n".join(compare.lines(compare.compare(*runs)))
 
 
-def asked(runs: Path, **how: Any) -> Launch:
+def asked(runs: Path, **how: Any) -> LaunchRequest:
     """A launch as the command line makes it."""
     names = {field.name for field in fields(RunOptions)}
     options = RunOptions(**{name: how.pop(name) for name in list(how) if name in names})
-    return Launch(recipe=how.pop("recipe", "smoke_cpu"), options=options, runs=runs, **how)
+    return LaunchRequest(recipe=how.pop("recipe", "smoke_cpu"), options=options, runs=runs, **how)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +452,7 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(CppmegaError, match="nothing-to-resume") as caught:
         launch.prepare(asked(tmp_path, resume="crashed"))
     assert "fresh start" in caught.value.next
-    run_folder.write_json(run.manifest_file, {**run.manifest, "resumes": "earlier"})
+    json_file.write(run.manifest_file, {**json_file.plain(run.manifest), "resumes": "earlier"})
     with pytest.raises(CppmegaError, match="nothing-to-resume") as caught:
         launch.prepare(asked(tmp_path, resume="crashed"))
     assert "--resume earlier" in caught.value.next
@@ -465,18 +470,6 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
         launch.prepare(asked(tmp_path, resume="crashed", recipe="nam56r_h200_slice"))
 
 
-def unchecked(root: Path) -> Any:
-    """The launcher's preflight without a check; what it would know of the launch."""
-
-    def preflight(
-        asked: Launch, recipe: Recipe, options: RunOptions, *_: object
-    ) -> tuple[Context, dict[str, str]]:
-        arguments = asked.arguments
-        return Context(root=root, recipe=recipe, options=options, arguments=arguments), {}
-
-    return preflight
-
-
 @pytest.mark.parametrize(
     ("how", "error"),
     [({"nproc": 3}, "wrong-world-size"), ({"mock_data": True}, "not-supported")],
@@ -485,9 +478,9 @@ def test_what_the_loop_cannot_do_is_refused_before_it_starts(
     how: dict[str, Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CppmegaError, match=error), monkeypatch.context() as patched:
-        patched.setattr(launch, "_preflight", lambda *given: pytest.fail("it took a minute"))
+        patched.setattr(launch, "_examined", lambda *_: pytest.fail("it took a minute"))
         launch.prepare(asked(tmp_path / "runs", **how))
-    monkeypatch.setattr(launch, "_preflight", unchecked(pristine("0.19.2")))
+    monkeypatch.setattr(launch, "_examined", lambda *_: {})
     assert launch.prepare(asked(tmp_path / "runs")).options.load is None
     assert not (tmp_path / "runs").exists()
     # A folder of one's own that has checkpoints is gone on from, and the manifest says so.
@@ -507,8 +500,10 @@ def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_line_of_a_recipe_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as this machine can say it: the preflight would miss the GPU."""
     root = pristine("0.19.2")
-    monkeypatch.setattr(launch, "_preflight", unchecked(root))
-    alone = launch.prepare(asked(tmp_path / "runs", recipe="dsv32_h200_slice", mock_data=True))
+    monkeypatch.setattr(launch, "_examined", lambda *_: {})
+    alone = launch.prepare(
+        asked(tmp_path / "runs", recipe="dsv32_h200_slice", mock_data=True, root=root)
+    )
     # Where the host's own name has no address, torchrun would wait for ever.
     assert alone.torchrun[:3] == ("--standalone", "--local-addr", "127.0.0.1")
     how = {"recipe": "dsv32_h200_slice", "mock_data": True, "root": root}
@@ -529,27 +524,33 @@ def test_the_line_of_a_recipe_for_gpus(tmp_path: Path, monkeypatch: pytest.Monke
     assert " --set gpus=4 " in line and " --mock-data " in line
     assert f"--save {folder}/checkpoints" in line and f"--metrics {folder}/metrics.jsonl" in line
     assert line.endswith(" -- --log-params-norm")
-    assert "--exit-signal-handler" in made.rendered  # what `stop` relies on
-    assert made.rendered[-1] == "--log-params-norm"
-    at = made.rendered.index("--rerun-mode")
-    assert made.rendered[at + 1] == "disabled"
-    assert made.data["mock"] and made.environment["PYTORCH_CUDA_ALLOC_CONF"]
+    assert "--exit-signal-handler" in made.argv  # what `stop` relies on
+    assert made.argv[-1] == "--log-params-norm"
+    at = made.argv.index("--rerun-mode")
+    assert made.argv[at + 1] == "disabled"
+    assert made.data.mock and made.environment["PYTORCH_CUDA_ALLOC_CONF"]
     assert not folder.exists()
 
 
-def ready(lab: Lab, **how: Any) -> launch_folder.Ready:
-    """A launch that nothing speaks against."""
-    return launch_folder.Ready(
-        asked=asked(lab.root.parent / "runs", **how),
-        recipe=recipes_index.load("smoke_cpu"),
-        folder=lab.root.parent / "runs" / "made",
-        session=lab.session(),
+def ready(lab: Lab, **how: Any) -> ValidatedLaunch:
+    """A launch that has passed every check."""
+    recipe = recipes_index.load("smoke_cpu")
+    context = Context(
+        root=lab.root,
+        recipe=recipe,
         options=RunOptions(save=Path("/s")),
-        environment={"NCCL_DEBUG": "1", "WANDB_api_key": "secret", "SLURM_JWT": "secret"},
+        environ={"NCCL_DEBUG": "1", "WANDB_api_key": "secret", "SLURM_JWT": "secret"},
+    )
+    context.session = lab.session()
+    return ValidatedLaunch(
+        request=asked(lab.root.parent / "runs", **how),
+        recipe=recipe,
+        context=context,
+        folder=lab.root.parent / "runs" / "made",
         nproc=1,
         torchrun=("--standalone",),
-        rendered=("--lr", "1", "--hf-token", "secret", "--data-path", "http://me:secret@host/d"),
-        data={"paths": [], "fingerprint": "f", "mock": False},
+        argv=("--lr", "1", "--hf-token", "secret", "--data-path", "http://me:secret@host/d"),
+        data=DataRecord(fingerprint="f"),
     )
 
 
@@ -564,25 +565,26 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
 
 def test_the_folder_says_what_was_launched_and_is_made_once(lab: Lab) -> None:
     one = ready(lab)
-    run = launch_folder.make(one).run
+    run = launch_folder.create(one).run
     manifest = run.manifest
-    assert manifest["overlay"]["digest"] == lab.receipt().digest
-    assert list(manifest["overlay"]["pages"]) == ["page"]
+    assert manifest.overlay["digest"] == lab.receipt().digest
+    assert list(manifest.overlay["pages"]) == ["page"]
     assert json.loads((run.path / "receipt.json").read_text())["digest"] == lab.receipt().digest
-    assert manifest["environment"] == {"NCCL_DEBUG": "1"}  # and no secret
-    assert manifest["arguments"][-1] == "http://(not recorded)@host/d"
-    assert manifest["recipe"]["git"]["commit"] and manifest["cppmega"]["git"]["commit"]
+    assert manifest.environment == {"NCCL_DEBUG": "1"}  # and no secret
+    assert manifest.arguments[-1] == "http://(not recorded)@host/d"
+    assert manifest.recipe.git and manifest.recipe.git.commit
+    assert manifest.cppmega.git and manifest.cppmega.git.commit
     assert "secret" not in run.manifest_file.read_text()
     with pytest.raises(CppmegaError, match="run-exists"):
-        launch_folder.make(one)
+        launch_folder.create(one)
     # Several hosts: each joins once, with the same launch.
     pair = ready(lab, nodes=2, name="pair", rdzv="h:1")
     pair = replace(pair, folder=pair.folder.with_name("pair"))
-    assert [launch_folder.make(pair).path.name for _ in range(2)] == ["0", "1"]
+    assert [launch_folder.create(pair).path.name for _ in range(2)] == ["0", "1"]
     with pytest.raises(CppmegaError, match="run-exists"):
-        launch_folder.make(pair)
+        launch_folder.create(pair)
     with pytest.raises(CppmegaError, match="launch-differs"):
-        launch_folder.make(replace(pair, rendered=("--lr", "2")))
+        launch_folder.create(replace(pair, argv=("--lr", "2")))
 
 
 def test_a_folder_that_cannot_be_filled_is_not_left_behind(
@@ -591,22 +593,22 @@ def test_a_folder_that_cannot_be_filled_is_not_left_behind(
     def full(path: Path, content: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "write_json", full)
+    monkeypatch.setattr(json_file, "write", full)
     with pytest.raises(CppmegaError, match=r"run-folder-not-written: .*No space left"):
-        launch_folder.make(ready(lab))
+        launch_folder.create(ready(lab))
     assert list((lab.root.parent / "runs").iterdir()) == []
     (lab.root.parent / "runs" / "made").symlink_to(lab.root / "nowhere")
     with pytest.raises(CppmegaError, match="run-exists"):
-        launch_folder.make(ready(lab))
+        launch_folder.create(ready(lab))
 
 
 def test_a_taken_session_leaves_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was free when the launch looked; tmux itself decides who has the name."""
-    monkeypatch.setattr(launch, "prepare", lambda asked: ready(lab, tmux="taken"))
+    monkeypatch.setattr(launch, "prepare", lambda _: ready(lab, tmux="taken"))
     refused = SimpleNamespace(returncode=1, stdout="", stderr="duplicate session: taken")
     monkeypatch.setattr(tmux, "_tmux", lambda *words: refused)
     with pytest.raises(CppmegaError, match="session-exists"):
-        launch.launch(asked(lab.root.parent / "runs", tmux="taken"))
+        start.launch(asked(lab.root.parent / "runs", tmux="taken"))
     assert not (lab.root.parent / "runs").exists()
 
 
@@ -692,7 +694,7 @@ def test_looking_at_a_repository_runs_nothing_that_it_names(tmp_path: Path) -> N
         subprocess.run([*git, *words], check=True)
     subprocess.run([*git, "config", "core.fsmonitor", str(hook)], check=True)
     state = launch_record.git_state(recipe)
-    assert state is not None and not state["changed"] and not mark.exists()
+    assert state is not None and not state.changed and not mark.exists()
 
 
 def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
@@ -703,8 +705,8 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path) -> None:
     node.status_file.unlink()
     for file in (node.status_file, run.metrics, run.checkpoints / TRACKER):
         os.mkfifo(file)
-    row = run_control.row_of(run_folder.find(tmp_path, "odd"))
-    assert (row["state"], row["step"], row["checkpoint"]) == ("starting", None, None)
+    row = listing.row_of(run_folder.find(tmp_path, "odd"))
+    assert (row.state, row.step, row.checkpoint) == ("starting", None, None)
 
 
 def test_what_the_ranks_see() -> None:

@@ -304,14 +304,15 @@ import torch
 from tests.support.te_stand_ins import install
 
 install()
-from cppmega import trainer
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe import index as recipes_index
 from cppmega.training import nonfinite
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.errors import CppmegaError
+from cppmega.training import pretrain, requirements
 from cppmega.training.batch import DataTokens, dataset_provider, next_batch
+from cppmega.training.plan import TrainingPlan
 from cppmega.training.step import ForwardStep
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -339,12 +340,12 @@ tokens = DataTokens(slice_.vocab_size, 256, "abc")
 
 def ready(recipe, options=RunOptions(data=("own",))):
     line = render(recipe, "0.19.2", options)
-    return trainer.Plan(recipe, options, line, tokens, None, "d1g3st")
+    return TrainingPlan(recipe, options, line, tokens, None, "d1g3st")
 
 
 def checked(plan):
     sys.argv = ["train", *plan.rendered.argv]
-    trainer.checks.check_arguments(plan.recipe, plan.options, trainer.parse(arguments, plan))
+    requirements.check_arguments(plan.recipe, plan.options, pretrain.parse(arguments, plan))
 
 
 out["good"] = named(lambda: checked(ready(slice_)))
@@ -359,10 +360,10 @@ off = replace(off, rendered=replace(
     off.rendered, argv=(*off.rendered.argv, "--no-check-for-nan-in-loss-and-grad")))
 out["nan"] = named(lambda: checked(off))
 sys.argv = ["train", *ready(slice_).rendered.argv]
-args = trainer.parse(arguments, ready(slice_))
+args = pretrain.parse(arguments, ready(slice_))
 out["in the checkpoint"] = [args.cppmega_recipe, args.cppmega_overlay, args.cppmega_data]
 out["patches"] = overlay_record.parse(args.cppmega_patches)["digest"]
-out["gpu"] = named(lambda: trainer.launch(ready(slice_)))
+out["gpu"] = named(lambda: pretrain.pretrain(ready(slice_)))
 
 # Real data through Megatron's datasets.
 small = recipes_index.load("smoke_cpu")
@@ -636,17 +637,18 @@ from pathlib import Path
 from unittest import mock
 
 import megatron.training
-from cppmega import trainer
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
+from cppmega.training import pretrain
 from cppmega.training.batch import DataTokens
+from cppmega.training.plan import TrainingPlan
 from cppmega.training.step import ForwardStep
 
 seen = {}
 
 
 @functools.wraps(megatron.training.pretrain)
-def pretrain(*args, **kwargs):
+def stand_in(*args, **kwargs):
     for value in [*args, *kwargs.values()]:
         seen[type(value).__name__] = value
         if getattr(value, "is_distributed", False):
@@ -661,13 +663,13 @@ recipe = recipes_index.load("nam56r_h200_slice").with_(
     pattern="E-/E-", moe_grouped_gemm=False).plus("--no-rope-fusion")
 options = RunOptions(data=("own",), metrics=metrics)
 line = render(recipe, os.environ["VERSION"], options, 256)
-plan = trainer.Plan(recipe, options, line, DataTokens(65536, 256, "abc"), None, "d1g3st")
+plan = TrainingPlan(recipe, options, line, DataTokens(65536, 256, "abc"), None, "d1g3st")
 global_vars.unset_global_variables()
 original = megatron.training.training.print_rank_last
-with mock.patch.object(megatron.training, "pretrain", pretrain), \
-        mock.patch.object(trainer, "_check_gpus", lambda torch: None):
+with mock.patch.object(megatron.training, "pretrain", stand_in), \
+        mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
     sys.stdout = open(os.devnull, "w")
-    trainer.launch(plan)
+    pretrain.pretrain(plan)
     sys.stdout = sys.__stdout__
 step = seen["ForwardStep"]
 out["launch"] = {

@@ -1,4 +1,4 @@
-"""What TileLang is asked for, by Megatron's kernels and by mamba_ssm's, and what the check lists."""
+"""The pass configs of Megatron's and mamba_ssm's TileLang kernels, and what the check lists."""
 
 from __future__ import annotations
 

@@ -1,0 +1,62 @@
+"""What a launch is: the request of the command line, and the launch that a preflight has passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cppmega.preflight.context import Context
+from cppmega.recipe import Recipe
+from cppmega.recipe.run_options import RunOptions
+from cppmega.runs.manifest import DataRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What the command line asks for."""
+
+    recipe: str
+    """A shipped name or a path."""
+    options: RunOptions
+    """The trainer's options."""
+    arguments: tuple[str, ...] = ()
+    """Megatron's own arguments, after `--`."""
+    runs: Path | None = None
+    name: str | None = None
+    tmux: str | None = None
+    nodes: int = 1
+    rdzv: str | None = None
+    nproc: int | None = None
+    resume: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatedLaunch:
+    """A launch that every check has passed. Nothing has been written yet."""
+
+    request: LaunchRequest
+    recipe: Recipe
+    """With the changes of `--set` and the arguments after `--`."""
+    context: Context
+    """What the preflight has inspected: its answers are used and not sought again."""
+    folder: Path
+    nproc: int
+    """Ranks on each host."""
+    torchrun: tuple[str, ...]
+    """torchrun's command line, without the log folder, which is different on each host."""
+    argv: tuple[str, ...]
+    """Megatron's arguments; empty for a loop, for which Megatron parses nothing."""
+    data: DataRecord
+    checks: Mapping[str, str] = field(default_factory=dict)
+    """Name of each check -> its state."""
+
+    @property
+    def options(self) -> RunOptions:
+        """The trainer's options, with this run's own folders."""
+        return self.context.options
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the ranks will see."""
+        return self.context.environ

@@ -1,0 +1,88 @@
+"""metrics.jsonl: a header for every start of the ranks, then one object per logged step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from cppmega.runs import json_file
+
+_LAST = 2**16
+"""Bytes at the end of the file that hold the last step."""
+
+T = TypeVar("T")
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The header that the ranks write when they start."""
+
+    start: str
+    """Name of the recipe."""
+    overlay: str = ""
+    data: str = ""
+    """Fingerprint of the data as the ranks found it."""
+    mock_data: bool = False
+    load: str | None = None
+
+
+class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One logged step."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    seconds: float = 0.0
+    tokens_per_second: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    losses: dict[str, float] = {}
+    mock_data: bool = False
+
+
+def append(path: Path, record: Start | LoggedStep) -> None:
+    """Add a line to a metrics file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(json_file.plain(record)) + "\n")
+
+
+def steps(path: Path) -> list[LoggedStep]:
+    """Read the logged steps; a line that is damaged or still being written is skipped."""
+    return list(_records(path, LoggedStep))
+
+
+def starts(path: Path) -> list[Start]:
+    """Read the headers."""
+    return list(_records(path, Start))
+
+
+def _records(path: Path, kind: type[T]) -> Iterator[T]:
+    if not path.is_file():  # reading a pipe would block
+        return
+    for line in path.read_text(errors="replace").split("\n")[:-1]:
+        record = _decode(line, kind)
+        if record is not None:
+            yield record
+
+
+def last_step(path: Path) -> LoggedStep | None:
+    """Read the last logged step without reading a file that grew for weeks."""
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST))
+            lines = file.read().decode(errors="replace").split("\n")[:-1]
+    except OSError:
+        return None
+    decoded = (_decode(line, LoggedStep) for line in reversed(lines))
+    return next((step for step in decoded if step is not None), None)
+
+
+def _decode(line: str, kind: type[T]) -> T | None:
+    with contextlib.suppress(ValueError, RecursionError):  # cut off when the disk was full
+        return json_file.decode(json.loads(line), kind)
+    return None

@@ -1,0 +1,101 @@
+"""The plan of a training run: everything that can be checked before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cppmega import guard
+from cppmega.catalogue import gates
+from cppmega.errors import CppmegaError
+from cppmega.overlay.verbs import Session
+from cppmega.rank import imported
+from cppmega.recipe import Recipe
+from cppmega.recipe.render import Rendered, render
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training import requirements
+from cppmega.training.batch import DataTokens
+from cppmega.tree import accepted
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """A run that agrees with everything on disk."""
+
+    recipe: Recipe
+    options: RunOptions
+    rendered: Rendered
+    data: DataTokens
+    session: Session
+    overlay: str
+    """Digest of what is applied; empty until `check_machine`."""
+
+
+def open_session(root: Path | None) -> Session:
+    """The tree that this process imports megatron from.
+
+    Raises:
+        CppmegaError: `two-roots`.
+    """
+    active = guard.active()
+    if active is not None:  # cppmega.run has chosen it already, and armed its patches
+        chosen = active.session.tree.root
+        if root is not None and root.resolve() != chosen.resolve():
+            raise CppmegaError(
+                "two-roots",
+                f"cppmega.run imports megatron from {chosen}, --megatron names {root}.",
+                "The tree that was checked would not be the one that trains.",
+                f"python -m cppmega.run --megatron {root} scripts/train.py ...",
+            )
+        return active.session
+    session = Session(root)
+    if root is not None:
+        imported.only_from(root)
+    return session
+
+
+def check_files(recipe: Recipe, options: RunOptions, session: Session) -> TrainingPlan:
+    """Check recipe, data and checkpoint. Imports no torch and takes no GPU memory.
+
+    Raises:
+        CppmegaError: one named reason for each thing that is not as it must be.
+    """
+    if recipe.kind == "loop":
+        raise CppmegaError(
+            "recipe-is-a-loop",
+            f"Recipe {recipe.name} runs in cppmega's loop on CPU, not in Megatron's pretrain.",
+            "Megatron's training loop and optimizer insist on CUDA.",
+            "cppmega recipes lists the loops that run on CPU",
+        )
+    gates.check(session.pages.values())
+    version = session.tree.version
+    # The end token is known only once the data is: it adds to the arguments and takes none away.
+    requirements.check_complete(recipe, render(recipe, version, options))
+    requirements.check_gates(recipe, os.environ)
+    data = requirements.check_data(recipe, options)
+    requirements.check_checkpoint(options.load)
+    return TrainingPlan(
+        recipe=recipe,
+        options=options,
+        rendered=render(recipe, version, options, data.eod),
+        data=data,
+        session=session,
+        overlay="",
+    )
+
+
+def check_machine(plan: TrainingPlan) -> TrainingPlan:
+    """Check the installation, and set the environment. Imports no torch either.
+
+    Raises:
+        CppmegaError: one named reason for each thing that is not as it must be.
+    """
+    requirements.check_tree(plan.session.tree)
+    digest = requirements.check_patches(plan.recipe, plan.session)
+    requirements.check_packages(plan.recipe, plan.options)
+    requirements.check_world(plan.recipe, os.environ)
+    requirements.set_environment(plan.rendered.environment)
+    active = guard.active()
+    digest = active.receipt.digest if active is not None else digest
+    return replace(plan, overlay=accepted.name_of_code(digest, accepted.in_this_process()))

@@ -1,0 +1,204 @@
+"""Hand a plan over to Megatron's `pretrain`, from megatron-core 0.17 on."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cppmega import guard
+from cppmega.errors import CppmegaError
+from cppmega.live import live_code
+from cppmega.overlay import receipt
+from cppmega.overlay import record as overlay_record
+from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
+from cppmega.runs import metrics
+from cppmega.training import nonfinite, requirements
+from cppmega.training.batch import dataset_provider
+from cppmega.training.log import MOCK, Log, TrainingStart
+from cppmega.training.model import model_config, model_provider
+from cppmega.training.plan import TrainingPlan
+from cppmega.training.step import ForwardStep
+from cppmega.tree import accepted
+
+
+def pretrain(plan: TrainingPlan) -> None:
+    """Hand over to Megatron's training loop; returns when it has ended.
+
+    Raises:
+        CppmegaError: `no-gpu`, `argument-refused`, and what `check_arguments` raises.
+    """
+    started = time.time()
+    import torch
+
+    _check_gpus(torch)
+    sys.argv = [sys.argv[0], *plan.rendered.argv]
+    import megatron.training
+    from megatron.training import arguments, checkpointing, set_startup_timestamps, training
+
+    requirements.check_arguments(plan.recipe, plan.options, parse(arguments, plan))
+    _announce(plan)
+    set_startup_timestamps(program_start=started, main_entry=time.time())
+
+    from megatron.core.enums import ModelType
+
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    step = ForwardStep(plan.recipe, plan.data.eod, device, fresh=plan.options.load is None)
+    _install_hooks(training, checkpointing, plan, step, torch)
+    _call(megatron.training.pretrain, arguments, plan, step, ModelType.encoder_or_decoder)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _call(
+    megatron_pretrain: Any, arguments: Any, plan: TrainingPlan, step: ForwardStep, kind: Any
+) -> None:
+    """Call `pretrain` as the installed release declares it."""
+    cache = str(plan.options.data_cache) if plan.options.data_cache is not None else None
+    data = dataset_provider(plan.recipe, plan.data, plan.options.data, cache)
+    own = _own_arguments(plan)
+    if "cfg_container" not in inspect.signature(megatron_pretrain).parameters:  # 0.17
+        megatron_pretrain(data, model_provider(plan.recipe), kind, step, extra_args_provider=own)
+        return
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    args = arguments.parse_and_validate_args(extra_args_provider=own)
+    model = model_config(plan.recipe, args)
+    container = pretrain_cfg_container_from_args(args, model)
+    if model is None:  # 0.18
+        megatron_pretrain(container, data, model_provider(plan.recipe), kind, step)
+    else:
+        megatron_pretrain(container, data, kind, step)
+
+
+def parse(arguments: Any, plan: TrainingPlan) -> Any:
+    """Parse the arguments with Megatron's parser, without its three hundred lines of usage.
+
+    Raises:
+        CppmegaError: `argument-refused`.
+    """
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return arguments.parse_args(extra_args_provider=_own_arguments(plan))
+    except SystemExit as stop:
+        reason = output.getvalue().strip().rpartition("\n")[2]
+        raise CppmegaError(
+            "argument-refused",
+            f"megatron-core {plan.rendered.version} refuses the arguments: {reason}",
+            "It knows no such argument or value.",
+            "correct what was added with plus() or --set arguments",
+        ) from stop
+
+
+def _own_arguments(plan: TrainingPlan) -> Any:
+    """Add recipe, overlay and data to Megatron's arguments, so that every checkpoint has them."""
+
+    def provide(parser: Any) -> Any:
+        group = parser.add_argument_group("cppmega")
+        group.add_argument("--cppmega-recipe", default=plan.recipe.name)
+        group.add_argument("--cppmega-overlay", default=plan.overlay)
+        group.add_argument("--cppmega-patches", default=overlay_record.dump(_record(plan)))
+        group.add_argument("--cppmega-data", default=plan.data.fingerprint)
+        return parser
+
+    return provide
+
+
+def _check_gpus(torch: Any) -> None:
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < wanted:
+        raise CppmegaError(
+            "no-gpu",
+            f"{wanted} processes were started on this host and it has {found} usable GPUs.",
+            "Megatron's training loop and optimizer insist on CUDA.",
+            "inspect nvidia-smi; cppmega recipes lists the recipes that run on CPU",
+        )
+
+
+def _install_hooks(
+    training: Any, checkpointing: Any, plan: TrainingPlan, step: ForwardStep, torch: Any
+) -> None:
+    """Wrap Megatron's logging, train_step and checkpoint-argument check.
+
+    Megatron looks the functions up in their modules when it calls them.
+    """
+
+    def last_rank() -> bool:
+        return bool(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
+
+    log = Log(
+        plan.recipe,
+        int(os.environ.get("WORLD_SIZE", "1")),
+        mock=plan.options.mock_data,
+        squares=step.taken_squares,
+        peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
+        metrics=plan.options.metrics,
+    )
+    replaced = log.around(training.print_rank_last, last_rank)
+    live_code.replace(training, "print_rank_last", replaced)
+    live_code.replace(training, "train_step", nonfinite.around_train_step(training.train_step))
+    # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
+    check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
+    live_code.replace(checkpointing, "check_checkpoint_args", check)
+
+
+def comparing_overlays(
+    check: Callable[..., None], now: overlay_record.Record
+) -> Callable[..., None]:
+    """Wrap Megatron's check of a checkpoint's arguments: also print how its overlay differs."""
+
+    def compared(saved: Any, **options: Any) -> None:
+        then = overlay_record.parse(getattr(saved, "cppmega_patches", ""))
+        line = overlay_record.said_of_checkpoint(then, now)
+        if line and int(os.environ.get("RANK", "0")) == 0:
+            print(line, flush=True)
+        check(saved, **options)
+
+    return compared
+
+
+def _record(plan: TrainingPlan) -> overlay_record.Record:
+    """What a checkpoint records of the code that wrote it."""
+    active = guard.active()
+    if active is not None:
+        return overlay_record.of(active.receipt, accepted.in_this_process())
+    if plan.session is None:
+        return {"digest": plan.overlay}
+    return overlay_record.of(receipt.load(plan.session.tree).receipt, accepted.in_this_process())
+
+
+def _announce(plan: TrainingPlan) -> None:
+    """Print what is about to be trained, and write it to the metrics."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    recipe, count = plan.recipe, parameters(plan.recipe)
+    data = MOCK if plan.options.mock_data else f"data {plan.data.fingerprint}"
+    if rank == 0:
+        print(
+            f"cppmega: recipe {recipe.name}, {recipe.precision}, megatron-core "
+            f"{plan.rendered.version}, overlay {plan.overlay}, {data}, "
+            f"{count.total / 1e9:.3f} B parameters ({count.mtp / 1e9:.3f} B of MTP), "
+            f"{flops(recipe) / 1e9:.2f} GFLOP per token (Megatron counts "
+            f"{megatron_flops(recipe) / 1e9:.2f})",
+            flush=True,
+        )
+    if rank == world - 1 and plan.options.metrics is not None:
+        metrics.append(
+            plan.options.metrics,
+            TrainingStart(
+                start=recipe.name,
+                megatron=plan.rendered.version,
+                overlay=plan.overlay,
+                data=plan.data.fingerprint,
+                mock_data=plan.options.mock_data,
+                parameters=count.total,
+                load=str(plan.options.load) if plan.options.load else None,
+                arguments=plan.rendered.argv,
+            ),
+        )
