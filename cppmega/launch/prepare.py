@@ -274,10 +274,10 @@ def _rendered(context: Context) -> tuple[tuple[str, ...], dict[str, Any]]:
     assert recipe is not None
     paths = list(options.data)
     if recipe.kind == "loop":
-        from cppmega.smoke import corpus as smoke_text
+        from cppmega.smoke import corpus
         from cppmega.smoke import loop as smoke_loop
 
-        fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(options.data, recipe))
+        fingerprint = corpus.fingerprint(smoke_loop.folder_of(options.data, recipe))
         return (), {"paths": paths, "fingerprint": fingerprint, "mock": False}
     version = context.session.tree.version
     rendered = render(recipe.plus(*context.arguments), version, options, context.data.eod)
