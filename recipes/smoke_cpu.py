@@ -1,8 +1,10 @@
 """A small GPT with two MTP depths on bytes, for a machine without a GPU.
 
-A loop of our own on megatron-core's model, since Megatron's `pretrain` and its optimizer insist
-on CUDA. Documents are packed and padded inside the pack: there stock Megatron rolls the labels of
-its MTP heads wrongly, and the overlay does not.
+The loop is cppmega's own, on megatron-core's model, since Megatron's `pretrain` and its optimizer
+insist on CUDA. Short documents are packed and padded inside the pack: there stock Megatron shifts
+the labels and inputs of its MTP heads wrongly, and the overlay does not. Without QK normalization
+the attention logits of the MTP layers grow with the learning rate; above 2e-3 they saturate, and
+single batches spike.
 """
 
 from cppmega.recipe import Recipe
@@ -25,11 +27,12 @@ RECIPE = Recipe(
     micro_batch_size=8,
     global_batch_size=8,
     train_iters=200,
-    lr=3e-3,
-    lr_warmup_iters=10,
+    lr=2e-3,
+    lr_warmup_iters=20,
     weight_decay=0.0,
+    mtp_loss_scaling_factor=0.3,
     packed_documents=True,
-    document_multiple=8,
+    document_multiple=16,
     stack=(("torch", ">=2.6"),),
     patches=("mtp_roll_packed_sequences",),
 )

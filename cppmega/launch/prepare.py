@@ -236,10 +236,10 @@ def _rendered(context: Context, recipe: Recipe) -> tuple[tuple[str, ...], DataRe
     """Megatron's arguments, and the data by name, from what the preflight has found."""
     options = context.options
     if recipe.kind == "loop":
-        from cppmega.smoke import corpus as smoke_text
+        from cppmega.smoke import corpus
         from cppmega.smoke import loop as smoke_loop
 
-        fingerprint = smoke_text.fingerprint(smoke_loop.folder_of(options.data, recipe))
+        fingerprint = corpus.fingerprint(smoke_loop.folder_of(options.data, recipe))
         return (), DataRecord(paths=options.data, fingerprint=fingerprint)
     version, data = context.session.tree.version, context.data
     rendered = render(recipe.plus(*context.arguments), version, options, data.eod)

@@ -1,1 +1,1 @@
-"""The loop that trains a small GPT on CPU, on stock and on patched code."""
+"""The CPU smoke run: a small GPT with MTP trains on stock and on patched code, on a frozen text."""

@@ -1,4 +1,4 @@
-"""Checkpoints of the loop on CPU: megatron-core's format under Megatron's own names."""
+"""Checkpoints of the loop on CPU, in megatron-core's format and under Megatron's own names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cppmega.overlay import record as overlay_record
 
 
 def save(folder: Path, model: Any, optimizer: Any, step: int, record: dict[str, Any]) -> None:
-    """Write a checkpoint beside the others; it counts once its name is in the tracker file.
+    """Write a checkpoint next to the others; it is valid once the tracker file names it.
 
-    Nothing is ever removed: what a killed run left unfinished keeps lying under another name.
+    Nothing is ever removed: what a killed run left unfinished is kept under another name.
     """
     import torch
     from megatron.core import dist_checkpointing
@@ -45,10 +45,10 @@ def save(folder: Path, model: Any, optimizer: Any, step: int, record: dict[str, 
 
 
 def load(folder: Path, model: Any, optimizer: Any, record: dict[str, Any] | None = None) -> int:
-    """Load the newest checkpoint of a folder; the number of steps it has, 0 where there is none.
+    """Load the newest checkpoint of a folder; return its number of steps, 0 without a checkpoint.
 
     Args:
-        record: of the overlay that goes on from here, to say what differs; None: say nothing.
+        record: of the overlay that training resumes with, to report what differs; None: silent.
     """
     import torch
     from megatron.core import dist_checkpointing
@@ -69,7 +69,7 @@ def load(folder: Path, model: Any, optimizer: Any, record: dict[str, Any] | None
 
 
 def _free(path: Path) -> Path:
-    """A name beside it that nothing has yet."""
+    """Find a name next to it that is not taken yet."""
     number = 1
     while (path.parent / f"{path.name}.{number}").exists():
         number += 1

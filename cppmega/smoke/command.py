@@ -1,21 +1,21 @@
-"""The CPU smoke run: a small GPT with MTP trains on stock and on patched megatron-core.
+"""The commands of the CPU smoke run: `train` on stock or on patched megatron-core, and `compare`.
 
-A loop of our own on megatron-core's model, indexed data, DDP and distributed checkpointing, with
-a torch optimizer: Megatron's `pretrain` and its optimizer insist on CUDA. `scripts/smoke.py`
-wraps it.
+The loop is cppmega's own, on megatron-core's model, indexed data, DDP and distributed
+checkpointing, with a torch optimizer: Megatron's `pretrain` and its optimizer insist on CUDA.
+`scripts/smoke.py` runs these commands.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 
 from cppmega.recipe import Recipe
+from cppmega.smoke import records
 
 
 @click.group()
@@ -33,11 +33,13 @@ def cli() -> None:
     help="Folder of the indexed dataset; built there if it is missing.",
 )
 @click.option("--steps", type=int, default=None, help="Training steps (default: the recipe's).")
+@click.option("--seed", type=int, default=None, help="Of weights and data (default: the recipe's).")
 @click.option("--stock", is_flag=True, help="Train on the pristine text of the installed tree.")
-def train(out: Path, data: Path, steps: int | None, stock: bool) -> None:
+def train(out: Path, data: Path, steps: int | None, seed: int | None, stock: bool) -> None:
     """Train, write `curve.json` and a checkpoint; resumes from the checkpoint if there is one."""
+    changed = recipe() if seed is None else recipe().with_(seed=seed)
     if not stock:
-        run(out, data, steps)
+        run(changed, out, data, steps)
         return
     from cppmega.overlay.verbs import Session
     from cppmega.proof import scratch_tree
@@ -47,53 +49,73 @@ def train(out: Path, data: Path, steps: int | None, stock: bool) -> None:
         session = Session()
         scratch_tree.build(session.plan(None, os.environ), Path(folder), "stock")
         imported.only_from(Path(folder))
-        run(out, data, steps)
+        run(changed, out, data, steps)
 
 
 def recipe() -> Recipe:
-    """The shipped recipe `smoke_cpu`."""
+    """Load the shipped recipe `smoke_cpu`."""
     from cppmega.recipe.index import load
 
     return load("smoke_cpu")
 
 
-def run(out: Path, data: Path, steps: int | None) -> None:
-    """Train the recipe and keep what happened."""
-    from cppmega import guard
+def run(plan: Recipe, out: Path, data: Path, steps: int | None) -> None:
+    """Train the recipe, and write its curve and its summary."""
     from cppmega.checkpoints import tracker as checkpoint_tracker
     from cppmega.smoke import loop as smoke_loop
 
-    plan = recipe()
-    total = steps or plan.train_iters
     out.mkdir(parents=True, exist_ok=True)
     resumed = checkpoint_tracker.exists(out)
+    total = steps or plan.train_iters
     loop = smoke_loop.Loop(data=data, steps=total, save=out, load=out if resumed else None)
     outcome = smoke_loop.run(plan, loop)
-    curve: list[dict[str, Any]] = []
-    if outcome.first:
-        curve = json.loads((out / "curve.json").read_text())[: outcome.first]
-    curve += [{"step": step, **row} for step, row in enumerate(outcome.rows, start=outcome.first)]
-    (out / "curve.json").write_text(json.dumps(curve))
+    earlier = records.read_curve(out)[: outcome.first] if outcome.first else []
+    curve = [*earlier, *outcome.curve]
+    (out / records.CURVE).write_bytes(msgspec.json.encode(curve))
+    records.write(out / records.SUMMARY, summary(plan, data, curve, outcome.compile_helpers))
+
+
+def summary(
+    plan: Recipe, data: Path, curve: list[records.CurvePoint], compile_helpers: str
+) -> records.Summary:
+    """Sum up the run of this process."""
+    from cppmega import guard
+    from cppmega.smoke import corpus
+
     guarded = guard.active()
-    summary = {
-        "overlay": guarded.receipt.digest if guarded else "stock",
-        "steps": len(curve),
-        "final_loss": curve[-1]["loss"],
-        "final_mtp_loss": curve[-1]["mtp"],
-        "mtp_labels": sum(row["labels"] for row in curve),
-        "wrong_mtp_labels": sum(row["wrong"] for row in curve),
-        "compile_helpers": outcome.compile_helpers or "fine",
-    }
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return records.Summary(
+        overlay=guarded.receipt.digest or records.STOCK if guarded else records.STOCK,
+        seed=plan.seed,
+        corpus=corpus.fingerprint(data),
+        steps=len(curve),
+        final_loss=curve[-1].loss,
+        final_mtp_loss=curve[-1].mtp,
+        mtp_labels=sum(point.labels for point in curve),
+        wrong_mtp_labels=sum(point.wrong for point in curve),
+        compile_helpers=compile_helpers or "fine",
+    )
 
 
 @cli.command()
-@click.argument("runs", nargs=2, type=click.Path(path_type=Path, exists=True))
+@click.argument(
+    "runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False)
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the answer.")
-@click.option("--data", type=click.Path(path_type=Path), default=Path("runs/smoke_data"))
-@click.option("--packs", "count", type=int, default=40, help="Held-out packs to score on.")
-def compare(runs: tuple[Path, Path], out: Path, data: Path, count: int) -> None:
-    """Score two runs on the true MTP labels of held-out documents, and plot both curves."""
-    from cppmega.smoke import report as smoke_report
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    default=Path("runs/smoke_data"),
+    show_default=True,
+    help="Folder of the indexed dataset that the runs were trained on.",
+)
+@click.option(
+    "--packs", "count", type=int, default=40, show_default=True, help="Held-out packs to score on."
+)
+def compare(runs: tuple[Path, ...], out: Path, data: Path, count: int) -> None:
+    """Score runs on the true MTP labels of held-out documents, and plot their curves.
 
-    smoke_report.compare(runs, out, data, recipe(), count)
+    Runs with the same overlay and different seeds are drawn as one, with their spread.
+    """
+    from cppmega.smoke import report
+
+    report.compare(runs, out, data, recipe(), count)

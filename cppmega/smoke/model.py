@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -46,20 +45,31 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]  # megatron has n
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> torch.Tensor:
-        """query, key, value [T, heads, width] -> [T, heads * width]; padding attends to itself."""
-        bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        parts = [
-            torch.nn.functional.scaled_dot_product_attention(
-                q[:, a:b], k[:, a:b], v[:, a:b], is_causal=True, scale=self.scale
-            )
-            for a, b in itertools.pairwise(bounds)
-        ]
-        return torch.cat(parts, dim=1).transpose(0, 1).reshape(query.size(0), -1)
+        """query, key, value [T, heads, width] -> [T, heads * width]; padding attends to itself.
+
+        The documents are gathered into one batch of rows as long as the longest of them: a loop
+        over documents takes half of a training step where they are short.
+        """
+        bounds = boundaries(packed_seq_params)
+        starts, lengths = bounds[:-1, None], bounds.diff()[:, None]
+        places = torch.arange(int(lengths.max()))
+        rows = (starts + places).clamp(max=query.size(0) - 1)
+        q, k, v = (x[rows].transpose(1, 2) for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale
+        )
+        return out.transpose(1, 2)[places < lengths].flatten(1)
+
+
+def boundaries(params: Any) -> torch.Tensor:
+    """Where the documents of a PackedSeqParams begin in the pack, and where the last one ends."""
+    padded: torch.Tensor | None = params.cu_seqlens_q_padded
+    bounds: torch.Tensor = params.cu_seqlens_q if padded is None else padded
+    return bounds.long()
 
 
 def build(recipe: Recipe) -> Any:
-    """A GPTModel of the recipe, in fp32 on CPU; needs `cpu.init_distributed` first."""
+    """Build the recipe's GPTModel, in fp32 on CPU; needs `cpu_shims.init_distributed` first."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -71,7 +81,7 @@ def build(recipe: Recipe) -> Any:
         ffn_hidden_size=recipe.ffn_hidden_size,
         num_attention_heads=recipe.num_attention_heads,
         mtp_num_layers=recipe.mtp_num_layers,
-        mtp_loss_scaling_factor=0.3,
+        mtp_loss_scaling_factor=recipe.mtp_loss_scaling_factor,
         use_cpu_initialization=True,
         bias_dropout_fusion=False,
         hidden_dropout=0.0,
@@ -93,7 +103,7 @@ def build(recipe: Recipe) -> Any:
 
 
 def with_optimizer(recipe: Recipe) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """The model, DDP around it, and the optimizer."""
+    """Build the model, DDP around it, and the optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     model = build(recipe)
@@ -103,6 +113,9 @@ def with_optimizer(recipe: Recipe) -> tuple[Any, Any, torch.optim.Optimizer]:
         module=model,
     )
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        model.parameters(),
+        lr=recipe.lr,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        weight_decay=recipe.weight_decay,
     )
     return model, ddp, optimizer

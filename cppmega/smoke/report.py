@@ -1,52 +1,79 @@
-"""Two smoke runs side by side: scores on the true labels, curves, a picture."""
+"""Smoke runs side by side: scores on the true labels, curves, a plot."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cppmega.proof import cpu_shims
 from cppmega.recipe import Recipe
-from cppmega.smoke import checkpoint as smoke_state
-from cppmega.smoke import loop as smoke_loop
+from cppmega.smoke import checkpoint as smoke_checkpoint
 from cppmega.smoke import model as smoke_model
-from cppmega.smoke import packs as smoke_data
+from cppmega.smoke import packs as smoke_packs
+from cppmega.smoke import records
+
+_COLOURS = ("#c44e52", "#4c72b0", "#55a868", "#8172b3")
 
 
-def compare(runs: tuple[Path, Path], out: Path, data: Path, recipe: Recipe, count: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A run with its score and its curve."""
+
+    name: str
+    summary: records.Summary
+    mtp: list[float]
+    """MTP loss of each step, on the labels that the run was trained on."""
+
+
+def compare(runs: Sequence[Path], out: Path, data: Path, recipe: Recipe, count: int) -> None:
     """Write `comparison.json` and `curves.png`, and print the numbers."""
     torch.set_num_threads(1)  # the matrices are too small to share
     cpu_shims.init_distributed()
-    rows = {}
-    for run in runs:
-        summary = json.loads((run / "summary.json").read_text())
-        summary["true_mtp_loss"] = score(run, data, recipe, count)
-        rows[run.name] = summary
+    scored = [_scored(run, data, recipe, count) for run in runs]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "comparison.json").write_text(json.dumps(rows, indent=1) + "\n")
-    plot(runs, rows, out / "curves.png")
-    for name, row in rows.items():
-        share = 100 * row["wrong_mtp_labels"] / row["mtp_labels"]
-        losses = ", ".join(f"{loss:.3f}" for loss in row["true_mtp_loss"])
+    records.write(out / "comparison.json", {run.name: run.summary for run in scored})
+    plot(by_overlay(scored), out / "curves.png")
+    for run in scored:
+        wrong, labels = run.summary.wrong_mtp_labels, run.summary.mtp_labels
+        losses = ", ".join(f"{loss:.3f}" for loss in run.summary.true_mtp_loss)
         print(
-            f"{name}: {row['wrong_mtp_labels']} of {row['mtp_labels']} MTP labels wrong"
-            f" ({share:.1f} %); MTP loss on the true labels, by depth: {losses}"
+            f"{run.name}: {wrong} of {labels} MTP labels wrong ({100 * wrong / labels:.1f} %); "
+            f"held-out MTP loss on the true labels, by depth: {losses}"
         )
     print(f"curves: {out / 'curves.png'}")
+
+
+def _scored(run: Path, data: Path, recipe: Recipe, count: int) -> Scored:
+    summary = msgspec.structs.replace(
+        records.read_summary(run), true_mtp_loss=tuple(score(run, data, recipe, count))
+    )
+    return Scored(run.name, summary, [point.mtp or 0.0 for point in records.read_curve(run)])
+
+
+def by_overlay(scored: Sequence[Scored]) -> dict[str, list[Scored]]:
+    """Group the runs that differ in their seed alone."""
+    groups: dict[str, list[Scored]] = {}
+    for run in scored:
+        side = "stock" if run.summary.is_stock else f"overlay {run.summary.overlay}"
+        groups.setdefault(side, []).append(run)
+    return groups
 
 
 def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
     """Mean MTP loss per depth on the true labels of held-out packs, in nats.
 
-    Both runs are scored by the same code, with inputs and labels shifted document by document.
+    All runs are scored by the same code and on the same packs, with inputs and labels shifted
+    document by document.
     """
     model, _, optimizer = smoke_model.with_optimizer(recipe)
-    smoke_state.load(run, model, optimizer)
+    smoke_checkpoint.load(run, model, optimizer)
     model.eval()
-    packs = smoke_data.packs(data / "held_out", recipe, smoke_loop.SEED)
+    packs = smoke_packs.packs(data / "held_out", recipe, recipe.seed)
     heads: list[torch.Tensor] = []
     # A copy: Megatron's cross entropy turns the logits into probabilities in place.
     hook = model.output_layer.register_forward_hook(lambda *a: heads.append(a[2][0].clone()))
@@ -56,10 +83,10 @@ def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
         for _ in range(count):
             pack = next(packs)
             heads.clear()
-            pack.through(model)
+            smoke_packs.loss_per_token(model, pack)
             # The MTP depths come first, the main head last.
             for depth, logits in enumerate(heads[: recipe.mtp_num_layers], start=1):
-                labels, mask = pack.true_labels(depth)
+                labels, mask = smoke_packs.true_labels(pack, depth)
                 per_token = torch.nn.functional.cross_entropy(
                     logits[:, 0].float(), labels[0], reduction="none"
                 )
@@ -69,8 +96,8 @@ def score(run: Path, data: Path, recipe: Recipe, count: int) -> list[float]:
     return [float(value) for value in total / tokens]
 
 
-def plot(runs: tuple[Path, Path], rows: dict[str, Any], target: Path) -> None:
-    """MTP loss of both runs over the steps, as each run saw it, and the scores."""
+def plot(groups: dict[str, list[Scored]], target: Path) -> None:
+    """Draw the MTP loss over the steps as each run saw it, and the scores of each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,29 +106,37 @@ def plot(runs: tuple[Path, Path], rows: dict[str, Any], target: Path) -> None:
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(10, 4), width_ratios=(2, 1), layout="constrained"
     )
-    for run, colour in zip(runs, ("#c44e52", "#4c72b0"), strict=True):
-        curve = json.loads((run / "curve.json").read_text())
-        steps = [row["step"] for row in curve]
-        left.plot(steps, _smooth([row["mtp"] for row in curve]), color=colour, label=run.name)
-        left.plot(
-            steps, _smooth([row["loss"] for row in curve]), color=colour, alpha=0.35, linestyle="--"
-        )
+    for (side, runs), colour in zip(groups.items(), _COLOURS, strict=False):
+        _curves(left, side, runs, colour)
     left.set_xlabel("step")
-    left.set_ylabel("loss, nats (solid: MTP as trained, dashed: main head)")
+    left.set_ylabel("MTP loss on the labels trained on, nats")
     left.legend()
-    depths = range(1, 1 + len(next(iter(rows.values()))["true_mtp_loss"]))
-    for at, (run, colour) in enumerate(zip(runs, ("#c44e52", "#4c72b0"), strict=True)):
-        places = [depth + (at - 0.5) * 0.35 for depth in depths]
-        bars = right.bar(places, rows[run.name]["true_mtp_loss"], 0.35, color=colour)
-        right.bar_label(bars, fmt="%.2f", fontsize=8)
-    right.set_xticks(list(depths))
-    right.set_xlabel("MTP depth")
-    right.set_title("held-out loss on the true labels", fontsize=10)
+    for at, (runs, colour) in enumerate(zip(groups.values(), _COLOURS, strict=False)):
+        _scores(right, (at - (len(groups) - 1) / 2) * 0.35, runs, colour)
+    right.set_xticks(range(1, 1 + len(next(iter(groups.values()))[0].summary.true_mtp_loss)))
+    right.set_xlabel("MTP depth (dots: seeds)")
+    right.set_title("held-out loss on the true labels, nats", fontsize=10)
     figure.savefig(target, dpi=120)
 
 
+def _curves(axes: Any, side: str, runs: list[Scored], colour: str) -> None:
+    """One line for each seed, the side named once."""
+    for number, run in enumerate(runs):
+        steps = range(1, 1 + len(run.mtp))
+        label = side if number == 0 else None
+        axes.plot(steps, _smooth(run.mtp), color=colour, alpha=0.8, linewidth=1, label=label)
+
+
+def _scores(axes: Any, offset: float, runs: list[Scored], colour: str) -> None:
+    """A bar for the mean of each depth, with a dot for each seed."""
+    for depth, losses in enumerate(zip(*(run.summary.true_mtp_loss for run in runs), strict=True)):
+        place = 1 + depth + offset
+        bars = axes.bar([place], [sum(losses) / len(losses)], 0.33, color=colour)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=4)
+        axes.plot([place] * len(losses), losses, ".", color="black", markersize=4)
+
+
 def _smooth(values: list[float], width: int = 10) -> list[float]:
-    return [
-        sum(values[max(0, i - width + 1) : i + 1]) / len(values[max(0, i - width + 1) : i + 1])
-        for i in range(len(values))
-    ]
+    """The mean of each value and those before it."""
+    windows = [values[max(0, at - width + 1) : at + 1] for at in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -117,7 +117,7 @@ def test_the_chain(console: Console) -> None:
 
     code, said = console.launch_and_interrupt("second", "--resume", "first")
     assert code == 0, said[-3000:]
-    assert "going on at step 5" in said and "after receiving SIGTERM" in said
+    assert "resuming at step 5" in said and "after receiving SIGTERM" in said
     second = console.run("second")
     last = second.steps()[-1].step
     assert (second.state(), second.exit(), second.checkpoint()) == ("stopped", 0, last)

@@ -48,9 +48,13 @@ def train(root: Path, out: Path, data: Path, steps: int = STEPS, guarded: bool =
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Curve:
-    out = tmp_path_factory.mktemp("stock") / "run"
-    return train(pristine("0.19.2"), out, data, guarded=False)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def stock(runs: Path, data: Path) -> Curve:
+    return train(pristine("0.19.2"), runs / "stock", data, guarded=False)
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +66,14 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def patched(tmp_path_factory: pytest.TempPathFactory, everything: Path, data: Path) -> Curve:
-    return train(everything, tmp_path_factory.mktemp("patched") / "run", data)
+def patched(runs: Path, everything: Path, data: Path) -> Curve:
+    return train(everything, runs / "patched", data)
 
 
 def test_stock_trains_on_wrong_mtp_labels_and_the_overlay_does_not(
     stock: Curve, patched: Curve
 ) -> None:
-    assert all(row["wrong"] > 0 for row in stock)
+    assert all(row["wrong"] > 0.3 * row["labels"] for row in stock)
     assert all(row["wrong"] == 0 for row in patched)
     assert patched[0]["loss"] == stock[0]["loss"], "the first main loss does not depend on MTP"
     assert patched[-1]["mtp"] != stock[-1]["mtp"]
@@ -94,9 +98,27 @@ def test_a_run_resumed_from_its_checkpoint_goes_on_with_the_same_curve(
     assert train(everything, tmp_path / "parts", data) == patched
 
 
+def test_runs_are_scored_on_the_same_labels_and_grouped_by_overlay(
+    stock: Curve, patched: Curve, runs: Path, everything: Path, data: Path, tmp_path: Path
+) -> None:
+    folders = [str(runs / "stock"), str(runs / "patched"), str(runs / "patched")]
+    words = ["compare", "--data", str(data), "--packs", "2", "--out", str(tmp_path), *folders]
+    done = python(everything, f"from cppmega.smoke import command; command.cli({words!r})")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    rows = json.loads((tmp_path / "comparison.json").read_text())
+    assert rows["stock"]["overlay"] == "stock" != rows["patched"]["overlay"]
+    for name, curve in (("stock", stock), ("patched", patched)):
+        assert rows[name]["wrong_mtp_labels"] == sum(row["wrong"] for row in curve)
+        assert all(4 < loss < 6 for loss in rows[name]["true_mtp_loss"]), "ln 257 is 5.5"
+    assert rows["stock"]["true_mtp_loss"] != rows["patched"]["true_mtp_loss"]
+
+
 LOOP = """
 import json, math, os
 from pathlib import Path
+from types import SimpleNamespace
+import torch
 from cppmega.overlay import record as overlay_record
 from cppmega.smoke import checkpoint as smoke_state, command as smoke
 from cppmega.smoke import loop as smoke_loop, model as smoke_model
@@ -126,7 +148,7 @@ def poisoned(spoil):
 def run(name, spoil=lambda model: None, recipe=recipe, **more):
     smoke_model.with_optimizer = poisoned(spoil)
     loop = Loop(data=data, save=folder / name, metrics=folder / f"{name}.jsonl", **more)
-    return named(lambda: len(smoke_loop.run(recipe, loop).rows))
+    return named(lambda: len(smoke_loop.run(recipe, loop).curve))
 
 
 def forward(model):
@@ -158,6 +180,17 @@ out["folder"] = sorted(p.name for p in (folder / "whole").iterdir())
 rows = [json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()]
 out["steps"] = [row.get("step") for row in rows]
 out["shares"] = [of_a_rank(recipe, 2).micro_batch_size, named(lambda: of_a_rank(recipe, 3))]
+bounds = torch.tensor([0, 16, 24, 64])
+params = SimpleNamespace(cu_seqlens_q=None, cu_seqlens_q_padded=bounds)
+attention = smoke_model.DocumentAttention(SimpleNamespace(kv_channels=8), 1, None, "self")
+q, k, v = torch.randn(3, 64, 2, 8)
+scores = torch.einsum("qhd,khd->hqk", q, k) / 8**0.5
+document = torch.bucketize(torch.arange(64), bounds[1:], right=True)
+seen = (document[:, None] == document) & torch.ones(64, 64).tril().bool()
+weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+wanted = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+found = attention(q, k, v, None, packed_seq_params=params)
+out["attention"] = float((found - wanted).abs().max())
 print("ANSWER" + json.dumps(out))
 """
 
@@ -182,4 +215,5 @@ def test_a_loop_that_is_lost_says_where_and_nothing_saved_is_lost(
     assert out["steps"] == [None, 1, 2, None, 3, None]
     said = done.stdout.partition("SAID")[2].partition("THAT")[0]
     assert "made under overlay none, this run has another: patch added: x" in said
+    assert out["attention"] < 1e-6, "documents are attended to one by one"
     assert out["shares"][0] == 4 and out["shares"][1].startswith("wrong-world-size")
