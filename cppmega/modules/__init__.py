@@ -1,1 +1,1 @@
-"""Modules that take the place of Megatron's, in patched code and in recipes."""
+"""Modules that replace Megatron's, in patched code and in recipes."""

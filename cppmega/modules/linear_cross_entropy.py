@@ -1,13 +1,13 @@
-"""Megatron's output layer with a loss in it, so that the logits never exist.
+"""Megatron's output layer fused with the loss, so that the logits are never materialized.
 
 `LinearCrossEntropyModule` is a `ColumnParallelLinear`: same constructor, parameters, state-dict
-keys, sharded checkpoint and hooks. Called as Megatron calls it, it *is* one. Called with `labels`
-it returns the loss per token through `cppmega.ops.linear_cross_entropy`. Because that is a call of
-the module and not of a function beside it, the pre-forward hooks run which gather parameters
-(distributed optimizer with overlap).
+keys, sharded checkpoint and hooks. Called as Megatron calls it, it behaves like one. Called with
+`labels`, it returns the loss per token, computed by `cppmega.ops.linear_cross_entropy`. Both are
+calls of the module, so the pre-forward hooks that gather parameters run (distributed optimizer with
+overlap).
 
-Works on megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2, whose constructors differ: it has none of
-its own.
+It supports megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2, whose constructors differ, and
+therefore defines no constructor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cppmega.ops.linear_cross_entropy import (
 
 
 class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
-    """`ColumnParallelLinear` with a second call form that ends in the loss.
+    """A `ColumnParallelLinear` that can also return the loss instead of the logits.
 
     Call forms:
         module(hidden, weight=None, runtime_gather_output=None) -> (logits, bias), exactly
@@ -35,12 +35,12 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
         module(hidden, weight=None, labels=...) -> `LinearCrossEntropyOutput`, loss and argmax
             `[b, s]`.
         module(hidden, weight=None, labels=..., output_cross_entropy_loss=True) -> the loss alone,
-            `[b, s]`: what upstream's dev branch calls its own module of this name with.
+            `[b, s]`: the call form of the module of this name on upstream's dev branch.
 
     Reductions over the tensor-parallel group in the second form: with sequence parallelism hidden
     is gathered here, and the backward of the gather reduce-scatters dX; without it the op
-    all-reduces dX, unless `disable_grad_reduce` left that to another. dW is never reduced: each
-    rank owns its part of the vocabulary.
+    all-reduces dX, unless `disable_grad_reduce` leaves this to the caller. dW is never reduced:
+    each rank owns its part of the vocabulary.
     """
 
     def forward(
@@ -60,38 +60,38 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
         output_cross_entropy_loss: bool = False,
         caller: str = "LinearCrossEntropyModule",
     ) -> Any:
-        """Logits, or the loss if there are labels.
+        """Compute the logits, or the loss if labels are given.
 
         Args:
             input_: `[s, b, H]` hidden states; `[s/tp, b, H]` with sequence parallelism.
             weight: `[V/tp, H]`, instead of the module's own (tied embeddings).
-            runtime_gather_output: see `ColumnParallelLinear`; True is refused with labels.
+            runtime_gather_output: see `ColumnParallelLinear`; must not be True with labels.
             labels: `[b, s]` int64 token ids, as Megatron passes them.
             loss_weights: `[b, s]`, such as the loss mask: what the gradient of the loss will be, up
                 to one scalar. Only with `upstream="weighted-scalar"`.
-            upstream: promise about the gradient of the loss, see `linear_cross_entropy`.
-            counted_tokens: at most so many tokens count; the others are not computed.
+            upstream: what is known about the gradient of the loss, see `linear_cross_entropy`.
+            counted_tokens: an upper bound of the tokens that count; the others are not computed.
             vocab_size: true vocabulary; None counts the padding columns, as Megatron does.
             ignore_index: label without a loss.
             logit_scale: factor on the logits (MuP).
-            return_argmax: the arg-max token too.
-            output_cross_entropy_loss: return the loss and nothing else.
-            caller: named if the promise is broken.
+            return_argmax: return the arg-max token as well.
+            output_cross_entropy_loss: return only the loss.
+            caller: the name in the error if `upstream` does not hold.
 
         Returns:
             `(logits, bias)` without labels; with them `LinearCrossEntropyOutput`, or its loss.
 
         Raises:
-            CppmegaError: `linear-ce-module` if this layer is set up in a way that the loss form
-                does not do (see `loss_obstacle`), or what `linear_cross_entropy` raises.
+            CppmegaError: `linear-ce-module` if the layer has a feature that the loss does not
+                support (see `loss_obstacle`), or what `linear_cross_entropy` raises.
         """
         if labels is None:
             asked = loss_weights is not None or return_argmax or output_cross_entropy_loss
             if asked or upstream != "arbitrary":
                 raise CppmegaError(
                     "linear-ce-module",
-                    "What only a loss can have was asked for without labels.",
-                    "The call would return logits, and these arguments would do nothing.",
+                    "Arguments that only affect the loss were passed without labels.",
+                    "The call would return logits and ignore these arguments.",
                     "pass labels, or leave them out",
                 )
             return super().forward(input_, weight, runtime_gather_output)
@@ -138,10 +138,10 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
     def loss_obstacle(
         self, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> str | None:
-        """Why this layer cannot be called with labels, as half a sentence; None if it can.
+        """Return why this layer cannot be called with labels, as half a sentence; None if it can.
 
-        Depends on the configuration and the arguments alone, so a caller can take Megatron's own
-        path by it.
+        The answer depends only on the configuration and the arguments, so that callers can use
+        it to select Megatron's path.
 
         Args:
             weight: as for `forward`.

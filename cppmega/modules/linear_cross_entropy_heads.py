@@ -1,18 +1,18 @@
-"""When Megatron's heads take the loss from `LinearCrossEntropyModule`, and when stock's path.
+"""Select between `LinearCrossEntropyModule` and stock's path for the loss of Megatron's heads.
 
-The patches of the GPT and hybrid heads and of the MTP loss call in here, and only in runs with
-`--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear`. Whatever keeps such a run from the
-fused path is said once, with its reason; Megatron's own path is taken then.
+The patches of the GPT and hybrid heads and of the MTP loss call these functions, and only in runs
+with `--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear`. If such a run cannot use the
+fused path, the reason is logged once, and Megatron's own path is used.
 
-The promise of three GEMMs (see `cppmega.ops.linear_cross_entropy`) is made where the loss mask is
-known: Megatron's loss functions multiply the loss by the mask that they also hand to `forward`, and
-by one scalar; so does the MTP loss. A loss function that weighs tokens in another way breaks the
-promise, and the check of the op names the patch and the way out:
-`CPPMEGA_LINEAR_CE_UPSTREAM=arbitrary`, which promises nothing, at the price of a fourth GEMM.
+The three-GEMM form (see `cppmega.ops.linear_cross_entropy`) is used if the loss mask is known:
+Megatron's loss functions multiply the loss by the mask that they also pass to `forward`, and by one
+scalar; so does the MTP loss. If a loss function weights tokens in another way, the check of the op
+fails and names the patch and the remedy: `CPPMEGA_LINEAR_CE_UPSTREAM=arbitrary`, which assumes
+nothing about the gradient, at the price of a fourth GEMM.
 
-Masked tokens are not computed where the mask carries how many count, as `counting_tokens` leaves
-it. A mask that was made from another on the way to the head carries nothing, and every token is
-computed.
+Masked tokens are not computed if the mask carries the number of tokens that count, as
+`counting_tokens` records it. A mask that was derived from another one on the way to the head does
+not carry it, and every token is computed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def head_loss(
     loss_mask: Tensor | None,
     caller: str,
 ) -> Tensor | None:
-    """Loss of a language model's main head, or None where Megatron's path must be taken.
+    """Return the loss of a language model's main head, or None if Megatron's path must be used.
 
     Args:
         model: a `LanguageModule` with an output layer.
         hidden: `[s, b, H]`; `[s/tp, b, H]` with sequence parallelism.
         weight: tied weight, None for the layer's own.
-        runtime_gather_output: as `forward` of the model got it.
+        runtime_gather_output: as passed to `forward` of the model.
         labels: `[b, s]`.
         loss_mask: `[b, s]`, what the caller of `forward` multiplies the loss by; None promises
             nothing about the gradient, at the price of a fourth GEMM, which is logged.
@@ -69,12 +69,12 @@ def head_loss(
 
 
 class AcceptedTokens(NamedTuple):
-    """The loss of one MTP depth, and what its acceptance rate is computed from.
+    """The loss of one MTP depth, and the counts for its acceptance rate.
 
     Attributes:
         loss: `[b, s]`, fp32.
-        correct: how many tokens that count were predicted; None unless asked for.
-        total: how many tokens count; None unless asked for.
+        correct: the number of tokens that count and were predicted; None unless requested.
+        total: the number of tokens that count; None unless requested.
     """
 
     loss: Tensor
@@ -83,7 +83,7 @@ class AcceptedTokens(NamedTuple):
 
 
 class Head(NamedTuple):
-    """An output layer that can end in the loss, with what every call of it shares."""
+    """An output layer that can return the loss, with the arguments that all of its calls share."""
 
     layer: LinearCrossEntropyModule
     weight: Tensor | None
@@ -95,13 +95,13 @@ class Head(NamedTuple):
     def __call__(
         self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None, accepted: bool = False
     ) -> AcceptedTokens:
-        """Loss per token; shapes as for `head_loss`.
+        """Compute the loss per token; shapes as for `head_loss`.
 
         Args:
             hidden: hidden states.
             labels: token ids.
-            loss_mask: the promise about the gradient; None for none.
-            accepted: count the predicted tokens too, which needs a mask.
+            loss_mask: the factors of the loss; None if they are unknown.
+            accepted: also count the predicted tokens, which requires a mask.
         """
         upstream = _promise(loss_mask, self.caller)
         promised = upstream == "weighted-scalar"
@@ -124,7 +124,7 @@ class Head(NamedTuple):
         return AcceptedTokens(out.loss, correct, counts.sum().float())
 
     def _count(self, loss_mask: Tensor | None) -> int | None:
-        """At most so many tokens count; None in a CUDA graph, whose shapes are fixed."""
+        """Return how many tokens count at most; None in a CUDA graph, whose shapes are fixed."""
         if loss_mask is None or (loss_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         own = counted_tokens(loss_mask)
@@ -132,7 +132,7 @@ class Head(NamedTuple):
 
 
 def _promise(loss_mask: Tensor | None, caller: str) -> Upstream:
-    """What the gradient of the loss will be.
+    """Return what is known about the gradient of the loss.
 
     Raises:
         CppmegaError: `linear-ce-upstream-unknown`, a misspelt `CPPMEGA_LINEAR_CE_UPSTREAM`.
@@ -141,8 +141,8 @@ def _promise(loss_mask: Tensor | None, caller: str) -> Upstream:
     if asked not in get_args(Upstream):
         raise CppmegaError(
             "linear-ce-upstream-unknown",
-            f"{UPSTREAM}={asked} is not a promise that linear cross-entropy knows.",
-            "A misspelt value would leave the promise as it is, and the run would fail later.",
+            f"{UPSTREAM}={asked} is not a known value.",
+            "A misspelled value would have no effect, and the run would fail later.",
             f"set {UPSTREAM} to {' or '.join(get_args(Upstream))}",
         )
     if asked == "weighted-scalar" and loss_mask is not None:
@@ -163,17 +163,17 @@ def find_head(
     *,
     rolled_mask: Tensor | None = None,
 ) -> Head | None:
-    """The head of these arguments, or None where Megatron's path must be taken.
+    """Return the head for these arguments, or None if Megatron's path must be used.
 
     Args:
         layer: the model's output layer.
         weight: tied weight, None for the layer's own.
-        runtime_gather_output: whether the logits are to be gathered.
-        compute_language_model_loss: what would compute the loss from the logits.
-        scale_logits: what would scale the logits, None for nothing.
+        runtime_gather_output: whether the logits must be gathered.
+        compute_language_model_loss: the function that computes the loss from the logits.
+        scale_logits: the function that scales the logits; None if there is none.
         caller: the patch.
-        rolled_mask: the mask that the masks of the calls are rolled from; rolling only drops
-            tokens, so what it carries bounds them too.
+        rolled_mask: the mask from which the masks of the calls are rolled. Rolling only drops
+            tokens, so its number of tokens is an upper bound for them.
     """
     obstacle = _obstacle(
         layer, weight, runtime_gather_output, compute_language_model_loss, scale_logits
@@ -197,11 +197,11 @@ def _obstacle(
     if not isinstance(layer, LinearCrossEntropyModule):
         return f"the output layer is a {type(layer).__name__}"
     for hook in layer._forward_hooks.values():
-        # --logits-load-dir and --logits-save-dir: they would take the loss for the logits.
+        # --logits-load-dir and --logits-save-dir would mistake the loss for the logits.
         if getattr(hook, "__module__", "").startswith("megatron.training.distillation"):
             return f"{getattr(hook, '__qualname__', hook)} of distillation reads them"
     if _method(compute_language_model_loss) is not LanguageModule.compute_language_model_loss:
-        # Distillation puts its own in its place, and wants the logits.
+        # Distillation replaces it by its own, which needs the logits.
         return "the model has a loss of its own"
     stock_scale = getattr(LanguageModule, "_scale_logits", None)
     if scale_logits is not None and _method(scale_logits) is not stock_scale:

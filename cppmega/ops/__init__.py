@@ -1,4 +1,4 @@
-"""Kernels and autograd functions, each with its plain reference.
+"""Kernels and autograd functions, each with a reference in plain torch.
 
-They know neither Megatron nor the engine.
+They depend neither on Megatron nor on the engine.
 """

@@ -1,7 +1,7 @@
-"""Walsh-Hadamard transform: one Triton kernel on CUDA, plain torch elsewhere, the same bits.
+"""Walsh-Hadamard transform: one Triton kernel on CUDA and plain torch elsewhere, bitwise equal.
 
-This file imports torch when it is called, not when it is imported: it is imported by a page, and
-pages load where torch is missing.
+torch is imported when a function is called, because a page imports this module, and pages load
+without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def walsh_hadamard_autograd() -> Any:
-    """What `walsh_hadamard` applies: an autograd function, made on first use."""
+    """Return the autograd function of `walsh_hadamard`, which is created on first use."""
     import torch
 
     class WalshHadamard(torch.autograd.Function):
@@ -42,7 +42,7 @@ def walsh_hadamard_autograd() -> Any:
 
 @functools.cache
 def _kernel() -> Any:
-    """The module with the kernel, None where there is no Triton to compile it."""
+    """Return the module with the kernel; None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from cppmega.ops import hadamard_triton
@@ -51,7 +51,7 @@ def _kernel() -> Any:
 
 
 def _stage_by_stage(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """The transform of `[..., n]` in log2(n) passes over memory."""
+    """Transform `[..., n]` in log2(n) passes over memory."""
     import torch
 
     # A copy, because every other stage writes into this buffer.
@@ -72,11 +72,12 @@ def _stage_by_stage(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def walsh_hadamard(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """`scale * x @ H` over the last dimension, H the Hadamard matrix in natural order.
+    """Compute `scale * x @ H` over the last dimension, with the Hadamard matrix H in natural order.
 
-    Computes what the CUDA kernel of `fast_hadamard_transform.hadamard_transform` computes, sum for
-    sum: fp32 (fp64 for fp64), strides 1, 2, 4..., the scale, then one rounding to the dtype of x.
-    No matrix product, so neither TF32 nor the batch size changes a bit.
+    The sums are those of the CUDA kernel of `fast_hadamard_transform.hadamard_transform`, in the
+    same order: fp32 (fp64 for fp64), strides 1, 2, 4..., the scale, then one rounding to the dtype
+    of x. There is no matrix product, so that the result depends neither on TF32 nor on the batch
+    size.
 
     Raises:
         ValueError: the last dimension is not a power of two.

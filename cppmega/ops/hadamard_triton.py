@@ -1,7 +1,7 @@
-"""The Walsh-Hadamard transform in one CUDA kernel: each element is read and written once.
+"""Walsh-Hadamard transform in one CUDA kernel that reads and writes each element once.
 
 A program holds some rows in registers and runs all stages on them in fp32, with the sums of
-`cppmega.ops.hadamard` in the same order, so it gives the same bits.
+`cppmega.ops.hadamard` in the same order, so that the results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _transform_kernel(  # type: ignore[no-untyped-def]
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Whether the kernel takes `[..., n]`, n a power of two; fp64 and longer rows are torch's."""
+    """Whether the kernel supports `[..., n]`, n a power of two; not fp64 and not longer rows."""
     return x.is_cuda and x.dtype in _DTYPES and x.size(-1) <= LONGEST
 
 
 def transform(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """`scale * x @ H` over the last dimension of `[..., n]`, in the dtype of x."""
+    """Compute `scale * x @ H` over the last dimension of `[..., n]`, in the dtype of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     n = x.size(-1)

@@ -1,36 +1,36 @@
-"""Cross-entropy of `hidden @ weight.T` without the logits: the language-model head and MTP heads.
+"""Cross-entropy of `hidden @ weight.T` without materializing the logits, for LM and MTP heads.
 
-Per-token loss and, if wanted, the arg-max token, holding one chunk of logits at a time. Vocabulary
-split over a process group, padding columns, an ignored target, a logit scale, fp32 accumulation of
-dW, also straight into Megatron's `weight.main_grad`.
+Computes the loss per token and optionally the arg-max token, and holds one chunk of logits at a
+time. Supports a vocabulary that is split over a process group, padding columns, an ignored target,
+a logit scale, and accumulation of dW in fp32, also directly into Megatron's `weight.main_grad`.
 
-Three GEMMs or four. The unfused path does three GEMMs (logits, dX, dW), so a kernel that computes
-the logits again in the backward is not faster than it. In training the upstream gradient of token
+Three GEMMs or four. The unfused path runs three GEMMs (logits, dX, dW), so a kernel that recomputes
+the logits in the backward is not faster. In training the upstream gradient of token
 i is `scalar * loss_weights[i]`, with the weights (the loss mask) known in the forward and only the
-scalar (1/tokens, the loss scale) unknown. A caller that promises this with
-`upstream="weighted-scalar"` gets dX and dW computed in the forward, while the chunk of logits is at
-hand, with the weights folded into each row; the backward multiplies by the scalar. The promise is
-checked on the device in every backward, without waiting for it. Any other upstream gradient is
-right too, at four GEMMs: `upstream="arbitrary"`, the default.
+scalar (1/tokens, the loss scale) unknown. If the caller guarantees this with
+`upstream="weighted-scalar"`, dX and dW are computed in the forward, while the chunk of logits is
+available, with the weights folded into each row; the backward multiplies by the scalar. The
+guarantee is checked on the device in every backward, without waiting for it. Any other upstream
+gradient is supported with four GEMMs: `upstream="arbitrary"`, the default.
 
-Masked tokens cost nothing where the host knows how many count: `counted_tokens=` (with the promise)
-computes those rows alone. A number that is too small is an error on the device.
+Masked tokens cost nothing if the host knows how many count: with the guarantee, `counted_tokens=`
+computes only those rows. A number that is too small is an error on the device.
 
-Memory held between forward and backward with the promise: dX in the type of hidden and dW in fp32,
-`4 * H * V/tp` bytes per head (2 GiB at H=4096, V=131072); without it, three fp32 numbers per token.
-Neither can go into `main_grad` in the forward: there the scalar is not known.
+Memory held between forward and backward with the guarantee: dX in the type of hidden and dW in
+fp32, `4 * H * V/tp` bytes per head (2 GiB at H=4096, V=131072); without it, three fp32 numbers per
+token. Neither can be added to `main_grad` in the forward, where the scalar is not known yet.
 
 Numerics. Logits are rounded to the type of the inputs before the softmax, as the unfused path does,
-the rest is fp32. A confident token keeps its precision: the sum without the target is kept apart
-from the maximum (see `linear_cross_entropy_chunks.Softmax`), so neither `1 - p` nor the loss is the
-difference of two large numbers. dlogits are rounded once for the tensor cores; dX, kept in the type
-of hidden, is rounded once more by the scalar. Against fp64, errors are those of the unfused path or
-smaller (the benchmark prints both). fp16 gradients are computed with the weights normalised to
-their largest, times 2**15, so that neither a loss scale nor a small 1/tokens leaves the range, and
-dX is kept in fp32 until the scalar is known.
+the rest is fp32. A confident token keeps its precision: the sum without the target is kept
+separate from the maximum (see `linear_cross_entropy_chunks.Softmax`), so neither `1 - p` nor the
+loss is the difference of two large numbers. dlogits are rounded once for the tensor cores; dX, kept
+in the type of hidden, is rounded once more by the scalar. Against fp64, errors are those of the
+unfused path or smaller (the benchmark prints both). fp16 gradients are computed with the weights
+normalized to their largest, times 2**15, so that neither a loss scale nor a small 1/tokens leaves
+the range, and dX is kept in fp32 until the scalar is known.
 
 Source: the three-GEMM scheme is that of https://github.com/mgmalek/efficient_cross_entropy; weights
-per row and the deferred scalar are ours.
+per row and the deferred scalar are additions.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """What `linear_cross_entropy` returns.
+    """The result of `linear_cross_entropy`.
 
     Attributes:
         loss: shape of the targets, fp32 (fp64 for fp64 inputs), in nats, not multiplied by
             `loss_weights`; 0 where the target is ignored.
         argmax: shape of the targets, int64, no gradient: the token with the largest logit, the
-            lowest of equals, -1 where the target is ignored. None unless asked for.
-        backend: which backend computed it.
+            lowest of equals, -1 where the target is ignored. None unless requested.
+        backend: the backend that computed it.
     """
 
     loss: Tensor
@@ -86,7 +86,7 @@ class LinearCrossEntropyOutput(NamedTuple):
 def select_backend(
     requested: str | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[str, str]:
-    """Which backend runs, and why.
+    """Select the backend.
 
     Args:
         requested: a backend or "auto"; None reads `CPPMEGA_LINEAR_CE_KERNEL`, default "auto".
@@ -94,17 +94,18 @@ def select_backend(
         dtype: of the tensors.
 
     Returns:
-        A name from `BACKENDS` and one sentence. `auto` says it once, on the last rank.
+        A name from `BACKENDS` and the reason in one sentence; `auto` logs it once, on the last
+        rank.
 
     Raises:
-        CppmegaError: an unknown name, or a backend asked for by name that cannot run here.
+        CppmegaError: an unknown name, or a backend that was requested by name and cannot run here.
     """
     asked = requested or env.LINEAR_CE_KERNEL.read()
     if asked not in (*BACKENDS, "auto"):
         raise CppmegaError(
             "linear-ce-backend-unknown",
-            f"{asked!r} is no backend of linear cross-entropy.",
-            "A misspelt name would otherwise run another kernel than the one measured.",
+            f"{asked!r} is not a backend of linear cross-entropy.",
+            "With a misspelled name another kernel than the measured one would run.",
             f"set {ENVIRONMENT} to auto, {', '.join(BACKENDS)}",
         )
     obstacle = _triton_obstacle(device, dtype) if asked in ("auto", "triton") else None
@@ -116,8 +117,8 @@ def select_backend(
     if obstacle:
         raise CppmegaError(
             "linear-ce-backend-unavailable",
-            f"Backend triton was asked for, but: {obstacle}.",
-            "Another backend has other rounding and other speed; it is not taken in silence.",
+            f"Backend triton was requested, but: {obstacle}.",
+            "Other backends differ in rounding and speed, and are not selected silently.",
             f"unset {ENVIRONMENT} (auto), or set it to reference",
         )
     return asked, "asked for by name"
@@ -136,7 +137,7 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 def say_once(message: str) -> None:
     """Log a line once per process, on the last rank.
 
-    The head is on the last pipeline stage, and so is the last rank, in every order of the ranks.
+    In every order of the ranks, the last rank is on the last pipeline stage, which has the head.
     """
     alone = not (dist.is_available() and dist.is_initialized())
     if message not in _said and (alone or dist.get_rank() == dist.get_world_size() - 1):
@@ -145,27 +146,27 @@ def say_once(message: str) -> None:
 
 
 def counting_tokens(loss_mask: Tensor, count: int) -> Tensor:
-    """Let a mask on the device carry how many of its tokens count, as the host knows it.
+    """Attach the number of tokens that count, which the host knows, to a mask on the device.
 
     Args:
         loss_mask: any shape, on any device.
         count: an upper bound of its non-zero elements.
 
     Returns:
-        The same tensor. Whatever is computed from it, views included, carries nothing.
+        The same tensor. Tensors derived from it, including views, do not carry the number.
     """
     setattr(loss_mask, _COUNT, count)
     return loss_mask
 
 
 def counted_tokens(loss_mask: Tensor) -> int | None:
-    """What `counting_tokens` left, None where it left nothing."""
+    """Return the number that `counting_tokens` attached; None if there is none."""
     count: int | None = getattr(loss_mask, _COUNT, None)
     return count
 
 
 def _graph_break(function: _Function) -> _Function:
-    """`torch.compiler.disable`, which has no type of its own."""
+    """`torch.compiler.disable`, with types."""
     return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
@@ -189,9 +190,9 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     caller: str = "linear_cross_entropy",
 ) -> LinearCrossEntropyOutput:
-    """Cross-entropy per token of `logit_scale * hidden @ weight.T` against `targets`.
+    """Compute the cross-entropy per token of `logit_scale * hidden @ weight.T` against `targets`.
 
-    Under torch.compile it is a graph break, not a failure. Under no_grad only the loss is computed.
+    Under torch.compile this is a graph break. Under no_grad only the loss is computed.
 
     Args:
         hidden: `[..., H]`, the same on all ranks of `tp_group` (a caller with sequence parallelism
@@ -200,15 +201,15 @@ def linear_cross_entropy(
             token ids from `r * V/tp` on.
         targets: shape of hidden without its last, integer, global token ids.
         loss_weights: shape of targets: what the upstream gradient will be up to one scalar, such as
-            the loss mask. Only with "weighted-scalar"; None is all ones. Their own gradient is not
+            the loss mask. Only with "weighted-scalar"; None means all ones. Their gradient is not
             computed.
-        upstream: "weighted-scalar" promises that the gradient which reaches `loss` is
+        upstream: "weighted-scalar" guarantees that the gradient of `loss` is
             `scalar * loss_weights` (rows with an ignored target may have any): three GEMMs.
-            "arbitrary" promises nothing: four.
-        counted_tokens: at most so many tokens count (a weight that is not 0, a target that is not
-            ignored), known on the host. Only they are computed; the loss of the others is 0, their
-            arg-max -1. Only with "weighted-scalar"; None computes every token. Not for a CUDA
-            graph, whose shapes are fixed.
+            "arbitrary" guarantees nothing: four.
+        counted_tokens: an upper bound of the tokens that count (a weight that is not 0, a target
+            that is not ignored), known on the host. Only they are computed; the loss of the
+            others is 0, their arg-max -1. Only with "weighted-scalar"; None computes every token.
+            Not for a CUDA graph, whose shapes are fixed.
         vocab_size: the true vocabulary; columns from there on are not in the softmax, get no
             gradient and win no argmax. None counts every column, as Megatron does.
         ignore_index: target of rows that have no loss.
@@ -223,17 +224,17 @@ def linear_cross_entropy(
         return_argmax: the arg-max token too.
         backend: a name from `BACKENDS` or "auto"; None reads `CPPMEGA_LINEAR_CE_KERNEL`.
         chunk_tokens: tokens per chunk; None takes what fits in 1 GiB of logits.
-        caller: named in the message if the promise is broken, such as the name of a patch.
+        caller: named in the message if the guarantee does not hold, such as the name of a patch.
 
     Returns:
         See `LinearCrossEntropyOutput`.
 
     Raises:
-        CppmegaError: shapes, types or arguments that do not fit, or a backend that cannot do what
-            is asked.
+        CppmegaError: shapes, types or arguments that do not fit, or a backend that does not support
+            the call.
         RuntimeError: on the CPU at once, on CUDA as a device-side assertion: a target outside
-            `[0, vocab_size)` on a row that counts, more rows that count than `counted_tokens`, or a
-            broken promise in the backward.
+            `[0, vocab_size)` on a row that counts, more rows that count than `counted_tokens`, or
+            an upstream gradient that violates the guarantee.
     """
     ranks = tp_group.size() if tp_group is not None else 1
     padded_vocabulary = weight.shape[0] * ranks

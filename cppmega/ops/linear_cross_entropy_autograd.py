@@ -1,9 +1,8 @@
 """The two backward schemes of linear cross-entropy, over `linear_cross_entropy_chunks.walk`.
 
 `DeferredScalar` computes the gradients in the forward and multiplies by one number in the
-backward; `Recompute` saves three numbers per token and computes the logits again in the backward.
-Both sum dX over the tensor-parallel group in the backward if told to, and give dW to `MainGrad` if
-there is one.
+backward; `Recompute` saves three numbers per token and recomputes the logits in the backward. Both
+can sum dX over the tensor-parallel group in the backward, and add dW to `MainGrad` if there is one.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from cppmega.ops.linear_cross_entropy_chunks import ChunkKernels, Problem, Softm
 PROMISE_TOLERANCE = 1e-5
 """Relative error per row up to which an upstream gradient is `scalar * weight`.
 
-A loss function multiplies in fp32 a handful of times, each with 6e-8; what breaks the promise (a
-second mask, another weighting) is off by far more.
+A loss function multiplies in fp32 a few times, with an error of 6e-8 each; a violation of the
+guarantee (a second mask, another weighting) differs by far more.
 """
 
 _FP16_GAIN = 2.0**15
@@ -32,7 +31,7 @@ _FP16_GAIN = 2.0**15
 
 @dataclass(frozen=True)
 class MainGrad:
-    """Where Megatron's gradient accumulation fusion wants dW.
+    """Where Megatron's gradient accumulation fusion expects dW.
 
     Attributes:
         weight: the parameter.
@@ -47,17 +46,18 @@ class MainGrad:
 
     @staticmethod
     def of(weight: Tensor) -> MainGrad:
-        """The buffer of a parameter.
+        """Return the buffer of a parameter.
 
         Raises:
-            CppmegaError: it has none, or Megatron-FSDP manages it (which overwrites, not adds).
+            CppmegaError: there is none, or Megatron-FSDP manages it (which overwrites instead of
+                adding).
         """
         buffer = getattr(weight, "main_grad", None)
         if buffer is None or hasattr(weight, "__fsdp_param__"):
             what = "has no main_grad" if buffer is None else "is managed by Megatron-FSDP"
             raise CppmegaError(
                 "linear-ce-main-grad",
-                f"gradient_accumulation_fusion was asked for, but the weight {what}.",
+                f"gradient_accumulation_fusion is enabled, but the weight {what}.",
                 "Its gradient would be lost, or would overwrite that of another head.",
                 "wrap the model in DistributedDataParallel, or turn off "
                 "gradient_accumulation_fusion",

@@ -1,6 +1,6 @@
-"""The walk over chunks of tokens that every backend of linear cross-entropy of ours shares.
+"""The loop over chunks of tokens that the reference and the Triton backend share.
 
-One chunk holds `[n, V/tp]` logits; nothing larger than that ever exists. Per chunk:
+One chunk holds `[n, V/tp]` logits, which is the largest tensor. Per chunk:
 
     logits = scale * hidden @ weight.T                    GEMM 1
     lse, target logit, argmax   (all-gather over TP)      row kernel, first read
@@ -8,8 +8,8 @@ One chunk holds `[n, V/tp]` logits; nothing larger than that ever exists. Per ch
     dX[chunk] = dlogits @ weight                          GEMM 2
     dW += dlogits.T @ hidden[chunk]                       GEMM 3, accumulated in fp32
 
-What differs between backends (`linear_cross_entropy_triton`, `linear_cross_entropy_reference`) is
-how one chunk is computed; each of them is a module that has the functions of `ChunkKernels`.
+The backends (`linear_cross_entropy_triton`, `linear_cross_entropy_reference`) differ in how one
+chunk is computed; each of them is a module with the functions of `ChunkKernels`.
 
 Source: the three-GEMM scheme is that of https://github.com/mgmalek/efficient_cross_entropy.
 """
@@ -33,7 +33,7 @@ of 4096, 164 in chunks of 8192, which hold 0.75 GiB more.
 
 
 class RowStatistics(NamedTuple):
-    """What one pass over the rows of a chunk of logits yields; each is `[n]`.
+    """Statistics from one pass over the rows of a chunk of logits; each is `[n]`.
 
     Attributes:
         maximum: of the logits; -inf, or fp32's lowest, for a shard that is all padding.
@@ -49,10 +49,10 @@ class RowStatistics(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax of each row over the whole vocabulary, as what its gradient needs; each is `[n]`.
+    """Terms of the softmax over the complete vocabulary, for its gradient; each is `[n]`.
 
     `exp(logit - lse)` and `lse - target_logit` would lose a confident row: at a probability p of
-    the target, log-sum-exp rounds 1 - p away. Kept apart, `p - 1 = -others / total` and the loss
+    the target, log-sum-exp rounds 1 - p away. Kept separate, `p - 1 = -others / total` and the loss
     `log1p(others)` are as precise as `others`.
 
     Attributes:
@@ -67,7 +67,7 @@ class Softmax(NamedTuple):
 
 
 def softmax_of(found: RowStatistics) -> Softmax:
-    """The softmax of rows whose vocabulary is whole."""
+    """Return the softmax of rows that hold the complete vocabulary."""
     total = found.others + (found.target_logit - found.maximum).exp()
     return Softmax(found.maximum, found.others, total)
 
@@ -80,7 +80,7 @@ def loss_of(softmax: Softmax, target_logit: Tensor) -> Tensor:
 
 
 class ChunkKernels(Protocol):
-    """The functions a backend module has. `targets` are columns of this shard, -1 for none."""
+    """The functions of a backend module. `targets` are columns of this shard, -1 for none."""
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Type in which dX is kept between forward and backward, for inputs of `dtype`."""
@@ -112,7 +112,7 @@ class ChunkKernels(Protocol):
         row_weights: Tensor,
         want_argmax: bool,
     ) -> RowStatistics:
-        """Both of the above for a vocabulary that is whole on this rank."""
+        """Both of the above, if this rank has the complete vocabulary."""
 
     def hidden_gradient(self, dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
         """out = scale * dlogits @ weight"""
@@ -128,19 +128,19 @@ class ChunkKernels(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a call is about besides hidden and weight, checked and brought to one form.
+    """The arguments of a call besides hidden and weight, checked and normalized.
 
     Attributes:
         targets: `[N]` int64, global token ids.
-        columns: how many of this rank's `V/tp` rows of the weight are real tokens, not padding.
+        columns: number of this rank's `V/tp` rows of the weight that are real tokens, not padding.
         first_column: global token id of this rank's row 0.
         ignored: `[N]` bool, rows whose loss is 0 whatever the logits.
         order: `[R]` int64, distinct rows that are computed; the others have no loss, no arg-max and
             no gradient. None: all rows.
         logit_scale: factor on the logits.
-        tp_group: process group over which the vocabulary is split, None if it is whole.
+        tp_group: process group over which the vocabulary is split; None if it is not split.
         chunk_tokens: rows per chunk.
-        want_argmax: compute the arg-max token too.
+        want_argmax: also compute the arg-max token.
         kernels: the backend.
     """
 
@@ -162,11 +162,11 @@ class Problem:
         return self.picked(torch.where(here, local, -1))
 
     def picked(self, per_row: Tensor, part: slice = slice(None)) -> Tensor:
-        """The computed rows of `[N, ...]`, or a part of them."""
+        """Return the computed rows of `[N, ...]`, or a part of them."""
         return per_row[part] if self.order is None else per_row.index_select(0, self.order[part])
 
     def spread(self, computed: Tensor, missing: float) -> Tensor:
-        """`[N]` from `[R]`, `missing` in the rows that were not computed."""
+        """Return `[N]` from `[R]`, with `missing` in the rows that were not computed."""
         if self.order is None:
             return computed
         return computed.new_full(self.targets.shape, missing).index_copy_(0, self.order, computed)
@@ -177,9 +177,9 @@ class Walk(NamedTuple):
 
     Attributes:
         loss: `[N]`, unweighted, 0 where ignored or not computed; None if `softmax` was given.
-        softmax: `[R]` each, over the whole vocabulary.
+        softmax: `[R]` each, over the complete vocabulary.
         argmax: `[N]` int64 global token ids, -1 where ignored or not computed; None unless wanted.
-        hidden_grad: `[N, H]`, of this rank's part of the vocabulary only.
+        hidden_grad: `[N, H]`, only from this rank's part of the vocabulary.
         weight_grad: `[V/tp, H]`, or None where it went into the caller's accumulator.
     """
 
@@ -191,9 +191,9 @@ class Walk(NamedTuple):
 
 
 def default_chunk_tokens(tokens: int, columns: int, itemsize: int) -> int:
-    """Rows per chunk: what fits in `LOGITS_BYTES`, then evened out over the chunks.
+    """Return the rows per chunk: as many as fit in `LOGITS_BYTES`, balanced over the chunks.
 
-    Multiples of 128, the tile of the matrix units' kernels, so that no chunk but the last pads.
+    A multiple of 128, the tile size of the GEMM kernels, so that only the last chunk is padded.
     """
     most = max(128, LOGITS_BYTES // (columns * itemsize) // 128 * 128)
     chunks = max(1, -(-tokens // most))
@@ -202,10 +202,10 @@ def default_chunk_tokens(tokens: int, columns: int, itemsize: int) -> int:
 
 
 def combine_over_ranks(local: RowStatistics, shard: int, group: dist.ProcessGroup) -> RowStatistics:
-    """Statistics over the whole vocabulary from each rank's, with one all-gather of `[4, n]`.
+    """Combine the statistics of all ranks, with one all-gather of `[4, n]`.
 
-    Every rank computes the same bits from the same gathered numbers. Equal maxima go to the lowest
-    token id, as in `torch.argmax`. Column numbers travel as floats: exact below 2**24.
+    Every rank computes bitwise the same result from the gathered numbers. Among equal maxima, the
+    lowest token id wins, as in `torch.argmax`. Column numbers travel as floats: exact below 2**24.
     """
     columns = torch.zeros_like(local.maximum) if local.argmax is None else local.argmax
     mine = torch.stack([*local[:3], columns.to(local.maximum.dtype)])
@@ -232,15 +232,15 @@ def walk(
     want_weight_grad: bool = False,
     accumulate_into: Tensor | None = None,
 ) -> Walk:
-    """Go once over all chunks of the R rows that are computed.
+    """Process all chunks of the R computed rows once.
 
     Args:
         problem: the call.
         hidden: `[N, H]`.
         weight: `[V/tp, H]`, this rank's rows of the output matrix.
-        row_weights: `[N]` fp32, factor on each row's gradient; needed for any gradient.
+        row_weights: `[N]` fp32, factor on each row's gradient; required for any gradient.
         gradient_scale: factor on both gradients, applied inside the GEMM in fp32.
-        softmax: of an earlier walk: skips the statistics, the loss and their communication.
+        softmax: from an earlier walk; skips the statistics, the loss and their communication.
         want_hidden_grad: compute dX.
         want_weight_grad: compute dW.
         accumulate_into: `[V/tp, H]` fp32 to which dW is added instead of being returned.
@@ -260,7 +260,7 @@ def walk(
     hidden_grad = _hidden_grad(problem, hidden) if want_hidden_grad else None
     weight_grad = accumulate_into
     if want_weight_grad and weight_grad is None:
-        # The first chunk overwrites; only a call without tokens leaves the zeros to be seen.
+        # The first chunk overwrites it; zeros remain only in a call without tokens.
         allocate = torch.empty_like if tokens else torch.zeros_like
         weight_grad = allocate(weight, dtype=wide)
     scale = gradient_scale * problem.logit_scale
@@ -314,7 +314,7 @@ def _hidden_grad(problem: Problem, hidden: Tensor) -> Tensor:
 def _add_hidden_grad(
     problem: Problem, dlogits: Tensor, weight: Tensor, scale: float, rows: slice, out: Tensor
 ) -> None:
-    """dX of one chunk, to where its rows are in `[N, H]`."""
+    """Write dX of one chunk to its rows of `[N, H]`."""
     if problem.order is None:
         problem.kernels.hidden_gradient(dlogits, weight, scale, out[rows])
         return

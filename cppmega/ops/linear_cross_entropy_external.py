@@ -1,10 +1,10 @@
-"""Linear cross-entropy by libraries that others ship: Liger-Kernel and Apple's cut-cross-entropy.
+"""Linear cross-entropy with third-party libraries: Liger-Kernel and Apple's cut-cross-entropy.
 
 Both run their own autograd, with the true upstream gradient per token and a recomputation of the
-logits in the backward (four GEMMs), so neither needs nor profits from `upstream="weighted-scalar"`.
-What they cannot do is refused by name; nothing is approximated and nothing falls back.
+logits in the backward (four GEMMs), so `upstream="weighted-scalar"` has no effect on them. What
+they do not support is rejected by name; nothing is approximated, and there is no fallback.
 
-Limits that are theirs: Liger waits for the device once per call (`.item()`), so it cannot be
+Their own limits: Liger waits for the device once per call (`.item()`), so it cannot be
 captured in a CUDA graph; cut-cross-entropy sums gradients under locks in an order that changes
 from run to run.
 """
@@ -26,13 +26,13 @@ LIGER_MINIMUM = "0.8.5"
 
 
 class Request(NamedTuple):
-    """What the caller wants beyond hidden, weight and targets.
+    """What the caller requests besides hidden, weight and targets.
 
     Attributes:
         tensor_parallel: the vocabulary is split over more than one rank.
         padded: the weight has rows beyond the true vocabulary.
         logit_scale: factor on the logits.
-        want_argmax: the arg-max token too.
+        want_argmax: the arg-max token is requested.
         main_grad: dW goes into `weight.main_grad`.
         ignore_index: target without a loss.
     """
@@ -52,7 +52,7 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tup
         hidden: `[N, H]` on CUDA.
         weight: `[V, H]`, same type.
         targets: `[N]` int64.
-        want: see `Request`; all but the plain case and the argmax are refused.
+        want: see `Request`; only the plain case and the arg-max are supported.
 
     Returns:
         Loss `[N]` fp32 and argmax `[N]` int64 (-1 where ignored; empty unless wanted).
@@ -89,7 +89,7 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tup
         raise CppmegaError(
             "linear-ce-backend-changed",
             f"Liger's fused linear cross-entropy returned {got} instead of 4 values.",
-            "Its interface changed; taking the wrong value for the loss would train on noise.",
+            "Its interface changed, and training on the wrong value would train on noise.",
             "install liger-kernel 0.8.5, or set CPPMEGA_LINEAR_CE_KERNEL=triton",
         )
     loss, _, _, predicted = returned
@@ -140,9 +140,9 @@ def _installed(backend: str, package: str, minimum: str) -> None:
     if version is None or Version(version) < Version(minimum):
         raise CppmegaError(
             "linear-ce-backend-unavailable",
-            f"Backend {backend} was asked for; {package} is {version or 'not installed'}, "
+            f"Backend {backend} was requested; {package} is {version or 'not installed'}, "
             f"{minimum} or later is needed.",
-            "Another backend has other rounding and other speed; it is not taken in silence.",
+            "Other backends differ in rounding and speed, and are not selected silently.",
             f"pip install '{package}>={minimum}', or set CPPMEGA_LINEAR_CE_KERNEL=triton",
         )
 
@@ -165,7 +165,7 @@ def _refuse(backend: str, hidden: Tensor, want: Request, argmax: bool) -> None:
     if refused:
         raise CppmegaError(
             "linear-ce-backend-unsupported",
-            f"Backend {backend} was asked for and cannot do: {', '.join(refused)}.",
-            "Leaving any of it out would change the loss or the gradient without a word.",
+            f"Backend {backend} was requested and does not support: {', '.join(refused)}.",
+            "Leaving any of it out would silently change the loss or the gradient.",
             "unset CPPMEGA_LINEAR_CE_KERNEL (auto), or set it to triton",
         )

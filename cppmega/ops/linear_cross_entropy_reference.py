@@ -1,8 +1,8 @@
-"""Linear cross-entropy, one chunk at a time, in plain torch: any device, no kernel of ours.
+"""Linear cross-entropy in plain torch, one chunk at a time, on any device.
 
 Everything is computed in fp32 (fp64 for fp64 inputs) from the inputs as they are, so it is also the
-yardstick of the other backends: what they lose is what their rounding of the logits costs. See
-`linear_cross_entropy_chunks.ChunkKernels` for what each function has to do.
+reference for the other backends, whose errors come from rounding the logits. See
+`linear_cross_entropy_chunks.ChunkKernels` for the contract of each function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Not rounded before the deferred scalar is applied."""
+    """The accumulation type: dX is not rounded before the deferred scalar is applied."""
     return accumulation_dtype(dtype)
 
 
@@ -68,7 +68,7 @@ def gradient_(
 def statistics_and_gradient_(
     logits: Tensor, targets: Tensor, columns: int, row_weights: Tensor, want_argmax: bool
 ) -> RowStatistics:
-    """Both, for a vocabulary that is whole on this rank."""
+    """Both, if this rank has the complete vocabulary."""
     found = statistics(logits, targets, columns, want_argmax)
     gradient_(logits, targets, columns, softmax_of(found), row_weights)
     return found

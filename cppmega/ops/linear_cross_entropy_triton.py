@@ -1,14 +1,14 @@
-"""Linear cross-entropy on CUDA: cuBLAS for the three GEMMs, one Triton kernel for the rows between.
+"""Linear cross-entropy on CUDA: cuBLAS for the three GEMMs, and one Triton kernel for the rows.
 
 The row kernel gives one program a row of logits. It reads the row once for the online softmax
 (maximum, sum without the target, target logit, arg-max) and once more, mostly from the L2 cache, to
-overwrite it in place by the gradient. Logits and their gradients have the type of the inputs (bf16
-or fp16, as in the unfused path), all arithmetic on them is fp32, and dW accumulates in fp32 inside
-the GEMM.
+overwrite it in place with the gradient. Logits and their gradients have the type of the inputs
+(bf16 or fp16, as in the unfused path), all arithmetic on them is fp32, and dW accumulates in fp32
+inside the GEMM.
 
-Nothing here waits for the device, allocates by a value on the device, or uses atomics: the result
-is the same bit for bit from run to run, and the whole can be captured in a CUDA graph. See
-`linear_cross_entropy_chunks.ChunkKernels` for what each function has to do.
+Nothing waits for the device, allocates memory depending on a value on the device, or uses atomics:
+the result is bitwise reproducible, and everything can be captured in a CUDA graph. See
+`linear_cross_entropy_chunks.ChunkKernels` for the contract of each function.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             # Other threads overwrite the target logit that this one has just read.
             tl.debug_barrier()
         scale = tl.load(row_weights + row) / row_total
-        # Backwards: what was read last is the most likely to be in the cache still.
+        # Backwards, because what was read last is most likely still in the cache.
         last: tl.constexpr = (STRIDE - 1) // (GROUPS * VECTOR) * (GROUPS * VECTOR)
         for back in range(0, STRIDE, GROUPS * VECTOR):
             column = last - back + lane
@@ -133,7 +133,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """dX is kept as the unfused path keeps it, in the type of the inputs, but for fp16.
+    """The type of the inputs, as in the unfused path, except for fp16.
 
     Before the deferred scalar, which carries the loss scale, a confident token's dX lies below
     fp16's normal range.
@@ -206,7 +206,7 @@ def gradient_(
 def statistics_and_gradient_(
     logits: Tensor, targets: Tensor, columns: int, row_weights: Tensor, want_argmax: bool
 ) -> RowStatistics:
-    """Both in one launch, for a vocabulary that is whole on this rank."""
+    """Both in one launch, if this rank has the complete vocabulary."""
     return _rows(
         logits, targets, columns, softmax=None, row_weights=row_weights, want_argmax=want_argmax
     )
@@ -215,8 +215,8 @@ def statistics_and_gradient_(
 def hidden_gradient(dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
     """out = scale * dlogits @ weight, summed in fp32 and rounded once.
 
-    Told to write bf16, cuBLAS may split this long sum over V and add the parts in bf16, which
-    doubles the error of dX wherever the output has few tiles.
+    With a bf16 output, cuBLAS may split this long sum over V and add the parts in bf16, which
+    doubles the error of dX if the output has few tiles.
     """
     wide = out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
     torch.addmm(wide, dlogits, weight, out_dtype=torch.float32, beta=0, alpha=scale, out=wide)
@@ -235,7 +235,7 @@ def weight_gradient(
 def scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """factor * source in one pass.
 
-    A kernel of its own, because torch would round the factor, a number in device memory, to the
+    A separate kernel, because torch would round the factor, a number in device memory, to the
     type of a bf16 `source` before it multiplies.
     """
     source = source.contiguous()
