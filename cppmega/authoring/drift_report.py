@@ -1,4 +1,4 @@
-"""What `cppmega drift` says: what changed, as a short diff, and what the user has to do."""
+"""The output of `cppmega drift`: what changed, as a short diff, and what the user has to do."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _STYLES: dict[str, Style] = {
     "same": "good",
 }
 _SIGNS = {"replaced": "!", "beside": "~", "elsewhere": " ", "unknown": " "}
-LEGEND = "! upstream changed what our edit replaces   ~ it changed something right beside that"
+LEGEND = "! upstream changed what our edit replaces   ~ it changed something next to it"
 _WIDTH = 110
 _LINES_KNOWN, _LINES = 8, 48
-"""Lines of a diff that are printed where the page knows the new text, and where it does not."""
+"""Maximum lines of a diff if the page knows the new text, and if it does not."""
 
 
 def as_json(drift: Drift) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     return {
         **NOTHING,
         "ok": drift.safe,
@@ -63,23 +63,26 @@ def _page_json(page: PageDrift, drift: Drift) -> dict[str, Any]:
 
 
 def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
-    """What the user has to do about one patch, in a sentence, and the command to type."""
+    """Return what the user has to do about a patch, in one sentence, and the next command."""
     name, new = page.page.name, drift.new
     if page.word == "lost-again" and page.safe:
         return (
-            f"upstream lost its own fix; apply puts ours in after the upgrade. Tell upstream "
+            f"upstream lost its own fix; apply adds ours after the upgrade. Tell upstream "
             f"({page.page.labels.get('Upstream', '')})"
         ), APPLY
     if page.word == "newly-needed":
-        return "apply puts it in after the upgrade", APPLY
+        return "apply adds it after the upgrade", APPLY
     if page.word == "upstreamed":
         if page.proof is None:
-            return "apply would leave it out after the upgrade; --prove says whether rightly", ""
+            return (
+                "apply would leave it out after the upgrade; --prove checks that this is right",
+                "",
+            )
         return "nothing; apply leaves it out after the upgrade", ""
     if page.word == "not-fixed":
         return (
-            f"fixed_upstream() in {page.page.path} takes another text for the fix: correct it, "
-            "and add an Edit for the text that is there"
+            f"fixed_upstream() in {page.page.path} accepts a text without the fix: correct it, "
+            "and add an Edit for that text"
         ), f"cppmega explain {name}"
     if page.word == "not-compared":
         return "nothing; compare two folders that hold that package to see it", ""
@@ -93,24 +96,22 @@ def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
 
 
 def _repair(page: PageDrift, pin: str) -> tuple[str, str]:
-    """What to do with a text that no pin knows."""
+    """Return what to do about an unknown text."""
     file = page.page.path
     moved = next((target for target in page.targets if target.word == "moved"), None)
     if moved is not None:
         place = moved.places[0]
-        text = "the same text" if not moved.changes else "another text"
+        text = "the same text" if not moved.changes else "a different text"
         return (
-            f"it stands in {place} now, with {text}: add an Edit with that target to {file}, "
+            f"it is in {place} now, with {text}: add an Edit with that target to {file}, "
             "then pin it"
         ), pin
     gone = next((target for target in page.targets if target.word == "gone"), None)
     if gone is not None:
-        like = (
-            f"look into {gone.nearest[0].target}" if gone.nearest else "look for what replaced it"
-        )
+        like = f"inspect {gone.nearest[0].target}" if gone.nearest else "look for its replacement"
         return (
-            f"{like}: if the bug lives on there, add an Edit for it to {file} and pin it; if not, "
-            "let fixed_upstream() or `feature` say so"
+            f"{like}: if the bug is still there, add an Edit for it to {file} and pin it; if not, "
+            "declare that in fixed_upstream() or `feature`"
         ), pin
     misfit = next((target for target in page.targets if target.fits is False), None)
     if misfit is not None:
@@ -123,11 +124,11 @@ def _repair(page: PageDrift, pin: str) -> tuple[str, str]:
         ), pin
     if unknown and all(target.fits for target in unknown):
         return "the edit still fits, and upstream changed other statements: pin the new text", pin
-    return f"read the new text, see to it that {file} has an edit for it, and pin it", pin
+    return f"read the new text, make sure that {file} has an edit for it, and pin it", pin
 
 
 def pin_command(name: str, new: Side) -> str:
-    """How to pin the text of NEW."""
+    """Return the command that pins the text of NEW."""
     label = label_of(new.tree)
     command = f"cppmega pin {name} {label}"
     if new.requested != label:
@@ -136,7 +137,7 @@ def pin_command(name: str, new: Side) -> str:
 
 
 def lines(drift: Drift) -> Iterator[str]:
-    """The answer for people, without the closing line."""
+    """Yield the lines of the report, without the closing line."""
     width = max((len(page.page.name) for page in drift.pages), default=0)
     quiet: dict[str, list[str]] = {}
     for page in drift.pages:
@@ -160,7 +161,7 @@ def lines(drift: Drift) -> Iterator[str]:
 
 
 def _proof(page: PageDrift) -> str:
-    """How it is known that NEW has the fix."""
+    """Return how it is known that NEW has the fix."""
     known = {None: "by text, not proved", "passed": "proved"}
     return f" ({known.get(page.proof, page.proved)})"
 
@@ -220,13 +221,13 @@ def _target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
 
 def _nearest(target: TargetDrift) -> str:
     if not target.nearest:
-        return "; nothing like it is left"
+        return "; nothing similar is left"
     like = [f"{match.target} ({match.likeness:.0%} alike)" for match in target.nearest]
     return "; nearest: " + ", ".join(like) + ("; the first has the fix" * target.fixed_there)
 
 
 def _counted(changes: Sequence[StatementChange]) -> str:
-    """`5 statements changed, 2 of them replaced by our edit`."""
+    """Return a count such as `changed in 5 places: 2 in what our edit replaces`."""
     if not changes:
         return "the layout changed, and no statement"
     counts = {"replaced": 0, "beside": 0}
@@ -242,12 +243,12 @@ def _counted(changes: Sequence[StatementChange]) -> str:
     if counts["replaced"]:
         said.append(f"{counts['replaced']} in what our edit replaces")
     if counts["beside"]:
-        said.append(f"{counts['beside']} right beside it")
+        said.append(f"{counts['beside']} next to it")
     return f"{places}: {', '.join(said)}"
 
 
 def _limited(changes: Sequence[StatementChange], limit: int) -> Iterator[str]:
-    """The diff; where it is long, what meets our edit is kept and the rest counted."""
+    """Yield the diff; if it is too long, keep what meets our edit and count the rest."""
     blocks = [(change, list(_change_lines(change))) for change in changes]
     left = limit
     hidden = 0
@@ -277,7 +278,7 @@ def _change_lines(change: StatementChange) -> Iterator[str]:
 
 
 def in_sight(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Long statements without what they share with their counterpart, so that they still differ."""
+    """Cut the common beginning off long statements, so that their difference is visible."""
     before, after = list(old), list(new)
     free = set(range(len(new)))
     for at, text in enumerate(old):
@@ -295,7 +296,7 @@ def in_sight(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[st
 
 
 def _shared(first: str, second: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """Return the length of the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
@@ -305,7 +306,7 @@ def _cut(text: str) -> str:
 
 
 def closing(drift: Drift) -> str:
-    """The last line: may the upgrade go ahead?"""
+    """Return the last line: whether the upgrade is safe."""
     new = drift.new.label
     unsafe = [page.page.name for page in drift.pages if not page.safe]
     also = ""

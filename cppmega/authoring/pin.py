@@ -1,4 +1,4 @@
-"""`cppmega pin`: add a fingerprint to a page after every law passed on that version's text."""
+"""`cppmega pin`: add a fingerprint to a page, after every law has passed on that version's text."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from cppmega.tree.resolve import is_version
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Edits of the page that a text may need: as those of some version, if nothing else."""
+    """A set of edits of the page that a tree may need."""
 
     like: tuple[str, ...]
-    """The versions whose edits these are."""
+    """The versions that have this set of edits."""
     edits: Mapping[str, int]
     """Target -> index of the edit."""
 
 
 @dataclass
 class Pinned:
-    """What was added to a page."""
+    """The pins that were added to a page."""
 
     name: str
     version: str
     path: str
     added: dict[str, str]
-    """Target -> fingerprint; empty where the version was pinned already."""
+    """Target -> fingerprint; empty if the version was already pinned."""
     like: str = ""
     proof: str = "passed"
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints beside what every answer has."""
+        """The fields that `--json` prints in addition to the common ones."""
         return {
             "ok": True,
             "changed": [self.path] if self.added else [],
@@ -64,14 +64,14 @@ class Pinned:
 
 @dataclass
 class Candidate:
-    """A page with the new pins, which has passed every law but the last."""
+    """A page with the new pins that has passed every law except the last."""
 
     choice: Choice
     page: Page
     data: bytes
     """The page's new text."""
     result: dict[str, bytes]
-    """What becomes of the files of the tree."""
+    """Path -> text of the patched file."""
 
 
 def pin(
@@ -84,15 +84,20 @@ def pin(
     like: str = "",
     unverified: bool = False,
 ) -> Pinned:
-    """Pin the text that a tree has as that of a version.
+    """Pin the text of a tree as that of a version.
 
     Args:
-        like: take the edits that the page has for this version; needed where several would do.
+        page: the page to extend.
+        version: the version to pin.
+        tree: the tree with the text of that version.
+        scratch: an empty folder.
+        say: reports progress.
+        like: use the edits that the page has for this version; required if several fit.
         unverified: accept that the proof cannot run on this machine.
 
     Raises:
         CppmegaError: `law-...` names the law that fails; `ambiguous-edit`, `nothing-to-pin`,
-            `label-taken`, `needs-missing`, `pins-not-found`. Nothing was written then.
+            `label-taken`, `needs-missing`, `pins-not-found`. Nothing is written in these cases.
     """
     plan = _plan(page, tree)
     texts = {t: _text(plan, page, t) for t in dict.fromkeys(e.target for e in page.patch.edits)}
@@ -126,7 +131,7 @@ def _plan(page: Page, tree: Tree) -> Plan:
         raise CppmegaError(
             "nothing-to-pin",
             f"{page.name} is {verdict.state} on megatron-core {tree.version}: {verdict.detail}.",
-            "A pin says that the text has the bug. Nothing was written.",
+            "A pin declares that the text has the bug. Nothing was written.",
             f"cppmega explain {page.name}",
         )
     for edit in page.patch.edits:
@@ -134,22 +139,25 @@ def _plan(page: Page, tree: Tree) -> Plan:
         if view.foreign or view.orphaned:
             raise CppmegaError(
                 "not-pristine",
-                f"{edit.path} in {tree.root} is not as upstream made it.",
-                "The fingerprint would be that of somebody's edit. Nothing was written.",
+                f"{edit.path} in {tree.root} differs from upstream's.",
+                "The fingerprint would be that of a local edit. Nothing was written.",
                 f"cppmega pin {page.name} VERSION, without --from, takes the text from the wheel",
             )
     return plan
 
 
 def _text(plan: Plan, page: Page, target: str) -> str:
-    """The fingerprint of a target, as the survey gives it."""
+    """Return the fingerprint of a target from the survey."""
     edit = next(edit for edit in page.patch.edits if edit.target == target)
     return plan.survey.fingerprint(plan.survey.read(edit.path), edit)
 
 
 def _choices(page: Page, plan: Plan, texts: Mapping[str, str], like: str) -> list[Choice]:
-    """The sets of edits that the tree may need: a known text has its edit, an unknown one may
-    have that of any version that has its targets."""
+    """Return the sets of edits that the tree may need.
+
+    A known text determines its edit; for an unknown one, the edits of any version with the same
+    targets are candidates.
+    """
     known = {
         (edit.target, text): index
         for index, edit in enumerate(page.patch.edits)
@@ -160,7 +168,7 @@ def _choices(page: Page, plan: Plan, texts: Mapping[str, str], like: str) -> lis
         raise CppmegaError(
             "no-such-pin",
             f"{page.name} pins {', '.join(versions)}, and not {like}.",
-            "There is no edit to take. Nothing was written.",
+            "There is no edit to use. Nothing was written.",
             f"cppmega explain {page.name}",
         )
     found: dict[tuple[tuple[str, int], ...], list[str]] = {}
@@ -174,7 +182,7 @@ def _choices(page: Page, plan: Plan, texts: Mapping[str, str], like: str) -> lis
             found.setdefault(tuple(sorted(row.items())), []).append(version)
     choices = [Choice(tuple(like_), dict(row)) for row, like_ in found.items()]
     if plan.verdicts[page.name].state in NEEDED:
-        # The engine knows the text already; the largest set of known ones is what it would edit.
+        # The text is known already, and the engine would apply the largest set of known edits.
         all_known = [c for c in choices if all((t, texts[t]) in known for t in c.edits)]
         choices = sorted(all_known, key=lambda choice: len(choice.edits))[-1:] or choices
     if not choices:
@@ -189,17 +197,17 @@ def _is_text(text: str) -> bool:
 
 def _why_not(text: str) -> str:
     if text == MISSING:
-        return "is not there"
+        return "is missing"
     return f"is defined {text[1:]} times" if text.startswith("?") else f"cannot be read: {text[1:]}"
 
 
 def _age(version: str) -> tuple[bool, list[int]]:
-    """Sorts releases by number; names of branches stand in front of them."""
+    """Sort key: releases by number, after the names of branches."""
     return is_version(version), [int(n) for n in re.findall(r"\d+", version)[:3]]
 
 
 def _added(page: Page, choice: Choice, texts: Mapping[str, str], version: str) -> dict[int, str]:
-    """The pins that a choice lacks: index of the edit -> fingerprint."""
+    """Return the pins that a choice lacks: index of the edit -> fingerprint."""
     for edit in page.patch.edits:
         pinned = edit.pins.get(version)
         if pinned is not None and pinned != texts[edit.target]:
@@ -207,7 +215,7 @@ def _added(page: Page, choice: Choice, texts: Mapping[str, str], version: str) -
                 "label-taken",
                 f"{page.name} pins {edit.target} as {pinned} for {version}; in this tree it is "
                 f"{texts[edit.target] or 'missing'}.",
-                "One version has one text. Nothing was written.",
+                "A version has exactly one text. Nothing was written.",
                 "choose another name for the version, or correct the page",
             )
     return {
@@ -222,9 +230,9 @@ def _missing_needs(page: Page, unverified: bool) -> Sequence[str]:
     if missing and not unverified:
         raise CppmegaError(
             "needs-missing",
-            f"The proof of {page.name} needs {', '.join(missing)}, and this machine has not.",
+            f"The proof of {page.name} needs {', '.join(missing)}, which this machine lacks.",
             "The law `verify` cannot be checked here. Nothing was written.",
-            "run it where it can, or pass --unverified and prove it there later",
+            "run it on a machine that has it, or pass --unverified and prove it there later",
         )
     return missing
 
@@ -238,7 +246,7 @@ def _candidates(
     scratch: Path,
     say: Callable[[str], None],
 ) -> list[Candidate]:
-    """The choices that pass every law but the last one; equal results count once."""
+    """Return the choices that pass every law except the last one; equal results count once."""
     passed: list[Candidate] = []
     problem: CppmegaError | None = None
     for number, choice in enumerate(choices):
@@ -249,7 +257,7 @@ def _candidates(
                 new = pin_source.copy_with(page, data, scratch)
             result = check(new, plan, scratch / f"tree-{number}")
         except CppmegaError as error:
-            problem = error  # the newest edits come last: what is wrong with them is said
+            problem = error  # the newest edits come last, and their error is reported
             continue
         if all(result != other.result for other in passed):
             passed.append(Candidate(choice, new, data, result))
@@ -263,7 +271,7 @@ def _candidates(
 def _proved(
     candidates: Sequence[Candidate], tree: Tree, say: Callable[[str], None], *, run: bool
 ) -> Candidate:
-    """The one candidate whose proof holds on that version's code."""
+    """Return the only candidate whose proof passes on that version's code."""
     from cppmega.proof import verify
 
     proofs = []
@@ -286,7 +294,7 @@ def _proved(
             "ambiguous-edit",
             f"The edits for {' and for '.join(likes)} both fit this text and pass every law, and "
             "they give different code.",
-            "Only somebody who has read the text can say which is meant. Nothing was written.",
+            "Which one is intended cannot be determined automatically. Nothing was written.",
             f"the same command with --like {likes[-1]}",
         )
     return passed[0]
@@ -295,14 +303,14 @@ def _proved(
 def _what_to_read(
     page: Page, version: str, tree: Tree, choice: Choice, say: Callable[[str], None]
 ) -> list[str]:
-    """A warning where upstream changed what the edit replaces: laws do not see what gets lost."""
+    """Return a warning if upstream changed what the edit replaces, which no law detects."""
     from cppmega.authoring import drift
     from cppmega.tree import wheels
 
     like = choice.like[-1]
     if like == version or not is_version(like):
         return []
-    with suppress(CppmegaError):  # without that wheel there is nothing to compare with
+    with suppress(CppmegaError):  # without that wheel there is nothing to compare
         old = Tree(wheels.unpacked(like, say))
         found = drift.compare((like, old), (version, tree), {page.name: page}).pages[0]
         lost = [
@@ -319,7 +327,7 @@ def _what_to_read(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put the new text in place in one step."""
+    """Replace the page atomically."""
     try:
         with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
             new.write(data)

@@ -1,4 +1,4 @@
-"""`cppmega new`: write a page to start from, complete but for what only its author knows."""
+"""`cppmega new`: write a page that is complete except for what only its author knows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cppmega.tree.resolve import label_of
 
 TARGET = re.compile(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z")
 _NO_TARGET = "megatron/core/TODO.py:TODO"
-"""A page without a target is `absent` on every tree: it stops apply until it names one."""
+"""A placeholder target. It is `absent` on every tree, so that it stops `apply` until replaced."""
 
 
 def default_folder() -> Path:
-    """Our own catalogue in a checkout; else a folder of the user's own."""
+    """Return the shipped catalogue in a checkout, and `./patches` otherwise."""
     builtin = catalogue.builtin_folder()
     checkout = (builtin.parent / "pyproject.toml").is_file()
     return builtin if checkout else Path("patches")
@@ -35,11 +35,14 @@ def new(
     tree: Tree | None,
     pages: Mapping[str, Page],
 ) -> Path:
-    """Write a page that passes the header law; what is left to do in it is marked TODO.
+    """Write a page that passes the header law, and mark what is left to do with TODO.
 
     Args:
-        tree: where the targets' texts are read; None where no target is given.
-        pages: the catalogue, for names and symbols that are taken.
+        name: the name of the page.
+        folder: the catalogue in which to write it.
+        targets: the symbols to patch.
+        tree: the tree with the texts of the targets; None if there are no targets.
+        pages: the existing catalogue, for names and symbols that are taken.
 
     Raises:
         CppmegaError: `bad-name`, `page-exists`, `bad-target`, `target-absent`, `target-ambiguous`,
@@ -49,7 +52,7 @@ def new(
         raise CppmegaError(
             "bad-name",
             f"{name!r} is not snake_case.",
-            "The file's name is the patch's name, and a module's.",
+            "The file's name is that of the patch, and that of a module.",
             f"cppmega new {re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_') or 'my_patch'}",
         )
     path = folder / f"{name}.py"
@@ -57,8 +60,8 @@ def new(
     if taken is not None or name in pages:
         raise CppmegaError(
             "page-exists",
-            f"There is a page {name} already: {taken or pages[name].path}.",
-            "It would be lost.",
+            f"A page {name} exists already: {taken or pages[name].path}.",
+            "It would be overwritten.",
             f"cppmega explain {name}, or choose another name",
         )
     pins = {target: _fingerprint(tree, target) for target in targets} if tree else {}
@@ -76,7 +79,7 @@ def new(
 
 
 def _fingerprint(tree: Tree, target: str) -> str:
-    """The fingerprint of upstream's text of a target, patched here or not."""
+    """Return the fingerprint of upstream's text of a target, even if it is patched here."""
     if not TARGET.match(target):
         raise CppmegaError(
             "bad-target",
@@ -92,14 +95,14 @@ def _fingerprint(tree: Tree, target: str) -> str:
         raise CppmegaError(
             "target-absent",
             f"There is no {target} in megatron-core {tree.version}." + suggestion(near),
-            "A page pins a text, and there is none.",
+            "A page pins an existing text.",
             f"--target {near[0]}" if near else "cppmega new NAME, and fill in the target later",
         )
     if text.startswith(("?", "!")):
-        said = f"is defined {text[1:]} times" if text.startswith("?") else f"fails: {text[1:]}"
+        problem = f"is defined {text[1:]} times" if text.startswith("?") else f"fails: {text[1:]}"
         raise CppmegaError(
             "target-ambiguous",
-            f"{target} {said}.",
+            f"{target} {problem}.",
             "An edit must change exactly one definition.",
             "name the class or the function around it",
         )
@@ -107,7 +110,7 @@ def _fingerprint(tree: Tree, target: str) -> str:
 
 
 def _earlier(targets: Sequence[str], pages: Mapping[str, Page]) -> list[str]:
-    """Pages that edit one of the symbols already: ours must say that it comes after them."""
+    """Return the pages that already edit one of the symbols, and that the new one must follow."""
     return sorted(
         name
         for name, page in pages.items()
@@ -116,10 +119,12 @@ def _earlier(targets: Sequence[str], pages: Mapping[str, Page]) -> list[str]:
 
 
 def page_text(pins: Sequence[tuple[str, str]], version: str, after: Sequence[str] = ()) -> str:
-    """The text of a new page.
+    """Return the text of a new page.
 
     Args:
-        pins: target and fingerprint of each symbol; none: placeholders.
+        pins: target and fingerprint of each symbol; without any, placeholders are written.
+        version: the version of the fingerprints.
+        after: the pages that the new one must follow.
     """
     rows = list(pins) or [(_NO_TARGET, "0" * 16)]
     names = ["TARGET"] if len(rows) == 1 else [f"TARGET_{n}" for n in range(1, len(rows) + 1)]
@@ -130,12 +135,14 @@ def page_text(pins: Sequence[tuple[str, str]], version: str, after: Sequence[str
     )
     feature = "".join(f"{name}, " for name in names).strip()
     feature = feature if len(names) == 1 else feature.rstrip(",")
-    told = _AFTER.format(names="".join(f'"{name}", ' for name in after).strip()) if after else ""
+    following = (
+        _AFTER.format(names="".join(f'"{name}", ' for name in after).strip()) if after else ""
+    )
     return _PAGE.format(
         constants=constants,
         edits=edits,
         feature=f"({feature})," if pins else "(),  # TODO: the target, once there is one",
-        after=told,
+        after=following,
         name=names[0],
     )
 
@@ -148,23 +155,23 @@ def _constant(name: str, target: str) -> str:
 _EDIT = """\
         Edit(
             target={name},
-            # Version -> fingerprint of the text that is replaced; `cppmega pin` adds versions.
+            # Version -> fingerprint of the replaced text; `cppmega pin` adds versions.
             pins={{"{version}": "{pin}"}},
-            # TODO. More ways to edit are in cppmega/edits.py: inserting, body_of, in_order...
-            edit=replacing("TODO_what_stands_there", "TODO_what_shall_stand_there"),
+            # TODO: cppmega/edits.py has further edits: inserting, body_of, in_order...
+            edit=replacing("TODO_old_code", "TODO_new_code"),
         ),
 """
 _AFTER = """\
-    # These pages edit the same symbol; their edits come first.
+    # These pages edit the same symbol; their edits are made first.
     after=({names}),
 """
 _PAGE = '''\
-"""TODO: one line that says what the user gains.
+"""TODO: the effect for the user, in one line.
 
 What: TODO: what the patched code does, in one or two sentences.
 Why: TODO: the bug or the cost, with the number, and where it was measured or seen.
-Upstream: Not sent: TODO: the reason, or instead of this the link of the pull request or issue.
-Remove: TODO: the condition under which this patch must go.
+Upstream: Not sent: TODO: the reason; or only the link of the pull request or issue.
+Remove: TODO: the condition under which this patch is no longer needed.
 Numerics: changes results: TODO: how; or `none (bitwise)`, or `reorders sums`.
 """
 
@@ -178,7 +185,7 @@ PATCH = Patch(
 {edits}    ),
     # TODO: when must a run pass through the target? startup, forward, backward, save or never.
     reached="forward",
-    # Where one of these is missing from Megatron there is nothing to fix.
+    # If one of these is missing from Megatron, there is nothing to fix.
     feature={feature}
 {after})
 
@@ -191,7 +198,8 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    # TODO: import the target here, call it with small values and compare what comes out. This
+    # TODO: import the target here, call it with small values and assert what it returns. This
     # must pass on patched code, fail on stock, and fail on a patch that does nothing.
+    # cppmega.proof.small_models and cppmega.proof.stand_ins help on a machine without a GPU.
     raise AssertionError("write the proof")
 '''

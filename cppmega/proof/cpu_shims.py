@@ -1,6 +1,6 @@
-"""What megatron-core needs in order to run without a GPU: a few small shims.
+"""Shims that let megatron-core run without a GPU, for the smoke recipe, `verify` and the tests.
 
-For the smoke recipe, `verify` and the tests. Never used where CUDA is available.
+They have no effect if CUDA is available.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from cppmega.live import live_code
 def shim() -> None:
     """Let megatron-core's CPU paths run: current device and stream, CUDA random state tracker.
 
-    Does nothing where CUDA is available. May be called more than once.
+    Has no effect if CUDA is available. May be called more than once.
     """
     import torch
 
     if torch.cuda.is_available():
         return
-    # Megatron passes it as `device=`, which takes a torch.device as well as an index.
+    # Megatron passes it as `device=`, which accepts a torch.device as well as an index.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    # DDP asks for the stream before it looks whether there is anything to wait for, and
-    # dist_checkpointing waits for the device before it copies.
+    # DDP requests the stream even if there is nothing to wait for, and dist_checkpointing
+    # waits for the device before it copies.
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
 
     from megatron.core.tensor_parallel import random
 
     if importlib.util.find_spec("transformer_engine") is not None:
-        # Also with a local spec, the norm behind the last layer would be Transformer Engine's.
+        # Even with a local spec, the norm after the last layer would be Transformer Engine's.
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -50,12 +50,12 @@ def _remember_seed(self: Any, name: str, seed: int) -> None:
 
 @contextlib.contextmanager
 def _no_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """CPU initialisation draws from the default generator, which the caller has seeded."""
+    """CPU initialization draws from the default generator, which the caller has seeded."""
     yield
 
 
 def init_distributed(tensor: int = 1, context: int = 1, expert: int = 1) -> None:
-    """A gloo process group of the ranks that torchrun started (or of one), and Megatron's groups.
+    """Initialize gloo for the ranks of torchrun (or a single one), and Megatron's groups.
 
     Args:
         tensor: tensor-parallel size.

@@ -1,4 +1,4 @@
-"""Do-nothing mutants: the text of a patch with the behaviour of stock.
+"""Do-nothing mutants: the text of a patch with the behavior of stock.
 
 A mutant has the patched signature, every helper, import and name, and the patched body as code
 that is never run; what runs is upstream's body. A `verify` that passes on it reads text or names
@@ -22,9 +22,9 @@ from cppmega.rewriting.node_edits import shape
 
 
 def of_sources(edits: Sequence[Edit]) -> Edit:
-    """The source edits that several pages make to one symbol, in order, as one that does nothing.
+    """Combine the source edits of several pages to one symbol into one that does nothing.
 
-    Later edits are written for the text that earlier ones leave, so they are merged as a whole.
+    Later edits are written for the text that earlier ones leave, so they are merged together.
     """
 
     def nothing(stock: Any) -> Any:
@@ -36,14 +36,14 @@ def of_sources(edits: Sequence[Edit]) -> Edit:
 
 
 def of_runtime(edit: Edit) -> Edit:
-    """A runtime edit that puts the original's behaviour under the replacement's name."""
+    """Return a runtime edit with the original's behavior under the replacement's name."""
     if edit.kind == "class-swap":
         return replace(edit, edit=_class_mutant(edit.edit))
     return replace(edit, edit=_function_mutant)
 
 
 def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:
-    """Stock's behaviour inside the patched text, for a function or for a class."""
+    """Return the patched text with stock's behavior, for a function or a class."""
     if isinstance(stock, cst.FunctionDef):
         return _merged_function(stock, cast(cst.FunctionDef, patched))
     holder, new = cast(cst.ClassDef, stock), cast(cst.ClassDef, patched)
@@ -52,7 +52,7 @@ def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:
 
 
 def _merged_body(stock: cst.ClassDef, patched: cst.ClassDef) -> list[cst.BaseStatement]:
-    """What both have, what only stock has, and what only the patch has, as code that never runs."""
+    """Merge two class bodies; statements that only the patch has become code that never runs."""
     old, new = _statements(stock.body), _statements(patched.body)
     names = {s.name.value for s in old if isinstance(s, cst.FunctionDef)}
     found: list[cst.BaseStatement] = []
@@ -66,8 +66,8 @@ def _merged_body(stock: cst.ClassDef, patched: cst.ClassDef) -> list[cst.BaseSta
             if not isinstance(statement, cst.FunctionDef):
                 found.append(_dead(statement))
             elif statement.name.value not in names:
-                found.append(statement)  # a new method is a name, which proves nothing
-    # Where the patch only takes away, this is all that tells the mutant from stock.
+                found.append(statement)  # a new method is only a name, which proves nothing
+    # If the patch only removes code, this alone distinguishes the mutant from stock.
     return [*found, _dead(cst.SimpleStatementLine([cst.Pass()]))]
 
 
@@ -78,14 +78,14 @@ def _merged_statement(old: cst.BaseStatement, new: cst.BaseStatement) -> cst.Bas
 
 
 def _key(statement: cst.BaseStatement) -> str:
-    """Equal for statements that are one: a method by its name, others by their code."""
+    """Return a key to match statements: the name of a method, the code of others."""
     if isinstance(statement, cst.FunctionDef):
         return f"def {statement.name.value}"
     return shape(statement)
 
 
 def _dead(statement: cst.BaseStatement) -> cst.If:
-    """Code that is there and never runs."""
+    """Return code that is present and never runs."""
     return cst.If(cst.parse_expression("not __name__"), cst.IndentedBlock([statement]))
 
 
@@ -100,7 +100,7 @@ def _merged_function(stock: cst.FunctionDef, patched: cst.FunctionDef) -> cst.Fu
         return patched
     names = {p.name.value for p in _parameters(patched)}
     keeps = names >= {p.name.value for p in _parameters(stock)}
-    # Another name: the target's own would become a local one and break stock's recursion.
+    # Renamed, because the target's name would become local and break stock's recursion.
     inner = patched.with_changes(
         name=cst.Name(f"patched_{patched.name.value}"),
         decorators=(),
@@ -117,7 +117,7 @@ def _merged_function(stock: cst.FunctionDef, patched: cst.FunctionDef) -> cst.Fu
 
 
 def _with_defaults(params: cst.Parameters, stock: cst.FunctionDef) -> cst.Parameters:
-    """The patched parameters; one that stock has keeps the default that it has there."""
+    """Return the patched parameters, with stock's defaults for those that stock has."""
     known = {p.name.value: p for p in _parameters(stock) if p.default is not None}
 
     def restored(param: cst.Param) -> cst.Param:

@@ -1,8 +1,8 @@
-"""Proofs made where there is the hardware for them, in a file that lies with the pages.
+"""Recorded proofs of pages that need a GPU, in a file next to the pages.
 
-`cppmega verify --record` writes it on a machine with a GPU; it is committed and ships in the wheel.
-A proof speaks of the text of Megatron that it was made on, and counts while neither the page nor
-any code that it reaches has changed.
+`cppmega verify --record` writes the file on a machine with a GPU; it is committed and ships in the
+wheel. A proof is about one text of Megatron, and is valid until the page or any code that it
+reaches changes.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Subject:
 
     @classmethod
     def of(cls, plan: Plan, page: Page) -> Subject:
-        """The subject of a page that a tree needs."""
+        """Return the subject for a page that a tree needs."""
         runs, before = reached_by(plan, page.name), plan.before[page.name]
         return cls(page.revision, _hash(runs), _hash(before))
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """One proof, and where it was made."""
+class RecordedProof:
+    """One proof, and where it ran."""
 
     subject: Subject
     gpu: str
@@ -55,19 +55,19 @@ class Made:
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """Where the proof ran, for messages."""
         return f"on {self.gpu}, {self.date}, megatron-core {self.megatron}"
 
 
 def path_for(page: Page) -> Path:
-    """The file of a page's catalogue."""
+    """Return the file for the catalogue of a page."""
     page_file = Path(page.path)
     folder = page_file.parent.parent if page_file.stem == "__init__" else page_file.parent
     return folder / NAME
 
 
 def judged(plan: Plan, page: Page) -> tuple[Proof, str]:
-    """What the recorded proofs of a page say of the code that is here."""
+    """Return the verdict of a page's recorded proofs on the code of this tree, with a reason."""
     made = _read(path_for(page)).get(page.name, [])
     if not made:
         return "unverified", ""
@@ -83,10 +83,14 @@ def judged(plan: Plan, page: Page) -> tuple[Proof, str]:
 
 
 def record(plan: Plan, proved: Sequence[Page]) -> list[Path]:
-    """Keep the proofs, just made, of the pages that need more than a CPU.
+    """Record the proofs of those pages that need more than a CPU.
+
+    Args:
+        plan: the plan of the tree on which the proofs have just passed.
+        proved: the pages that passed.
 
     Returns:
-        the files that were written.
+        The files that were written.
 
     Raises:
         CppmegaError: `nothing-to-record`, `proofs-not-written`, `proofs-unreadable`.
@@ -95,13 +99,13 @@ def record(plan: Plan, proved: Sequence[Page]) -> list[Path]:
     if not pages:
         raise CppmegaError(
             "nothing-to-record",
-            "No page was proved here that needs more than a CPU.",
-            "Proofs on a CPU are made again wherever they are asked for.",
-            "run it where the needs of a page are met: cppmega explain NAME shows them",
+            "None of the pages that were proved here needs more than a CPU.",
+            "Proofs on a CPU are repeated on every machine, and are not recorded.",
+            "run it on a machine with what a page needs: cppmega explain NAME shows it",
         )
     gpu, date = _gpu(), datetime.now(UTC).date().isoformat()
     for page in pages:
-        _write(page, Made(Subject.of(plan, page), gpu, date, plan.tree.version, stack()))
+        _write(page, RecordedProof(Subject.of(plan, page), gpu, date, plan.tree.version, stack()))
     return sorted({path_for(page) for page in pages})
 
 
@@ -113,8 +117,8 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
-def _write(page: Page, made: Made) -> None:
-    """Put a proof in the place of the one of the same text, if there is one."""
+def _write(page: Page, made: RecordedProof) -> None:
+    """Write a proof, in place of one for the same text if it exists."""
     path = path_for(page)
     proofs = _read(path)
     others = [one for one in proofs.get(page.name, []) if one.subject.text != made.subject.text]
@@ -128,12 +132,12 @@ def _write(page: Page, made: Made) -> None:
         raise CppmegaError(
             "proofs-not-written",
             f"{path} cannot be written: {error.strerror}.",
-            "The proof would have to be made again.",
+            "The proof would have to run again.",
             "run it from a checkout that you can write",
         ) from error
 
 
-def _read(path: Path) -> dict[str, list[Made]]:
+def _read(path: Path) -> dict[str, list[RecordedProof]]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -147,13 +151,13 @@ def _read(path: Path) -> dict[str, list[Made]]:
         raise CppmegaError(
             "proofs-unreadable",
             f"{path} cannot be read: {type(error).__name__}: {error}.",
-            "Whether the pages that need a GPU were proved cannot be told.",
+            "It is unknown whether the pages that need a GPU were proved.",
             f"restore it (git checkout -- {path}), or remove it and record the proofs again",
         ) from None
 
 
-def _made(row: Mapping[str, Any]) -> Made:
-    return Made(**{**row, "subject": Subject(**row["subject"])})
+def _made(row: Mapping[str, Any]) -> RecordedProof:
+    return RecordedProof(**{**row, "subject": Subject(**row["subject"])})
 
 
 def _hash(values: Mapping[str, str]) -> str:

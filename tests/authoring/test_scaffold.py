@@ -78,7 +78,7 @@ def test_a_page_without_edit_and_proof_is_neither_applied_nor_proved(
 ) -> None:
     root = made.tree(tmp_path / "root")
     new(catalogue_folder, root, TARGET)
-    with pytest.raises(CppmegaError, match="TODO_what_stands_there") as caught:
+    with pytest.raises(CppmegaError, match="TODO_old_code") as caught:
         overlay.apply(Session(root))
     assert caught.value.name == "edit-mismatch"
     (page,) = catalogue.load().values()

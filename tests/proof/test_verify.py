@@ -16,7 +16,7 @@ from cppmega.host import paths, process
 from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Session
-from cppmega.proof import proof_file, proof_process, verify
+from cppmega.proof import needs, proof_file, proof_process, verify
 from cppmega.rewriting import fingerprint
 from tests.support import made
 
@@ -185,7 +185,7 @@ def test_a_proof_in_the_worker_itself_is_ended_with_it(
     prove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proof on a GPU is no fork: whoever started the worker ends it."""
-    monkeypatch.setattr(verify, "_gpu", lambda need: True)
+    monkeypatch.setattr(needs, "_is_here", lambda need: True)
     monkeypatch.setattr(proof_process, "LIMIT", 0.5)
     monkeypatch.setattr(proof_process, "MARGIN", 0.5)
     left = tmp_path / "left"
@@ -199,7 +199,7 @@ def test_a_proof_in_the_worker_itself_is_ended_with_it(
 _FORGED = """
 import json, os, struct
 from pathlib import Path
-answer = {"name": "double_doubles", "result": "passed", "detail": "", "seconds": 0.0}
+answer = {"name": "double_doubles", "run": {"result": "passed", "detail": ""}}
 data = json.dumps(answer).encode()
 for fd in map(int, os.listdir("/proc/self/fd")):
     if fd > 2:
@@ -210,9 +210,9 @@ for fd in map(int, os.listdir("/proc/self/fd")):
 """
 
 
-def test_an_answer_that_was_not_asked_for_is_none(prove) -> None:
+def test_an_answer_out_of_order_is_none(prove) -> None:
     proved = prove(files={"megatron/core/thing.py": made.THING + _FORGED})
-    assert proved.proof == "failed" and "not asked for" in proved.detail
+    assert proved.proof == "failed" and "not the expected one" in proved.detail
 
 
 def test_an_assertion_without_a_text_shows_its_line(prove) -> None:
@@ -249,7 +249,7 @@ def test_a_proof_on_cpu_sees_no_gpu(prove, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_proof_on_a_gpu_sees_it_and_is_no_fork(prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(verify, "_gpu", lambda need: True)
+    monkeypatch.setattr(needs, "_is_here", lambda need: True)
     proved = prove(
         patch='reached="forward", needs=("cuda",)',
         verify=_SEES.format(sees="0", pid=os.getpid(), forked=False),
