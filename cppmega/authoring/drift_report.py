@@ -156,8 +156,8 @@ def lines(drift: Drift) -> Iterator[str]:
             yield f"    next:  {command}"
     for word, names in quiet.items():
         head, _, rest = word.partition(" ")
-        said = " ".join(filter(None, [rest, ", ".join(names)]))
-        yield f"{styled(f'{head:<15}', _STYLES.get(head))} {said}"
+        listed = " ".join(filter(None, [rest, ", ".join(names)]))
+        yield f"{styled(f'{head:<15}', _STYLES.get(head))} {listed}"
 
 
 def _proof(page: PageDrift) -> str:
@@ -185,10 +185,10 @@ def _summary(page: PageDrift, drift: Drift) -> str:
     if page.word == "upstreamed":
         return f"upstreamed{_proof(page)}; {page.new.detail or MEANING[page.word]}"
     if page.word == "not-applicable" or not page.safe:
-        said = page.new.detail or MEANING[page.word]
+        detail = page.new.detail or MEANING[page.word]
         if page.old.state == "upstreamed" and not page.safe:
-            said += f"; {old} has upstream's fix"
-        return said
+            detail += f"; {old} has upstream's fix"
+        return detail
     return MEANING[page.word]
 
 
@@ -199,7 +199,7 @@ def _target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
         return
     if target.word == "same" and page.safe:
         return
-    said: dict[str, str] = {
+    summaries: dict[str, str] = {
         "same": "the same text",
         "moved": f"now {' or '.join(target.places)}",
         "gone": "gone" + _nearest(target),
@@ -210,13 +210,13 @@ def _target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
     }
     known = f" (pinned: {target.known})" if target.known else ""
     if target.word == "changed" or target.changes:
-        moved = f"{said['moved']}, " if target.word == "moved" else ""
+        moved = f"{summaries['moved']}, " if target.word == "moved" else ""
         yield f"    {target.target}: {moved}{_counted(target.changes)}{known}"
         if target.fits is False:
             yield f"      our edit no longer fits: {target.misfit}"
         yield from _limited(target.changes, _LINES_KNOWN if page.safe else _LINES)
     else:
-        yield f"    {target.target}: {said[target.word]}{known}"
+        yield f"    {target.target}: {summaries[target.word]}{known}"
 
 
 def _nearest(target: TargetDrift) -> str:
@@ -239,12 +239,12 @@ def _counted(changes: Sequence[StatementChange]) -> str:
         return places
     if not any(counts.values()):
         return f"{places}, none of them near our edit"
-    said = []
+    parts = []
     if counts["replaced"]:
-        said.append(f"{counts['replaced']} in what our edit replaces")
+        parts.append(f"{counts['replaced']} in what our edit replaces")
     if counts["beside"]:
-        said.append(f"{counts['beside']} next to it")
-    return f"{places}: {', '.join(said)}"
+        parts.append(f"{counts['beside']} next to it")
+    return f"{places}: {', '.join(parts)}"
 
 
 def _limited(changes: Sequence[StatementChange], limit: int) -> Iterator[str]:
@@ -310,9 +310,9 @@ def closing(drift: Drift) -> str:
     new = drift.new.label
     unsafe = [page.page.name for page in drift.pages if not page.safe]
     also = ""
-    for said, safe in (("upstream lost its fix again", True), ("may have lost its fix", False)):
+    for sentence, safe in (("upstream lost its fix again", True), ("may have lost its fix", False)):
         lost = [p.page.name for p in drift.pages if p.word == "lost-again" and p.safe is safe]
-        also += f"; {said}: {', '.join(lost)}" if lost else ""
+        also += f"; {sentence}: {', '.join(lost)}" if lost else ""
     total = f"{len(drift.pages)} patches"
     if unsafe:
         return f"not safe: {len(unsafe)} of {total} need work for {new}: {', '.join(unsafe)}{also}"

@@ -65,10 +65,10 @@ class MainGrad:
         return MainGrad(weight, buffer)
 
     def added(self) -> Tensor | None:
-        """Tell Megatron that dW is in; returns the stand-in gradient that keeps its hooks running.
+        """Tell Megatron that dW was added, and return the dummy gradient that its hooks require.
 
-        Megatron's hooks drop it without reading, unless `zero_out_wgrad` says that another layer's
-        gradient is added to it (shared embeddings), so it must not be garbage then.
+        Megatron's hooks discard it, unless `zero_out_wgrad` declares that another layer's gradient
+        is added to it (shared embeddings); only then it must be zero.
         """
         weight: Any = self.weight
         weight.main_grad = self.buffer
@@ -80,20 +80,20 @@ class MainGrad:
 
 
 def deferred_scalar(upstream: Tensor, weights: Tensor, caller: str) -> Tensor:
-    """The scalar of `upstream == scalar * weights`, and the check that there is one.
+    """Return the scalar of `upstream == scalar * weights`, and check that there is one.
 
     Args:
         upstream: `[N]`, gradient that reached the loss, 0 on ignored rows.
         weights: `[N]`, 0 on ignored rows.
-        caller: named in the message.
+        caller: the name in the error message.
 
     Returns:
         One fp64 number on the device, without waiting for it: the least-squares ratio, which is
         exact for a mask of zeros and ones; 0 if all weights are 0. An upstream gradient with inf or
-        nan is not judged: it goes through, so that a loss scaler sees it.
+        nan is not checked, so that a loss scaler sees it.
 
     Raises:
-        RuntimeError: on the CPU at once, on CUDA as a device-side assertion, if there is none.
+        RuntimeError: there is none; raised at once on the CPU, as a device-side assertion on CUDA.
     """
     gradient, wide = upstream.double(), weights.double()
     energy = (wide * wide).sum()
@@ -112,11 +112,11 @@ def deferred_scalar(upstream: Tensor, weights: Tensor, caller: str) -> Tensor:
 
 
 def _in_range(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, float, Tensor | None]:
-    """Row weights that fp16 logits gradients can hold, and the two factors that undo it.
+    """Return row weights within the range of fp16, and the two factors that undo the scaling.
 
     Returns:
-        Weights for the row kernel, a factor for inside the GEMMs, and one for after them (a number
-        on the device, None for 1).
+        Weights for the row kernel, a factor within the GEMMs, and a factor after them (a number on
+        the device, None for 1).
     """
     if dtype != torch.float16 or weights.numel() == 0:
         return weights, 1.0, None
@@ -134,7 +134,7 @@ def _finish(
     reduce_hidden_grad: bool,
     main_grad: MainGrad | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Multiply by the last factor, sum dX over the ranks, deliver dW."""
+    """Multiply by the last factor, sum dX over the ranks, and return or accumulate dW."""
     kernels = problem.kernels
     if hidden_grad is not None:
         hidden_grad = _times(kernels, hidden_grad, factor, dtypes[0])

@@ -89,7 +89,7 @@ class ChunkKernels(Protocol):
         """Type of the losses and of the dW accumulator, for inputs of `dtype`."""
 
     def logits_buffer(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """Uninitialised `[rows, columns]`, on the device of `like`."""
+        """Return an uninitialized `[rows, columns]`, on the device of `like`."""
 
     def logits(self, hidden: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
         """out = scale * hidden @ weight.T"""

@@ -47,7 +47,7 @@ def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:
     if isinstance(stock, cst.FunctionDef):
         return _merged_function(stock, cast(cst.FunctionDef, patched))
     holder, new = cast(cst.ClassDef, stock), cast(cst.ClassDef, patched)
-    # Bases and decorators are behaviour too: those of stock stay.
+    # Bases and decorators are behavior too, so those of stock stay.
     return holder.with_changes(body=cst.IndentedBlock(_merged_body(holder, new)))
 
 
