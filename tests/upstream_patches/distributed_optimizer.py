@@ -23,7 +23,7 @@ WIDTHS = (5, 7, 9, 11, 3)
 
 
 class OnCpu(TorchFunctionMode):
-    """The optimizers ask for CUDA by name, and for the names of CUDA's tensor types."""
+    """Let the optimizers, which name CUDA and its tensor types, run on the CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -40,7 +40,7 @@ class OnCpu(TorchFunctionMode):
 
 
 class Adam(torch.optim.Optimizer):
-    """It counts its steps per group as FusedAdam does; the distributed optimizer loads no other."""
+    """Adam that counts its steps per group, as the distributed optimizer expects of FusedAdam."""
 
     def __init__(self, params: Any, lr: float, betas: Any = (0.9, 0.95), **ignored: Any) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -62,7 +62,7 @@ class Adam(torch.optim.Optimizer):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Where these optimizers work without a GPU, with `Adam` in the place of FusedAdam."""
+    """Let these optimizers run without a GPU, with `Adam` instead of FusedAdam."""
     with (
         OnCpu(),
         mock.patch.multiple(optimizers, Adam=Adam, USING_PYTORCH_OPTIMIZER=False),
@@ -72,7 +72,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class Run:
-    """A model in bf16 and its optimizer; `buckets` of about this many parameters, or one."""
+    """A bf16 model and its optimizer, with one bucket or several of about this many parameters."""
 
     def __init__(
         self, seed: int, lr: float, distributed: bool = True, buckets: int | None = None
@@ -102,12 +102,12 @@ class Run:
 
     @property
     def inner(self) -> Any:
-        """The one optimizer of the chain."""
+        """Return the only optimizer of the chain."""
         (inner,) = self.optimizer.chained_optimizers
         return inner
 
     def step(self, seed: int) -> None:
-        """A step on data drawn from `seed`."""
+        """Run a step on data drawn from `seed`."""
         torch.manual_seed(seed)
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -116,14 +116,14 @@ class Run:
         assert self.optimizer.step()[0]
 
     def sharded(self) -> dict[str, Any]:
-        """The model's sharded state dict."""
+        """Return the model's sharded state dict."""
         return {
             name: ShardedTensor.from_rank_offsets(name, p, replica_id=(0, 0, 0))
             for name, p in self.model.named_parameters()
         }
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Master and moments of each parameter, by the books of the distributed optimizer."""
+        """Return fp32 copy and moments of each parameter, as the optimizer maps them."""
         return {
             name: {
                 key: value.detach().view(p.shape)

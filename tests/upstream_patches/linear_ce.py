@@ -1,4 +1,4 @@
-"""One process of the tests of linear cross-entropy: real models, stock's numbers and ours."""
+"""The process of the linear cross-entropy tests: real models, on stock and on patched code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOME, NONE_LEFT, NOT_GIVEN = "some tokens masked", "all tokens masked", "no mask
 
 
 def split(make: Any) -> Any:
-    """Build with torch's norms although sequences are split, which Megatron's wrapper refuses."""
+    """Build with torch's norms under sequence parallelism, which Megatron's wrapper rejects."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
@@ -44,7 +44,7 @@ def split(make: Any) -> Any:
 
 
 def cases(version: str, ranks: int) -> dict[str, tuple[Any, dict[str, Any], str]]:
-    """Name -> model, its options, mask."""
+    """Return the cases: name -> model, its options, mask."""
     new = version >= "0.17"
     found: dict[str, tuple[Any, dict[str, Any], str]] = {
         "gpt, mtp": (GPT, {"mtp": 2}, SOME),
@@ -77,7 +77,7 @@ def cases(version: str, ranks: int) -> dict[str, tuple[Any, dict[str, Any], str]
 
 @contextlib.contextmanager
 def mtp_log() -> Iterator[list[Any]]:
-    """What MTP logs: the loss, and on 0.19 the accepted tokens and all tokens, per depth."""
+    """Return what MTP logs per depth: the loss, and on 0.19 the accepted tokens and all tokens."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Helper
 
     logged: list[Any] = []
@@ -93,7 +93,7 @@ def mtp_log() -> Iterator[list[Any]]:
 
 
 def outcome(model: Any, mask: str) -> dict[str, Any]:
-    """Loss per token, MTP's log, and every gradient of what Megatron's loss functions return."""
+    """Return loss per token, MTP's log, and all gradients of Megatron's reduced loss."""
     weights = proof.batch()["loss_mask"]
     if mask == NONE_LEFT:
         weights = torch.zeros(B, S)
@@ -109,7 +109,7 @@ def outcome(model: Any, mask: str) -> dict[str, Any]:
 
 
 def main(side: str, version: str, ranks: int, folder: Path) -> None:
-    """Every case on one tree; the patched side compares with what the stock side wrote."""
+    """Run every case on one tree; the patched side compares with what the stock side wrote."""
     cpu_shims.init_distributed(tensor=ranks)
     rank = torch.distributed.get_rank()
     kept = folder / f"stock-{rank}.pt"
@@ -132,7 +132,7 @@ def main(side: str, version: str, ranks: int, folder: Path) -> None:
     check_other_paths(ranks)
     check_broken_promise(ranks)
     check_another_weighting(ranks)
-    check_fourth_product_is_said(ranks)
+    check_fourth_product_is_logged(ranks)
     check_masked_tokens_left_out(ranks)
     if version >= "0.19":
         check_distillation(ranks)
@@ -144,7 +144,7 @@ def main(side: str, version: str, ranks: int, folder: Path) -> None:
 
 
 def check_off(name: str, model: Any, mask: str, expected: dict[str, Any]) -> None:
-    """Without the flag the patched code gives the bits of stock."""
+    """Without the flag, the patched code is bitwise equal to stock."""
     torch.testing.assert_close(
         {k: v for k, v in expected.items() if k != "keys"},
         outcome(model, mask),
@@ -156,7 +156,7 @@ def check_off(name: str, model: Any, mask: str, expected: dict[str, Any]) -> Non
 
 
 def check_on(name: str, model: Any, mask: str, expected: dict[str, Any], columns: int) -> None:
-    """With the flag no logits, and the values of stock."""
+    """With the flag there are no logits, and the values are those of stock."""
     assert list(model.state_dict()) == expected["keys"]
     with proof.no_logits(columns):
         got = outcome(model, mask)
@@ -170,7 +170,7 @@ def check_on(name: str, model: Any, mask: str, expected: dict[str, Any], columns
 
 
 def check_other_paths(ranks: int) -> None:
-    """What the fused path does not do takes Megatron's, with the same numbers."""
+    """Unsupported calls use Megatron's path, with the same numbers."""
     parallel = {"tensor_model_parallel_size": ranks}
     for make in (GPT, HYBRID):
         model, plain = make(**parallel), make(**parallel, **OFF)
@@ -198,7 +198,7 @@ def check_other_paths(ranks: int) -> None:
 
 
 def check_broken_promise(ranks: int) -> None:
-    """A loss function that weighs tokens by something else than its mask hears which patch."""
+    """If a loss function weights tokens by more than its mask, the error names the patch."""
     model = GPT(tensor_model_parallel_size=ranks)
     loss = model(**proof.arguments(model))
     with pytest.raises(RuntimeError, match="linear_ce_gpt_head"):
@@ -206,7 +206,7 @@ def check_broken_promise(ranks: int) -> None:
 
 
 def check_another_weighting(ranks: int) -> None:
-    """Who weighs tokens by more than the mask says so with a variable, and gets stock's numbers."""
+    """With the variable for other weightings, the numbers are those of stock."""
     weights = torch.linspace(1, 2, B * S).view(B, S)
     found = []
     for flag in (OFF, {}):
@@ -226,8 +226,8 @@ def check_another_weighting(ranks: int) -> None:
         model(**proof.arguments(model))
 
 
-def check_fourth_product_is_said(ranks: int) -> None:
-    """Without a mask nothing can be promised; the last rank, which has the head, says the cost."""
+def check_fourth_product_is_logged(ranks: int) -> None:
+    """Without a mask a fourth product is needed; the last rank, which has the head, logs it."""
     model = GPT(tensor_model_parallel_size=ranks)
     with spoken() as said:
         model(**proof.arguments(model, loss_mask=None))
@@ -236,7 +236,7 @@ def check_fourth_product_is_said(ranks: int) -> None:
 
 
 def check_masked_tokens_left_out(ranks: int) -> None:
-    """A mask that knows its count: the same gradients, from the rows that count alone."""
+    """With a counted mask, the same gradients come from the rows that count."""
     found = []
     for count in (False, True):
         model = GPT(mtp=2, tensor_model_parallel_size=ranks)
@@ -253,7 +253,7 @@ def check_masked_tokens_left_out(ranks: int) -> None:
 
 
 def check_distillation(ranks: int) -> None:
-    """Cached-logits distillation hooks the output layer: it gets logits, and the log the reason."""
+    """Cached-logits distillation hooks the output layer: it gets logits, and a reason is logged."""
     from megatron.training.distillation import StudentLogitsCapture
 
     model = GPT(tensor_model_parallel_size=ranks)
@@ -269,7 +269,7 @@ def check_distillation(ranks: int) -> None:
 
 @contextlib.contextmanager
 def spoken() -> Iterator[list[str]]:
-    """What is logged inside, as if nothing had been said before."""
+    """Collect what is logged, including messages that are logged once per process."""
     said: list[str] = []
     with (
         mock.patch.object(op, "_said", set()),
@@ -279,7 +279,7 @@ def spoken() -> Iterator[list[str]]:
 
 
 def check_logged_logits(ranks: int) -> None:
-    """GPTModel writes its logits to disk where it is asked to; then they must exist."""
+    """GPTModel can write its logits to disk, and then they must exist."""
     from megatron.core.models.gpt import gpt_model
 
     model = GPT(tensor_model_parallel_size=ranks)
@@ -290,7 +290,7 @@ def check_logged_logits(ranks: int) -> None:
 
 
 def check_mtp_without_labels(ranks: int) -> None:
-    """Reinforcement learning wants the logits, and from 0.19 on trains MTP on the tokens."""
+    """Reinforcement learning needs the logits, and trains MTP on the tokens since 0.19."""
     logs = []
     for flag in ({}, OFF):
         model = GPT(mtp=2, tensor_model_parallel_size=ranks, **flag)
@@ -311,7 +311,7 @@ def save_checkpoint(model: Any, folder: Path) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """A stock checkpoint loads into the patched model, and the model computes stock's loss."""
+    """The patched model loads a stock checkpoint, and computes stock's loss."""
     from megatron.core import dist_checkpointing
 
     model = GPT(mtp=2)

@@ -48,7 +48,7 @@ def kernel(
     zxBCdt: Any, weight: Any, bias: Any, dt_bias: Any, A: Any, D: Any,
     headdim: int, ngroups: int, **ignored: Any,
 ) -> Any:  # fmt: skip
-    """What mamba_split_conv1d_scan_combined computes, step by step."""
+    """Compute mamba_split_conv1d_scan_combined step by step."""
     GIVEN.update(dt_bias=dt_bias, A=A, D=D)
     inner = A.numel() * headdim
     state_size = (zxBCdt.size(-1) - 2 * inner - A.numel()) // 2
@@ -70,7 +70,7 @@ def kernel(
 
 
 def delta_net() -> Any:
-    """The module of gated delta nets, with a stand-in for the one kernel that they need here."""
+    """Return the module of gated delta nets, with a stand-in for the kernel that they need here."""
     package = importlib.import_module("megatron.core.ssm.gated_delta_net")
     common = getattr(package, "common", package)  # a package from 0.19 on
     common.HAVE_FLA, common.l2norm = (
@@ -106,7 +106,7 @@ CONFIG = TransformerConfig(
 
 
 class Linear(torch.nn.Linear):
-    """Of the signature of Megatron's."""
+    """A module with the signature of Megatron's."""
 
     def __init__(self, size_in: int, size_out: int, **ignored: Any) -> None:
         super().__init__(size_in, size_out, bias=False, dtype=torch.bfloat16)
@@ -116,7 +116,7 @@ class Linear(torch.nn.Linear):
 
 
 class Norm(torch.nn.LayerNorm):
-    """Of the signature of Megatron's."""
+    """A module with the signature of Megatron's."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps, dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ class Model(MegatronModule):  # type: ignore[misc]
 
 
 def build(seed: int, stock: bool = False) -> tuple[Any, Model, dict[str, Any]]:
-    """The model in Float16Module, the model, and what its kept parameters were drawn as."""
+    """Return the wrapped model, the model, and the initial values of its kept parameters."""
     torch.manual_seed(seed)
     model = Model()
     init = installed.entries()[0].original if stock else Float16Module.__init__
@@ -158,12 +158,12 @@ def build(seed: int, stock: bool = False) -> tuple[Any, Model, dict[str, Any]]:
 
 
 def kept(model: Any) -> dict[str, Any]:
-    """The parameters that the page keeps in fp32."""
+    """Return the parameters that the page keeps in fp32."""
     return {name: p for name, p in model.named_parameters() if name in KEPT}
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any], dtype: Any = torch.float32) -> None:
-    """Both have the same values, in that type."""
+    """Whether both have the same values, in that dtype."""
     for name, value in found.items():
         assert value.dtype == dtype, (name, value.dtype)
         assert torch.equal(value, wanted[name].to(dtype)), name
@@ -171,7 +171,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any], dtype: Any = torch.float
 
 @contextlib.contextmanager
 def stock_optimizers(stock: Stock) -> Iterator[None]:
-    """Megatron's factory makes optimizers of the unpatched classes."""
+    """Let Megatron's factory create optimizers of the unpatched classes."""
     distributed = stock.module("megatron.core.optimizer.distrib_optimizer")
     plain = stock.module("megatron.core.optimizer.optimizer")
     distributed.Adam, distributed.HAVE_APEX_OR_TE = Adam, True
@@ -182,7 +182,7 @@ def stock_optimizers(stock: Stock) -> Iterator[None]:
 
 
 def all_gather(tensors: list[Any], mine: Any, group: Any) -> None:
-    """As NCCL's: each rank may send another size, and what arrives is what was made room for."""
+    """Gather like NCCL: ranks may send different sizes, and receive what they allocated."""
     sent: list[Any] = [None] * len(tensors)
     torch.distributed.all_gather_object(sent, mine, group=group)
     for place, tensor in zip(tensors, sent, strict=True):
@@ -192,7 +192,7 @@ def all_gather(tensors: list[Any], mine: Any, group: Any) -> None:
 
 
 def layer_wise(model: Model, options: Any, stock: Stock | None) -> Any:
-    """Whole parameters for each rank, as `--optimizer dist_muon` has them."""
+    """Assign complete parameters to ranks, as `--optimizer dist_muon` does."""
     there: Any = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
     if stock is not None:
         there = stock.module(there.__name__)
@@ -215,8 +215,8 @@ def layer_wise(model: Model, options: Any, stock: Stock | None) -> Any:
 class Run:
     """A model under DDP and its optimizer.
 
-    `kind` names the format in which the distributed optimizer is saved; it is "" for the one that
-    is not distributed, and "layer_wise" for the one that gives whole parameters to the ranks.
+    `kind` is the format in which the distributed optimizer is saved, "" for the optimizer that is
+    not distributed, and "layer_wise" for the one that assigns complete parameters to ranks.
     """
 
     def __init__(
@@ -252,12 +252,12 @@ class Run:
 
     @property
     def inner(self) -> Any:
-        """The one optimizer of the chain."""
+        """Return the only optimizer of the chain."""
         (inner,) = self.optimizer.chained_optimizers
         return inner
 
     def step(self, seed: int) -> Self:
-        """A step on data drawn from `seed`, other data on every rank."""
+        """Run a step on data drawn from `seed`, different on every rank."""
         torch.manual_seed(2 * seed + self.rank)
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -267,32 +267,32 @@ class Run:
         return self
 
     def state(self, is_loading: bool = False) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Return the content of a checkpoint."""
         model = self.model.sharded_state_dict()
         metadata = {"distrib_optim_sharding_type": self.kind}
         optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 
     def save(self) -> str:
-        """Write a checkpoint; its folder."""
+        """Write a checkpoint, and return its folder."""
         where = [tempfile.mkdtemp()] if self.rank == 0 else [None]
         torch.distributed.broadcast_object_list(where)
         dist_checkpointing.save(self.state(), where[0])
         return str(where[0])
 
     def load(self, where: str) -> Self:
-        """Read one, in the order of Megatron's trainer."""
+        """Load a checkpoint in the order of Megatron's trainer."""
         loaded = dist_checkpointing.load(self.state(is_loading=True), where)
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         return self
 
     def values(self) -> dict[str, Any]:
-        """A copy of the parameters."""
+        """Return a copy of the parameters."""
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def owned(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Name, place in it and states of each parameter of which this rank has a part."""
+        """Yield name, slice and states of each parameter that this rank owns in part."""
         for name, p in self.model.named_parameters():
             main = getattr(p, "main_param", p)
             if not self.is_sharded and main in self.inner.optimizer.state:
@@ -306,7 +306,7 @@ class Run:
                 yield name, slice(place.start, place.end), tensors
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """fp32 copy and moments of every parameter, from all ranks."""
+        """Return fp32 copy and moments of every parameter, from all ranks."""
         mine = [(name, place.start, copy.deepcopy(found)) for name, place, found in self.owned()]
         parts: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, mine)
@@ -320,7 +320,7 @@ class Run:
         return whole
 
     def adopt(self, values: dict[str, Any], states: dict[str, Any], steps: int) -> Self:
-        """Become, by hand, the run that has these parameters and states."""
+        """Set the parameters and states by hand."""
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(states[name]["param"] if name in KEPT else values[name])
@@ -332,12 +332,12 @@ class Run:
         return self
 
     def misplaced(self) -> list[str]:
-        """Parameters whose fp32 copy is another's by the books of the distributed optimizer."""
+        """Return the parameters that are mapped to the fp32 copy of another one."""
         return [n for n, place, t in self.owned() if t["param"].numel() != place.stop - place.start]
 
 
 def assert_same_run(one: Run, other: Run) -> None:
-    """Parameters, fp32 copies and moments are equal in every bit."""
+    """Assert that parameters, fp32 copies and moments are bitwise equal."""
     there, states = other.values(), other.states()
     for name, value in one.values().items():
         assert torch.equal(value, there[name]), name

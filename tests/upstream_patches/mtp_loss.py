@@ -1,4 +1,4 @@
-"""What the tests of the MTP loss share: small inputs, and what is logged of each depth."""
+"""Small inputs for the tests of the MTP loss, and its logged values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DEPTHS = 2
 
 
 def hidden_states(sequence: int, batch: int) -> torch.Tensor:
-    """The output of the decoder and of each depth, in one tensor."""
+    """Return the output of the decoder and of each depth in one tensor."""
     generator = torch.Generator().manual_seed(1)
     shape = ((1 + DEPTHS) * sequence, batch, 5)
     return torch.randn(shape, generator=generator, requires_grad=True)
 
 
 def loss_of_logits(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """In place of the cross-entropy: a loss that depends on the label of each token."""
+    """Replace the cross-entropy by a loss that depends on the label of each token."""
     return logits.float().pow(2).sum(-1).t() * (labels + 1)
 
 

@@ -1,7 +1,7 @@
-"""The checks of several small pages in one process per version, whichever tests ask for them.
+"""Run the checks of several small pages in one process per version.
 
 Importing megatron-core takes longer than all of them together. The process imports a tree with
-these pages applied; the unpatched files are loaded beside it, so that both can be called.
+these pages applied, and loads the unpatched files as well, so that both can be called.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _printed(version: str) -> str:
 
 
 def run(pages: list[str], stock_root: str) -> None:
-    """In the process: print what came of each page."""
+    """Print the result of each page; runs in the process."""
     stock = Stock(Path(stock_root))
     results = {}
     for page in pages:
@@ -85,7 +85,7 @@ class Stock:
         self.root = root
 
     def module(self, name: str) -> ModuleType:
-        """The unpatched `megatron.core.x`, loaded beside the patched one."""
+        """Return the unpatched `megatron.core.x`, loaded next to the patched one."""
         package, _, last = name.rpartition(".")
         beside = f"{package}.stock_{last}"  # in the same package, for its relative imports
         if beside not in sys.modules:

@@ -33,7 +33,7 @@ PATTERN = "MM*M*M"
 
 
 def start() -> None:
-    """What these layers need of a GPU, on the CPU."""
+    """Replace what these layers need from a GPU."""
     cpu_shims.init_distributed()
     mock.patch.object(random, "_get_cuda_rng_state", return_value=None).start()
     mock.patch.object(random, "_set_cuda_rng_state").start()
@@ -41,7 +41,7 @@ def start() -> None:
 
 
 class Mixer(torch.nn.Linear):
-    """In place of the selective scan, with a dropout that a recompute must draw again."""
+    """Replaces the selective scan, with a dropout that recomputation must replay."""
 
     def __init__(self, config: Any, d_model: int, **ignored: Any) -> None:
         super().__init__(d_model, d_model)
@@ -52,21 +52,21 @@ class Mixer(torch.nn.Linear):
 
 
 class Attention(DotProductAttention):
-    """The CPU's attention, which refuses packed sequences: here it attends to all of them."""
+    """The CPU's attention, which rejects packed sequences; here it attends to all of them."""
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class Norm(torch.nn.LayerNorm):
-    """A norm however the version calls it."""
+    """A norm with the arguments of any version."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size)
 
 
 def build(is_mtp_layer: bool = False, **given: Any) -> Any:
-    """A stack of `PATTERN`."""
+    """Build a stack of `PATTERN`."""
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=len(PATTERN),
@@ -95,7 +95,7 @@ def build(is_mtp_layer: bool = False, **given: Any) -> Any:
 
 
 def train(stack: Any, needs_grad: bool = True, **given: Any) -> tuple[list[int], list[Any]]:
-    """How often each layer ran in a training step, and the output and all gradients."""
+    """Return how often each layer ran in a training step, the output, and all gradients."""
     calls = [0] * len(PATTERN)
 
     def count(layer: Any) -> Any:
@@ -118,7 +118,7 @@ def train(stack: Any, needs_grad: bool = True, **given: Any) -> tuple[list[int],
 
 
 def same(first: list[Any], second: list[Any]) -> bool:
-    """Equal to the bit."""
+    """Whether the tensors are bitwise equal."""
     return len(first) == len(second) and all(
         torch.equal(a, b) for a, b in zip(first, second, strict=True)
     )

@@ -1,4 +1,4 @@
-"""DSA's attention in a stand-in for FP8: the recomputed up projection is the one of the forward."""
+"""With a stand-in for FP8, DSA's recomputed up projection equals that of the forward pass."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def trained(module: Any, levels: int | None, recompute: str = "") -> list[Any]:
-    """Output and gradients of one layer, with its products rounded to so many levels."""
+    """Return output and gradients of a layer whose products are rounded to some levels."""
     torch.manual_seed(0)
     layer = built(module, recompute)
     given = torch.randn(5, 1, SHAPE["hidden_size"], requires_grad=True)
@@ -119,7 +119,7 @@ def built(module: Any, recompute: str) -> Any:
 
 
 class Rounding:
-    """In place of Transformer Engine's FP8 state: to how many levels a product is rounded."""
+    """Replaces Transformer Engine's FP8 state: the number of levels for rounded products."""
 
     levels: ClassVar[int | None] = None
 
@@ -169,7 +169,7 @@ def core() -> type:
 
 @contextlib.contextmanager
 def transformer_engine() -> Iterator[None]:
-    """Where a quantized recompute works without a GPU, Transformer Engine and a compiler."""
+    """Let quantized recomputation run without a GPU, Transformer Engine and a compiler."""
     from megatron.core.tensor_parallel import random
 
     def share(output: Any, recomputed: Any) -> None:

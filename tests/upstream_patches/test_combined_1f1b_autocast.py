@@ -1,4 +1,4 @@
-"""The forward and the backward plan of a combined step both run under the two contexts."""
+"""The forward and the backward plan of a combined step run under both contexts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def dtypes(module: ModuleType, autocast: bool, fp8: bool, fail: bool = False) -> list[Any]:
-    """What ran: the FP8 context, then the dtype of a product in the forward and in the backward."""
+    """Return what ran: the FP8 context, then the dtypes of a product in forward and backward."""
     ran: list[Any] = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The logged indexer loss: a mean over the layers that have one, on every pipeline stage."""
+"""The logged indexer loss is a mean over the layers that have one, on every pipeline stage."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The indexer's scores are those of 0.19, and a permutation of the rows keeps the old ones."""
+"""The indexer's scores are those of 0.19, and a permutation of the rows restores the old ones."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The sparse MLA at other widths gives the unfused path's values; at 576 and 512, stock's bits."""
+"""The sparse MLA with other widths matches the unfused path; with 576 and 512, stock bitwise."""
 
 from __future__ import annotations
 

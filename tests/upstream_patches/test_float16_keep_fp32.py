@@ -275,7 +275,7 @@ with on_cpu(), mock.patch.object(torch.distributed, "all_gather", mixers.all_gat
 
 
 def passes(version: str, code: str, ranks: int = 1, **constants: object) -> None:
-    """Run it on a version that has this page alone."""
+    """Run code on a version with only this page applied."""
     constants |= {"VERSION": version, "STOCK": str(pristine(version))}
     given = "".join(f"{name} = {value!r}\n" for name, value in constants.items())
     environment = {"TORCHDYNAMO_DISABLE": "1"}  # it would compile for minutes

@@ -1,4 +1,4 @@
-"""Names of real device meshes, on the 0.15.0 that had none under this PyTorch."""
+"""Names of real device meshes on 0.15.0, which fails without the page on this PyTorch."""
 
 from tests.support import patched, pristine, python
 

@@ -1,4 +1,4 @@
-"""What a fully reshardable checkpoint holds of a model in several buckets."""
+"""Fully reshardable checkpoints of a model with several buckets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def a_resumed_run_is_the_run(patched: Any, unpatched: Any, trained: Any) -> None:
-    """Masters and moments came back to their own parameters: the next step is the same."""
+    """Assert that states return to their own parameters: the next step is the same."""
     from tests.upstream_patches import distributed_optimizer as small
 
     modules = {"patched": patched, "stock": unpatched}
@@ -68,14 +68,14 @@ def a_resumed_run_is_the_run(patched: Any, unpatched: Any, trained: Any) -> None
 
 
 def saved(module: Any, run: Any) -> dict[int, Any]:
-    """What is written, of a module's method on the same optimizer."""
+    """Return what the method of a module writes for the same optimizer."""
     method = module.DistributedOptimizer.sharded_param_state_fully_reshardable
     state: dict[int, Any] = method(run.inner, run.sharded(), metadata=METADATA)
     return state
 
 
 def wrong(run: Any, state: dict[int, Any]) -> list[str]:
-    """Parameters with another's elements among their own, in any state."""
+    """Return the parameters that have elements of another one in any state."""
     owned = run.states()
     found = set()
     for tensors in state.values():

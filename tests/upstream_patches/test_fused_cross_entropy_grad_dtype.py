@@ -70,7 +70,7 @@ def plain_gradient(dtype: Any) -> Any:
 
 
 def compiles_without_a_break(module: ModuleType) -> None:
-    """The dtype is an argument of a compiled function, which also carries the reached-mark."""
+    """The dtype is an argument of a compiled function, which also contains the reached-mark."""
     function = torch.compile(
         module.calculate_gradients._torchdynamo_orig_callable, backend="eager", fullgraph=True
     )

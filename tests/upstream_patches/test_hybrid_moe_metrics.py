@@ -1,4 +1,4 @@
-"""What `training_log` makes of the losses that routers record, and how long their tensor is."""
+"""`training_log` averages the losses of the routers, in a tensor of the right length."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def mean_of_threes(module: ModuleType, pattern: Any, freq: Any = 1, layers: int = 0) -> float:
-    """The logged mean where every MoE layer has recorded 3."""
+    """Return the logged mean if every MoE layer records 3."""
     main, *depths = pattern.replace("|", "").split("/") if pattern else ("-" * 6, "E")
     numbers = [at for part in (main, *depths) for at, kind in enumerate(part, 1) if kind == "E"]
     size = len(main) + len(depths)
@@ -61,7 +61,7 @@ def mean_of_threes(module: ModuleType, pattern: Any, freq: Any = 1, layers: int 
 
 
 def length_without_moe(module: ModuleType, pattern: str) -> int:
-    """Length of the tensor that a pipeline stage makes if none of its layers recorded anything."""
+    """Return the length of the tensor that a pipeline stage without MoE layers allocates."""
     main, *depths = pattern.replace("|", "").split("/")
     with tracker() as (_, values):
         log(module, pattern, len(main), len(depths), 1)
@@ -70,7 +70,7 @@ def length_without_moe(module: ModuleType, pattern: str) -> int:
 
 @contextlib.contextmanager
 def tracker() -> Iterator[tuple[Any, Any]]:
-    """An empty one: how to record, and how to look at the values."""
+    """Yield functions that record into an empty tracker, and that read its values."""
     from megatron.core.transformer.moe import moe_utils
 
     try:

@@ -1,4 +1,4 @@
-"""A hybrid model with MoE in its MTP depths: their routers do not count padding."""
+"""The routers in the MTP depths of a hybrid model do not count padding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def counted(module: Any, padding: Any) -> list[float]:
-    """Tokens that each router counted: that of the decoder, then those of the MTP depths."""
+    """Return the tokens that each router counted: the decoder first, then the MTP depths."""
     model = build(module)
     losses(module, padding, model)
     routers = [part for name, part in model.named_modules() if name.endswith("router")]
@@ -56,7 +56,7 @@ def losses(module: Any, padding: Any, model: Any = None) -> Any:
 
 
 def build(module: Any) -> Any:
-    """Only MoE layers: they need no kernel that a CPU does not have."""
+    """Build a model with only MoE layers, which need no GPU kernel."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid import hybrid_block

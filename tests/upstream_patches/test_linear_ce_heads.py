@@ -1,4 +1,4 @@
-"""Linear cross-entropy in real models of every version: the numbers of stock, without logits."""
+"""Linear cross-entropy in real models of every version matches stock, without logits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Local CUDA graphs of a layer that recomputes a part of itself.
 
-Without a GPU nothing is captured; what a graph would record runs once instead, so what it hands out
-can be compared with a plain backward.
+Without a GPU nothing is captured. What a graph would record runs once instead, and the gradients
+that it returns are compared with a plain backward pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def layer_of(graphs: Any) -> Any:
-    """A norm and a projection that are recomputed, and the same projection once more."""
+    """Return a layer with a norm and a projection that are recomputed, and another projection."""
 
     class Recomputed(torch.autograd.Function):
         @staticmethod
@@ -89,7 +89,7 @@ def gradients_of(layer: Any) -> dict[str, Any]:
 def handed_out(
     graphs: Any, warmup_steps: int, granularity: str | None, earlier: float | None = None
 ) -> dict[str, Any]:
-    """What a layer's graphs give each parameter; None for one that they do not know."""
+    """Return the gradients from a layer's graphs; None for a parameter that they do not know."""
     layer = layer_of(graphs)
     layer.config.recompute_granularity = granularity
     for param in layer.parameters():
@@ -135,7 +135,7 @@ def described(graphs: Any, tensor: Any, kind: str) -> Any:
 
 
 def stand_ins(graphs: Any) -> list[tuple[Any, str, Any]]:
-    """For graphs and their memory: what would be captured runs."""
+    """Replace graphs and their memory: the code runs instead of being captured."""
 
     def buffer(meta: Any) -> Any:
         return numbers(*meta.shape).requires_grad_(meta.requires_grad)

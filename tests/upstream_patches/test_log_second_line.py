@@ -1,4 +1,4 @@
-"""What the lines of `training_log` say, at the start of a run and after a resume."""
+"""The lines of `training_log`, at the start of a run and after a resume."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def every_line(patched: ModuleType, unpatched: ModuleType) -> None:
-    """Interval 1: each line is its step's, from the start and after a resume at 20."""
+    """With interval 1, each line describes its step, at the start and after a resume at 20."""
     for start in (0, 20):
         lines = run(patched, 1, start, 3)
         assert [line.step for line in lines] == [start + 1, start + 2, start + 3]
@@ -57,7 +57,7 @@ def every_line(patched: ModuleType, unpatched: ModuleType) -> None:
 
 
 def the_window_of_a_first_step_that_ends_none(patched: ModuleType, unpatched: ModuleType) -> None:
-    """The step belongs to the line after it, as it did: nothing changes."""
+    """The step belongs to the next line, as in stock."""
     for interval, start, steps, losses in (
         (3, 0, 6, {1: 1.0, 3: 2.0, 6: 5.0}),
         (10, 20, 20, {21: 21.0, 30: 25.5, 40: 35.5}),
@@ -72,7 +72,7 @@ def the_window_of_a_first_step_that_ends_none(patched: ModuleType, unpatched: Mo
 
 
 def a_first_step_that_ends_its_window(patched: ModuleType, unpatched: ModuleType) -> None:
-    """A resume at 20 with interval 3: 21 is a line's end, the next line is about 22, 23 and 24."""
+    """After a resume at 20 with interval 3, step 21 ends a line, and the next covers 22 to 24."""
     lines = run(patched, 3, 20, 7)
     assert [(line.step, line.loss, line.seconds) for line in lines] == [
         (21, 21, FIRST),
@@ -86,7 +86,7 @@ def a_first_step_that_ends_its_window(patched: ModuleType, unpatched: ModuleType
 
 
 def a_first_step_without_an_update(patched: ModuleType, unpatched: ModuleType) -> None:
-    """Its gradient overflowed: it is counted in its own line, its time in no other."""
+    """A step whose gradient overflowed counts only in its own line."""
     lines = run(patched, 1, 0, 3, overflow=1)
     assert [line.skipped for line in lines] == [1, 0, 0]
     assert [line.nan for line in lines] == [1, 0, 0]
@@ -99,8 +99,8 @@ def a_first_step_without_an_update(patched: ModuleType, unpatched: ModuleType) -
 
 
 class Line(SimpleNamespace):
-    """What a line says: step, loss, seconds and joule per step, skipped, nan; the timer's seconds
-    per step that it would print are beside it."""
+    """The values of a line: step, loss, seconds and joule per step, skipped, nan, and the timer's
+    seconds per step."""
 
     def __init__(self, said: str, timer: float):
         def value(pattern: str) -> float | None:
@@ -134,7 +134,7 @@ class Meter:
 def run(
     module: ModuleType, interval: int, start: int, steps: int, overflow: int = -1
 ) -> list[Line]:
-    """The lines of a process that loaded step `start`; the loss of a step is its number."""
+    """Return the lines of a process that loaded step `start`; the loss of a step is its number."""
     from megatron.core import timers as core_timers
 
     args = stand_ins.Arguments(

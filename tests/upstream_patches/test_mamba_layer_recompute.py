@@ -1,4 +1,4 @@
-"""Recompute of the Mamba layers alone: what runs twice, and that no bit changes."""
+"""Only the Mamba layers run twice, and the results are bitwise the same."""
 
 import pytest
 

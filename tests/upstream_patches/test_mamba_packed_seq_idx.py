@@ -1,6 +1,6 @@
-"""Packed documents against the same documents alone, and `seq_idx` against stock's.
+"""Compare packed documents with the same documents alone, and `seq_idx` with stock's.
 
-mamba-ssm's kernel needs a GPU; a plain convolution and recurrence stand in for it.
+mamba-ssm's kernel needs a GPU; a plain convolution and recurrence replace it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def same_bits_without_sync(patched: Any, unpatched: Any) -> None:
 
 
 def documents_are_alone(mixer: Any, params: Any) -> None:
-    """Output and gradient of a pack are those of its documents, one by one."""
+    """Assert that output and gradient of a pack are those of its documents, one by one."""
     tokens, ends = example()
     tokens.requires_grad_()
     out = run(mixer, params.PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends), tokens)
@@ -147,7 +147,7 @@ def run(module: Any, params: Any, tokens: Any) -> Any:
 
 
 def convolve_and_scan(x: Any, weight: Any, *_: Any, seq_idx: Any = None, **__: Any) -> Any:
-    """Both kinds of state that Mamba has; a token sees what has its `seq_idx`."""
+    """Compute both kinds of Mamba state; a token sees tokens with the same `seq_idx`."""
     if seq_idx is None:
         seq_idx = torch.zeros(1, x.shape[1], dtype=torch.int32)
     out, state = [], torch.zeros_like(x[:, 0])

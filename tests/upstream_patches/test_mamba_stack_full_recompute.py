@@ -1,4 +1,4 @@
-"""Full recompute of a hybrid stack: what runs twice, and that no bit changes."""
+"""With full recomputation a hybrid stack runs twice, and the results are bitwise the same."""
 
 import pytest
 

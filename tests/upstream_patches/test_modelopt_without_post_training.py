@@ -1,4 +1,4 @@
-"""Model setup where `modelopt` can be imported and `megatron.post_training` cannot."""
+"""Model setup if `modelopt` can be imported and `megatron.post_training` cannot."""
 
 from pathlib import Path
 

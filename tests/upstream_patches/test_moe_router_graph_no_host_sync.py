@@ -1,4 +1,4 @@
-"""An MoE layer with its router in a graph: when the host waits, and what the experts are given."""
+"""When the host waits for an MoE router in a graph, and what the experts receive."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def calls(module: Any, devices: tuple[str, ...], recompute: bool) -> list[str]:
-    """In order: what is asked of the event, and the experts; recompute runs it once forward."""
+    """Return the calls of the event and of the experts in order; the layer is recomputed once."""
     done: list[str] = []
     values = {str(at): SimpleNamespace(is_cuda=kind == "cuda") for at, kind in enumerate(devices)}
     layer = module.MoETransformerLayer.__new__(module.MoETransformerLayer)

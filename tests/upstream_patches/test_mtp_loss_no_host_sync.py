@@ -1,4 +1,4 @@
-"""The MTP loss on 0.17.1: the bits of stock, without its host sync."""
+"""The MTP loss on 0.17.1 is bitwise that of stock, without its host sync."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def outcome(module: ModuleType, mask: Any, per_token: bool) -> list[Any]:
-    """What is logged for each depth, the hidden states that come back, and their gradient."""
+    """Return what is logged for each depth, the returned hidden states, and their gradient."""
     from tests.upstream_patches import mtp_loss
 
     hidden, labels = mtp_loss.hidden_states(8, 3), torch.arange(24).view(3, 8)

@@ -1,4 +1,4 @@
-"""The MTP loss of microbatches where few tokens count, or none."""
+"""The MTP loss of microbatches in which few tokens count, or none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def outcome(module: Any, mask: Any, per_token: bool) -> list[Any]:
-    """What is logged of each depth, and the gradient of all that MTP adds to the loss."""
+    """Return the logged loss of each depth, and the gradient of all MTP losses."""
     from megatron.core.transformer import multi_token_prediction as mtp
 
     from tests.upstream_patches import mtp_loss

@@ -1,7 +1,7 @@
-"""MTP's roll against plain loops over documents, on one rank and on 2 and 4 ranks.
+"""Compare MTP's roll with plain loops over documents, on 1, 2 and 4 ranks.
 
 The checks run in one process per version, which imports the patched tree, loads the unpatched file
-beside it and forks the ranks: importing megatron-core takes longer than all of them.
+as well, and forks the ranks: importing megatron-core takes longer than all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_roll(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2"])
 def test_the_versions_between_have_these_texts(version: str) -> None:
-    """`roll_tensor` is that of 0.16.1 there and the rest that of 0.19.2, so they run above."""
+    """`roll_tensor` is that of 0.16.1 there, and the rest that of 0.19.2; both are tested above."""
     between, before, after = (texts(patched(v, PAGE)) for v in (version, "0.16.1", "0.19.2"))
     for name, other in {
         "roll_tensor": before,
@@ -57,7 +57,7 @@ def test_the_versions_between_have_these_texts(version: str) -> None:
 
 
 def texts(root: Path) -> dict[str, str]:
-    """Name -> code of the top-level functions of the patched file."""
+    """Return name -> code of the top-level functions of the patched file."""
     tree = ast.parse((root / FILE).read_text())
     return {node.name: ast.dump(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -85,7 +85,7 @@ def check(stock_file: str, version: str) -> None:
 
 
 class Pack:
-    """Documents of some real and padded lengths, and a tail behind them."""
+    """Documents with real and padded lengths, followed by a tail."""
 
     def __init__(self, documents: list[tuple[int, int]], tail: int = 0, padded: bool = True):
         self.documents, self.tail = documents, tail
@@ -101,7 +101,7 @@ class Pack:
         )
 
     def rolled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The reference: one token after the other."""
+        """Return the reference, computed token by token."""
         out = torch.zeros_like(tensor)
         for (length, _), start in zip(self.documents, self.ends, strict=False):
             for at in range(start, start + length - 1):
@@ -109,7 +109,7 @@ class Pack:
         return out
 
     def part(self, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """A rank's slots in Transformer Engine's order: pieces r and 2n-1-r of each document."""
+        """Return a rank's slots in Transformer Engine's order: pieces r and 2n-1-r per document."""
         slots = []
         for (_, length), start in zip(self.documents, self.ends, strict=False):
             if length < 2 * size:  # TE refuses it; one token per rank is all that can be meant
@@ -124,7 +124,7 @@ class Pack:
 
 
 def packs(multiple: int = 1, seed: int = 0) -> Iterator[Pack]:
-    """The issue's pack, extremes, and random ones whose padded lengths are multiples."""
+    """Return packs: an example, extremes, and random ones whose padded lengths are multiples."""
     whole = 2 * multiple if multiple > 1 else 1
     if multiple == 1:
         yield Pack([(3, 4), (2, 4)])
@@ -235,7 +235,7 @@ def unpadded_packs_are_as_before(roll: Callable[..., Any], stock: Callable[..., 
 
 
 def stock_is_wrong(stock: Callable[..., Any]) -> None:
-    """What the page says, on the code that it replaces."""
+    """Assert that the replaced code has the bugs that the page describes."""
     from tests.support.host_sync import HostSyncError, no_host_sync
 
     pack = Pack([(3, 4), (2, 4)], tail=1)
@@ -248,7 +248,7 @@ def stock_is_wrong(stock: Callable[..., Any]) -> None:
 
 
 def padding_stays_padding(mtp: Any, stock: Any) -> None:
-    """The mask is True on padding, which zeros would turn into tokens for the MoE router."""
+    """The mask is True for padding, and zeros would become tokens for the MoE router."""
 
     def shifted(module: Any, mask: torch.Tensor, pack: Any) -> torch.Tensor:
         config = SimpleNamespace(mtp_detach_heads=False, sequence_parallel=False)
@@ -339,7 +339,7 @@ def context_parallel(roll: Callable[..., Any], group: Any, seed: int = 0) -> Non
 
 
 def refuses_a_pack_split_as_one_sequence(roll: Callable[..., Any], group: Any) -> None:
-    """`--dataloader-inter-document-masking` splits the sequence, whatever its documents are."""
+    """`--dataloader-inter-document-masking` splits the sequence regardless of its documents."""
     size = group.size()
     documents = Pack([(3, 3), (10 * size - 8, 10 * size - 8), (5, 5)], padded=False)
     mine = torch.arange(documents.size // size)
@@ -349,7 +349,7 @@ def refuses_a_pack_split_as_one_sequence(roll: Callable[..., Any], group: Any) -
 
 @contextmanager
 def exchanges(group: Any) -> Iterator[list[int]]:
-    """The sizes of the batches of messages, all of which must be inside the group."""
+    """Return the sizes of the batches of messages, all of which must stay within the group."""
     batches: list[int] = []
     real = torch.distributed.batch_isend_irecv
 
@@ -369,7 +369,7 @@ def exchanges(group: Any) -> Iterator[list[int]]:
 def as_before(
     roll: Callable[..., Any], stock: Callable[..., Any], group: Any, backport: bool
 ) -> None:
-    """Without padding and without a tail, stock is right under context parallelism too."""
+    """Without padding and without a tail, stock is correct under context parallelism too."""
     size, rank = group.size(), torch.distributed.get_rank(group)
     for dtype in DTYPES:
         tensor = values((2, 6 * size), dtype)

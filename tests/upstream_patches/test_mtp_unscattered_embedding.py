@@ -1,4 +1,4 @@
-"""MTP with sequence parallelism on two ranks, under an embedding that scatters and one that not."""
+"""MTP with sequence parallelism on two ranks, with and without a scattering embedding."""
 
 from __future__ import annotations
 

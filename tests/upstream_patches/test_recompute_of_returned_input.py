@@ -1,4 +1,4 @@
-"""A layer whose norms return their input too, with and without the recompute of the norms."""
+"""A layer whose norms also return their input, with and without recomputation of the norms."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def kept_after_discard(module: Any) -> list[bool]:
-    """Whether there is memory of: a new output, an input that is returned, and a view of it."""
+    """Whether memory is kept for a new output, a returned input, and a view of it."""
     with on_cpu(module):
         hidden = torch.ones(2, 4, requires_grad=True) * 1.0
         checkpoint = module.CheckpointWithoutOutput()
@@ -78,7 +78,7 @@ def kept_after_discard(module: Any) -> list[bool]:
 
 
 def trained(recompute: list[str] | None) -> list[Any]:
-    """Output and gradients of two layers in which every norm returns the residual."""
+    """Return output and gradients of two layers in which every norm returns the residual."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import random
@@ -119,7 +119,7 @@ def trained(recompute: list[str] | None) -> list[Any]:
 
 
 def norm_with_residual() -> type:
-    """What Transformer Engine's operations give: the norm, and the input itself."""
+    """Return the norm and the input itself, as Transformer Engine's operations do."""
 
     class Norm(torch.nn.RMSNorm):
         def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -133,7 +133,7 @@ def norm_with_residual() -> type:
 
 @contextlib.contextmanager
 def on_cpu(random: Any) -> Iterator[None]:
-    """Where a recompute works without a GPU, without Transformer Engine and without a compiler."""
+    """Let recomputation run without a GPU, Transformer Engine and a compiler."""
 
     def share(output: Any, recomputed: Any) -> None:
         storage, other = output.untyped_storage(), recomputed.untyped_storage()

@@ -1,4 +1,4 @@
-"""RoPE of packed sequences: the bits of stock, forward and backward, without its host syncs."""
+"""RoPE of packed sequences is bitwise that of stock, forward and backward, without host syncs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def case(
 
 
 def outcome(module: ModuleType, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Output and gradient."""
+    """Return output and gradient."""
     out = module._apply_rotary_pos_emb_thd(**given)
     (gradient,) = torch.autograd.grad((out.float() ** 2).sum(), given["t"])
     return out.detach(), gradient

@@ -56,7 +56,7 @@ def check(stock: one_process.Stock) -> None:
 def what_stock_does(
     stock: one_process.Stock, unpatched: Any, distributed: bool, state: Any, saved: Any
 ) -> None:
-    """It keeps the rates of the checkpoint, or finds no group of the other rates."""
+    """Assert that stock keeps the rates of the checkpoint, or finds no group with other rates."""
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     names = {"distrib_optimizer": "DistributedOptimizer", "optimizer": "MegatronOptimizer"}
@@ -80,7 +80,7 @@ def what_stock_does(
 def resumed(
     module: Any, distributed: bool, state: Any, lr: float, wd: float = 0.1, **given: Any
 ) -> list[tuple[float, float]]:
-    """Rate and decay per group of the first step of a run that loads the state."""
+    """Return rate and weight decay per group of the first step after a run loads the state."""
     from copy import deepcopy
 
     from tests.upstream_patches import distributed_optimizer as small

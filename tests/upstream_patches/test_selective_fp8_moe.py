@@ -1,4 +1,4 @@
-"""Under which FP8 context every layer of a model with experts is built and runs."""
+"""The FP8 context in which each layer of a model with experts is built and runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REFUSED = {
 
 
 def main() -> None:
-    """In the process of a tree: print what every layer of every case did."""
+    """Print what every layer of every case did; runs in the process of a tree."""
     from cppmega.proof import cpu_shims
 
     cpu_shims.init_distributed()
@@ -64,7 +64,7 @@ def _has_hybrid() -> bool:
 
 
 def record(**given: Any) -> dict[str, Any]:
-    """Layer -> [weights in FP8, GEMMs in FP8 for every time it ran] in a training step."""
+    """Return layer -> [weights in FP8, GEMMs in FP8 for each run] of a training step."""
     import torch
 
     from tests.support import te_recording as te
@@ -90,7 +90,7 @@ def record(**given: Any) -> dict[str, Any]:
 
 
 def refusal(**given: Any) -> str:
-    """What building a context for these options says; empty: it is built."""
+    """Return the error when a context is built for these options; "" if there is none."""
     from megatron.core.fp8_utils import get_fp8_context
 
     plain = config()
@@ -104,7 +104,7 @@ def refusal(**given: Any) -> str:
 
 
 def config(moe_grouped_gemm: bool = True, pattern: str | None = None, **given: Any) -> Any:
-    """A dense layer and three with experts, or what a hybrid pattern says."""
+    """Return the configuration of a dense layer and three with experts, or of a hybrid pattern."""
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.nn.functional import silu
 
@@ -140,7 +140,7 @@ def config(moe_grouped_gemm: bool = True, pattern: str | None = None, **given: A
 
 
 def build(config: Any, pattern: str | None) -> Any:
-    """A GPT with an MTP depth, or a hybrid model."""
+    """Build a GPT model with an MTP depth, or a hybrid model."""
     common = {"vocab_size": 64, "max_sequence_length": 8, "position_embedding_type": "none"}
     if pattern is not None:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -184,7 +184,7 @@ def test_only_routed_experts_see_fp8(version: str) -> None:
 
 @pytest.mark.megatron
 def test_stock_runs_whole_layers_in_fp8_and_nothing_else_differs() -> None:
-    """The instrument sees FP8 where it is; numbers and names of a model stay as they are."""
+    """The recording detects FP8; results and parameter names of a model are unchanged."""
     version = VERSIONS[-1]
     stock, refused = _answers(pristine(version))
     ours, _ = _answers(patched(version, NAME))

@@ -79,7 +79,7 @@ def test_kernels_that_the_check_lists() -> None:
 
 
 def test_mamba_ssm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside Megatron, as in every site-packages: applied, listed, proved, and reverted."""
+    """mamba_ssm next to Megatron is patched, listed, proved and reverted."""
     monkeypatch.setenv("CPPMEGA_SMEM_MERGE", "1")
     root = tmp_path / "site"
     (root / "megatron" / "core").mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_mamba_ssm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def _mamba_ssm() -> Path:
-    """The package of mamba-ssm's source distribution: there is no wheel of it on the index."""
+    """Return the package from mamba-ssm's source distribution; there is no wheel on the index."""
     place = wheels.cache() / "trees" / f"mamba_ssm-{MAMBA}"
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
