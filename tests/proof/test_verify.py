@@ -392,7 +392,7 @@ _FIXED = made.THING.replace("    return x\n", "    return x + x\n")
     ("text", "check", "proof", "said"),
     [
         (_FIXED, "", "passed", "the unpatched code passes"),
-        (made.THING + "\nFIXED = 1\n", "", "failed", "says upstreamed"),
+        (made.THING + "\nFIXED = 1\n", "", "failed", "declares itself upstreamed"),
         (_FIXED, "import no_such_package\n", "unverified", "no_such_package"),
     ],
     ids=["right", "wrong", "cannot run"],
