@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
@@ -37,12 +36,6 @@ class LaunchLine:
     def has(self, *flags: str) -> bool:
         """Whether one of the arguments is in the line."""
         return any(word.partition("=")[0] in flags for word in self.argv)
-
-
-def has_dsa_layers(args: Mapping[str, Any]) -> bool:
-    """Whether Megatron builds a DSA layer from these arguments."""
-    pattern = args.get("hybrid_layer_pattern") or ""
-    return args.get("experimental_attention_variant") == "dsa" or "D" in pattern
 
 
 def whole_line(

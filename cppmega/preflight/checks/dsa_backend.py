@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.megatron_args import uses_dsa
 from cppmega.overlay.wanted import provided
 from cppmega.page import Page
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.preflight.launch_line import has_dsa_layers
 from cppmega.recipe import dsa_widths
 from cppmega.training.requirements import IN_THE_CODE
 
@@ -31,7 +31,7 @@ def check(context: Context) -> str:
         CppmegaError: `dsa-backend-declines`, `dsa-unfused`.
     """
     line, args = context.line, vars(context.megatron_args)
-    if not has_dsa_layers(args):
+    if not uses_dsa(context.megatron_args):
         raise NotApplicable("no layer is DSA")
     if "dsa_kernel_backend" not in args:
         return f"unfused, as this release has no other; {_scores(args)}"

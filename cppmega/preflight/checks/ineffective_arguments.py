@@ -7,12 +7,13 @@ Megatron silently accepts many arguments that only count together with another o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from cppmega.errors import CppmegaError
+from cppmega.megatron_args import uses_dsa
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
-from cppmega.preflight.launch_line import has_dsa_layers
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -59,7 +60,7 @@ _IDLE = (
     ),
     Idle(
         ("--dsa-kernel-backend", "--dsa-indexer-topk"),
-        lambda a: not has_dsa_layers(a),
+        lambda a: not uses_dsa(SimpleNamespace(**a)),
         "no layer is DSA",
     ),
     Idle(
