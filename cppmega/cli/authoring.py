@@ -171,11 +171,11 @@ def new(
     from cppmega.tree.installed import Tree, find_root
 
     where = folder or scaffold.default_folder()
-    beside = where.resolve() != catalogue.builtin_folder().resolve()
-    pages = catalogue.load([where] if beside and where.is_dir() else [])
+    is_own = where.resolve() != catalogue.builtin_folder().resolve()
+    pages = catalogue.load([where] if is_own and where.is_dir() else [])
     tree = Tree(root or find_root()) if targets else None
     path = scaffold.new(name, where, targets, tree, pages)
-    extra = f" --patches {where}" if beside else ""
+    extra = f" --patches {where}" if is_own else ""
     steps = [
         f"write the edit and the proof: {path}",
         f"see what it changes: cppmega diff {name}{extra}",

@@ -81,8 +81,8 @@ def preflight(
     )
     with console.Progress("preflight") as progress:
         found = checks.examine(context, progress)
-    said = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
-    found = replace(found, findings=tuple(said))
+    with_catalogues = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
+    found = replace(found, findings=tuple(with_catalogues))
     with console.answering():
         if as_json:
             console.print_json({**console.NOTHING, **found.as_json()})
