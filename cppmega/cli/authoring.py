@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, patches_option
+from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, json_option, patches_option
 
 
 @cli.command()
@@ -21,7 +21,7 @@ from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, patches_op
     help="For patches whose fix NEW has by its text, run the proofs on NEW's code, which imports "
     "it.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
     """Show what an upgrade of Megatron would do to every patch.
 
@@ -93,7 +93,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     "--unverified", is_flag=True, help="Pin even if the proof cannot run on this machine."
 )
 @patches_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def pin(
     name: str,
     version: str,
@@ -156,7 +156,7 @@ def pin(
     metavar="ROOT",
     help="Look up the target in this folder (default: the Megatron that Python would import).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def new(
     name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
 ) -> None:

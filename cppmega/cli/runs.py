@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cppmega.cli.group import FINE, cli
+from cppmega.cli.group import FINE, cli, json_option
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training.options import options
 
@@ -18,7 +18,6 @@ _runs = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the run folders (default: $CPPMEGA_RUNS, else ./runs).",
 )
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @cli.command()
@@ -85,7 +84,7 @@ def launch(
 @click.option(
     "--all", "everything", is_flag=True, help="Include runs older than the newest twenty."
 )
-@_as_json
+@json_option
 def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
     """List runs, the newest first.
 
@@ -162,7 +161,7 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves into this file."
 )
-@_as_json
+@json_option
 def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_json: bool) -> None:
     """Compare two runs: what differs, losses and throughput.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cppmega.cli.group import answer, cli, patches_option, session_of, tree_options
+from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
 
 if TYPE_CHECKING:
     from cppmega.page import Page
@@ -49,7 +49,7 @@ def apply(
 
 @cli.command(name="list")
 @patches_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def list_pages(patches: Sequence[Path], as_json: bool) -> None:
     """List every patch of the catalogue with its title."""
     from cppmega.catalogue import loader as catalogue
