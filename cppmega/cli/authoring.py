@@ -124,7 +124,7 @@ def pin(
             page, version, tree, scratch, console.say, like=like, unverified=unverified
         )
     if as_json:
-        console.print_json({**console.NOTHING, **done.as_json()})
+        console.print_json({**console.ENVELOPE, **done.as_json()})
         return
     word = console.styled("pinned" if done.added else "already pinned", "good")
     click.echo(f"{word} {name} for {version} in {done.path}")
@@ -184,7 +184,7 @@ def new(
     ]
     if as_json:
         written = {"ok": True, "changed": [str(path)], "page": str(path), "steps": steps}
-        console.print_json({**console.NOTHING, **written})
+        console.print_json({**console.ENVELOPE, **written})
         return
     click.echo(str(path))
     for number, step in enumerate(steps, 1):

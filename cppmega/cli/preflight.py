@@ -85,7 +85,7 @@ def preflight(
     found = replace(found, findings=tuple(with_catalogues))
     with console.answering():
         if as_json:
-            console.print_json({**console.NOTHING, **found.as_json()})
+            console.print_json({**console.ENVELOPE, **found.as_json()})
         else:
             cli_findings.print_findings(found.findings, verbose)
     sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)

@@ -98,7 +98,7 @@ def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
     shown = found if everything or as_json else found[:20]
     rows = [listing.row_of(run) for run in shown]
     if as_json:
-        console.print_json({**console.NOTHING, "ok": True, "runs": json_file.plain(rows)})
+        console.print_json({**console.ENVELOPE, "ok": True, "runs": json_file.plain(rows)})
         return
     for line in listing.table(rows):
         click.echo(line)
@@ -176,7 +176,7 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     first, second = run_folder.find(root, one), run_folder.find(root, other)
     found = comparing.compare(first, second)
     if as_json:
-        console.print_json({**console.NOTHING, "ok": True, **json_file.plain(found)})
+        console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
     else:
         for line in comparing.lines(found):
             click.echo(line)

@@ -62,7 +62,7 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
             {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
             for p in pages.values()
         ]
-        console.print_json({**console.NOTHING, "ok": True, "patches": rows})
+        console.print_json({**console.ENVELOPE, "ok": True, "patches": rows})
         return
     for line in table(Row((name, _title(page))) for name, page in sorted(pages.items())):
         click.echo(line)
@@ -122,7 +122,7 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
     text = overlay.diff(session, name, os.environ)
     if as_json:
         megatron = {"version": session.tree.version, "root": str(session.root)}
-        console.print_json({**console.NOTHING, "megatron": megatron, "ok": True, "diff": text})
+        console.print_json({**console.ENVELOPE, "megatron": megatron, "ok": True, "diff": text})
         return
     styles: dict[str, console.Style] = {"+": "good", "-": "bad", "@": "note"}
     for line in text.splitlines():
