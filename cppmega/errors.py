@@ -1,4 +1,4 @@
-"""The one exception a user sees: a name, what happened, why it matters, the next command."""
+"""The exception that users see: a name, what happened, why it matters, the next command."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 
 
 class CppmegaError(Exception):
-    """Something is not as it must be. Every message has four parts.
+    """An error with a stable name and a message of three parts.
+
+    Code that handles one kind of error catches a subclass, and compares neither names nor messages.
 
     Args:
-        name: kebab-case, stable across releases: scripts may match on it.
+        name: kebab-case and stable across releases, since scripts may match on it.
         what: what happened, with the file or the value.
-        why: what would go wrong if we went on.
-        next: the command, or the edit, that gets the user further.
+        why: what would go wrong otherwise.
+        next: the command, or the edit, that resolves it.
     """
 
     def __init__(self, name: str, what: str, why: str, next: str) -> None:  # noqa: A002
@@ -25,15 +27,15 @@ class CppmegaError(Exception):
         self.name, self.what, self.why, self.next = name, what, why, next
 
     def __reduce__(self) -> tuple[type[CppmegaError], tuple[str, str, str, str]]:
-        """Cross a process boundary whole (torchrun and multiprocessing pickle exceptions)."""
+        """Keep all parts when pickled (torchrun and multiprocessing pickle exceptions)."""
         return type(self), (self.name, self.what, self.why, self.next)
 
     def render(self) -> str:
-        """The four parts as lines for stderr."""
+        """The name and the three parts as lines for stderr."""
         return f"error: {self.name}\n  what: {self.what}\n  why:  {self.why}\n  next: {self.next}"
 
     def as_json(self) -> dict[str, str]:
-        """The four parts for `--json`."""
+        """The name and the three parts for `--json`."""
         return {"name": self.name, "what": self.what, "why": self.why, "next": self.next}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift
 from cppmega.authoring.statements import StatementChange
-from cppmega.host.console import NOTHING, Style, styled
+from cppmega.host.console import ENVELOPE, Style, styled
 from cppmega.overlay.verdict import NEEDED
 from cppmega.tree.resolve import label_of
 
@@ -30,7 +30,7 @@ _LINES_KNOWN, _LINES = 8, 48
 def as_json(drift: Drift) -> dict[str, Any]:
     """Return the object that `--json` prints."""
     return {
-        **NOTHING,
+        **ENVELOPE,
         "ok": drift.safe,
         "megatron": {"version": drift.new.tree.version, "root": str(drift.new.tree.root)},
         "old": _side_json(drift.old),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, patches_option
+from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, json_option, patches_option
 
 
 @cli.command()
@@ -21,7 +21,7 @@ from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, patches_op
     help="For patches whose fix NEW has by its text, run the proofs on NEW's code, which imports "
     "it.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
     """Show what an upgrade of Megatron would do to every patch.
 
@@ -93,7 +93,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     "--unverified", is_flag=True, help="Pin even if the proof cannot run on this machine."
 )
 @patches_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def pin(
     name: str,
     version: str,
@@ -124,7 +124,7 @@ def pin(
             page, version, tree, scratch, console.say, like=like, unverified=unverified
         )
     if as_json:
-        console.print_json({**console.NOTHING, **done.as_json()})
+        console.print_json({**console.ENVELOPE, **done.as_json()})
         return
     word = console.styled("pinned" if done.added else "already pinned", "good")
     click.echo(f"{word} {name} for {version} in {done.path}")
@@ -156,7 +156,7 @@ def pin(
     metavar="ROOT",
     help="Look up the target in this folder (default: the Megatron that Python would import).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def new(
     name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
 ) -> None:
@@ -171,11 +171,11 @@ def new(
     from cppmega.tree.installed import Tree, find_root
 
     where = folder or scaffold.default_folder()
-    beside = where.resolve() != catalogue.builtin_folder().resolve()
-    pages = catalogue.load([where] if beside and where.is_dir() else [])
+    is_own = where.resolve() != catalogue.builtin_folder().resolve()
+    pages = catalogue.load([where] if is_own and where.is_dir() else [])
     tree = Tree(root or find_root()) if targets else None
     path = scaffold.new(name, where, targets, tree, pages)
-    extra = f" --patches {where}" if beside else ""
+    extra = f" --patches {where}" if is_own else ""
     steps = [
         f"write the edit and the proof: {path}",
         f"see what it changes: cppmega diff {name}{extra}",
@@ -184,7 +184,7 @@ def new(
     ]
     if as_json:
         written = {"ok": True, "changed": [str(path)], "page": str(path), "steps": steps}
-        console.print_json({**console.NOTHING, **written})
+        console.print_json({**console.ENVELOPE, **written})
         return
     click.echo(str(path))
     for number, step in enumerate(steps, 1):

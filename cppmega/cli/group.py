@@ -89,10 +89,14 @@ def patches_option(command: F) -> F:
     return cast(F, option(passing_on))
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+"""`--json`, which every command that has an answer takes."""
+
+
 def tree_options(command: F) -> F:
     """Add the options that choose a tree and its catalogues, and `--json`."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        json_option,
         patches_option,
         click.option(
             "--megatron",

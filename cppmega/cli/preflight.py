@@ -81,11 +81,11 @@ def preflight(
     )
     with console.Progress("preflight") as progress:
         found = checks.examine(context, progress)
-    said = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
-    found = replace(found, findings=tuple(said))
+    with_catalogues = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
+    found = replace(found, findings=tuple(with_catalogues))
     with console.answering():
         if as_json:
-            console.print_json({**console.NOTHING, **found.as_json()})
+            console.print_json({**console.ENVELOPE, **found.as_json()})
         else:
             cli_findings.print_findings(found.findings, verbose)
     sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)

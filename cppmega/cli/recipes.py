@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from cppmega.cli.group import cli
+from cppmega.cli.group import cli, json_option
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def recipes(as_json: bool) -> None:
     """List the shipped recipes, their sizes and their purposes.
 

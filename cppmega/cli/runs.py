@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cppmega.cli.group import FINE, cli
+from cppmega.cli.group import FINE, cli, json_option
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training.options import options
 
@@ -18,7 +18,6 @@ _runs = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the run folders (default: $CPPMEGA_RUNS, else ./runs).",
 )
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @cli.command()
@@ -85,7 +84,7 @@ def launch(
 @click.option(
     "--all", "everything", is_flag=True, help="Include runs older than the newest twenty."
 )
-@_as_json
+@json_option
 def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
     """List runs, the newest first.
 
@@ -99,7 +98,7 @@ def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
     shown = found if everything or as_json else found[:20]
     rows = [listing.row_of(run) for run in shown]
     if as_json:
-        console.print_json({**console.NOTHING, "ok": True, "runs": json_file.plain(rows)})
+        console.print_json({**console.ENVELOPE, "ok": True, "runs": json_file.plain(rows)})
         return
     for line in listing.table(rows):
         click.echo(line)
@@ -162,7 +161,7 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves into this file."
 )
-@_as_json
+@json_option
 def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_json: bool) -> None:
     """Compare two runs: what differs, losses and throughput.
 
@@ -177,7 +176,7 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     first, second = run_folder.find(root, one), run_folder.find(root, other)
     found = comparing.compare(first, second)
     if as_json:
-        console.print_json({**console.NOTHING, "ok": True, **json_file.plain(found)})
+        console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
     else:
         for line in comparing.lines(found):
             click.echo(line)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cppmega.cli.group import answer, cli, patches_option, session_of, tree_options
+from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
 
 if TYPE_CHECKING:
     from cppmega.page import Page
@@ -49,7 +49,7 @@ def apply(
 
 @cli.command(name="list")
 @patches_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def list_pages(patches: Sequence[Path], as_json: bool) -> None:
     """List every patch of the catalogue with its title."""
     from cppmega.catalogue import loader as catalogue
@@ -62,7 +62,7 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
             {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
             for p in pages.values()
         ]
-        console.print_json({**console.NOTHING, "ok": True, "patches": rows})
+        console.print_json({**console.ENVELOPE, "ok": True, "patches": rows})
         return
     for line in table(Row((name, _title(page))) for name, page in sorted(pages.items())):
         click.echo(line)
@@ -122,7 +122,7 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
     text = overlay.diff(session, name, os.environ)
     if as_json:
         megatron = {"version": session.tree.version, "root": str(session.root)}
-        console.print_json({**console.NOTHING, "megatron": megatron, "ok": True, "diff": text})
+        console.print_json({**console.ENVELOPE, "megatron": megatron, "ok": True, "diff": text})
         return
     styles: dict[str, console.Style] = {"+": "good", "-": "bad", "@": "note"}
     for line in text.splitlines():

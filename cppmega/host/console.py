@@ -101,7 +101,7 @@ def styled(text: str, style: Style | None) -> str:
     return click.style(text, **STYLES[style])
 
 
-NOTHING: Mapping[str, Any] = {
+ENVELOPE: Mapping[str, Any] = {
     "schema": 1,
     "megatron": None,
     "digest": "",
@@ -115,7 +115,7 @@ NOTHING: Mapping[str, Any] = {
 
 def error_json(error: CppmegaError) -> dict[str, Any]:
     """The object that `--json` prints for an error."""
-    return {**NOTHING, "error": error.as_json()}
+    return {**ENVELOPE, "error": error.as_json()}
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""One execution of a patched file: compiled from bytes that were checked, and recorded whole.
+"""One execution of a patched file: compiled from bytes that were checked, and fully recorded.
 
-What the file's own decorators made is what a clean import gives, and is recorded as it is, provided
-that it comes from the packages that the file imports.
+Results of the file's own decorators are part of a clean import, and are recorded as they are,
+provided that they come from the packages that the file imports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cppmega.tree.installed import sha256
 
 @dataclass(frozen=True, slots=True)
 class WatchedFile:
-    """What a file must hold."""
+    """A patched file, and the bytes that it must hold."""
 
     path: str
     """Relative to ROOT."""
@@ -37,7 +37,7 @@ class WatchedFile:
 
 @dataclass(slots=True, eq=False)
 class CheckedModule:
-    """A patched module as its execution left it."""
+    """A patched module as its execution has left it."""
 
     file: WatchedFile
     module: types.ModuleType
@@ -47,14 +47,14 @@ class CheckedModule:
     """Every code object of the file."""
     pins: dict[str, Pin]
     kind: type
-    """The module's class; a subclass may answer for any attribute."""
+    """The module's class; a subclass could compute any attribute."""
     foreign: list[Change]
-    """What was there when the import ended and does not come from the file."""
+    """Definitions at the end of the import that do not come from the file."""
     bound: bool = True
-    """False once the module was reloaded: its names mean new objects, these live on in copies."""
+    """False after a reload: the names then mean new objects, while these may live on in copies."""
 
     def changes(self) -> Iterator[Change]:
-        """What is not, or no longer, what a clean import gives."""
+        """Every difference from what a clean import gives."""
         yield from self.foreign
         if type(self.module) is not self.kind:
             yield Change(("__class__",), self.kind, type(self.module))
@@ -74,7 +74,7 @@ class CheckedModule:
 
 
 class CheckedLoader(FromSource):
-    """Compiles a patched file from the bytes whose hash it has just compared."""
+    """Compiles a patched file from bytes whose hash it has just compared."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class CheckedLoader(FromSource):
         """SHA-256 of the source that is compiled."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Execute the module and record what came of it.
+        """Execute the module and record the result.
 
         Raises:
             CppmegaError: `file-changed`.
@@ -103,16 +103,16 @@ class CheckedLoader(FromSource):
         data = self.get_data(self.path)
         if sha256(data) != self.file.digest:
             error = file_changed(self.path, self.file.pages)
-            self.failed(error)  # whoever imports it may catch every exception
+            self.failed(error)  # an importer may catch every exception
             raise error
         with warnings.catch_warnings():
-            # Invalid escapes of upstream's: Python reports them once and then reads its bytecode.
+            # Upstream's invalid escapes: Python itself warns once, and later reads its bytecode.
             warnings.simplefilter("ignore")
             return compile(data, self.path, "exec", dont_inherit=True)
 
 
 def file_changed(path: str, pages: str) -> CppmegaError:
-    """A patched file whose bytes are not what was applied."""
+    """The error for a patched file whose bytes are not those that were applied."""
     return CppmegaError(
         "file-changed",
         f"{path} is not what was applied; it carries {pages}.",
@@ -122,9 +122,9 @@ def file_changed(path: str, pages: str) -> CppmegaError:
 
 
 def record(file: WatchedFile, module: types.ModuleType, code: types.CodeType) -> CheckedModule:
-    """Take down what the execution of a file has left in its module."""
+    """Record what the execution of a file has left in its module."""
     codes = {id(each): each for each in nested(code)}
-    facts = file_facts.of(codes.values(), module.__name__.partition(".")[0])
+    facts = file_facts.facts_of(codes.values(), module.__name__.partition(".")[0])
     made = CheckedModule(file, module, module.__name__, facts, codes, {}, type(module), [])
     seen: dict[int, Pin] = {}
     for name, value in vars(module).items():
@@ -140,7 +140,7 @@ def record(file: WatchedFile, module: types.ModuleType, code: types.CodeType) ->
 
 
 def repin(made: CheckedModule, owner: Any, name: str) -> None:
-    """Take what is there now for what has to be there: a replacement of the overlay's own."""
+    """Expect what a name means now: the overlay itself has replaced it."""
     value = vars(owner)[name]
     new = pin(value, lambda cls: _is_own(made, cls))
     if owner is made.module:
@@ -165,7 +165,7 @@ def _pinned(made: CheckedModule, name: str, value: Any, seen: dict[int, Pin]) ->
     function = type(value) is types.FunctionType and value.__globals__ is vars(made.module)
     if function or _is_own(made, value) or name in made.facts.defined:
         return pin(value, lambda cls: _is_own(made, cls), seen)
-    return Pin(value)  # another module's: only which object it is
+    return Pin(value)  # from another module: only its identity
 
 
 def _is_own(made: CheckedModule, value: Any) -> bool:
@@ -179,10 +179,10 @@ def _forget_state(pinned: Pin, assigned: set[str]) -> None:
 
 
 def _foreign(made: CheckedModule) -> Iterator[Change]:
-    """Definitions that are, or are wrapped by, what comes from elsewhere.
+    """Definitions that are, or are wrapped by, objects from elsewhere.
 
-    The module's own text ran, so only a replaced decorator, or a name taken over during the import,
-    can have put it there.
+    The module's own text has run, so only a replaced decorator, or an assignment during the import,
+    can have put them there.
     """
     trusted = _trusted_folders(made.facts.packages)
     for name in sorted(made.facts.defined & made.pins.keys()):
@@ -195,7 +195,7 @@ def _foreign(made: CheckedModule) -> Iterator[Change]:
 
 
 def _trusted_folders(packages: set[str]) -> list[str]:
-    """Where the packages lie that a file imports; torch, because jit fusion is torch.compile."""
+    """The folders of the packages that a file imports, and of torch, which wraps compiled code."""
     found = []
     for name in {*packages, "torch"}:
         module = sys.modules.get(name)
@@ -211,11 +211,11 @@ def _comes_from(thing: Any, codes: dict[int, types.CodeType], trusted: list[str]
             return _lies_in(thing.__code__.co_filename, trusted)
         home = sys.modules.get(str(thing.__globals__.get("__name__")))
         if home is None or vars(home) is not thing.__globals__:
-            return True  # generated, as the methods of a named tuple are
+            return True  # generated, such as the methods of a named tuple
     else:
         home = sys.modules.get(type(thing).__module__)
     if home is None:
-        return True  # a type of an extension that is no module by that name
+        return True  # a type of an extension, whose module has another name
     file = getattr(home, "__file__", None)
     builtin = home.__name__ in sys.builtin_module_names
     return builtin or (isinstance(file, str) and _lies_in(file, trusted))

@@ -1,4 +1,4 @@
-"""Functions as torch.compile and torch.jit hand them back: another object, the same code."""
+"""Functions as torch.compile and torch.jit return them: another object with the same code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_compiled(now: Any, then: Any) -> bool:
     nothing: dynamo's wrapper is known by its code object and its closure, a scripted function by
     scripting the original again.
     """
-    now, then = _innermost(now), _innermost(then)  # torch compiles what is below its own wrappers
+    now, then = _innermost(now), _innermost(then)  # torch compiles below its own wrappers
     return now is then or _is_scripted(now, then)
 
 
@@ -52,7 +52,7 @@ def _codes(module: types.ModuleType) -> list[types.CodeType]:
 
 
 def nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object and every one within it."""
+    """A code object and all code objects nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

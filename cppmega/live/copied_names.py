@@ -1,7 +1,7 @@
 """Copies of patched functions and classes in other modules: `from MODULE import NAME`.
 
-A copy keeps what it was when it was made. It is right as long as it is one of the objects that a
-checked import gave, or that the overlay itself put in its place.
+A copy keeps the object that it was made from. It is right if that is one of the objects that a
+checked import gave, or that the overlay itself has put in its place.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from cppmega.live import file_facts
 from cppmega.live.pinned import Pin, layers
 
 PACKAGES = ("megatron", "mamba_ssm", "liger_kernel", "transformer_engine")
-"""Packages whose modules train."""
+"""The packages whose modules train."""
 
 
 class Names:
-    """The definitions of all patched modules, and every object that is a right one for them."""
+    """The definitions of all patched modules, and every object that is right for one of them."""
 
     def __init__(self) -> None:
-        self.of: dict[str, dict[str, list[Pin]]] = {}
-        """Name -> module that defines it -> what its imports gave."""
+        self.definitions: dict[str, dict[str, list[Pin]]] = {}
+        """Name -> module that defines it -> the results of its imports."""
         self.modules: set[str] = set()
         self.right: dict[int, Pin] = {}
 
     def add(self, module: str, name: str, pinned: Pin) -> None:
-        """One definition of a patched module."""
+        """Add a definition of a patched module."""
         self.modules.add(module)
-        self.of.setdefault(name, {}).setdefault(module, []).append(pinned)
+        self.definitions.setdefault(name, {}).setdefault(module, []).append(pinned)
         self.learn(pinned.thing)
 
     def learn(self, thing: Any) -> None:
-        """Another object that may be met under one of the names."""
+        """Accept another object under these names."""
         self.right[id(thing)] = Pin(thing)
 
     def claimed(self, thing: Any) -> list[Pin]:
-        """What a function or class must be if it is what it says it is; empty if it is not ours."""
+        """What a function or class must be, by its module and name; [] if that is not patched."""
         if thing.__module__ not in self.modules:
             return []
-        return self.of.get(thing.__qualname__, {}).get(thing.__module__, [])
+        return self.definitions.get(thing.__qualname__, {}).get(thing.__module__, [])
 
     def imported(self, module: types.ModuleType, name: str, thing: Any) -> list[Pin]:
-        """What a module's name must be if its text imports it from a patched module."""
+        """What a name must be if the module's text imports it from a patched module."""
         if id(thing) in self.right or getattr(thing, "__module__", None) == module.__name__:
             return []
-        for _ in range(10):  # packages hand names on in their `__init__`
+        for _ in range(10):  # packages re-export names in their `__init__`
             file = vars(module).get("__file__") or ""
             source, name = _imports(file, module.__name__).get(name, ("", ""))
-            if source in self.of.get(name, {}):
-                return self.of[name][source]
+            if source in self.definitions.get(name, {}):
+                return self.definitions[name][source]
             if source not in sys.modules:
                 return []
             module = sys.modules[source]
@@ -63,7 +63,7 @@ class Names:
 
 
 def wrong_copies(names: Names) -> Iterator[tuple[str, str, Any, Any]]:
-    """Module, name, the object that it should be and the one that it is."""
+    """Yield module, name, the object that it should be, and the one that it is."""
     for module in list(sys.modules.values()):
         if type(module) is not types.ModuleType:
             continue
@@ -72,14 +72,14 @@ def wrong_copies(names: Names) -> Iterator[tuple[str, str, Any, Any]]:
             right = []
             if type(thing) is types.FunctionType or issubclass(type(thing), type):
                 right = names.claimed(thing)
-            if not right and trains and name in names.of and callable(thing):
+            if not right and trains and name in names.definitions and callable(thing):
                 right = names.imported(module, name, thing)
             if right and id(thing) not in names.right and not _is_a_layer(thing, right):
                 yield module.__name__, name, right[-1].thing, thing
 
 
 def _is_a_layer(thing: Any, right: list[Pin]) -> bool:
-    """The plain function below a decorator is met as well, under another name."""
+    """Whether a thing is the plain function below a decorator, which also appears by itself."""
     return any(thing is layer for one in right for layer in (one.thing, *layers(one.thing)))
 
 

@@ -1,6 +1,6 @@
-"""What the code of a patched file says about the names in its module.
+"""Facts about the names in a module, from the code of its file.
 
-Read from its code objects, which are there anyway; a second parse would double the cost.
+They are read from the code objects, which exist anyway; parsing the file would double the cost.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _OPCODES = {dis.opmap[name]: name for name in ("STORE_GLOBAL", "STORE_ATTR", "IM
 
 @dataclass(slots=True)
 class Facts:
-    """Of one file."""
+    """The facts of one file."""
 
     defined: set[str] = field(default_factory=set)
-    """Functions and classes of the top level."""
+    """Functions and classes at the top level."""
     packages: set[str] = field(default_factory=set)
-    """Top-level packages that the file imports from, and its own."""
+    """The top-level packages that the file imports from, and its own."""
     declared_global: set[str] = field(default_factory=set)
     """Module variables that functions of the file assign: state, whatever they hold now."""
     assigned_attributes: set[str] = field(default_factory=set)
-    """Names of attributes that the file assigns: state where a class has them."""
+    """Names of attributes that the file assigns: state if a class has them."""
 
 
-def of(codes: Iterable[types.CodeType], package: str) -> Facts:
-    """The facts of a file.
+def facts_of(codes: Iterable[types.CodeType], package: str) -> Facts:
+    """Read the facts of a file from its code.
 
     Args:
         codes: every code object of the file.
@@ -56,11 +56,11 @@ def _stores_and_imports(code: types.CodeType) -> Iterator[tuple[str, str]]:
     for step in dis.get_instructions(code):
         if step.opcode in _OPCODES and not (step.opname == "IMPORT_NAME" and before[0]):
             yield step.opname, step.argval
-        before = [before[1], step.argval]  # of an import: its level, and what it takes
+        before = [before[1], step.argval]  # of an import: its level and its names
 
 
 def imports_of(tree: ast.Module, module: str, is_package: bool) -> dict[str, tuple[str, str]]:
-    """Names that a file binds with `from M import NAME`: bound name -> (M in full, NAME)."""
+    """Names that a file binds with `from M import NAME`: bound name -> (absolute M, NAME)."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

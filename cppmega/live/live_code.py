@@ -1,11 +1,11 @@
-"""The patched code in memory: what every patched module's import gave is still what runs.
+"""The patched code in memory: what every import of a patched module gave is still what runs.
 
 `watch` is called before megatron is imported. From then on a patched file is compiled from bytes
 that match the receipt, never from bytecode, and everything its import leaves behind is recorded.
 `check` compares the process with the records: the modules, the copies of their names in other
 modules, and modules that hold the same file under another name.
 
-What this cannot see is listed in `cppmega.guard`.
+What this does not detect is listed in `cppmega.guard`.
 """
 
 from __future__ import annotations
@@ -28,48 +28,51 @@ from cppmega.live.pinned import MISSING, Change
 
 
 @dataclass
-class _State:
+class _Watched:
+    """The patched files of this process and their imports."""
+
     hooked: bool = False
     files: dict[str, WatchedFile] = field(default_factory=dict)
-    """Real path of each patched file."""
+    """By the real path of each patched file."""
     basenames: set[str] = field(default_factory=set)
     modules: list[CheckedModule] = field(default_factory=list)
-    """Every execution of a patched file in this process, also of modules since dropped."""
+    """Every execution of a patched file in this process, including modules since dropped."""
     problems: list[CppmegaError] = field(default_factory=list)
-    """What an import raised, whoever caught it."""
+    """The errors of imports, even if they were caught."""
     names: Names = field(default_factory=Names)
 
 
-_STATE = _State()
-_PYTHONS_OWN = (SourceFileLoader.__module__, "cppmega")
-"""Where loaders are defined that compile what the file holds."""
+_WATCHED = _Watched()
+_TRUSTED_LOADERS = (SourceFileLoader.__module__, "cppmega")
+"""Modules whose loaders compile the text of the file."""
 
 
 def watch(root: Path, files: Mapping[str, WatchedFile]) -> None:
     """Record every patched file that is imported from now on.
 
     Args:
-        files: path below `root` -> what the file must hold.
+        root: the tree.
+        files: the patched files, by their path below `root`.
     """
-    if not _STATE.hooked:
-        _STATE.hooked = True
+    if not _WATCHED.hooked:
+        _WATCHED.hooked = True
         import_hook.add(import_hook.Hook(wants=_is_patched, found=_exchange_loader))
-    _STATE.files = {os.path.realpath(root / path): file for path, file in files.items()}
-    _STATE.basenames = {path.rpartition("/")[2] for path in files}
-    _STATE.problems.clear()
+    _WATCHED.files = {os.path.realpath(root / path): file for path, file in files.items()}
+    _WATCHED.basenames = {path.rpartition("/")[2] for path in files}
+    _WATCHED.problems.clear()
 
 
 def replace(owner: Any, name: str, new: Any) -> None:
-    """Assign a name of a patched module or class for the overlay itself: the check expects it."""
+    """Assign a name of a patched module or class on behalf of the overlay; the check expects it."""
     setattr(owner, name, new)
     expect(owner, name)
 
 
 def expect(owner: Any, name: str) -> None:
-    """From now on the check expects what a name means at this moment."""
-    for made in _STATE.modules:
+    """Let the check expect, from now on, what a name means at this moment."""
+    for made in _WATCHED.modules:
         repin(made, owner, name)
-    _STATE.names.learn(vars(owner)[name])
+    _WATCHED.names.learn(vars(owner)[name])
 
 
 def check() -> None:
@@ -78,7 +81,7 @@ def check() -> None:
     Raises:
         CppmegaError: `file-changed`, `not-watched`, `stale-code`.
     """
-    for problem in _STATE.problems:
+    for problem in _WATCHED.problems:
         raise problem
     for error in _unwatched():
         raise error
@@ -94,34 +97,34 @@ def _is_patched(spec: ModuleSpec) -> bool:
 
 
 def _holds_patched(file: Any) -> bool:
-    if not isinstance(file, str) or file.rpartition("/")[2] not in _STATE.basenames:
+    if not isinstance(file, str) or file.rpartition("/")[2] not in _WATCHED.basenames:
         return False
-    return os.path.realpath(file) in _STATE.files
+    return os.path.realpath(file) in _WATCHED.files
 
 
 def _exchange_loader(spec: ModuleSpec) -> None:
     home = type(spec.loader).__module__.partition(".")[0]
-    if not isinstance(spec.loader, SourceFileLoader) or home not in _PYTHONS_OWN:
-        return  # it may make other code of the file: `check` refuses the module
-    file = _STATE.files[os.path.realpath(spec.loader.path)]
+    if not isinstance(spec.loader, SourceFileLoader) or home not in _TRUSTED_LOADERS:
+        return  # it may compile different code: `check` refuses the module
+    file = _WATCHED.files[os.path.realpath(spec.loader.path)]
     spec.loader = CheckedLoader(
-        spec.loader.name, spec.loader.path, file, _executed, _STATE.problems.append
+        spec.loader.name, spec.loader.path, file, _executed, _WATCHED.problems.append
     )
 
 
 def _executed(made: CheckedModule) -> None:
-    for earlier in _STATE.modules:
+    for earlier in _WATCHED.modules:
         if earlier.module is made.module:
             earlier.bound = False  # reloaded
-    _STATE.modules.append(made)
+    _WATCHED.modules.append(made)
     for name in made.facts.defined & made.pins.keys():
-        _STATE.names.add(made.name, name, made.pins[name])
+        _WATCHED.names.add(made.name, name, made.pins[name])
 
 
 def _unwatched() -> Iterator[CppmegaError]:
-    """Modules that hold a patched file and were not recorded."""
-    known = {id(made.module) for made in _STATE.modules}
-    names = {made.name for made in _STATE.modules}
+    """Errors for modules that hold a patched file and were not recorded."""
+    known = {id(made.module) for made in _WATCHED.modules}
+    names = {made.name for made in _WATCHED.modules}
     for name, module in list(sys.modules.items()):
         if id(module) in known:
             continue
@@ -140,20 +143,20 @@ def _not_watched(name: str, module: Any, file: Any) -> CppmegaError:
     return CppmegaError(
         "not-watched",
         f"Module {name} ({file or 'without a file'}, loaded by {loader}) holds a patched file or "
-        "its name, and was not imported under the guard's eyes.",
-        "What it runs was compared with nothing, and runtime patches are not in it.",
+        "its name, and the guard has not seen its import.",
+        "Its code was not compared with anything, and runtime patches are not in it.",
         "start with `python -m cppmega.run`, import nothing of megatron first, and import its "
         "modules only with `import`",
     )
 
 
 def _wrong() -> Iterator[tuple[str, Change]]:
-    """Everything that is neither what it was nor vouched for: where, and the difference."""
-    for made in _STATE.modules:
+    """Everything that has changed and is not vouched for: the place, and the difference."""
+    for made in _WATCHED.modules:
         for change in made.changes():
             if not _is_accepted(change):
                 yield f"{made.file.path}:{_symbol(change)}", change
-    for module, name, then, now in wrong_copies(_STATE.names):
+    for module, name, then, now in wrong_copies(_WATCHED.names):
         change = Change((name,), then, now)
         if not _is_accepted(change):
             yield f"the copy {name} in module {module}", change
@@ -162,9 +165,9 @@ def _wrong() -> Iterator[tuple[str, Change]]:
 def _is_accepted(change: Change) -> bool:
     then, now = change.then, change.now
     if now is MISSING or isinstance(now, types.CodeType):
-        return False  # a name that is gone, or a code object exchanged inside its function
+        return False  # a name that is gone, or a code object replaced inside its function
     if then is not MISSING and is_compiled(_function(now), _function(then)):
-        _STATE.names.learn(now)
+        _WATCHED.names.learn(now)
         return True
     return vouched.is_allowed(now, _symbol(change))
 
@@ -174,7 +177,7 @@ def _function(thing: Any) -> Any:
 
 
 def _symbol(change: Change) -> str:
-    """The name that a change is of, without the inner parts of the object."""
+    """The name that has changed, without the inner parts of its object."""
     return ".".join(part for part in change.path if part.isidentifier())
 
 
@@ -186,10 +189,10 @@ def _error(where: str, change: Change) -> CppmegaError:
         what = f"is {vouched.describe(change.now)}"
     else:
         what = f"was changed in place: its {part.strip('()')} is {vouched.describe(change.now)}"
-    allow = f"; if it is meant: python -m cppmega.run --allow-wrapper {key} ..." if key else ""
+    allow = f"; if it is intended: python -m cppmega.run --allow-wrapper {key} ..." if key else ""
     return CppmegaError(
         "stale-code",
         f"{where} {what}. It is not what a clean import of its file gives.",
-        "The patch is on disk, but not what runs.",
-        f"look for whoever assigns that name{allow}",
+        "The patch is on disk, but different code runs.",
+        f"find the code that assigns that name{allow}",
     )

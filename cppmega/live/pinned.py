@@ -1,8 +1,9 @@
-"""What a call of an object runs, recorded so that any later change of it can be named.
+"""The code that a call of an object runs, recorded so that any later change can be named.
 
-A pin holds the object itself and the parts that decide what it does: of a function its code object,
-defaults and closure; of a class its bases, metaclass and attributes; of a descriptor or a partial
-what it calls. Mutable values (lists, dictionaries, tensors) are state and are left out.
+A pin holds the object itself and the parts that determine its behavior: of a function its code
+object, defaults and closure; of a class its bases, metaclass and attributes; of a descriptor or a
+partial the function that it calls. Mutable values (lists, dictionaries, tensors) are state and are
+left out.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _PARTIALS = (functools.partial, functools.partialmethod)
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """An object as it was.
+    """An object as it was recorded.
 
-    The guard's books hold objects by pins only, so that a search for whoever still refers to an
-    object can tell the books from everybody else.
+    The guard's own records hold objects by pins only, so that a search for references to an object
+    can distinguish these records from everything else.
     """
 
     thing: Any
@@ -35,7 +36,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One part that is no longer what it was."""
+    """A part of an object that differs from what was recorded."""
 
     path: tuple[str, ...]
     then: Any
@@ -56,7 +57,7 @@ def runs(value: Any) -> bool:
 
 
 def same(then: Any, now: Any) -> bool:
-    """The same object, or equal constants of one type (`1` is not `True`)."""
+    """Whether two values are one object, or equal constants of one type (`1` is not `True`)."""
     if then is now:
         return True
     if type(then) is not type(now):
@@ -70,8 +71,10 @@ def pin(thing: Any, enters: Callable[[Any], bool], seen: dict[int, Pin] | None =
     """Record an object.
 
     Args:
-        enters: for which classes the attributes belong to it; functions and descriptors always
-            do. Everything else is recorded by its identity.
+        thing: the object.
+        enters: whether to record the attributes of a class as well; the parts of functions and
+            descriptors always are. Everything else is recorded by its identity.
+        seen: the pins of objects that are recorded already, by identity.
     """
     seen = {} if seen is None else seen
     if id(thing) in seen:
@@ -86,7 +89,7 @@ def pin(thing: Any, enters: Callable[[Any], bool], seen: dict[int, Pin] | None =
 
 
 def parts(thing: Any) -> dict[str, Any]:
-    """What decides what a call of it runs: label -> object."""
+    """The parts that determine what a call of an object runs: label -> object."""
     if type(thing) is types.FunctionType:
         return _of_function(thing)
     if type(thing) in (staticmethod, classmethod, types.MethodType):
@@ -105,10 +108,10 @@ def parts(thing: Any) -> dict[str, Any]:
 
 
 def changes(pinned: Pin, live: Any, seen: set[int] | None = None) -> Iterator[Change]:
-    """Every difference between what was recorded and what is there now."""
+    """Every difference between the record of an object and the object that is there now."""
     if not same(pinned.thing, live):
         yield Change((), pinned.thing, live)
-        live = pinned.thing  # which may still run, below a wrapper
+        live = pinned.thing  # it may still run, below a wrapper
     seen = set() if seen is None else seen
     if id(pinned) in seen or not pinned.parts:
         return
@@ -122,7 +125,7 @@ def changes(pinned: Pin, live: Any, seen: set[int] | None = None) -> Iterator[Ch
 
 
 def _added(pinned: Pin, cls: type, now: dict[str, Any]) -> Iterator[Change]:
-    """New methods of a class; what it inherits anyway changes nothing (typing.Protocol does it)."""
+    """New methods of a class, except those that it inherits anyway (typing.Protocol has some)."""
     for label, value in now.items():
         if label in pinned.parts or not runs(value):
             continue
@@ -132,7 +135,7 @@ def _added(pinned: Pin, cls: type, now: dict[str, Any]) -> Iterator[Change]:
 
 
 def layers(thing: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """An object and every callable it leads to by real references; `__wrapped__` is a claim."""
+    """An object and every callable that it refers to; `__wrapped__` is only a claim."""
     seen = set() if seen is None else seen
     if id(thing) in seen or isinstance(thing, type | types.ModuleType | type(None)):
         return
@@ -145,7 +148,7 @@ def layers(thing: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """What a callable object holds directly: a Triton or TileLang kernel keeps its function so."""
+    """Functions that a callable object holds directly, as Triton and TileLang kernels do."""
     try:
         held = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -162,7 +165,7 @@ def _of_function(function: types.FunctionType) -> dict[str, Any]:
             found[f"closure {name}"] = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    # functools.singledispatch: what it calls for which type
+    # functools.singledispatch: the implementation for each type
     registry = getattr(function, "registry", None)
     if type(registry) is types.MappingProxyType:
         found.update({f"implementation for {key}": value for key, value in registry.items()})

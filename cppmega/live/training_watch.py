@@ -1,4 +1,4 @@
-"""Megatron's own steps, logs and checkpoints, found without the script's help."""
+"""Megatron's own steps, logs and checkpoints, watched without the script's help."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ After = Callable[[Any], None]
 
 
 def nothing() -> None:
-    """Before a log there is nothing to check."""
+    """Check nothing, for instance before a log."""
 
 
 def install(around: Mapping[str, tuple[Before, After]]) -> None:
     """Wrap functions of Megatron's training module whenever it is imported.
 
     Args:
-        around: function -> what to call before it, and after it with the run's arguments.
+        around: by the name of a function, a callback before it, and one after it that gets the
+            run's arguments.
     """
 
     def wrap(module: ModuleType) -> None:

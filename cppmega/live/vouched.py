@@ -1,6 +1,6 @@
-"""Wrappers that a run's owner vouches for by name: `cppmega.run --allow-wrapper MODULE:QUALNAME`.
+"""Wrappers that the owner of a run has allowed: `cppmega.run --allow-wrapper MODULE:QUALNAME`.
 
-Each one that is met is recorded with the name it wraps, for the run's log.
+Each one that is encountered is recorded with the name that it wraps, for the run's log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def allow(keys: tuple[str, ...]) -> None:
 
 
 def is_allowed(thing: Any, name: str) -> bool:
-    """Whether the wrapper that a name leads to is vouched for; if so it is recorded."""
+    """Whether the wrapper that a name means is allowed; if so, it is recorded."""
     wanted = key(thing)
     if not wanted or wanted not in env.ALLOW_WRAPPER.read():
         return False
@@ -33,12 +33,12 @@ def is_allowed(thing: Any, name: str) -> bool:
 
 
 def met() -> dict[str, str]:
-    """Vouched wrappers met so far: the name that is wrapped -> the wrapper's key."""
+    """Allowed wrappers encountered so far: the name that is wrapped -> the wrapper's key."""
     return dict(_MET)
 
 
 def key(thing: Any) -> str:
-    """`module:qualname` of the code that runs, which functools.wraps does not copy; "" if none."""
+    """The `module:qualname` of the code that runs, which functools.wraps does not copy; or ""."""
     thing = _below_descriptor(thing)
     if isinstance(thing, functools.partial):
         return key(thing.func)
@@ -52,7 +52,7 @@ def key(thing: Any) -> str:
 
 
 def describe(thing: Any) -> str:
-    """The object in words, with the file and line of what it runs."""
+    """An object in words, with the file and line of its code."""
     inner = _below_descriptor(thing)
     if isinstance(inner, functools.partial):
         return f"a functools.partial of {describe(inner.func)}"

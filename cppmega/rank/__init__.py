@@ -1,1 +1,1 @@
-"""What is checked inside a training process: imports, marks, ranks that must agree."""
+"""Checks inside a training process: imports, runtime patches, marks, and agreement of ranks."""

@@ -1,9 +1,9 @@
-"""Processes that a guarded one starts: each holds the guard too, or is named in the log.
+"""The processes that a guarded one starts: each holds the guard too, or is named in the log.
 
-A Python that ignores its environment, or was given another one, imports megatron without the
-runtime patches. As a helper it is only named; as a worker of `multiprocessing`, which is what data
-loaders and checkpoint writers are, it ends the run. Compilers, `nvidia-smi` and the like are not
-Python and of no interest; a fork is what its parent is.
+A Python that ignores its environment, or was given a different one, imports megatron without the
+runtime patches. If it is a helper it is only named; if it is a worker of `multiprocessing`, as data
+loaders and checkpoint writers are, the run ends. Other programs, such as compilers and
+`nvidia-smi`, do not matter; a fork has the guard of its parent.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from cppmega.host.paths import PACKAGE
 from cppmega.rank import run_ledger
 
 BOOTSTRAP = str(PACKAGE / "bootstrap")
-"""Folder of the sitecustomize by which a Python joins."""
+"""The folder of the sitecustomize through which a Python joins."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
 _DEAF = frozenset("SIE")
-"""Options under which Python reads no PYTHONPATH, or no sitecustomize."""
+"""Options under which Python ignores PYTHONPATH or sitecustomize."""
 _WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
 _SECONDS = 60.0
-"""In which a process that was started rightly has joined, on a slow file system too."""
+"""The time in which a process that was started correctly joins, even on a slow file system."""
 _MOST = 50
-"""Commands that are named; a script that starts thousands need not fill the log."""
+"""The most commands that are named: a script that starts thousands must not fill the log."""
 
 _named: set[tuple[str, ...]] = set()
 _first: int | None = None
-"""The process that may not be replaced by another program."""
+"""The process that must not be replaced by another program."""
 _watched: list[str] = []
 
 
 def watch(where: str, *, first: bool) -> None:
-    """Look at every command that this process and its forks start.
+    """Inspect every command that this process and its forks start.
 
     Args:
         where: how messages name this process.
@@ -53,7 +53,7 @@ def watch(where: str, *, first: bool) -> None:
 
 
 def check(where: str) -> None:
-    """Look at all that live now, those started below Python included.
+    """Inspect all processes below this one, including those that were not started by Python.
 
     Raises:
         CppmegaError: `worker-without-guard`.
@@ -66,16 +66,16 @@ def check(where: str) -> None:
             continue
         why = _lack(words, process.environment(pid))
         if not why and process.age(pid) < _SECONDS:
-            continue  # it is about to join
+            continue  # it is still about to join
         why = why or f"it has not joined within {_SECONDS:.0f} seconds"
         if _is_worker(pid, words):
             raise CppmegaError(
                 "worker-without-guard",
                 f"{where}: process {pid}, a worker of multiprocessing, does not carry the guard: "
                 f"{why}.",
-                "It loads data or writes checkpoints with code that nothing has checked.",
-                "leave PYTHONPATH and CPPMEGA_* in os.environ as they are, and "
-                "multiprocessing.set_executable alone",
+                "It loads data or writes checkpoints with code that was not checked.",
+                "leave PYTHONPATH and CPPMEGA_* in os.environ unchanged, and do not call "
+                "multiprocessing.set_executable",
             )
         _name(words, why, where)
 
@@ -86,9 +86,9 @@ def _is_worker(pid: int, words: Sequence[str]) -> bool:
 
 
 def _is_manager(pid: int) -> bool:
-    """Whether it only keeps objects that processes share; `SyncManager` and its like are so named.
+    """Whether a process only keeps shared objects, as `SyncManager` and its like do.
 
-    What a process runs is not known once it has started: multiprocessing forgets it.
+    It is recognized by its name: multiprocessing does not keep what a process runs.
     """
     multiprocessing = sys.modules.get("multiprocessing")
     workers = multiprocessing.active_children() if multiprocessing is not None else []
@@ -98,34 +98,34 @@ def _is_manager(pid: int) -> bool:
 def _on_event(event: str, args: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen":
         executable, words, _, environ = args
-        _look([executable, *_words(words)[1:]], environ)
+        _inspect([executable, *_words(words)[1:]], environ)
     elif event == "os.posix_spawn":
         executable, words, environ = args
-        _look([executable, *_words(words)[1:]], environ)
+        _inspect([executable, *_words(words)[1:]], environ)
     elif event == "os.exec":
         executable, words, environ = args
-        _look([executable, *_words(words)[1:]], environ)
+        _inspect([executable, *_words(words)[1:]], environ)
         if os.getpid() == _first:
             raise CppmegaError(
                 "guard-replaced",
-                f"{_watched[0]}: the script replaces this process by {os.fsdecode(executable)}.",
-                "The guard would be gone, and what the new program trains was not checked.",
+                f"{_watched[0]}: the script replaces this process with {os.fsdecode(executable)}.",
+                "The guard would be gone, and the code of the new program was not checked.",
                 "set what it needs before `python -m cppmega.run`, or start it with subprocess.run",
             )
 
 
-def _words(given: Any) -> list[Any]:
-    return [given] if isinstance(given, str | bytes | os.PathLike) else list(given)
+def _words(args: Any) -> list[Any]:
+    return [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
 
 
-def _look(command: Sequence[Any], environ: Mapping[Any, Any] | None) -> None:
+def _inspect(command: Sequence[Any], environ: Mapping[Any, Any] | None) -> None:
     """Name a command that starts a Python without the guard."""
     try:
         words = [os.fsdecode(word) for word in command]
-        given = os.environ if environ is None else environ
-        known = {os.fsdecode(name): os.fsdecode(value) for name, value in given.items()}
+        variables = os.environ if environ is None else environ
+        known = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
     except (TypeError, AttributeError):
-        return  # no command: whoever starts it is told so by Python
+        return  # not a command: Python raises that to its caller
     if _is_python(words):
         why = _lack(words, known)
         if why:
@@ -151,7 +151,7 @@ def _is_python(words: Sequence[str]) -> bool:
 
 
 def _lack(words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Why a Python that is started so does not join; empty where it does."""
+    """The reason why a Python that is started like this does not join; empty if it does."""
     deaf = sorted(_options(words) & _DEAF)
     if deaf:
         return f"python -{''.join(deaf)}"
@@ -166,7 +166,7 @@ def _lack(words: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def _options(words: Sequence[str]) -> set[str]:
-    """The letters of Python's own options, up to the script."""
+    """The letters of Python's own options, before the script."""
     found: set[str] = set()
     rest = iter(words[1:])
     for word in rest:

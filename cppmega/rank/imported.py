@@ -1,4 +1,4 @@
-"""The megatron that this process has imported, against the receipt: files, hashes, live code."""
+"""The megatron that this process has imported, compared with the receipt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def only_from(root: Path) -> None:
         if folder.is_dir() and not (folder / "__init__.py").exists():
             module = types.ModuleType(package)
             module.__path__ = [str(folder)]
-            # As of any namespace: who looks for the package finds it here too.
+            # As for any namespace, so that importlib finds the package here too.
             module.__spec__ = ModuleSpec(package, None, is_package=True)
             module.__spec__.submodule_search_locations = module.__path__
             sys.modules[package] = module
@@ -37,7 +37,7 @@ def only_from(root: Path) -> None:
 
 
 def watch(root: Path, receipt: Receipt, edits: Mapping[str, Sequence[Edit]]) -> None:
-    """Before anything is imported: record what the imports of patched files give."""
+    """Record the imports of patched files from now on; call it before megatron is imported."""
     files = {
         path: WatchedFile(path, entry.after, _pages(entry)) for path, entry in receipt.files.items()
     }
@@ -55,7 +55,7 @@ def check(root: Path, receipt: Receipt) -> None:
 
     Raises:
         CppmegaError: `shadowed`, `file-changed`, `not-watched`, `stale-code`, and what
-            `runtime.check` raises.
+            `swaps.check` raises.
     """
     _refuse_shadows(root)
     for path, entry in receipt.files.items():
@@ -70,11 +70,11 @@ def _pages(entry: PatchedFile) -> str:
 
 
 _DIGESTS: dict[Path, tuple[tuple[int, ...], str]] = {}
-"""Path -> what `stat` answered, and the hash of the content then."""
+"""Path -> the answer of `stat`, and the hash of the content at that time."""
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file, which is read again only when `stat` says that it may have changed."""
+    """SHA-256 of a file, which is read again only if `stat` shows that it may have changed."""
     try:
         there = path.stat()
     except OSError:
@@ -86,7 +86,10 @@ def _digest(path: Path) -> str:
 
 
 def _refuse_shadows(root: Path) -> None:
-    """What ROOT has itself comes from there; other distributions share the name `megatron`."""
+    """Refuse modules that ROOT has and that came from elsewhere.
+
+    Other distributions share the name `megatron`, so modules that ROOT lacks may come from them.
+    """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.partition(".")[0] != "megatron" or not isinstance(file, str):
@@ -101,5 +104,5 @@ def _refuse_shadows(root: Path) -> None:
                 "shadowed",
                 f"{name} was imported from {file}, not from {root}.",
                 "The patched tree is not the one that trains.",
-                "take the other folder off PYTHONPATH",
+                "remove the other folder from PYTHONPATH",
             )

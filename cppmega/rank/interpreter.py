@@ -1,4 +1,4 @@
-"""The options that Python was started with: some of them change the code, or hide the guard."""
+"""The options that Python was started with: some of them change the code or disable the guard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cppmega.errors import CppmegaError
 
 
 def check() -> None:
-    """Refuse those under which a run would not be what was proved.
+    """Refuse options under which the code would not be what was proved.
 
     Raises:
         CppmegaError: `optimized-python`, `isolated-python`.
@@ -17,8 +17,8 @@ def check() -> None:
         raise CppmegaError(
             "optimized-python",
             f"Python runs with -{'O' * sys.flags.optimize}, or PYTHONOPTIMIZE is set.",
-            "It compiles other code than what was proved, without the assertions by which "
-            "Megatron checks its arguments.",
+            "It compiles the code without the assertions by which Megatron checks its arguments, "
+            "and that is not the code that was proved.",
             "unset PYTHONOPTIMIZE, and start Python without -O",
         )
     ignores = "I" if sys.flags.isolated else "E" if sys.flags.ignore_environment else ""

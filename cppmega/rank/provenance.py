@@ -1,7 +1,8 @@
-"""Whose code has this process imported: every file of Megatron, patched or not, is judged.
+"""The origin of the code that this process has imported: every file of Megatron is judged.
 
-By the RECORD of the distribution that installed it, by the commit of a checkout, by the receipt for
-what was patched, or by an edit that was accepted by name and hash. Only imported files are read.
+A file is vouched for by the RECORD of the distribution that installed it, by the commit of a
+checkout, by the receipt if it is patched, or by an edit that was accepted by name and hash. Only
+imported files are read.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _ACCEPTED = "accepted"
 
 @dataclass
 class Judged:
-    """What was found."""
+    """The imported files, their origins, and the problems with them."""
 
     files: dict[str, str] = field(default_factory=dict)
     """Path -> SHA-256 of every imported file."""
     owners: dict[str, str] = field(default_factory=dict)
-    """Path -> who vouches for it; a path without an owner is unverified."""
+    """Path -> what vouches for it; a path without an owner is unverified."""
     edits: dict[str, str] = field(default_factory=dict)
-    """Those of the accepted edits that were imported."""
+    """The accepted edits that were imported: path -> SHA-256."""
     problems: list[CppmegaError] = field(default_factory=list)
 
     @property
@@ -47,10 +48,10 @@ class Judged:
 
     @property
     def digest(self) -> str:
-        """One hash over all of it, to compare ranks by."""
+        """One hash over all files, by which ranks are compared."""
         return sha256("\n".join(f"{p} {self.files[p]}" for p in sorted(self.files)).encode())[:16]
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """One line for a log."""
         counts: dict[str, int] = {}
         for owner in self.owners.values():
@@ -76,14 +77,16 @@ def check(
     """Judge what this process has imported so far, and compare it with the other ranks.
 
     Args:
-        where: names this process.
-        gather: gives every rank's object to every rank; all ranks must call together.
+        root: the tree.
+        receipt: what was applied to it.
+        where: how messages name this process.
+        gather: collects an object from every rank; all ranks must call together.
 
     Raises:
-        CppmegaError: on every rank, what `problems_of` finds in one of them; `imported-differs`.
+        CppmegaError: on every rank, the first problem of one of them; `imported-differs`.
     """
     global _LAST
-    _LAST = look(root, receipt, accepted.in_this_process())
+    _LAST = judge(root, receipt, accepted.in_this_process())
     first = next(iter(_LAST.problems), None)
     problem = (first.name, first.what, first.why, first.next) if first is not None else None
     everyone = gather((where, _LAST.digest, problem, len(_LAST.problems)))
@@ -94,22 +97,22 @@ def check(
 
 
 def summary() -> str:
-    """What `check` saw last, for a log."""
-    return _LAST.said()
+    """The result of the last `check`, for a log."""
+    return _LAST.summary()
 
 
-def look(root: Path, receipt: Receipt, edits: accepted.Edits) -> Judged:
-    """Judge every imported module of the packages that the receipt is about."""
-    judge = _Judge(root, receipt, edits)
+def judge(root: Path, receipt: Receipt, edits: accepted.Edits) -> Judged:
+    """Judge every imported module of the packages that the receipt names."""
+    judging = _Judge(root, receipt, edits)
     for name, module in list(sys.modules.items()):
-        judge.take(name, module)
+        judging.take(name, module)
     witness.remember()
-    return judge.found
+    return judging.judged
 
 
 class _Judge:
     def __init__(self, root: Path, receipt: Receipt, edits: accepted.Edits) -> None:
-        self.found = Judged()
+        self.judged = Judged()
         self._receipt, self._accepted = receipt, edits
         targets = (target for page in receipt.pages.values() for target in page.targets)
         self._packages = {"megatron", *(target.partition("/")[0] for target in targets)}
@@ -122,19 +125,19 @@ class _Judge:
         """Judge one module, if it is of these packages by its name or by its file."""
         if not isinstance(module, ModuleType):
             if module is not None and name.partition(".")[0] in self._packages:
-                self.found.problems.append(_in_memory(name))
+                self.judged.problems.append(_in_memory(name))
             return
-        spec = vars(module).get("__spec__")  # lazy modules import things for an attribute
+        spec = vars(module).get("__spec__")  # an attribute of a lazy module may trigger imports
         file = spec.origin if spec is not None and spec.has_location else None
         file = file or vars(module).get("__file__")
         if name.partition(".")[0] in self._packages:
             if spec is None or spec.name == name or sys.modules.get(spec.name) is not module:
-                self.found.problems += self._named(name, module, file)  # else: a second name
+                self.judged.problems += self._named(name, module, file)  # else: an alias
         elif isinstance(file, str) and file.startswith(self._tops):  # by its path, or as a script
             top = next(top for top in self._tops if file.startswith(top))
             if file.removeprefix(top).partition("/")[0] in self._packages:
                 path = file.removeprefix(top)
-                self.found.problems += self._file(module, self._root, path, file)
+                self.judged.problems += self._file(module, self._root, path, file)
 
     def _named(self, name: str, module: ModuleType, file: str | None) -> Iterator[CppmegaError]:
         base = name.replace(".", "/")
@@ -161,7 +164,7 @@ class _Judge:
         return self._sites[folder]
 
     def _without_a_file(self, name: str, module: ModuleType, base: str) -> Iterator[CppmegaError]:
-        """A namespace, whose folders are looked at; or a module that was made in memory."""
+        """Judge a namespace by its folders; any other module without a file was made in memory."""
         places = getattr(module, "__path__", None)
         if places is None:
             yield _in_memory(name)
@@ -174,9 +177,10 @@ class _Judge:
         """Judge the file that a module came from.
 
         Args:
+            module: the module.
             site: the folder that holds the package.
-            path: of the file, relative to it.
-            file: the same as Python has it.
+            path: the path of the file in that folder.
+            file: the path of the file as Python has it.
         """
         spec = getattr(module, "__spec__", None)
         loader = getattr(spec, "loader", None) or getattr(module, "__loader__", None)
@@ -190,14 +194,14 @@ class _Judge:
             yield _in_memory(module.__name__)
             return
         if data is None or (loaded and sha256(data) != loaded):
-            yield _changed(file, "It was changed after this process had imported it.")
+            yield _changed(file, "It has changed since this process imported it.")
             return
         foreign = getattr(loader, "foreign", "")
         if type(loader) is SourceFileLoader:
             foreign = witness.foreign_bytecode(Path(file), data)
         if foreign:
             yield _foreign_bytecode(foreign, file)
-        self.found.files[path] = sha256(data)
+        self.judged.files[path] = sha256(data)
         yield from self._origin(tree, path, data)
 
     def _origin(self, tree: Tree, path: str, data: bytes) -> Iterator[CppmegaError]:
@@ -206,16 +210,16 @@ class _Judge:
             if mine.after != now:
                 pages = ", ".join(step.partition("@")[0] for step in mine.steps)
                 yield _changed(str(tree.root / path), f"It carries {pages}.")
-            self.found.owners[path] = _PATCHED
+            self.judged.owners[path] = _PATCHED
         elif tree.vouched(path):
             listed = tree.listed(path)
             commit = tree.checkout.commit[:12] if tree.checkout is not None else "?"
-            self.found.owners[path] = listed[0] if listed is not None else f"commit {commit}"
+            self.judged.owners[path] = listed[0] if listed is not None else f"commit {commit}"
         elif path in self._accepted:
             yield from refused_edit(path, now, self._accepted[path])
-            self.found.edits[path], self.found.owners[path] = now, _ACCEPTED
+            self.judged.edits[path], self.judged.owners[path] = now, _ACCEPTED
         elif path.endswith(tuple(EXTENSION_SUFFIXES)) and _is_built(tree, path):
-            self.found.owners[path] = _BUILT
+            self.judged.owners[path] = _BUILT
         elif tree.pristine(path)[0] != "unverified":
             yield foreign_edit(tree, path, now)
         elif tree.has_origin(path):
@@ -223,33 +227,33 @@ class _Judge:
 
 
 def refused_edit(path: str, now: str, wanted: str) -> Iterator[CppmegaError]:
-    """An edit was accepted, and the file is another one by now."""
+    """The error for an accepted edit whose file has changed since; none if it has not."""
     if now != wanted:
         yield CppmegaError(
             "accepted-edit-differs",
             f"{path} was accepted with SHA-256 {wanted}, and has {now}.",
-            "It was edited again since somebody looked at it and accepted it.",
-            f"look at it, then --accept {path}={now}",
+            "It was edited again after it had been inspected and accepted.",
+            f"inspect it, then pass --accept {path}={now}",
         )
 
 
 def foreign_edit(tree: Tree, path: str, now: str, edit: str = "") -> CppmegaError:
-    """A file that upstream has with another text."""
+    """The error for a file whose text differs from upstream's."""
     return CppmegaError(
         "foreign-edit",
         f"{path} differs from upstream's" + (f"; {edit}" if edit else "."),
-        "The run would train somebody's edit that no receipt, log or checkpoint names.",
+        "The run would train an edit that no receipt, log or checkpoint names.",
         f"{foreign_diff.restore(tree, path)}; or make the edit a page: cppmega new NAME; or accept "
         f"it: --accept {path}={now}",
     )
 
 
 def foreign_file(tree: Tree, path: str, now: str) -> CppmegaError:
-    """A file that upstream does not have."""
+    """The error for a file that upstream does not have."""
     return CppmegaError(
         "foreign-file",
         f"{tree.root / path} is not upstream's: no RECORD and no commit names it.",
-        "Code that somebody added would train, and no receipt, log or checkpoint names it.",
+        "The run would train added code that no receipt, log or checkpoint names.",
         f"move it away; or accept it: --accept {path}={now}",
     )
 
@@ -257,15 +261,15 @@ def foreign_file(tree: Tree, path: str, now: str) -> CppmegaError:
 def _refuse(everyone: Iterable[tuple[str, str, tuple[str, str, str, str] | None, int]]) -> None:
     broken = [(where, problem, count) for where, _, problem, count in everyone if problem]
     for _, (name, _, why, command), _ in broken[:1]:
-        said = [
+        messages = [
             f"{where}: {problem[1]}" + (f" ({count - 1} more)" if count > 1 else "")
             for where, problem, count in broken
         ]
-        raise CppmegaError(name, " ".join(dict.fromkeys(said[:8])), why, command)
+        raise CppmegaError(name, " ".join(dict.fromkeys(messages[:8])), why, command)
 
 
 def _refuse_differing(everyone: Iterable[tuple[str, dict[str, str]]]) -> None:
-    """Compare what ranks have both imported."""
+    """Compare the files that more than one rank has imported."""
     first: dict[str, tuple[str, str]] = {}
     for where, files in everyone:
         for path, digest in files.items():
@@ -275,13 +279,13 @@ def _refuse_differing(everyone: Iterable[tuple[str, dict[str, str]]]) -> None:
                     "imported-differs",
                     f"{path} is {known[:12]} on {place} and {digest[:12]} on {where}.",
                     "The ranks would train different code.",
-                    "install the same files on every host; an extension that was built there is "
-                    "copied, or built again with one compiler",
+                    "install the same files on every host; copy an extension built on one, "
+                    "or build it on each with the same compiler",
                 )
 
 
 def _paths(base: str) -> Iterator[str]:
-    """Where the import system looks for a module, relative to the folder of its package."""
+    """The places where the import system looks for a module, relative to its site."""
     yield f"{base}.py"
     yield f"{base}/__init__.py"
     for suffix in EXTENSION_SUFFIXES:
@@ -294,9 +298,9 @@ def _exists(root: Path, part: str) -> bool:
 
 
 def _is_built(tree: Tree, path: str) -> bool:
-    """An extension that Megatron compiles where it is installed; another rank's must be the same.
+    """Whether Megatron compiles an extension where it is installed; all ranks' must be the same.
 
-    A wheel may hold one that its user's make has replaced.
+    A wheel may also contain one, which a user's make then replaces.
     """
     return (tree.root / path).with_name("Makefile").is_file()
 
@@ -305,7 +309,7 @@ def _other_file(name: str, file: str, wanted: str) -> CppmegaError:
     return CppmegaError(
         "other-file",
         f"{name} was imported from {file}, not from {wanted}.",
-        "The file that was checked is there, and its code does not train.",
+        "The file that was checked exists, but its code is not what trains.",
         f"move {file} away",
     )
 
@@ -315,16 +319,16 @@ def _shadowed(name: str, file: str, root: Path) -> CppmegaError:
         "shadowed",
         f"{name} was imported from {file}, not from {root}.",
         "The patched tree is not the one that trains.",
-        "take the other folder off PYTHONPATH",
+        "remove the other folder from PYTHONPATH",
     )
 
 
 def _in_memory(name: str) -> CppmegaError:
     return CppmegaError(
         "foreign-module",
-        f"{name} was made in memory and put into sys.modules.",
-        "No file holds the code that would train, and no hash names it.",
-        "find who assigns sys.modules[...], and import the module instead",
+        f"{name} was created in memory and put into sys.modules.",
+        "No file holds the code that would train, so that no hash identifies it.",
+        "find the code that assigns sys.modules[...], and import the module instead",
     )
 
 
@@ -334,15 +338,15 @@ def _foreign_loader(name: str, loader: object) -> CppmegaError:
         "foreign-loader",
         f"{name} was loaded by {kind.__module__}.{kind.__qualname__}, not from its source by "
         "Python's own loader.",
-        "An import hook, an archive or bytecode without a source may run other code than the file.",
-        "install the source files, and take the hook out of sys.meta_path and sys.path_hooks",
+        "An import hook, an archive or bytecode without a source may run different code.",
+        "install the source files, and remove the hook from sys.meta_path and sys.path_hooks",
     )
 
 
 def _foreign_bytecode(cached: str, file: str) -> CppmegaError:
     return CppmegaError(
         "stale-bytecode",
-        f"{cached} holds other code than {file}, and Python would take it.",
+        f"{cached} holds different code from {file}, and Python would use it.",
         "A process without this check would run it; the source would not be what trains.",
         f"rm {cached}",
     )
@@ -352,7 +356,7 @@ def _changed(file: str, what: str) -> CppmegaError:
     return CppmegaError(
         "file-changed",
         f"{file} is not what was checked. {what}",
-        "What is on disk and what trains are not the same.",
+        "The code that trains is not the code on disk.",
         "cppmega status",
     )
 

@@ -1,4 +1,4 @@
-"""Which pages a run must have passed through by now, and the errors where it did not."""
+"""The pages that a run must have reached by a phase, and the errors if it has not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOP = "for batch in cppmega.guard.steps(loader, args):"
 
 
 def required(guard: Guard, args: Any, phases: Iterable[str], reached: set[str]) -> set[str]:
-    """Pages that this run must have passed through by now; the others become idle.
+    """The pages that this run must have reached by these phases; the others become idle.
 
     Raises:
         CppmegaError: `arguments-not-given`.
@@ -33,7 +33,7 @@ def required(guard: Guard, args: Any, phases: Iterable[str], reached: set[str]) 
     for name in guard.receipt.pages:
         patch = guard.session.pages[name].patch
         if patch.reached == "never":
-            guard.idle[name] = "no run need reach it"
+            guard.idle[name] = "no run has to reach it"
         elif patch.reached not in phases:
             guard.idle.setdefault(name, f"reached at {patch.reached}")
         elif patch.when is not None and args is None:
@@ -48,7 +48,7 @@ def required(guard: Guard, args: Any, phases: Iterable[str], reached: set[str]) 
 
 
 def refuse_missing(guard: Guard, missing: set[str], place: str, when: str) -> None:
-    """Stop where a page that had to be reached was reached on no rank.
+    """Refuse a run in which pages that had to be reached were not reached on any rank.
 
     Raises:
         CppmegaError: `page-not-reached`.
@@ -60,15 +60,15 @@ def refuse_missing(guard: Guard, missing: set[str], place: str, when: str) -> No
     )
     raise CppmegaError(
         "page-not-reached",
-        f"{place}: no rank went through {names} by {when}.",
-        "The patch is on disk and does nothing: the run would train without it.",
-        "see `cppmega explain NAME`; a run that does not need it takes it out with "
+        f"{place}: no rank has reached {names} by {when}.",
+        "The patch is on disk and has no effect: the run would train without it.",
+        "see `cppmega explain NAME`; if the run does not need the patch, remove it with "
         "`cppmega revert NAME`",
     )
 
 
 def summary(guard: Guard, reached: set[str]) -> str:
-    """One line for the log: what this run trains with."""
+    """One line for the log: the overlay that this run trains with."""
     hit = sorted(reached & set(guard.receipt.pages))
     idle = [f"{name} ({why})" for name, why in sorted(guard.idle.items()) if name not in reached]
     wrapped = [f"{name} by {key}" for name, key in sorted(vouched.met().items())]
@@ -86,7 +86,7 @@ def _refuse_undecided(names: set[str], phases: tuple[str, ...]) -> None:
     raise CppmegaError(
         "arguments-not-given",
         f"Whether this run must reach {', '.join(sorted(names))} depends on its arguments, which "
-        "the loop did not give; no rank has reached it.",
-        "The patch may do nothing in a run that needs it.",
+        "the loop has not passed; no rank has reached it.",
+        "The patch may have no effect in a run that needs it.",
         f"`{call}`, where args has the names of Megatron's arguments",
     )

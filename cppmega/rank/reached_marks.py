@@ -1,4 +1,4 @@
-"""Which pages a process went through: the flags of patched files, and of runtime patches."""
+"""The pages that a process has reached: flags of patched files, and of runtime patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REACHED: set[str] = set()
 
 
 def reached() -> set[str]:
-    """Names of the pages that this process went through so far, over all imported modules."""
+    """Names of the pages that this process has reached so far, over all imported modules."""
     found = set(REACHED)
     for module in list(sys.modules.values()):
         flags = getattr(module, "__dict__", {}).get(FLAGS)

@@ -1,8 +1,8 @@
-"""Every rank of a process group carries the guard, or is named.
+"""The ranks of a process group: every one carries the guard, or is reported.
 
-A rank without it would not take part in the comparison of the ranks: they would wait for it until
-the group's own time limit, or pair their comparison with one of its collectives. So every guarded
-rank leaves a key in the group's store when it has joined, and looks for those of all the others
+A rank without the guard would not take part in the comparison of the ranks: they would wait for it
+until the group's own time limit, or pair their comparison with one of its collectives. So every
+guarded rank leaves a key in the group's store when it joins, and looks for the keys of all others
 before anything else is exchanged.
 """
 
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 _KEY = "cppmega/guarded/{}"
 _LIMIT = timedelta(minutes=5)
-"""How long a rank may take to follow the others, where the group's own limit is longer."""
+"""How long a rank may lag behind the others, if the group's own limit is longer."""
 
 _ON_JOIN: list[Callable[[], None]] = []
 
 
 def distributed() -> Any:
-    """`torch.distributed` where this process is a rank of a group; None elsewhere."""
+    """`torch.distributed` if this process is a rank of a group, else None."""
     found = getattr(sys.modules.get("torch"), "distributed", None)
     if found is None or not found.is_available() or not found.is_initialized():
         return None
@@ -65,13 +65,13 @@ def gather(mine: T) -> list[T]:
 
 
 def on_join(action: Callable[[], None]) -> None:
-    """Have something done in every process that becomes a rank."""
+    """Call a function in every process that becomes a rank."""
     if action not in _ON_JOIN:
         _ON_JOIN.append(action)
 
 
 def watch() -> None:
-    """See this process, and those forked from it, become ranks."""
+    """Notice when this process, or one forked from it, becomes a rank."""
     name = "torch.distributed.distributed_c10d"
     if name in sys.modules:
         _watch_init(sys.modules[name])
@@ -80,7 +80,7 @@ def watch() -> None:
 
 
 def answer() -> None:
-    """Leave this rank's key: it carries the guard."""
+    """Leave this rank's key, which shows that it carries the guard."""
     store, torch_distributed = _store(), distributed()
     if store is not None:
         store.set(_KEY.format(torch_distributed.get_rank()), "1")
@@ -100,22 +100,22 @@ def require_everyone() -> None:
     limit = min(store.timeout, _LIMIT)
     try:
         store.wait(keys, limit)
-    except RuntimeError:  # what torch raises, whatever the store and its version
+    except RuntimeError:  # from every kind and version of store
         silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         if not silent:
-            return  # they came at the last moment
+            return  # they answered at the last moment
         raise CppmegaError(
             "rank-without-guard",
             f"Within {limit.total_seconds():.0f} seconds rank {', '.join(silent[:8])} of "
-            f"{len(keys)} did not say what code it runs: it does not carry the guard.",
-            "One rank with other code is enough to train a wrong model.",
+            f"{len(keys)} did not answer: it does not carry the guard.",
+            "One rank with different code is enough to train a wrong model.",
             "start every rank with `python -m cppmega.run`, without python -S, -I or -E, and leave "
             "PYTHONPATH and CPPMEGA_* in the environment of ranks that your script starts",
         ) from None
 
 
 def _store() -> Any:
-    """The store that the ranks met in; None where there is no group, or one without (MPI)."""
+    """The store of the process group; None if there is no group, or one without a store (MPI)."""
     if distributed() is None:
         return None
     c10d = sys.modules["torch.distributed.distributed_c10d"]
@@ -136,7 +136,7 @@ def _watch_init(module: ModuleType) -> None:
             for action in _ON_JOIN:
                 action()
 
-    # torch.distributed copies the name when this module has been imported, that is: after us.
+    # torch.distributed copies the name after this module has been imported, and after this hook.
     for holder in (module, sys.modules.get("torch.distributed")):
         if getattr(holder, "init_process_group", None) is original:
             setattr(holder, "init_process_group", init_process_group)  # noqa: B010

@@ -1,8 +1,8 @@
-"""What the processes of a guarded run tell the first of them: who holds the guard, who trains.
+"""The ledger of a guarded run: which of its processes hold the guard, and which have trained.
 
-The first process keeps a nameless file in memory; the others write to it through /proc. Its address
-is inherited in the environment, and proves that it was: the process that it names must live, be an
-ancestor of whoever reads it, and hold such a file. A variable left over in a shell proves nothing.
+The first process keeps an anonymous file in memory; the others append to it through /proc. Its
+address is inherited in the environment, and can be checked: the process that it names must live, be
+an ancestor of the reader, and hold such a file. A variable left over in a shell proves nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cppmega.host import env, process
 _FILE = "cppmega-guard"
 
 What = Literal["holds", "joined", "stepped", "excused", "refused"]
-"""The process holds the guard; it joined a process group; a step of it was checked; it ended and
-needed no step; the guard refused it."""
+"""The process holds the guard; it has joined a process group; one of its steps was checked; it has
+ended and needed no step; the guard has refused it."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -57,11 +57,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _address = ""
-"""Of the ledger that this process has opened or joined: a script may change its environment."""
+"""The ledger that this process has opened or joined; a script may change its environment."""
 
 
 def open_new() -> str:
-    """A ledger of this process's own; answers its address."""
+    """Open a ledger in this process; returns its address."""
     global _address
     number = os.memfd_create(_FILE)
     _address = f"{os.getpid()}.{process.started(os.getpid())}.{number}"
@@ -69,10 +69,11 @@ def open_new() -> str:
 
 
 def join_or_forget(environ: MutableMapping[str, str], *names: str) -> None:
-    """Take over the ledger that an environment names, if this process inherited it.
+    """Join the ledger that an environment names, if this process has inherited it.
 
     Args:
-        names: variables that mean nothing where it did not; they are taken out, with a remark.
+        environ: the environment.
+        names: variables that are meaningless otherwise; they are then removed, with a remark.
     """
     global _address
     address = env.GUARDED_BY.read(environ)
@@ -90,23 +91,23 @@ def join_or_forget(environ: MutableMapping[str, str], *names: str) -> None:
 
 
 def address() -> str:
-    """Of this process's ledger; empty: it has none."""
+    """The address of this process's ledger; empty if it has none."""
     return _address
 
 
 def write(what: What, **details: Any) -> None:
-    """Add a line; nothing where the first process is gone."""
+    """Append an entry; does nothing if the first process is gone."""
     path = _path(_address)
     if path is None:
         return
     me = os.getpid()
     line = {"what": what, "pid": me, "above": process.ancestors(me), **details}
     with suppress(OSError), path.open("ab", buffering=0) as file:
-        file.write(json.dumps(line).encode() + b"\n")  # one write: lines of others stay whole
+        file.write(json.dumps(line).encode() + b"\n")  # one write, so that entries stay intact
 
 
 def below(pid: int) -> list[Entry]:
-    """The entries of the processes that a process has started, and they in turn."""
+    """The entries of the processes below a process."""
     path = _path(_address)
     if path is None:
         return []
@@ -115,7 +116,7 @@ def below(pid: int) -> list[Entry]:
 
 
 def _path(address: str) -> Path | None:
-    """The file behind an address; None where the address proves nothing."""
+    """The file at an address; None if the address proves nothing."""
     pid, _, rest = address.partition(".")
     since, _, number = rest.partition(".")
     if not (pid.isdigit() and number.isdigit() and process.alive(int(pid), since)):

@@ -1,7 +1,7 @@
-"""Loads the packages that pages may target, and remembers from which bytes it did.
+"""The loader of the packages that pages may target, which remembers the bytes that it loaded.
 
-What is read from disk later may not be what was imported: a file can be put back, and bytecode can
-remove itself. The loader is Python's own, except that it runs no bytecode that is not its source's.
+A file that is read later may not be the one that was imported: it can be put back, and bytecode can
+remove itself. The loader is Python's own, except that it runs no bytecode of a different source.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cppmega.tree.installed import sha256
 
 
 class Witnessed(SourceFileLoader):
-    """Python's loader of sources; keeps the hash of what it loaded, and what it did not take."""
+    """Python's source loader, with the hash of the source and the bytecode that it rejected."""
 
     loaded: str = ""
-    """SHA-256 of the source that was compiled; empty before that."""
+    """SHA-256 of the source that was loaded; empty before that."""
     foreign: str = ""
-    """Bytecode that Python would have taken, and that is not the source's."""
+    """The path of bytecode that Python would have used, and that is not the source's."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         path = Path(self.get_filename(fullname))
@@ -47,13 +47,13 @@ class Witnessed(SourceFileLoader):
         return code
 
     def get_data(self, path: str) -> bytes:
-        """A file as it was when it was judged."""
+        """The bytes of a file as they were when it was judged."""
         held = getattr(self, "_held", {}).get(path)
         return held if held else super().get_data(path)
 
 
 class _Finder(MetaPathFinder):
-    """First in line: gives what the others find our loader, where they would use Python's."""
+    """First on `sys.meta_path`; replaces Python's source loader in the specs that others find."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,7 +61,7 @@ class _Finder(MetaPathFinder):
         if fullname.partition(".")[0] not in PACKAGES:
             return None
         for finder in sys.meta_path:
-            found = getattr(finder, "find_spec", None)  # some old ones have none
+            found = getattr(finder, "find_spec", None)  # some old finders have none
             spec: ModuleSpec | None = None
             if found is not None and finder is not self:
                 spec = found(fullname, path, target)
@@ -77,13 +77,13 @@ _LEDGER = pyc.Ledger(wheels.cache())
 
 
 def install() -> None:
-    """Witness every import from now on."""
+    """Load every targeted package with this loader from now on."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
 
 def foreign_bytecode(path: Path, text: bytes) -> str:
-    """Of a module that was loaded unwitnessed: bytecode that Python takes and is another's."""
+    """The path of the bytecode that Python used for a source, if it is not the source's."""
     cached = _cached(path)
     data = _bytes(cached)
     if not pyc.trusted(data, path, text) or _LEDGER.knows(data, text):
@@ -92,12 +92,12 @@ def foreign_bytecode(path: Path, text: bytes) -> str:
 
 
 def remember() -> None:
-    """Keep what was compared, for the next process."""
+    """Save the comparisons for the next process."""
     _LEDGER.save()
 
 
 def _compared(data: bytes, text: bytes, code: CodeType) -> bool:
-    """Whether bytecode is that code; if it is, the comparison is remembered."""
+    """Whether bytecode holds this code; if so, the comparison is remembered."""
     if not pyc.same(data, code):
         return False
     _LEDGER.add(data, text)

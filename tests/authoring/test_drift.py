@@ -15,10 +15,10 @@ from textwrap import indent
 
 import pytest
 
+from cppmega import cli
 from cppmega.authoring import drift, drift_report, similar, statements
 from cppmega.authoring.drift_result import Drift, PageDrift, TargetDrift
 from cppmega.catalogue import loader as catalogue
-from cppmega.cli import main as cli
 from cppmega.errors import CppmegaError
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Session

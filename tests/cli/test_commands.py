@@ -18,7 +18,7 @@ import click
 import pytest
 
 from cppmega.catalogue import loader as catalogue
-from cppmega.cli import main as cli
+from cppmega.cli.main import cli, main
 from cppmega.errors import CppmegaError
 from tests.support import VERSIONS, copy
 from tests.support.lab import REPOSITORY, A, B, Lab
@@ -34,7 +34,7 @@ def console(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     """Exit status, stdout and stderr of a command, in this process."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as done:
-        cli.main(arguments)
+        main(arguments)
     out, err = capsys.readouterr()
     code = done.value.code
     return (code if isinstance(code, int) else 0), out, err
@@ -325,8 +325,8 @@ def test_reader_that_stops_reading(lab: Lab) -> None:
 
 
 def test_every_command_is_in_a_section_of_the_help() -> None:
-    named = cli.cli.list_commands(click.Context(cli.cli))
-    assert sorted(named) == sorted(cli.cli.commands)
+    named = cli.list_commands(click.Context(cli))
+    assert sorted(named) == sorted(cli.commands)
 
 
 _HEAVY = ("libcst", "torch", "rich", "psutil", "pyflakes", "megatron", "wrapt", "numpy")

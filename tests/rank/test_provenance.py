@@ -50,7 +50,7 @@ class Site:
 
     def look(self, receipt: Receipt | None = None, **accepted: str) -> Judged:
         edits = {path.replace("__", "/"): digest for path, digest in accepted.items()}
-        return provenance.look(self.root, receipt or Receipt(), edits)
+        return provenance.judge(self.root, receipt or Receipt(), edits)
 
     def problems(self) -> set[str]:
         return {problem.name for problem in self.look().problems}
@@ -106,7 +106,7 @@ def test_a_clean_import_is_vouched_for_by_its_record(site: Site) -> None:
     site.load()
     found = site.look()
     assert not found.problems and set(found.files) == set(FILES)
-    assert found.said() == "3 of megatron-core 0.19.2"
+    assert found.summary() == "3 of megatron-core 0.19.2"
 
 
 def test_files_that_are_not_imported_are_not_read(site: Site) -> None:
@@ -402,7 +402,7 @@ def test_a_tree_without_origin_says_unverified(site: Site) -> None:
     site.load()
     found = site.look()
     assert not found.problems and found.unverified == sorted(FILES)
-    assert "3 unverified, of no RECORD and no commit: megatron/core/__init__.py" in found.said()
+    assert "3 unverified, of no RECORD and no commit: megatron/core/__init__.py" in found.summary()
 
 
 def test_another_distribution_of_the_namespace(site: Site, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_checkout_is_judged_by_its_commit(site: Site) -> None:
     site.commit()
     site.load()
     found = site.look()
-    assert not found.problems and "3 of commit " in found.said()
+    assert not found.problems and "3 of commit " in found.summary()
     site.write("megatron/core/mine.py", b"")
     importlib.invalidate_caches()
     importlib.import_module("megatron.core.mine")
@@ -455,7 +455,7 @@ def test_a_patched_file_is_what_the_receipt_says(site: Site) -> None:
     before, after = sha256(FILES[A]), sha256(b"VALUE = 2\n")
     receipt = Receipt(files={A: PatchedFile(before, after, "record", ["page@1"])})
     assert not site.look(receipt).problems
-    assert "1 of patched" in site.look(receipt).said()
+    assert "1 of patched" in site.look(receipt).summary()
     receipt.files[A] = PatchedFile(before, before, "record", ["page@1"])
     assert [p.name for p in site.look(receipt, **{A: after}).problems] == ["file-changed"]
 
@@ -468,7 +468,7 @@ def test_an_edit_is_accepted_by_name_and_hash(site: Site) -> None:
     assert f"--accept {A}={digest}" in refused.next
     found = site.look(**{A: digest})
     assert not found.problems and found.edits == {A: digest}
-    assert "accepted edits: megatron/core/a.py" in found.said()
+    assert "accepted edits: megatron/core/a.py" in found.summary()
     (differs,) = site.look(**{A: sha256(b"")}).problems
     assert differs.name == "accepted-edit-differs"
 
@@ -486,7 +486,7 @@ def test_a_built_extension_is_hashed(site: Site) -> None:
     site.write("megatron/core/Makefile", b"")
     found = site.look()
     assert not found.problems and found.files[path] == sha256(there.read_bytes())
-    assert "1 of built here" in found.said()
+    assert "1 of built here" in found.summary()
 
 
 def test_ranks_are_compared_file_by_file(site: Site) -> None:

@@ -522,7 +522,7 @@ import io, os, shutil, sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from cppmega.catalogue import loader as catalogue
-from cppmega.cli import main as cli
+from cppmega import cli
 catalogue.builtin_folder = lambda: Path({str(lab.pages)!r})
 for verb in ("apply", "status", "revert"):
     try:

@@ -20,7 +20,7 @@ def check(context: Context) -> str:
     """Import what a rank imports, in the environment of the launch.
 
     Raises:
-        CppmegaError: what `guard.start`, `imported.check`, `provenance.look` and `runtime.check`
+        CppmegaError: what `guard.start`, `imported.check`, `provenance.judge` and `swaps.check`
             find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`.
     """
     refuse(problem.as_error() for problem in context.process.problems)

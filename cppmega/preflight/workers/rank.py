@@ -67,7 +67,7 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
             return [error], ""
         except BaseException as error:  # a half imported module breaks the next ones: one cause
             return [_import_failed(module, error)], ""
-    judged = provenance.look(root, held.receipt, order.accepted)
+    judged = provenance.judge(root, held.receipt, order.accepted)
     problems = [*judged.problems]
     checks: tuple[Callable[[], None], ...] = (
         lambda: imported.check(root, held.receipt),
@@ -78,7 +78,7 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
             check()
         except CppmegaError as error:
             problems.append(error)
-    return problems, judged.said()
+    return problems, judged.summary()
 
 
 def _modules(root: Path, receipt: Receipt) -> list[str]:
