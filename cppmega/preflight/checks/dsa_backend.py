@@ -30,7 +30,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `dsa-backend-declines`, `dsa-unfused`.
     """
-    line, args = context.line, vars(context.megatron_args)
+    line, args = context.launch_line, vars(context.megatron_args)
     if not has_dsa_layers(args):
         raise NotApplicable("no layer is DSA")
     if "dsa_kernel_backend" not in args:

@@ -126,7 +126,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `argument-without-effect`.
     """
-    line, args = context.line, vars(context.megatron_args)
+    line, args = context.launch_line, vars(context.megatron_args)
     refuse(
         CppmegaError(
             "argument-without-effect",
