@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
@@ -81,9 +80,3 @@ class LaunchLine:
         rendered = render(kept, version, options)
         argv = (*rendered.argv, *refused)
         return cls(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))
-
-
-def has_dsa_layers(args: Mapping[str, Any]) -> bool:
-    """Whether Megatron builds a DSA layer from these arguments."""
-    pattern = args.get("hybrid_layer_pattern") or ""
-    return args.get("experimental_attention_variant") == "dsa" or "D" in pattern

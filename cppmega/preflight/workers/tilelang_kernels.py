@@ -21,6 +21,7 @@ from unittest.mock import MagicMock
 
 from cppmega.preflight.ask import serve
 from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
+from cppmega.proof import stand_ins
 from cppmega.rank.imported import only_from
 
 _FLAG = "tl.enable_aggressive_shared_memory_merge"
@@ -78,8 +79,7 @@ class Recorder(MetaPathFinder, Loader):
         self.tilelang = MagicMock(PassConfigKey=keys, **builders)
         self.tilelang.transform.PassConfigKey = keys
         self.absent = {"tilelang"}
-        for name in [name for name in sys.modules if name.partition(".")[0] == "tilelang"]:
-            del sys.modules[name]
+        stand_ins.forget("tilelang")
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -159,10 +159,8 @@ def _without_init(package: str) -> None:
     for end in range(1, len(parts) + 1):
         name, folder = ".".join(parts[:end]), Path(*parts[:end])
         if name not in sys.modules:
-            module = sys.modules[name] = ModuleType(name)
-            module.__path__ = [
-                str(p / folder) for p in map(Path, sys.path) if (p / folder).is_dir()
-            ]
+            places = (Path(entry) / folder for entry in sys.path)
+            stand_ins.package(name, str(next(place for place in places if place.is_dir())))
 
 
 # -- where it is built -----------------------------------------------------------------------------
