@@ -74,10 +74,9 @@ class Recorder(MetaPathFinder, Loader):
         self.kernels: list[TilelangKernel] = []
         self.callers: set[Place] = set()
         """Functions in which a kernel was built: path and first line."""
-        keys = _Keys()
-        builders: dict[str, Any] = dict.fromkeys(_BUILDERS, self.build)
-        self.tilelang = MagicMock(PassConfigKey=keys, **builders)
-        self.tilelang.transform.PassConfigKey = keys
+        self.names: dict[str, Any] = dict.fromkeys(_BUILDERS, self.build)
+        self.names["PassConfigKey"] = _Keys()
+        self.tilelang = MagicMock(**self.names, transform=MagicMock(**self.names))
         self.absent = {"tilelang"}
         stand_ins.forget("tilelang")
         sys.meta_path.insert(0, self)
@@ -90,12 +89,11 @@ class Recorder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> Any:
         """Create a stand-in that has whatever is asked of it."""
-        name, _, rest = spec.name.partition(".")
-        if name != "tilelang":
-            return MagicMock()
-        if rest in _BUILDERS:  # `from tilelang.jit import jit`
-            return MagicMock(side_effect=self.build, **dict.fromkeys(_BUILDERS, self.build))
-        return getattr(self.tilelang, rest) if rest else self.tilelang
+        if spec.name == "tilelang":
+            return self.tilelang
+        if spec.name.startswith("tilelang."):  # as in `from tilelang.jit import jit`
+            return MagicMock(side_effect=self.build, **self.names)
+        return MagicMock()
 
     def exec_module(self, module: ModuleType) -> None:
         """Leave the stand-in as it is."""
@@ -116,10 +114,7 @@ class Recorder(MetaPathFinder, Loader):
                 self.absent.add(missing)
 
     def build(self, kernel: Any = None, *_: Any, pass_configs: Any = None, **__: Any) -> Any:
-        """Record a kernel; without one, return the decorator that does.
-
-        What takes the place of `tilelang.jit` and `tilelang.compile`.
-        """
+        """Record a kernel, in the place of `tilelang.jit`; without one, return the decorator."""
         if kernel is None:
             return lambda function: self.build(function, pass_configs=pass_configs)
         frame = _caller()
