@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt
 from cppmega.overlay.compute import rewritten
+from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.recovery import Mended
+from cppmega.overlay.verbs import Session
 from cppmega.tree import wheels
 from cppmega.tree.installed import Tree, reinstall, sha256
-
-if TYPE_CHECKING:
-    from cppmega.preflight.context import Context
 
 _LINES = 40
 """Of a diff: more belongs into a pager."""
 
 
-def difference(context: Context, path: str, pristine: bytes | None, now: bytes | None) -> str:
+def difference(
+    session: Session, applied: Receipt, path: str, pristine: bytes | None, now: bytes | None
+) -> str:
     """What was changed, as a diff where the right text can be had.
 
     Args:
+        session: the tree and its catalogue.
+        applied: what was applied to it.
         path: of the file, relative to ROOT.
         pristine: upstream's text; ours is made from it where pages edit the file.
         now: what stands there.
@@ -32,7 +34,7 @@ def difference(context: Context, path: str, pristine: bytes | None, now: bytes |
         return "the file is gone."
     if pristine is None:
         return "no copy of upstream's text is on this machine to show the edit."
-    wanted = _as_applied(context, path, pristine)
+    wanted = _as_applied(session, applied, path, pristine)
     if wanted is None:
         return "its patched text cannot be made again with these pages to show the edit."
     lines = list(
@@ -71,18 +73,17 @@ def restore(tree: Tree, path: str) -> str:
     return reinstall(tree.root, tree.version)
 
 
-def _as_applied(context: Context, path: str, pristine: bytes) -> bytes | None:
+def _as_applied(session: Session, applied: Receipt, path: str, pristine: bytes) -> bytes | None:
     """What the pages of the receipt make of a file."""
-    applied = context.receipt
     if path not in applied.files:
         return pristine
-    tree = Mended(context.session.tree.root, {path: pristine})
+    tree = Mended(session.tree.root, {path: pristine})
     try:
         plan = planning.make(
             tree,
-            receipt.Loaded(receipt.Receipt()),
-            context.session.pages,
-            excluded=dict.fromkeys(set(context.session.pages) - set(applied.pages), "not applied"),
+            receipt.Loaded(Receipt()),
+            session.pages,
+            excluded=dict.fromkeys(set(session.pages) - set(applied.pages), "not applied"),
             environment=applied.gates,
         )
         data = rewritten(plan, path)[0]

@@ -65,11 +65,11 @@ def ask(
     try:
         return msgspec.convert(json.loads(done.stdout.rpartition("\n")[2]), answer)
     except (ValueError, msgspec.ValidationError):
-        said = done.stderr.strip().splitlines()
+        printed = done.stderr.strip().splitlines()
         raise CppmegaError(
             "process-ended",
             f"A process started like a rank ended with status {done.returncode}: "
-            f"{(said or ['it printed nothing'])[-1][:400]}",
+            f"{(printed or ['it printed nothing'])[-1][:400]}",
             "Every rank would end the same way.",
             f"{sys.executable} -P -m {module} < /dev/null",
         ) from None

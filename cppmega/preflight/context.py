@@ -26,7 +26,7 @@ from cppmega.preflight import devices
 from cppmega.preflight.ask import ask
 from cppmega.preflight.devices import Devices
 from cppmega.preflight.findings import NotApplicable
-from cppmega.preflight.launch_line import LaunchLine, launch_line, whole_line
+from cppmega.preflight.launch_line import LaunchLine
 from cppmega.preflight.messages import ParsedLine, RankAnswer, RankOrder
 from cppmega.recipe import Recipe, dsa_widths
 from cppmega.recipe.memory import Estimate, estimate
@@ -118,7 +118,7 @@ class Context:
         return self.recipe is not None and self.recipe.gpus > 0
 
     @cached_property
-    def line(self) -> LaunchLine:
+    def launch_line(self) -> LaunchLine:
         """The launch line.
 
         Raises:
@@ -126,9 +126,9 @@ class Context:
             CppmegaError: it cannot be rendered for the installed version.
         """
         if self.recipe is None:
-            return whole_line(self.arguments, self.options, self.environ)
+            return LaunchLine.from_words(self.arguments, self.options, self.environ)
         version = self.session.tree.version
-        return launch_line(self.recipe, self.options, self.arguments, version)
+        return LaunchLine.from_recipe(self.recipe, self.options, self.arguments, version)
 
     @cached_property
     def process(self) -> RankAnswer:
@@ -138,7 +138,7 @@ class Context:
             CppmegaError: `process-ended`, `process-hangs`.
         """
         try:
-            line: LaunchLine | None = self.line
+            line: LaunchLine | None = self.launch_line
         except (NotApplicable, CppmegaError):
             line = None  # Megatron parses nothing, or the line's own check refuses it
         order = RankOrder(
@@ -160,7 +160,7 @@ class Context:
             NotApplicable: nothing that Megatron parses is launched.
             CppmegaError: the line cannot be rendered for the installed version.
         """
-        if not self.line.argv:
+        if not self.launch_line.argv:
             raise NotApplicable("the launch line has no words for Megatron")
         assert self.process.line is not None  # AFTER: imported_process found no problem
         return self.process.line
@@ -187,7 +187,7 @@ class Context:
             NotApplicable: nothing that Megatron parses is launched.
             CppmegaError: what `requirements.check_data` raises.
         """
-        options = self.line.options
+        options = self.launch_line.options
         assert self.recipe is not None
         return requirements.check_data(self.recipe, options, self.allowance.read)
 

@@ -37,46 +37,46 @@ class LaunchLine:
         """Whether one of the arguments is in the line."""
         return any(word.partition("=")[0] in flags for word in self.argv)
 
+    @classmethod
+    def from_words(
+        cls, words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]
+    ) -> LaunchLine:
+        """The line that a user wrote for Megatron's parser.
 
-def whole_line(
-    words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]
-) -> LaunchLine:
-    """A line that was given whole, for Megatron's parser.
+        Raises:
+            NotApplicable: there are no words.
+        """
+        if not words:
+            raise NotApplicable("neither a recipe nor a launch line is named")
+        world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
+        return cls(words, options, world, None)
 
-    Raises:
-        NotApplicable: there are no words.
-    """
-    if not words:
-        raise NotApplicable("no recipe and no launch line was given")
-    world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
-    return LaunchLine(words, options, world, None)
+    @classmethod
+    def from_recipe(
+        cls, recipe: Recipe, options: RunOptions, arguments: tuple[str, ...], version: str
+    ) -> LaunchLine:
+        """The line that the trainer renders from a recipe.
 
+        Args:
+            recipe: the run.
+            options: the trainer's, of this start.
+            arguments: Megatron's own, added to the recipe's.
+            version: of the installed megatron-core.
 
-def launch_line(
-    recipe: Recipe, options: RunOptions, arguments: tuple[str, ...], version: str
-) -> LaunchLine:
-    """The line that the trainer renders from a recipe.
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: the recipe cannot be rendered for that version.
+        """
+        options = options.resuming()
+        if recipe.kind == "loop":
+            from cppmega.smoke import loop as smoke_loop
 
-    Args:
-        recipe: the run.
-        options: the trainer's, of this start.
-        arguments: Megatron's own, added to the recipe's.
-        version: of the installed megatron-core.
-
-    Raises:
-        NotApplicable: nothing that Megatron parses is launched.
-        CppmegaError: the recipe cannot be rendered for that version.
-    """
-    options = options.resuming()
-    if recipe.kind == "loop":
-        from cppmega.smoke import loop as smoke_loop
-
-        smoke_loop.refuse_options(recipe.plus(*arguments), options)
-        smoke_loop.folder_of(options.data, recipe)
-        raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
-    # A recipe refuses these words; here they stay in the line, so that each has its own check.
-    refused = [word for word in arguments if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
-    kept = recipe.plus(*(word for word in arguments if word not in refused))
-    rendered = render(kept, version, options)
-    argv = (*rendered.argv, *refused)
-    return LaunchLine(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))
+            smoke_loop.refuse_options(recipe.plus(*arguments), options)
+            smoke_loop.folder_of(options.data, recipe)
+            raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
+        # A recipe refuses these words; here they stay in the line, so that each has its own check.
+        refused = [word for word in arguments if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
+        kept = recipe.plus(*(word for word in arguments if word not in refused))
+        rendered = render(kept, version, options)
+        argv = (*rendered.argv, *refused)
+        return cls(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))

@@ -134,7 +134,7 @@ def check_packages(recipe: Recipe, options: RunOptions) -> None:
         CppmegaError: `package-missing`.
     """
     needed = {"transformer_engine": ("the layers of every recipe for GPUs", "")}
-    if recipe.uses_dsa and recipe.dsa_kernel_backend == "tilelang":
+    if recipe.uses_tilelang:
         needed["tilelang"] = ("the recipe's DSA kernels", "--set dsa_kernel_backend=none")
     if options.tensorboard is not None:
         needed["tensorboard"] = ("--tensorboard", "leave --tensorboard out")

@@ -111,7 +111,7 @@ def context(name: str) -> Context:
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, ParsedLine]:
     """What the parser of 0.19.2 makes of each line, all in one process."""
-    lines = {name: context(name).line for name in CASES}
+    lines = {name: context(name).launch_line for name in CASES}
     order = {name: [line.argv, line.world, line.environment] for name, line in lines.items()}
     order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
     done = python(patched("0.19.2"), PARSE, env={"CASES": json.dumps(order)})

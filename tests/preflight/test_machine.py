@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -9,8 +10,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from cppmega.checkpoints.tracker import TRACKER
@@ -22,7 +25,14 @@ from cppmega.preflight.checks import kernel_parity, limits
 from cppmega.preflight.checks.limits import Host
 from cppmega.preflight.context import Context, gpu_here
 from cppmega.preflight.devices import Devices
-from cppmega.preflight.messages import Device, ParityAnswer, SharedMemory
+from cppmega.preflight.messages import (
+    Device,
+    DevicesAnswer,
+    DevicesOrder,
+    ParityAnswer,
+    SharedMemory,
+)
+from cppmega.preflight.workers import devices as devices_worker
 from cppmega.preflight.workers import parity
 from tests.preflight.contexts import (
     SLICE,
@@ -365,6 +375,26 @@ def test_a_driver_that_torch_cannot_use() -> None:
     asked = launch(SLICE, root=patched("0.19.2"), training_machine=True, environ=environ)
     found = refuses("gpus", "no-gpu", asked)
     assert "torch" in found.what and "CUDA_VISIBLE_DEVICES=''" in found.what
+
+
+def test_what_torch_says_of_its_gpus_crosses_the_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(
+        device_count=lambda: 1,
+        get_device_properties=lambda index: SimpleNamespace(name="H", major=9, minor=0, uuid="1"),
+        mem_get_info=lambda index: (139 * GIB, 140 * GIB),
+        get_arch_list=lambda: ["sm_90"],
+    )
+    version = SimpleNamespace(cuda="13.0")
+    torch = SimpleNamespace(version=version, cuda=cuda, zeros=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.setattr(devices_worker, "only_from", lambda root: None)
+    found = devices_worker.inspect(DevicesOrder(root="/", modules=["json", "no_such_kernel"]))
+    assert (
+        msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(found))), DevicesAnswer) == found
+    )
+    (device,) = found.devices
+    assert (device.architecture, device.total, device.uuid) == ("sm_90", 140 * GIB, "GPU-1")
+    assert found.imports["json"] == "" and "no_such_kernel" in found.imports["no_such_kernel"]
 
 
 def test_gpus_that_somebody_else_uses() -> None:

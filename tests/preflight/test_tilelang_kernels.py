@@ -50,6 +50,10 @@ FORMS = {
     "other name": ("import tilelang\nbuild = tilelang.jit", "@build({})"),
     "guarded import": ("try:\n    import tilelang\nexcept ImportError: pass", "@tilelang.jit({})"),
     "handed on": ("from .tl_helpers import tilelang as tl\nimport tilelang", "@tl.jit({})"),
+    "keys from their module": (
+        "import tilelang\nfrom tilelang.transform.pass_config import PassConfigKey",
+        "@tilelang.jit({})",
+    ),
     "with other arguments": ("import tilelang", "@tilelang.jit(out_idx=[-1], target='cuda', {})"),
 }
 
@@ -57,7 +61,8 @@ FORMS = {
 def decorators() -> Iterator[Case]:
     """Every form of decorator, with the flag, with another key, and bare."""
     for head, decorator in FORMS.values():
-        uses = [decorator.format(f"pass_configs={ON}"), decorator.format(f"pass_configs={FAST}")]
+        on = ON.replace("tilelang.", "") if "import PassConfigKey" in head else ON
+        uses = [decorator.format(f"pass_configs={on}"), decorator.format(f"pass_configs={FAST}")]
         uses += [decorator.format(""), *([decorator[:-4]] if decorator.endswith("({})") else [])]
         text = "\n".join(f"{use}\ndef kernel(n):\n    return n" for use in uses)
         yield Case(f"{head}\n{text}\n", [("kernel", at == 0) for at in range(len(uses))])

@@ -37,7 +37,7 @@ def check(context: Context) -> str:
         saved = _read(load, context.deep)
         refuse(_other_loop(load, context.recipe, saved))
         return f"{load}, step {saved.step}{_how(load, saved)}"
-    options = context.line.options
+    options = context.launch_line.options
     if options.load is None:
         raise NotApplicable("the run starts from untrained weights")
     fresh = not checkpoint_tracker.exists(options.load)

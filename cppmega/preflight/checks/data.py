@@ -26,7 +26,7 @@ def check(context: Context) -> str:
     recipe, prefixes = context.recipe, context.options.data
     if recipe is not None and context.is_loop and prefixes:
         return _loop_data(recipe, Path(prefixes[-1]), context.allowance)
-    options = context.line.options
+    options = context.launch_line.options
     if recipe is None:
         raise NotApplicable("no recipe is named: line_data checks the data of the line")
     fingerprint = context.data.fingerprint

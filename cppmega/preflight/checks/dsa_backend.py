@@ -6,8 +6,8 @@ then holds `[batch, heads, seq, seq]` scores in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from argparse import Namespace
+from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
 from cppmega.megatron_args import uses_dsa
@@ -30,12 +30,12 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `dsa-backend-declines`, `dsa-unfused`.
     """
-    line, args = context.line, vars(context.megatron_args)
-    if not uses_dsa(context.megatron_args):
+    line, args = context.launch_line, context.megatron_args
+    if not uses_dsa(args):
         raise NotApplicable("no layer is DSA")
-    if "dsa_kernel_backend" not in args:
+    if not hasattr(args, "dsa_kernel_backend"):
         return f"unfused, as this release has no other; {_scores(args)}"
-    backend = args["dsa_kernel_backend"]
+    backend = args.dsa_kernel_backend
     if backend == "none":
         if not line.has("--dsa-kernel-backend"):
             raise CppmegaError(
@@ -62,12 +62,12 @@ def _wideners(context: Context) -> tuple[list[Page], list[Page]]:
 
 
 def _declined(
-    backend: str, args: Mapping[str, Any], wideners: tuple[list[Page], list[Page]]
+    backend: str, args: Namespace, wideners: tuple[list[Page], list[Page]]
 ) -> Iterator[CppmegaError]:
     inside, outside = wideners
-    widths = args["kv_lora_rank"] + args["qk_pos_emb_head_dim"], args["kv_lora_rank"]
+    widths = args.kv_lora_rank + args.qk_pos_emb_head_dim, args.kv_lora_rank
     reasons, supported = [], dsa_widths.supported(backend, provided(inside, dsa_widths.TILELANG))
-    if str(args.get("attention_backend")).endswith("unfused"):
+    if str(getattr(args, "attention_backend", None)).endswith("unfused"):
         reasons.append("every call with --attention-backend unfused")
     if widths not in supported:
         known = ", ".join(f"{query} and {value}" for query, value in supported)
@@ -81,16 +81,16 @@ def _declined(
             + (f" without the patch {' or '.join(lacking)}" if lacking else "")
         )
     if backend == "tilelang":
-        heads = args["num_attention_heads"] // args["tensor_model_parallel_size"]
+        heads = args.num_attention_heads // args.tensor_model_parallel_size
         if heads > _TILE and heads & (heads - 1):
             reasons.append(
                 f"{heads} heads on a rank; it supports powers of two, and any number up to {_TILE}"
             )
-        if args["dsa_indexer_topk"] % _BLOCK:
+        if args.dsa_indexer_topk % _BLOCK:
             reasons.append(
-                f"{args['dsa_indexer_topk']} keys per query; it supports multiples of {_BLOCK}"
+                f"{args.dsa_indexer_topk} keys per query; it supports multiples of {_BLOCK}"
             )
-    dense = args["dsa_indexer_loss_coeff"] and not args["dsa_indexer_use_sparse_loss"]
+    dense = args.dsa_indexer_loss_coeff and not args.dsa_indexer_use_sparse_loss
     if backend == "tilelang" and dense:
         reasons.append("the indexer's dense loss; it only has the sparse one")
     for reason in reasons:
@@ -103,7 +103,7 @@ def _declined(
         )
 
 
-def _scores(args: Mapping[str, Any]) -> str:
-    pairs = args["micro_batch_size"] or 1
-    pairs *= args["num_attention_heads"] * args["seq_length"] ** 2
-    return f"{4 * pairs / 2**30 / args['tensor_model_parallel_size']:.1f} GiB per score tensor"
+def _scores(args: Namespace) -> str:
+    pairs = args.micro_batch_size or 1
+    pairs *= args.num_attention_heads * args.seq_length**2
+    return f"{4 * pairs / 2**30 / args.tensor_model_parallel_size:.1f} GiB per score tensor"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cppmega.errors import CppmegaError
+from cppmega.megatron_args import layer_pattern
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 
@@ -15,12 +16,10 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `expert-overlap-with-mtp`.
     """
-    args = vars(context.megatron_args)
-    if not args.get("overlap_moe_expert_parallel_comm"):
+    args = context.megatron_args
+    if not getattr(args, "overlap_moe_expert_parallel_comm", False):
         raise NotApplicable("expert communication is not overlapped")
-    depths = max(
-        args.get("mtp_num_layers") or 0, (args.get("hybrid_layer_pattern") or "").count("/")
-    )
+    depths = max(getattr(args, "mtp_num_layers", None) or 0, layer_pattern(args).count("/"))
     if depths > 1:
         raise CppmegaError(
             "expert-overlap-with-mtp",

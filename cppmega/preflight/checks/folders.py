@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
 from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.preflight.launch_line import LaunchLine
+from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import parameters
+from cppmega.recipe.run_options import RunOptions
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
@@ -42,7 +43,7 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
             "The run would end at its first logged step.",
             f"--metrics {metrics / 'metrics.jsonl'}",
         )
-    for purpose, folder, room in _folders(context):
+    for purpose, folder, room in _written_folders(context):
         there = _nearest(folder)
         if not there.is_dir() or not _takes_files(there):
             yield CppmegaError(
@@ -66,43 +67,44 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
         usable.append(f"{purpose} {folder} ({gib(free)} free)")
 
 
-def _folders(context: Context) -> Iterator[tuple[str, Path, int]]:
-    environ, home = context.environ, Path(context.environ.get("HOME", "/nonexistent"))
+def _written_folders(context: Context) -> Iterator[tuple[str, Path, int]]:
+    """Purpose and path of each folder, and the bytes that the run may need there."""
+    try:
+        options, trained = context.launch_line.options, context.recipe
+    except NotApplicable:
+        options, trained = context.options, None
     if context.folder is not None:
         yield "run folder", context.folder, _LOG
-    try:
-        line: LaunchLine | None = context.line
-    except NotApplicable:
-        line = None
-        save, metrics = context.options.save, context.options.metrics
-        if save is not None:
-            yield "--save", save, _LOG
-        if metrics is not None:
-            yield "--metrics", metrics.parent, _LOG
-    if line is not None and context.recipe is None and line.options.save is not None:
-        yield "--save", line.options.save, _LOG
-    if line is not None and context.recipe is not None:
-        options = line.options
-        if options.save is not None:
-            # Old ones are never removed; a run can be required to start with room for two.
-            one = _PER_PARAMETER * parameters(context.recipe).total
-            yield (
-                "--save",
-                options.save,
-                one * (2 if context.recipe.train_iters > options.save_interval else 1),
-            )
-        for purpose, folder in (
-            *(("--tensorboard", options.tensorboard), ("--data-cache", options.data_cache)),
-            ("--metrics", options.metrics.parent if options.metrics is not None else None),
-        ):
-            if folder is not None:
-                yield purpose, folder, _LOG
-        if options.data and options.data_cache is None:
-            yield "sample indices next to the data", Path(options.data[0]).parent, _LOG
+    if options.save is not None:
+        room = _LOG if trained is None else _room_for_checkpoints(trained, options.save_interval)
+        yield "--save", options.save, room
+    if options.metrics is not None and context.recipe is not None:
+        yield "--metrics", options.metrics.parent, _LOG
+    if trained is not None:
+        yield from _folders_of_megatron(options)
     if context.needs_gpu and context.training_machine:
-        triton = environ.get("TRITON_CACHE_DIR") or str(home / ".triton")
-        yield "Triton's cache", Path(triton), _LOG
-        yield "temporary files", Path(environ.get("TMPDIR") or "/tmp"), _LOG
+        yield from _caches(context.environ)
+
+
+def _room_for_checkpoints(recipe: Recipe, save_interval: int) -> int:
+    # Old ones are never removed; a run can be required to start with room for two.
+    count = 2 if recipe.train_iters > save_interval else 1
+    return count * _PER_PARAMETER * parameters(recipe).total
+
+
+def _folders_of_megatron(options: RunOptions) -> Iterator[tuple[str, Path, int]]:
+    if options.tensorboard is not None:
+        yield "--tensorboard", options.tensorboard, _LOG
+    if options.data_cache is not None:
+        yield "--data-cache", options.data_cache, _LOG
+    elif options.data:
+        yield "sample indices next to the data", Path(options.data[0]).parent, _LOG
+
+
+def _caches(environ: Mapping[str, str]) -> Iterator[tuple[str, Path, int]]:
+    triton = environ.get("TRITON_CACHE_DIR") or f"{environ.get('HOME', '/nonexistent')}/.triton"
+    yield "Triton's cache", Path(triton), _LOG
+    yield "temporary files", Path(environ.get("TMPDIR") or "/tmp"), _LOG
 
 
 def _takes_files(folder: Path) -> bool:

@@ -59,7 +59,7 @@ def _foreign_files(context: Context, unverified: list[str]) -> Iterator[CppmegaE
             yield from provenance.refused_edit(path, sha256(data), context.accepted[path])
         elif tree.pristine(path)[0] != "unverified":
             pristine = foreign_diff.upstream_text(tree, path)
-            edit = foreign_diff.difference(context, path, pristine, data)
+            edit = foreign_diff.difference(context.session, context.receipt, path, pristine, data)
             yield provenance.foreign_edit(tree, path, sha256(data), edit)
         elif tree.has_origin(path):
             yield provenance.foreign_file(tree, path, sha256(data))

@@ -10,7 +10,7 @@ from cppmega.preflight.findings import NotApplicable
 AFTER: tuple[str, ...] = ("gpus",)
 
 _NEAR = 0.92
-"""Share of a GPU above which an estimate says little: fragmentation takes the rest."""
+"""Share of a GPU above which fragmentation decides whether a run fits."""
 
 
 def check(context: Context) -> str:

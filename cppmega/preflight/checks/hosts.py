@@ -20,7 +20,7 @@ def check(context: Context) -> str:
     """
     name = socket.gethostname()
     if context.nodes == 1 or context.recipe is None:
-        return _alone(name, launched=context.folder is not None)
+        return _single_host(name, launched=context.folder is not None)
     recipe = context.recipe
     if context.nodes < 1 or recipe.gpus % context.nodes:
         raise CppmegaError(
@@ -48,7 +48,7 @@ def check(context: Context) -> str:
     return f"{recipe.gpus // context.nodes} GPUs on each of {context.nodes} hosts, {name} {address}"
 
 
-def _alone(name: str, *, launched: bool) -> Remark:
+def _single_host(name: str, *, launched: bool) -> Remark:
     """One host, at whose name torchrun lets the ranks meet by default."""
     if _address(name) is not None:
         raise NotApplicable("one host trains")

@@ -6,35 +6,39 @@ Megatron silently accepts many arguments that only count together with another o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from argparse import Namespace
+from collections.abc import Callable
+from typing import NamedTuple
 
 from cppmega.errors import CppmegaError
-from cppmega.megatron_args import uses_dsa
+from cppmega.megatron_args import has_experts, has_mtp, layer_pattern, recomputes, uses_dsa
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 
 AFTER: tuple[str, ...] = ("line_parses",)
-
-Args = Mapping[str, Any]
 
 
 class Idle(NamedTuple):
     """Arguments that have no effect under a condition."""
 
     flags: tuple[str, ...]
-    where: Callable[[Args], bool]
+    where: Callable[[Namespace], bool]
     reason: str
 
 
-def _no_graphs(args: Args) -> bool:
-    old = args.get("enable_cuda_graph") or args.get("external_cuda_graph")
-    return args.get("cuda_graph_impl") in (None, "none") and not old
+def _without(*names: str) -> Callable[[Namespace], bool]:
+    """Whether all of these arguments are unset, or absent from the release."""
+    return lambda args: not any(getattr(args, name, None) for name in names)
 
 
-def _no_mtp(args: Args) -> bool:
-    return not args.get("mtp_num_layers") and "/" not in (args.get("hybrid_layer_pattern") or "")
+def _no_graphs(args: Namespace) -> bool:
+    implementation = getattr(args, "cuda_graph_impl", None)
+    older = _without("enable_cuda_graph", "external_cuda_graph")
+    return implementation in (None, "none") and older(args)
+
+
+def _no_mtp(args: Namespace) -> bool:
+    return not has_mtp(args) and "/" not in layer_pattern(args)
 
 
 _IDLE = (
@@ -45,22 +49,22 @@ _IDLE = (
     ),
     Idle(
         ("--recompute-modules",),
-        lambda a: a.get("recompute_granularity") != "selective",
+        lambda args: getattr(args, "recompute_granularity", None) != "selective",
         "it is only read with --recompute-granularity selective",
     ),
     Idle(
         ("--recompute-method", "--recompute-num-layers"),
-        lambda a: a.get("recompute_granularity") != "full",
+        lambda args: not recomputes(args),
         "they are only read with --recompute-granularity full",
     ),
     Idle(
         ("--fp8-recipe", "--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"),
-        lambda a: not a.get("fp8"),
+        _without("fp8"),
         "nothing is FP8 without --fp8-format",
     ),
     Idle(
         ("--dsa-kernel-backend", "--dsa-indexer-topk"),
-        lambda a: not uses_dsa(SimpleNamespace(**a)),
+        lambda args: not uses_dsa(args),
         "no layer is DSA",
     ),
     Idle(
@@ -70,28 +74,28 @@ _IDLE = (
             "--moe-grouped-gemm",
             "--moe-aux-loss-coeff",
         ),
-        lambda a: not a.get("num_experts"),
+        lambda args: not has_experts(args),
         "there are no experts without --num-experts",
     ),
     Idle(
         ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--v-head-dim"),
-        lambda a: not a.get("multi_latent_attention"),
+        _without("multi_latent_attention"),
         "they are only read with --multi-latent-attention",
     ),
     Idle(
         ("--num-query-groups",),
-        lambda a: not a.get("group_query_attention"),
+        _without("group_query_attention"),
         "it is only read with --group-query-attention",
     ),
     Idle(("--mtp-loss-scaling-factor",), _no_mtp, "the model has no MTP depth"),
     Idle(
         ("--cross-entropy-fusion-impl",),
-        lambda a: not a.get("cross_entropy_loss_fusion"),
+        _without("cross_entropy_loss_fusion"),
         "it is only read with --cross-entropy-loss-fusion",
     ),
     Idle(
         ("--save-interval", "--async-save"),
-        lambda a: not a.get("save"),
+        _without("save"),
         "nothing is saved without --save",
     ),
     Idle(
@@ -100,22 +104,22 @@ _IDLE = (
             "--log-memory-to-tensorboard",
             "--tensorboard-log-interval",
         ),
-        lambda a: not a.get("tensorboard_dir"),
+        _without("tensorboard_dir"),
         "nothing is logged there without --tensorboard-dir",
     ),
     Idle(
         ("--wandb-exp-name", "--wandb-save-dir"),
-        lambda a: not a.get("wandb_project"),
+        _without("wandb_project"),
         "nothing is logged there without --wandb-project",
     ),
     Idle(
         ("--profile-step-start", "--profile-step-end", "--profile-ranks"),
-        lambda a: not a.get("profile"),
+        _without("profile"),
         "nothing is profiled without --profile",
     ),
     Idle(
         ("--rotary-base", "--rotary-percent"),
-        lambda a: a.get("position_embedding_type") == "learned_absolute",
+        lambda args: getattr(args, "position_embedding_type", None) == "learned_absolute",
         "positions are learned unless --position-embedding-type is rope",
     ),
 )
@@ -127,7 +131,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `argument-without-effect`.
     """
-    line, args = context.line, vars(context.megatron_args)
+    line, args = context.launch_line, context.megatron_args
     refuse(
         CppmegaError(
             "argument-without-effect",

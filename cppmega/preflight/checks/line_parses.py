@@ -32,4 +32,4 @@ def check(context: Context) -> str:
             "Every rank would end with that error after it was started.",
             "--set FIELD=VALUE, or correct the words after --",
         )
-    return f"{len(context.line.argv)} words"
+    return f"{len(context.launch_line.argv)} words"

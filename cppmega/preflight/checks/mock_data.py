@@ -21,7 +21,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `mock-data-unmarked`, `mock-data-differs`.
     """
-    options, args = context.line.options, context.megatron_args
+    options, args = context.launch_line.options, context.megatron_args
     if context.recipe is not None:
         requirements.check_mock_data(options, args.mock_data)
     if args.mock_data:

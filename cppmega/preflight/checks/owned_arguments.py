@@ -41,7 +41,7 @@ def check(context: Context) -> str:
         CppmegaError: `argument-not-megatrons`.
         NotApplicable: without a recipe, the whole line is Megatron's.
     """
-    line = context.line
+    line = context.launch_line
     if context.recipe is None:
         raise NotApplicable("no recipe is named: the whole line is Megatron's")
     refuse(_owned_words(line.further))

@@ -25,7 +25,7 @@ def check(context: Context) -> str:
         CppmegaError: `package-missing`, `compiler-missing`, `wandb-not-logged-in`.
         NotApplicable: nothing of Megatron's trainer is launched.
     """
-    line, recipe = context.line, context.recipe
+    line, recipe = context.launch_line, context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named")
     requirements.check_packages(recipe, line.options)

@@ -51,7 +51,7 @@ def _refused(
 
 def _resumed(context: Context) -> Mapping[str, tuple[int, ...]]:
     """Names and shapes of the tensors that the run loads; none where it starts afresh."""
-    load = context.line.options.load
+    load = context.launch_line.options.load
     if load is None or not checkpoint_tracker.exists(load):
         return {}
     return checkpoint_files.shapes(load)

@@ -47,9 +47,10 @@ def _changed_files(context: Context) -> Iterator[CppmegaError]:
                     f"{foreign_diff.restore(tree, path)}, then python -m cppmega.apply_patches",
                 )
             continue
+        edit = foreign_diff.difference(context.session, context.receipt, path, kept, now)
         yield CppmegaError(
             "file-changed",
-            f"{path} is not what was applied; " + foreign_diff.difference(context, path, kept, now),
+            f"{path} is not what was applied; {edit}",
             "The code there is neither upstream's nor what the patches make of it.",
             "save the edit, then: " + foreign_diff.restore(tree, path) + ", then "
             "python -m cppmega.apply_patches",

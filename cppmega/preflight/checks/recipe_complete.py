@@ -31,7 +31,7 @@ def check(context: Context) -> str:
             "Their logs, results and run folders could not be distinguished.",
             "rename the file and RECIPE's name",
         )
-    line = context.line  # raises for a loop
+    line = context.launch_line  # raises for a loop
     requirements.check_tree(context.session.tree)
     assert line.rendered is not None
     requirements.check_complete(recipe, line.rendered)

@@ -52,7 +52,7 @@ def _places(context: Context) -> tuple[Path | None, Path | None]:
     """Where the run saves, and what it resumes from."""
     if context.is_loop:
         return context.options.save, context.options.load
-    options = context.line.options
+    options = context.launch_line.options
     return options.save, options.load
 
 

@@ -57,12 +57,12 @@ def _shadowing_modules(context: Context) -> Iterator[CppmegaError]:
                 yield _error(place, folder / "megatron" / part, f"the one in {root}")
                 break
         free = {}
-        for name, taken in sorted(_modules(folder).items()):
+        for name, module in sorted(_modules(folder).items()):
             instead_of = _shadowed(name, folder)
-            if instead_of and taken.is_file():
-                yield _error(place, taken, instead_of)
+            if instead_of and module.is_file():
+                yield _error(place, module, instead_of)
             elif not (name in sys.stdlib_module_names or _installed(name, folder)):
-                free[name] = taken
+                free[name] = module
         asking = [*packages, *(site / name for site in _sites() for name in _ASKING)]
         for name, file in importers.first_importers(_unlisted(free, folder), asking).items():
             yield _error(place, free[name], f"an optional package that {file} tries")

@@ -97,10 +97,10 @@ def _modules(root: Path, receipt: Receipt) -> list[str]:
 def _import_failed(module: str, error: BaseException) -> CppmegaError:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    said = " ".join(str(error).split())[:500]
+    message = " ".join(str(error).split())[:500]
     return CppmegaError(
         "import-failed",
-        f"{module} cannot be imported: {type(error).__name__}: {said}{where}",
+        f"{module} cannot be imported: {type(error).__name__}: {message}{where}",
         "A run that reaches it ends there, or continues without the patch in it.",
         f"python -c 'import {module}' in the environment that trains",
     )
@@ -122,14 +122,14 @@ def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
         from megatron.training import arguments
     except ImportError as error:
         return ParsedLine(refused=f"there is no parser: {error}")
-    said = io.StringIO()
+    printed = io.StringIO()
     sys.argv = ["train", *argv]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world or 1))
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             args = arguments.parse_args()
     except SystemExit:
-        reason = said.getvalue().strip().rpartition("\n")[2]
+        reason = printed.getvalue().strip().rpartition("\n")[2]
         return ParsedLine(refused=reason, near=_near(arguments, argv))
     plain = {name: _plain(value) for name, value in vars(args).items()}
     if world is None:

@@ -21,6 +21,7 @@ from unittest.mock import MagicMock
 
 from cppmega.preflight.ask import serve
 from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
+from cppmega.proof import stand_ins
 from cppmega.rank.imported import only_from
 
 _FLAG = "tl.enable_aggressive_shared_memory_merge"
@@ -73,13 +74,11 @@ class Recorder(MetaPathFinder, Loader):
         self.kernels: list[TilelangKernel] = []
         self.callers: set[Place] = set()
         """Functions in which a kernel was built: path and first line."""
-        keys = _Keys()
-        builders: dict[str, Any] = dict.fromkeys(_BUILDERS, self.build)
-        self.tilelang = MagicMock(PassConfigKey=keys, **builders)
-        self.tilelang.transform.PassConfigKey = keys
+        self.names: dict[str, Any] = dict.fromkeys(_BUILDERS, self.build)
+        self.names["PassConfigKey"] = _Keys()
+        self.tilelang = MagicMock(**self.names, transform=MagicMock(**self.names))
         self.absent = {"tilelang"}
-        for name in [name for name in sys.modules if name.partition(".")[0] == "tilelang"]:
-            del sys.modules[name]
+        stand_ins.forget("tilelang")
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -90,12 +89,11 @@ class Recorder(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> Any:
         """Create a stand-in that has whatever is asked of it."""
-        name, _, rest = spec.name.partition(".")
-        if name != "tilelang":
-            return MagicMock()
-        if rest in _BUILDERS:  # `from tilelang.jit import jit`
-            return MagicMock(side_effect=self.build, **dict.fromkeys(_BUILDERS, self.build))
-        return getattr(self.tilelang, rest) if rest else self.tilelang
+        if spec.name == "tilelang":
+            return self.tilelang
+        if spec.name.startswith("tilelang."):  # as in `from tilelang.jit import jit`
+            return MagicMock(side_effect=self.build, **self.names)
+        return MagicMock()
 
     def exec_module(self, module: ModuleType) -> None:
         """Leave the stand-in as it is."""
@@ -116,10 +114,7 @@ class Recorder(MetaPathFinder, Loader):
                 self.absent.add(missing)
 
     def build(self, kernel: Any = None, *_: Any, pass_configs: Any = None, **__: Any) -> Any:
-        """Record a kernel; without one, return the decorator that does.
-
-        What takes the place of `tilelang.jit` and `tilelang.compile`.
-        """
+        """Record a kernel, in the place of `tilelang.jit`; without one, return the decorator."""
         if kernel is None:
             return lambda function: self.build(function, pass_configs=pass_configs)
         frame = _caller()
@@ -159,10 +154,8 @@ def _without_init(package: str) -> None:
     for end in range(1, len(parts) + 1):
         name, folder = ".".join(parts[:end]), Path(*parts[:end])
         if name not in sys.modules:
-            module = sys.modules[name] = ModuleType(name)
-            module.__path__ = [
-                str(p / folder) for p in map(Path, sys.path) if (p / folder).is_dir()
-            ]
+            places = (Path(entry) / folder for entry in sys.path)
+            stand_ins.package(name, str(next(place for place in places if place.is_dir())))
 
 
 # -- where it is built -----------------------------------------------------------------------------
