@@ -27,6 +27,7 @@ from cppmega.launch import folder as launch_folder
 from cppmega.launch import prepare as launch
 from cppmega.launch import record as launch_record
 from cppmega.launch.request import LaunchRequest, ValidatedLaunch
+from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.overlay.receipt import PatchedPage, Receipt
 from cppmega.preflight.context import Context
@@ -40,6 +41,8 @@ from cppmega.runs.manifest import DataRecord
 from cppmega.runs.metrics import LoggedStep
 from cppmega.runs.status import Failure, Status
 from cppmega.training import options as trainer_options
+from cppmega.training import requirements
+from cppmega.tree import accepted
 from tests.support import REPOSITORY, pristine
 from tests.support.lab import Lab
 
@@ -487,6 +490,44 @@ def test_what_the_loop_cannot_do_is_refused_before_it_starts(
     (tmp_path / TRACKER).write_text("7")
     again = launch.prepare(asked(tmp_path / "runs", save=tmp_path))
     assert again.options.load == again.options.save == tmp_path
+
+
+def test_what_the_preflight_has_found_is_not_sought_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One data check, one receipt and one set of options for preflight, manifest and torchrun."""
+    calls: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            calls.append(name)
+            return original(*args, **more)
+
+        monkeypatch.setattr(module, name, call)
+
+    def checks(context: Context, recipe: str) -> dict[str, str]:
+        assert context.data and context.receipt and context.accepted == {}
+        return {"data": "ok"}
+
+    monkeypatch.setattr(launch, "_examined", checks)
+    for module, name in (
+        (requirements, "check_data"),
+        (receipt, "load"),
+        (accepted, "asked"),
+        (trainer_options, "read"),
+    ):
+        counted(module, name)
+    how = {"recipe": "dsv32_h200_slice", "mock_data": True, "root": pristine("0.19.2")}
+    validated = launch.prepare(asked(tmp_path / "runs", **how))
+    run = launch_folder.create(validated).run
+    assert sorted(calls) == ["asked", "check_data", "load"]
+    assert run.manifest.options == validated.options is validated.context.options
+    words = [*validated.torchrun, "--megatron", str(how["root"])]
+    words = words[words.index("cppmega.trainer") + 2 :]
+    monkeypatch.undo()
+    assert trainer_options.read(words) == (validated.options, ())
 
 
 def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
