@@ -1,9 +1,9 @@
 """`python -m cppmega.run SCRIPT ARGS`: run a training script with the overlay proved in it.
 
 Under torchrun: `torchrun --nproc_per_node 8 -m cppmega.run SCRIPT ARGS`. In every rank it checks
-the tree, arms the runtime patches, compares the ranks before the first step, and after it stops the
-run when a patch that had to be reached was not. `-m MODULE` instead of SCRIPT runs a module, as
-`python -m` does: our own trainer is one, so an installed wheel can train without a checkout.
+the tree, arms the runtime patches, compares the ranks before the first step, and stops the run
+after it if a patch that had to be reached was not. `-m MODULE` instead of SCRIPT runs a module, as
+`python -m` does: cppmega's trainer is one, so an installed wheel can train without a checkout.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One command line."""
+class RunCommand:
+    """One command line of `cppmega.run`."""
 
     script: str
     """A file, or the name of a module."""
@@ -71,11 +71,11 @@ def run(
     wrappers: tuple[str, ...],
     module: str | None,
     words: tuple[str, ...],
-) -> Asked:
+) -> RunCommand:
     """Run a training SCRIPT, or a module, with the overlay armed and proved in every rank.
 
-    Works under plain python and under torchrun. The script's own loop says where its steps are
-    with `cppmega.guard.steps`; Megatron's `train_step` is found by itself.
+    Works under plain python and under torchrun. A script with its own loop marks its steps with
+    `cppmega.guard.steps`; Megatron's `train_step` is found automatically.
     """
     script, arguments = (module, words) if module else (words[0] if words else "", words[1:])
     if not (_is_module(script) if module else Path(script).is_file()):
@@ -85,31 +85,31 @@ def run(
             "There is nothing to run.",
             "python -m cppmega.run SCRIPT ARGS, or python -m cppmega.run -m MODULE ARGS",
         )
-    return Asked(script, tuple(arguments), bool(module), root, edits, no_steps, wrappers)
+    return RunCommand(script, tuple(arguments), bool(module), root, edits, no_steps, wrappers)
 
 
-def _execute(asked: Asked) -> int:
-    """Run the script to its end, and look whether it was one; answers the exit status."""
+def _execute(command: RunCommand) -> int:
+    """Run the script and judge its end. Returns the exit status."""
     from cppmega import guard
     from cppmega.ending import judge as run_end
     from cppmega.host import allocator
     from cppmega.live import vouched
     from cppmega.tree import accepted
 
-    if not (asked.is_module or sys.flags.safe_path):
-        # What `python SCRIPT` would have: the script's folder first, not the working directory.
-        sys.path[0] = str(Path(asked.script).resolve().parent)
-    sys.argv = [asked.script, *asked.arguments]
+    if not (command.is_module or sys.flags.safe_path):
+        # As `python SCRIPT` does: the script's folder first, not the working directory.
+        sys.path[0] = str(Path(command.script).resolve().parent)
+    sys.argv = [command.script, *command.arguments]
     allocator.set_in(os.environ)  # before anything imports torch
-    run_end.watch(asked.arguments, no_steps=asked.no_steps)
-    vouched.allow(asked.wrappers)
-    accepted.accept(accepted.parse(asked.edits))
-    guard.start(asked.root)
+    run_end.watch(command.arguments, no_steps=command.no_steps)
+    vouched.allow(command.wrappers)
+    accepted.accept(accepted.parse(command.edits))
+    guard.start(command.root)
     try:
-        if asked.is_module:
-            runpy.run_module(asked.script, run_name="__main__", alter_sys=True)
+        if command.is_module:
+            runpy.run_module(command.script, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(asked.script, run_name="__main__")
+            runpy.run_path(command.script, run_name="__main__")
     except SystemExit as stop:
         run_end.returned(stop)
         raise
@@ -124,7 +124,7 @@ def _is_module(name: str) -> bool:
 
 
 def _ending_options(words: Sequence[str]) -> list[str]:
-    """The words with `--` behind `-m MODULE`: like Python's own, it ends the options."""
+    """Insert `--` after `-m MODULE`: like Python's own `-m`, it ends the options."""
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         if words[at] == "-m":
@@ -145,10 +145,10 @@ def main() -> NoReturn:
         end_with_parent()
     with error_file.reported(run_end.failed):
         # click only reads the command line: it would interpret what a script may raise.
-        asked = run.main(
+        command = run.main(
             _ending_options(sys.argv[1:]), prog_name="python -m cppmega.run", standalone_mode=False
         )
-        sys.exit(_execute(asked) if isinstance(asked, Asked) else 0)
+        sys.exit(_execute(command) if isinstance(command, RunCommand) else 0)
 
 
 if __name__ == "__main__":

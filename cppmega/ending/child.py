@@ -29,7 +29,7 @@ def join_or_die() -> None:
                 f"{roll_call.where()}: this child process finds overlay {held.receipt.digest}, "
                 f"its parent holds {overlay}.",
                 "Workers and trainer would run different code.",
-                "let nobody patch the tree while a run is under way",
+                "do not patch the tree while a run is under way",
             )
     except CppmegaError as error:
         run_ledger.write("refused", where=roll_call.where(), error=error.as_json())

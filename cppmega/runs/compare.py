@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cppmega.errors import CppmegaError
+from cppmega.host import table as host_table
 from cppmega.overlay import record as overlay_record
 from cppmega.runs import json_file
 from cppmega.runs.folder import Run, RunState
@@ -119,14 +120,15 @@ def lines(found: Comparison) -> Iterator[str]:
 
 
 def _table(steps: Sequence[StepPair]) -> Iterator[str]:
-    losses = f"{'loss A':>10} {'loss B':>10} {'B - A':>10}"
-    yield f"{'step':>8}  {losses}  {'tok/s A':>10} {'tok/s B':>10}"
-    for row in steps:
-        loss, speed = row.loss, row.tokens_per_second
-        yield (
-            f"{row.step:>8}  {_number(loss[0], '.5f'):>10} {_number(loss[1], '.5f'):>10} "
-            f"{_gap(*loss):>10}  {_number(speed[0], '.0f'):>10} {_number(speed[1], '.0f'):>10}"
-        )
+    head = ("step", "loss A", "loss B", "tok/s A", "tok/s B", "B - A")
+    rows = [head, *map(_cells, steps)]
+    return host_table.table([host_table.Row(cells) for cells in rows], right=range(5))
+
+
+def _cells(row: StepPair) -> tuple[str, ...]:
+    losses = [_number(loss, ".5f") for loss in row.loss]
+    speeds = [_number(speed, ".0f") for speed in row.tokens_per_second]
+    return (str(row.step), *losses, *speeds, _gap(*row.loss))
 
 
 def _gap(a: float | None, b: float | None) -> str:

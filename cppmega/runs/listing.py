@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from cppmega.host import console
+from cppmega.host import table as host_table
 from cppmega.runs import failures, liveness
 from cppmega.runs.folder import LIVE, Run, RunState
 from cppmega.runs.status import Status
@@ -18,6 +19,11 @@ _STYLES: dict[RunState, console.Style] = {
     "running": "good",
     "finished": "note",
 }
+_HEAD = host_table.Row(
+    ("STATE", "NAME", "EXIT", "STEP", "LOSS", "SAVED", "TIME", "OVERLAY", "TMUX")
+)
+_WIDTHS = (9, 4, 4, 5, 7, 5, 8, 16)
+_RIGHT = range(2, 7)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,19 +84,21 @@ def place(status: Status) -> str:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each run, and its error on a second one."""
-    width = max([4, *(len(row.name) for row in rows)])
-    head = f"{'STATE':<9} {'NAME':<{width}} {'EXIT':>4} {'STEP':>7} {'LOSS':>8} {'SAVED':>7} "
-    yield head + f"{'TIME':>8} {'OVERLAY':<16} TMUX"
-    for row in rows:
-        state = console.styled(f"{row.state:<9}", _STYLES.get(row.state))
-        loss = "-" if row.loss is None else f"{row.loss:.4f}"
-        yield (
-            f"{state} {row.name:<{width}} {_or_dash(row.exit):>4} {_or_dash(row.step):>7} "
-            f"{loss:>8} {_or_dash(row.checkpoint):>7} {_duration(row.seconds):>8} "
-            f"{row.overlay:<16} {row.tmux or '-'}"
-        )
+    lines = host_table.table([_HEAD, *map(_cells, rows)], _WIDTHS, _RIGHT)
+    yield next(lines)
+    for row, line in zip(rows, lines, strict=True):
+        yield line
         if row.error:
-            yield f"{'':<9} {row.error}"
+            yield f"{'':<{_WIDTHS[0]}}  {row.error}"
+
+
+def _cells(row: Row) -> host_table.Row:
+    cells = (
+        *(row.state, row.name, _or_dash(row.exit), _or_dash(row.step)),
+        *("-" if row.loss is None else f"{row.loss:.4f}", _or_dash(row.checkpoint)),
+        *(_duration(row.seconds), row.overlay, row.tmux or "-"),
+    )
+    return host_table.Row(cells, _STYLES.get(row.state))
 
 
 def _or_dash(value: object) -> str:

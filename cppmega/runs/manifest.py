@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from cppmega.overlay import record as overlay_record
+from cppmega.overlay.record import OverlayRecord
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import json_file
 
@@ -71,7 +71,7 @@ class Outline(_Part, frozen=True, kw_only=True):
     tmux: str | None = None
     resumes: str | None = None
     recipe: RecipeRecord = RecipeRecord()
-    overlay: overlay_record.Record = {}
+    overlay: OverlayRecord | None = None
     megatron: MegatronRecord = MegatronRecord()
     data: DataRecord = DataRecord()
     torchrun: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Outline(_Part, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """The overlay digest; empty if it was not recorded."""
-        return str(self.overlay.get("digest", ""))
+        return self.overlay.digest if self.overlay is not None else ""
 
 
 class Manifest(Outline, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class Manifest(Outline, frozen=True, kw_only=True):
     preflight: dict[str, str] = {}
     created: float
     recipe: RecipeRecord
-    overlay: overlay_record.Record
+    overlay: OverlayRecord
     megatron: MegatronRecord
     data: DataRecord
     nodes: Count

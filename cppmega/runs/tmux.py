@@ -26,7 +26,10 @@ from cppmega.runs import tmux_session
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _NO_SERVER = ("no server running", "No such file or directory", "Connection refused")
-_NO_SESSION = ("can't find session", "session not found", "server exited")
+_NO_SESSION = (
+    *("can't find session", "session not found", "server exited"),
+    "no current target",  # the server is ending after its last session
+)
 _ANSWERS = 30.0
 """Seconds that a new session has to ask for its command."""
 

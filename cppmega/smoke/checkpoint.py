@@ -7,9 +7,10 @@ from typing import Any
 
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.overlay import record as overlay_record
+from cppmega.overlay.record import OverlayRecord
 
 
-def save(folder: Path, model: Any, optimizer: Any, step: int, record: dict[str, Any]) -> None:
+def save(folder: Path, model: Any, optimizer: Any, step: int, record: OverlayRecord) -> None:
     """Write a checkpoint next to the others; it is valid once the tracker file names it.
 
     Nothing is ever removed: what a killed run left unfinished is kept under another name.
@@ -44,7 +45,7 @@ def save(folder: Path, model: Any, optimizer: Any, step: int, record: dict[str, 
     torch.distributed.barrier()
 
 
-def load(folder: Path, model: Any, optimizer: Any, record: dict[str, Any] | None = None) -> int:
+def load(folder: Path, model: Any, optimizer: Any, record: OverlayRecord | None = None) -> int:
     """Load the newest checkpoint of a folder; return its number of steps, 0 without a checkpoint.
 
     Args:
@@ -62,7 +63,7 @@ def load(folder: Path, model: Any, optimizer: Any, record: dict[str, Any] | None
     model.load_state_dict({k.removeprefix("model."): v for k, v in state["model"].items()})
     optimizer.load_state_dict(state["optimizer"])
     then = overlay_record.parse(state.get("cppmega"))
-    line = overlay_record.said_of_checkpoint(then, record) if record is not None else ""
+    line = overlay_record.remark_on_checkpoint(then, record) if record is not None else ""
     if line and torch.distributed.get_rank() == 0:
         print(line, flush=True)
     return int(state["step"])

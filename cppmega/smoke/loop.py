@@ -179,11 +179,11 @@ def arguments(plan: Recipe) -> dict[str, Any]:
     }
 
 
-def _record() -> overlay_record.Record:
+def _record() -> overlay_record.OverlayRecord:
     guarded = guard.active()
     if guarded is None:
-        return {"digest": overlay_record.NONE}
-    return overlay_record.of(guarded.receipt, accepted.in_this_process())
+        return overlay_record.OverlayRecord(digest=overlay_record.NONE)
+    return overlay_record.record_of(guarded.receipt, accepted.in_this_process())
 
 
 def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> None:
@@ -192,7 +192,7 @@ def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> 
 
     if rank != 0:
         return
-    digest, data = _record()["digest"], corpus.fingerprint(loop.data)
+    digest, data = _record().digest, corpus.fingerprint(loop.data)
     print(
         f"cppmega: recipe {recipe.name}, {recipe.precision}, {world} ranks on CPU, overlay "
         f"{digest}, data {data}, " + (f"resuming at step {first + 1}" if first else "from scratch"),

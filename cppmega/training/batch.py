@@ -1,7 +1,7 @@
 """Data of a training run: Megatron's datasets, and a micro-batch of them on the device.
 
-Every rank builds its own loader, also those that tensor and pipeline parallelism would spare it:
-the index is mapped, not read, and nothing has to be sent whose size depends on the documents.
+Every rank builds its own loader, even where tensor and pipeline parallelism could spare it: the
+index is mapped, not read, and nothing has to be sent whose size depends on the documents.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DataTokens:
-    """What Megatron's datasets ask a tokenizer: the data are token ids already."""
+    """The tokenizer that Megatron's datasets ask: the data already are token ids."""
 
     vocab_size: int
     eod: int
     fingerprint: str
-    """Of the data: the cached sample index of other data under the same path must not be used."""
+    """Fingerprint of the data: the cached index of other data under this path must not be used."""
 
     @property
     def pad(self) -> int:
-        """No id of the data means padding."""
+        """An id that does not occur in the data: nothing in it is padding."""
         return -1
 
     @property
@@ -49,21 +49,21 @@ class Batch:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     packed_seq_params: Any
-    """None: every sample is one causal sequence."""
+    """None if every sample is one causal sequence."""
     squares: float
-    """Mean over tokens of the length of the token's document, for the FLOPs."""
+    """Mean over tokens of the length of their document, for the FLOPs."""
 
 
 def dataset_provider(
     recipe: Recipe, tokens: DataTokens, prefixes: Sequence[str], cache: str | None
 ) -> Callable[..., Any]:
-    """What `pretrain` calls for its datasets; no prefixes: mock data.
+    """Build the function that `pretrain` calls for its datasets; without prefixes: mock data.
 
     Args:
         recipe: the run.
         tokens: end of document and vocabulary of the data.
         prefixes: datasets, mixed by their size.
-        cache: folder for sample indices; None: beside the data.
+        cache: folder for sample indices; None: next to the data.
     """
 
     def provide(sizes: Sequence[int], vp_stage: int | None = None) -> Any:
@@ -94,11 +94,11 @@ def dataset_provider(
 def check_batch(
     tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int
 ) -> None:
-    """Whether a model of that vocabulary can be trained on a micro-batch.
+    """Check that a model of that vocabulary can be trained on a micro-batch.
 
-    In every rank, on the host's tensors that are about to be copied: the device would say of a
-    wrong id that an assertion failed somewhere, or, where the vocabulary is spread over ranks or
-    padded, nothing. It costs no synchronisation.
+    Every rank checks the host's tensors before they are copied, which costs no synchronisation. For
+    a wrong id the device would report a failed assertion somewhere or, if the vocabulary is padded
+    or spread over ranks, nothing.
 
     Raises:
         CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`.
@@ -112,23 +112,23 @@ def check_batch(
                 "batch-out-of-vocabulary",
                 f"The {name} of a micro-batch hold id {lowest if lowest < 0 else highest}; the "
                 f"vocabulary has the ids 0 to {vocab_size - 1}.",
-                "The data changed after it was checked, or was never checked whole.",
+                "The data changed after it was checked, or was never checked completely.",
                 "python -m cppmega.check_data PREFIX, for every --data of the run",
             )
     low, high = (float(value) for value in torch.aminmax(loss_mask))
-    if not 0 <= low <= high < math.inf:  # NaN is neither
+    if not 0 <= low <= high < math.inf:  # NaN fails both comparisons
         raise CppmegaError(
             "loss-mask-broken",
             f"The loss mask of a micro-batch has weights from {low} to {high}.",
-            "The loss would be no mean over tokens, and no number where a weight is none.",
-            "look at what makes the loss mask: the dataset, or a patch of it",
+            "The loss would not be a mean over tokens, and not finite if a weight is not.",
+            "inspect what produces the loss mask: the dataset, or a patch of it",
         )
 
 
 def next_batch(
     recipe: Recipe, iterator: Iterator[dict[str, torch.Tensor]], eod: int, device: Any
 ) -> Batch:
-    """Take a micro-batch, check it, pack it where the recipe says so, and bring it to the device.
+    """Take a micro-batch, check it, pack it if the recipe does, and copy it to the device.
 
     Nothing is read back from the device: values, sizes and boundaries come from the host's tensors.
 
@@ -144,7 +144,7 @@ def next_batch(
         return tensor.to(device, non_blocking=True)
 
     def moved_mask(mask: torch.Tensor) -> torch.Tensor:
-        # The losses without logits leave masked tokens out, where the host knows how many.
+        # The losses without logits skip masked tokens if the host knows how many there are.
         return counting_tokens(moved(mask), int(mask.count_nonzero()))
 
     if not recipe.packed_documents:

@@ -1,4 +1,4 @@
-"""The model of a run, built by the release's own builders where it has them."""
+"""The model of a run, built by the release's own builders if it has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cppmega.recipe import Recipe
 
 
 def model_config(recipe: Recipe, args: Any) -> Any | None:
-    """A config that carries its builder, as `pretrain` takes it from 0.19 on; None before that."""
+    """The config that carries its builder, as `pretrain` expects from 0.19 on; None before that."""
     from megatron.training import argument_utils
 
     if not hasattr(argument_utils, "gpt_config_from_args"):
@@ -19,9 +19,9 @@ def model_config(recipe: Recipe, args: Any) -> Any | None:
 
 
 def model_provider(recipe: Recipe) -> Callable[..., Any]:
-    """What 0.17's and 0.18's `pretrain` call for each stage of the model.
+    """Build the function that `pretrain` of 0.17 and 0.18 calls for each stage of the model.
 
-    Their builders are in the git repository and not in the wheel, so this is ours.
+    The builders of those releases are in the git repository and not in the wheel.
     """
     build = _hybrid if recipe.kind == "hybrid" else _gpt
 
@@ -58,7 +58,7 @@ def model_provider(recipe: Recipe) -> Callable[..., Any]:
 
 
 def _hybrid(args: Any, config: Any, vp_stage: int | None) -> tuple[Any, dict[str, Any]]:
-    """Class and own arguments of a hybrid model; it was called Mamba up to 0.17."""
+    """Class and own arguments of a hybrid model, which was called Mamba up to 0.17."""
     pattern = {"hybrid_layer_pattern": args.hybrid_layer_pattern}
     try:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

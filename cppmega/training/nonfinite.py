@@ -1,8 +1,8 @@
-"""Which layer first: where a loss or a gradient stopped being finite.
+"""Find the first layer whose output or gradient is not finite.
 
 A forward hook on every layer keeps its output until the pass has ended. That costs no kernel, no
-synchronisation and no collective: most of them are kept for the backward pass anyway. Only when a
-run is lost already are they looked at, on the rank that is lost and without asking the others.
+synchronisation and no collective: most outputs are kept for the backward pass anyway. They are
+inspected only when a run is already lost, on the rank that is lost and without asking the others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from cppmega.errors import CppmegaError
 
 _OWN = ("embedding",)
-"""Modules beside the layers that are worth a name of their own. Not the head: its logits are the
-largest tensor of a run, and must not live longer for our sake."""
+"""Modules that are named in addition to the layers. Not the head: its logits are the largest tensor
+of a run, and must not live longer because of this check."""
 
 
 class Watch:
@@ -27,7 +27,7 @@ class Watch:
         self._passing = False
 
     def begin(self, model: Any) -> None:
-        """Forget the last pass; watch a model from now on."""
+        """Forget the last pass and watch this model."""
         self._outputs.clear()
         if _captured(model):
             return
@@ -39,17 +39,17 @@ class Watch:
             module.register_forward_hook(self._hook(name))
 
     def passed(self, model: Any) -> None:
-        """The forward pass is over: layers that run again in the backward pass are not kept."""
+        """End the forward pass: layers that run again in the backward pass are not kept."""
         self._passing = False
         if not getattr(_unwrapped(model), "post_process", True):
-            self._outputs.clear()  # a pipeline stage without a loss: nobody will ask
+            self._outputs.clear()  # a pipeline stage without a loss needs none
 
     def end(self) -> None:
-        """The loss was as it must be: nothing of the pass is needed any more."""
+        """Forget the pass: its loss was finite."""
         self._outputs.clear()
 
     def origin(self) -> str:
-        """Where the values of the last pass stopped being finite."""
+        """Describe where the values of the last pass stopped being finite."""
         import torch
 
         for name, module, output in self._outputs:
@@ -67,7 +67,7 @@ class Watch:
         if not self._outputs:
             return (
                 "no layer was watched, since CUDA graphs allow no hooks; "
-                "--set cuda_graph_impl=none names it"
+                "--set cuda_graph_impl=none would name it"
             )
         return f"every layer up to {self._outputs[-1][0]} is finite: the head or the loss is not"
 
@@ -80,7 +80,7 @@ class Watch:
 
 
 def layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Embedding and layers of a model, in the order in which they are defined."""
+    """The embedding and the layers of a model, in the order of their definition."""
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         if (last.isdigit() and parent.endswith("layers")) or last in _OWN:
@@ -88,10 +88,10 @@ def layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def gradient_origin(models: Iterable[Any]) -> str:
-    """The parameter that the backward pass came to first among those that are not finite.
+    """Describe the first parameter in the backward pass whose gradient is not finite.
 
-    What is not finite at one layer is so in all layers before it, so the last one in the order of
-    the forward pass is where it began.
+    A gradient that is not finite at one layer is not finite in all layers before it, so it began
+    at the last one in the order of the forward pass.
     """
     named = [pair for model in models for pair in model.named_parameters()]
     bad = [(name, p) for name, p in named if not _finite(_gradient(p))]
@@ -107,29 +107,29 @@ def gradient_origin(models: Iterable[Any]) -> str:
 
 
 def loss_error(loss: float, watch: Watch) -> CppmegaError:
-    """The error of a loss that is no number."""
+    """The error of a loss that is not finite."""
     return CppmegaError(
         "loss-not-finite",
         f"The loss is {_word(loss)}: {watch.origin()}.",
-        "Every later step would train on it, and a checkpoint of it is worth nothing.",
-        "go on from an earlier checkpoint (--load); look at that layer, its data and its kernel",
+        "Every later step would train on it, and a checkpoint of it is worthless.",
+        "resume from an earlier checkpoint (--load); inspect that layer, its data and its kernel",
     )
 
 
 def gradient_error(models: Iterable[Any], what: str) -> CppmegaError:
-    """The error of a gradient that is no number."""
+    """The error of a gradient that is not finite."""
     return CppmegaError(
         "gradient-not-finite",
         f"{what}: {gradient_origin(models)}{_lost_depths()}.",
         "The weights would not be numbers after this step.",
-        "go on from an earlier checkpoint (--load); look at that layer and its kernel's backward",
+        "resume from an earlier checkpoint (--load); inspect that layer and its kernel's backward",
     )
 
 
 def around_train_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `train_step`, whose failed gradient check says which bucket but not which layer.
+    """Wrap Megatron's `train_step`, whose gradient check names the bucket but not the layer.
 
-    It takes (forward_step, data_iterator, model chunks, ...) in every release.
+    Its arguments begin with (forward_step, data_iterator, model chunks) in every release.
     """
     import functools
 
@@ -142,14 +142,14 @@ def around_train_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             model = kwargs["model"] if "model" in kwargs else args[2]
             chunks = model if isinstance(model, list) else [model]
-            said = str(error).partition("(message='")[2].rstrip("')") or str(error)
-            raise gradient_error(chunks, said) from error
+            message = str(error).partition("(message='")[2].rstrip("')") or str(error)
+            raise gradient_error(chunks, message) from error
 
     return named
 
 
 def check_step(loss: float | None, norm: float | None) -> None:
-    """Stop on a logged step that is not finite, whatever let it through.
+    """Stop on a logged step that is not finite, which no earlier check has caught.
 
     Raises:
         CppmegaError: `step-not-finite`.
@@ -160,12 +160,12 @@ def check_step(loss: float | None, norm: float | None) -> None:
                 "step-not-finite",
                 f"The {name} of a logged step is {_word(value)}.",
                 "Each rank was finite by itself; their sum is not. The weights are lost.",
-                "go on from the last checkpoint with a smaller learning rate or another seed",
+                "resume from the last checkpoint with a smaller learning rate or another seed",
             )
 
 
 def _lost_depths() -> str:
-    """MTP losses enter the gradient beside the main loss, which says nothing of them."""
+    """Name the MTP depths whose loss is not finite: the main loss does not include them."""
     import torch
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -178,13 +178,13 @@ def _lost_depths() -> str:
 
 
 def _captured(model: Any) -> bool:
-    """Whether its layers become CUDA graphs: what captures them refuses modules with hooks."""
+    """Whether the layers become CUDA graphs, whose capture refuses modules with hooks."""
     config = getattr(_unwrapped(model), "config", None)
     return bool(getattr(config, "cuda_graph_impl", "none") != "none")
 
 
 def _unwrapped(model: Any) -> Any:
-    """Below data parallelism and precision."""
+    """The model inside the wrappers for data parallelism and precision."""
     while hasattr(model, "module"):
         model = model.module
     return model
@@ -200,12 +200,12 @@ def _finite(tensor: Any) -> bool:
 
     if tensor is None or not tensor.is_floating_point():
         return True
-    # FP8 weights of Transformer Engine say so only as what they stand for.
+    # FP8 weights of Transformer Engine show it only in their dequantized values.
     return bool(torch.isfinite(tensor.detach().float()).all())
 
 
 def _tensor(output: Any) -> Any:
-    """The hidden states among what a layer answers."""
+    """The hidden states in the output of a layer."""
     import torch
 
     for one in output if isinstance(output, tuple | list) else (output,):
@@ -215,7 +215,7 @@ def _tensor(output: Any) -> Any:
 
 
 def _short(name: str) -> str:
-    """Without the wrappers around the model."""
+    """The name of a module without the wrappers around the model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

@@ -63,14 +63,17 @@ _OPTIONS = (
 
 
 def options(command: F) -> F:
-    """Give a command the options of a run; their values are the fields of `RunOptions`."""
+    """Give a command the options of a run, whose values are the fields of `RunOptions`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def read(words: Sequence[str]) -> tuple[RunOptions, tuple[str, ...]]:
-    """The trainer's options among the words of a command line, and the words that are none.
+    """Parse the trainer's options among the words of a command line.
+
+    Returns:
+        The options, and the words that are none.
 
     Raises:
         CppmegaError: `wrong-usage`.
@@ -80,8 +83,8 @@ def read(words: Sequence[str]) -> tuple[RunOptions, tuple[str, ...]]:
     except click.ClickException as error:
         raise CppmegaError(
             "wrong-usage",
-            f"The trainer does not take the words after the recipe: {error.format_message()}",
-            "It would end before it has read the recipe.",
+            f"The trainer does not accept the words after the recipe: {error.format_message()}",
+            "It would end before it reads the recipe.",
             "python -m cppmega.trainer --help",
         ) from None
     arguments: tuple[str, ...] = values.pop("arguments")

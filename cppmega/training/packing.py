@@ -1,8 +1,8 @@
-"""Documents of a micro-batch side by side in one sequence, on the host.
+"""Pack the documents of a micro-batch side by side into one sequence, on the host.
 
-Attention, state-space layers and MTP's rolled labels stop at a document's end. With a multiple,
-every document is padded inside the pack, as FP8 and context parallelism want it; the boundaries of
-the padded documents and the true lengths are then different lists.
+Attention, state-space layers and MTP's rolled labels stop at the end of a document. With a
+multiple, every document is padded inside the pack, as FP8 and context parallelism require; the
+boundaries of the padded documents and the true lengths are then different lists.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Packed:
         return sum(length**2 for length in self.lengths) / sum(self.lengths)
 
     def params(self, device: torch.device | str) -> Any:
-        """Megatron's PackedSeqParams.
+        """Build Megatron's PackedSeqParams.
 
-        It is made on the host and then moved: its constructor repeats indices by lengths, which
+        It is built on the host and then moved: its constructor repeats indices by lengths, which
         would make the host wait for a device that holds them.
         """
         import torch
@@ -68,7 +68,7 @@ class Packed:
             **{name: value for name, value in newer.items() if name in known},
         )
         if padded is not None:
-            # DSA looks for it, and keeps padding out of its indexer's loss then; nobody sets it.
+            # With it DSA keeps padding out of its indexer's loss; Megatron itself never sets it.
             params.real_token_mask_q = self._real().to(device, non_blocking=True)
         for field in fields(params):
             value = getattr(params, field.name)
@@ -77,7 +77,7 @@ class Packed:
         return params
 
     def _real(self) -> torch.Tensor:
-        """Which places hold a token of a document, [1, b * s]."""
+        """A mask of the positions that hold a token of a document, [1, b * s]."""
         import torch
 
         real = torch.zeros_like(self.tokens, dtype=torch.bool)
@@ -89,10 +89,10 @@ class Packed:
 def pack(
     tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, eod: int, multiple: int = 1
 ) -> Packed:
-    """Lay the documents of a micro-batch side by side.
+    """Pack the documents of a micro-batch.
 
-    A sample keeps its length: where padding makes its documents longer, the end of the last one is
-    cut off. The label behind a document's end belongs to another document and is masked.
+    A sample keeps its length: if padding makes its documents longer, the end of the last one is
+    cut off. The label after a document's end belongs to another document and is masked.
 
     Args:
         tokens: [b, s] on the host, documents closed by `eod`.
@@ -124,7 +124,7 @@ def pack(
             starts.append(at)
             lengths.append(length)
             at += -(-length // multiple) * multiple
-    out_mask[out_tokens == eod] = 0  # an end has no successor, and padding is made of ends
+    out_mask[out_tokens == eod] = 0  # an end has no successor, and padding consists of ends
     return Packed(
         tokens=out_tokens.unsqueeze(0),
         labels=out_labels.unsqueeze(0),
@@ -137,7 +137,7 @@ def pack(
 
 
 def _documents(row: torch.Tensor, eod: int) -> list[tuple[int, int]]:
-    """Begin and end of each document of a sample; an end token belongs to its document."""
+    """The begin and end of each document of a sample; an end token belongs to its document."""
     ends = [int(place) + 1 for place in (row == eod).nonzero()]
     if not ends or ends[-1] != len(row):
         ends.append(len(row))

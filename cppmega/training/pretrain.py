@@ -150,13 +150,13 @@ def _install_hooks(
 
 
 def comparing_overlays(
-    check: Callable[..., None], now: overlay_record.Record
+    check: Callable[..., None], now: overlay_record.OverlayRecord
 ) -> Callable[..., None]:
     """Wrap Megatron's check of a checkpoint's arguments: also print how its overlay differs."""
 
     def compared(saved: Any, **options: Any) -> None:
         then = overlay_record.parse(getattr(saved, "cppmega_patches", ""))
-        line = overlay_record.said_of_checkpoint(then, now)
+        line = overlay_record.remark_on_checkpoint(then, now)
         if line and int(os.environ.get("RANK", "0")) == 0:
             print(line, flush=True)
         check(saved, **options)
@@ -164,14 +164,16 @@ def comparing_overlays(
     return compared
 
 
-def _record(plan: TrainingPlan) -> overlay_record.Record:
+def _record(plan: TrainingPlan) -> overlay_record.OverlayRecord:
     """What a checkpoint records of the code that wrote it."""
     active = guard.active()
     if active is not None:
-        return overlay_record.of(active.receipt, accepted.in_this_process())
+        return overlay_record.record_of(active.receipt, accepted.in_this_process())
     if plan.session is None:
-        return {"digest": plan.overlay}
-    return overlay_record.of(receipt.load(plan.session.tree).receipt, accepted.in_this_process())
+        return overlay_record.OverlayRecord(digest=plan.overlay)
+    return overlay_record.record_of(
+        receipt.load(plan.session.tree).receipt, accepted.in_this_process()
+    )
 
 
 def _announce(plan: TrainingPlan) -> None:

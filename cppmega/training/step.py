@@ -1,4 +1,4 @@
-"""The forward step that Megatron's training loop calls, its loss, and what guards it."""
+"""The forward step that Megatron's training loop calls, its loss, and the checks of the loss."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     import torch
 
 _TOLERANCE = 1.0
-"""Nats that a first loss may lie outside of what an untrained model gives."""
+"""Nats by which a first loss may miss the range of an untrained model."""
 
 Loss = tuple["torch.Tensor", "torch.Tensor", dict[str, "torch.Tensor"]]
 
 
 class ForwardStep:
-    """`forward_step(data_iterator, model)`, with what it needs to know about the run."""
+    """`forward_step(data_iterator, model)` for one run."""
 
     def __init__(self, recipe: Recipe, eod: int, device: Any, fresh: bool) -> None:
-        """Make it.
+        """Create the step of a run.
 
         Args:
             recipe: the run.
             eod: id of the token that ends a document.
-            device: where the model is.
+            device: the device of the model.
             fresh: whether the weights are untrained, so that the first loss is known.
         """
         self.recipe, self.eod, self.device = recipe, eod, device
         self._check_first = fresh
         self.squares: list[float] = []
-        """Of every micro-batch since somebody last looked, for the FLOPs."""
+        """Of every micro-batch since `taken_squares` was last called, for the FLOPs."""
         self._watch = Watch()
 
     def __call__(
         self, data_iterator: Iterator[dict[str, torch.Tensor]], model: Any
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
-        """One forward pass of one micro-batch."""
+        """Run the forward pass of one micro-batch."""
         from megatron.training import get_timers
 
         timers = get_timers()
@@ -65,7 +65,10 @@ class ForwardStep:
         return output, partial(self.loss, batch.loss_mask)
 
     def loss(self, loss_mask: torch.Tensor, output: torch.Tensor) -> Loss:
-        """Sum of the losses of tokens that count, how many they are, and what is logged.
+        """Sum the losses of the unmasked tokens.
+
+        Returns:
+            The sum, the number of those tokens, and what Megatron logs.
 
         Raises:
             CppmegaError: `loss-not-finite`, `first-loss-implausible`.
@@ -75,8 +78,8 @@ class ForwardStep:
         mask = loss_mask.reshape(-1).float()
         total = (output.reshape(-1).float() * mask).sum()
         tokens = mask.sum().detach().to(torch.int)
-        # This check has no switch: a golden throughput once had nothing but NaN gradients. And it
-        # is not Megatron's, which lets the first step pass, runs a bad one again and then saves it.
+        # This check has no switch: a golden throughput once had nothing but NaN gradients. The one
+        # of Megatron lets the first step pass, runs a bad one again and then saves it.
         if not bool(torch.isfinite(total)):
             raise loss_error(float(total.detach()), self._watch)
         self._watch.end()
@@ -87,13 +90,13 @@ class ForwardStep:
         return total, tokens, {"lm loss": report}
 
     def taken_squares(self) -> float | None:
-        """Mean document length seen by a token since the last call, None where nothing ran."""
+        """Mean over tokens of their document's length since the last call; None if none ran."""
         seen, self.squares = self.squares, []
         return sum(seen) / len(seen) if seen else None
 
 
 def _count_for_megatron(cu_seqlens: torch.Tensor) -> None:
-    """Let the throughput that Megatron reports know the documents; 0.17 cannot."""
+    """Tell Megatron the documents for the throughput that it reports; 0.17 cannot use them."""
     from megatron.training import training
 
     count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
@@ -102,10 +105,10 @@ def _count_for_megatron(cu_seqlens: torch.Tensor) -> None:
 
 
 def expected_first_loss(recipe: Recipe) -> tuple[float, float]:
-    """Lowest and highest plausible loss of untrained weights, in nats per token.
+    """The lowest and highest plausible loss of untrained weights, in nats per token.
 
-    All tokens alike give ln V. The head adds noise to the logits: normalised inputs of width H
-    times weights of deviation s have a variance of H * s^2, half of which is added to the loss.
+    A uniform distribution gives ln V. The head adds noise to the logits: normalised inputs of width
+    H times weights of deviation s have a variance of H * s^2, half of which is added to the loss.
     """
     uniform = math.log(recipe.padded_vocab_size)
     noise = recipe.hidden_size * recipe.init_method_std**2 / 2
@@ -126,8 +129,8 @@ def check_first_loss(recipe: Recipe, loss: float) -> None:
         "first-loss-implausible",
         f"The first loss is {loss:.3f}; untrained weights and a vocabulary of "
         f"{recipe.padded_vocab_size} give {low:.2f} to {high:.2f} (ln V = {uniform:.2f}).",
-        "Below it the labels are seen, or the loss is averaged over the wrong tokens; above it "
+        "Below it the labels leak, or the loss is averaged over the wrong tokens; above it "
         "the initialisation, the data or a kernel is wrong. Such a run's numbers mean nothing.",
-        "look at the last thing that changed: data, tokenizer, a patch; --load continues a "
-        "checkpoint and has no such check",
+        "inspect what changed last: data, tokenizer, a patch; --load resumes from a checkpoint and "
+        "has no such check",
     )

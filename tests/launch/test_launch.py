@@ -139,8 +139,8 @@ def test_the_chain(console: Console) -> None:
 def _manifest_says_what_ran(console: Console) -> None:
     run = console.run("second")
     manifest, applied = run.manifest, json.loads((run.path / "receipt.json").read_text())
-    assert set(manifest.overlay["pages"]) == set(PAGES) == set(applied["pages"])
-    assert manifest.overlay["digest"] == applied["digest"] != "none"
+    assert set(manifest.overlay.pages) == set(PAGES) == set(applied["pages"])
+    assert manifest.overlay.digest == applied["digest"] != "none"
     assert manifest.stack["torch"] and manifest.stack["python"]
     assert manifest.environment["CUDA_VISIBLE_DEVICES"] == ""
     assert manifest.resumes == "first"

@@ -134,3 +134,17 @@ def test_one_with_an_impossible_value_is_named(
     with pytest.raises(CppmegaError, match="run-damaged") as caught:
         compare.compare(run, run_folder.find(runs, "finished"))
     assert problem in caught.value.what
+
+
+def test_one_of_a_later_release_with_more_in_it_is_read(runs: Path) -> None:
+    """The schema is what tells another form; a field more does not."""
+    file = runs / "crashed" / "manifest.json"
+    before = run_folder.find(runs, "crashed").manifest
+    manifest = json.loads(file.read_text())
+    manifest |= {"weather": {"rain": True}, "options": {**manifest["options"], "speed": 3}}
+    manifest["overlay"]["colour"] = "blue"
+    file.write_text(json.dumps(manifest))
+    assert run_folder.find(runs, "crashed").manifest == before
+    status = runs / "crashed" / "nodes" / "0" / "status.json"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "mood": "good"}))
+    assert run_folder.find(runs, "crashed").state() == "crashed"

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from cppmega.catalogue import gates
 from cppmega.checkpoints.tracker import TRACKER
@@ -27,8 +27,10 @@ from cppmega.launch import folder as launch_folder
 from cppmega.launch import prepare as launch
 from cppmega.launch import record as launch_record
 from cppmega.launch.request import LaunchRequest, ValidatedLaunch
+from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.overlay.receipt import PatchedPage, Receipt
+from cppmega.overlay.record import OverlayRecord
 from cppmega.preflight.context import Context
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
@@ -40,27 +42,29 @@ from cppmega.runs.manifest import DataRecord
 from cppmega.runs.metrics import LoggedStep
 from cppmega.runs.status import Failure, Status
 from cppmega.training import options as trainer_options
+from cppmega.training import requirements
+from cppmega.tree import accepted
 from tests.support import REPOSITORY, pristine
 from tests.support.lab import Lab
 
 Page = tuple[str, str]
 
 
-def record(digest: str, gates: dict[str, str] | None = None, **pages: Page) -> dict[str, Any]:
-    """As `overlay_record.of` makes it; a page is (revision, text)."""
+def record(digest: str, gates: dict[str, str] | None = None, **pages: Page) -> OverlayRecord:
+    """As `overlay_record.record_of` makes it; a page is (revision, text)."""
     receipt = Receipt(digest=digest, megatron="0.19.2", gates=gates or {})
     for name, (revision, text) in pages.items():
         targets = {"megatron/core/a.py:f": {"before": "x", "after": text}}
         receipt.pages[name] = PatchedPage(revision, "applied", "source", targets)
-    return overlay_record.of(receipt)
+    return overlay_record.record_of(receipt)
 
 
 def test_accepted_edits_belong_to_the_name_of_the_code() -> None:
     path, receipt = "megatron/core/x.py", Receipt(digest="aaaa", megatron="0.19.2")
-    plain, edited = (overlay_record.of(receipt, edits) for edits in ({}, {path: "1" * 64}))
-    again = overlay_record.of(receipt, {path: "2" * 64})
-    assert plain["digest"] == "aaaa" and edited["digest"].startswith("aaaa+edits:")
-    assert edited["digest"] != again["digest"] and edited["edits"] == {path: "1" * 64}
+    plain, edited = (overlay_record.record_of(receipt, edits) for edits in ({}, {path: "1" * 64}))
+    again = overlay_record.record_of(receipt, {path: "2" * 64})
+    assert plain.digest == "aaaa" and edited.digest.startswith("aaaa+edits:")
+    assert edited.digest != again.digest and edited.edits == {path: "1" * 64}
     assert overlay_record.differences(plain, edited) == [
         f"accepted edit of {path}: none -> {'1' * 12}"
     ]
@@ -77,20 +81,19 @@ def test_what_differs_between_two_overlays() -> None:
         "gate CPPMEGA_X: 0 -> 1",
     ]
     assert overlay_record.differences(then, then) == []
-    older = {**then, "digest": "cccc", "megatron": "0.18.2"}
+    older = structs.replace(then, digest="cccc", megatron="0.18.2")
     assert overlay_record.differences(older, then) == ["megatron-core 0.18.2 -> 0.19.2"]
 
 
 def test_a_changed_kernel_is_named() -> None:
-    then, now = record("aaaa"), record("bbbb")
-    then["code"], now["code"] = {"cppmega.ops.k": "1"}, {"cppmega.ops.k": "2", "cppmega.new": "1"}
+    then = structs.replace(record("aaaa"), code={"cppmega.ops.k": "1"})
+    now = structs.replace(record("bbbb"), code={"cppmega.ops.k": "2", "cppmega.new": "1"})
     assert overlay_record.differences(then, now) == ["code changed: cppmega.ops.k"]
 
 
 def test_a_record_of_an_earlier_kind_is_compared_as_far_as_it_goes() -> None:
     """Runs and checkpoints made when the digest left the kernels out: one sentence says it."""
-    then = record("aaaa", one=("1", "t"), two=("1", "t"))
-    del then["code"]
+    then = structs.replace(record("aaaa", one=("1", "t"), two=("1", "t")), code=UNSET)
     same, other = record("bbbb", one=("2", "t"), two=("2", "t")), record("bbbb", one=("2", "u"))
     (said,) = overlay_record.differences(then, same)
     assert "earlier cppmega" in said and "kernels" in said
@@ -104,13 +107,13 @@ def test_what_a_checkpoint_says_of_its_overlay() -> None:
     then, now = record("aaaa", one=("1", "t")), record("bbbb")
     kept = overlay_record.parse(overlay_record.dump(then))
     assert kept == then
-    line = overlay_record.said_of_checkpoint(kept, now)
+    line = overlay_record.remark_on_checkpoint(kept, now)
     assert "made under overlay aaaa, this run has bbbb: patch removed: one" in line
-    assert overlay_record.said_of_checkpoint(kept, then) == ""
+    assert overlay_record.remark_on_checkpoint(kept, then) == ""
     for odd in (None, "", "[]", "{}", "{"):
         assert overlay_record.parse(odd) is None
-    assert "does not say" in overlay_record.said_of_checkpoint(None, now)
-    assert overlay_record.of(Receipt())["digest"] == overlay_record.NONE
+    assert "does not record" in overlay_record.remark_on_checkpoint(None, now)
+    assert overlay_record.record_of(Receipt()).digest == overlay_record.NONE
 
 
 def test_megatron_tells_the_overlay_of_a_checkpoint_that_it_loads(
@@ -144,7 +147,7 @@ def make(runs: Path, name: str, created: float, **manifest: Any) -> Run:
         **manifest,
     }
     whole["options"].setdefault("data_cache", None)
-    json_file.write(run.manifest_file, whole)
+    json_file.write(run.manifest_file, json_file.plain(whole))
     return run
 
 
@@ -489,6 +492,46 @@ def test_what_the_loop_cannot_do_is_refused_before_it_starts(
     assert again.options.load == again.options.save == tmp_path
 
 
+def test_what_the_preflight_has_found_is_not_sought_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One data check, one receipt and one set of options for preflight, manifest and torchrun."""
+    calls: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            calls.append(name)
+            return original(*args, **more)
+
+        monkeypatch.setattr(module, name, call)
+
+    def checks(context: Context, recipe: str) -> dict[str, str]:
+        assert context.data and context.receipt and context.accepted == {}
+        assert sorted(set(calls)) == ["asked", "check_data", "load"]
+        calls.clear()
+        return {"data": "ok"}
+
+    monkeypatch.setattr(launch, "_examined", checks)
+    for module, name in (
+        (requirements, "check_data"),
+        (receipt, "load"),
+        (accepted, "asked"),
+        (trainer_options, "read"),
+    ):
+        counted(module, name)
+    how = {"recipe": "dsv32_h200_slice", "mock_data": True, "root": pristine("0.19.2")}
+    validated = launch.prepare(asked(tmp_path / "runs", **how))
+    run = launch_folder.create(validated).run
+    assert calls == []
+    assert run.manifest.options == validated.context.options
+    words = [*validated.torchrun, "--megatron", str(how["root"])]
+    words = words[words.index("cppmega.trainer") + 2 :]
+    monkeypatch.undo()
+    assert trainer_options.read(words) == (validated.options, ())
+
+
 def test_without_tmux_it_says_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CppmegaError, match="no-tmux") as caught:
@@ -567,8 +610,8 @@ def test_the_folder_says_what_was_launched_and_is_made_once(lab: Lab) -> None:
     one = ready(lab)
     run = launch_folder.create(one).run
     manifest = run.manifest
-    assert manifest.overlay["digest"] == lab.receipt().digest
-    assert list(manifest.overlay["pages"]) == ["page"]
+    assert manifest.overlay.digest == lab.receipt().digest
+    assert list(manifest.overlay.pages or ()) == ["page"]
     assert json.loads((run.path / "receipt.json").read_text())["digest"] == lab.receipt().digest
     assert manifest.environment == {"NCCL_DEBUG": "1"}  # and no secret
     assert manifest.arguments[-1] == "http://(not recorded)@host/d"
@@ -616,6 +659,7 @@ def test_tmux_that_does_not_answer_is_not_a_free_name(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tmux.shutil, "which", lambda name: "/usr/bin/tmux")
     for said, found in (
         ("can't find session: a", False),
+        ("no current target", False),
         ("no server running on /tmp/tmux-0/default", False),
         ("error connecting to /tmp/tmux-0/default (No such file or directory)", False),
         ("server version is too old for client", None),

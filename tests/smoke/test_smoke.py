@@ -171,7 +171,9 @@ out["first loss"] = run("first", biased, steps=2)
 out["kept"] = [p.name for p in (folder / "loss").glob("*")]
 out["again"] = run("whole", steps=3, save_interval=2, exit_interval=2)
 (folder / "whole" / "iter_0000003.unfinished").mkdir()  # of a run that was killed while saving
-smoke_loop._record = lambda: {"digest": "another", "pages": {"x": {"revision": "1", "text": "t"}}}
+other = overlay_record.OverlayRecord(
+    digest="another", pages={"x": overlay_record.PageRecord("1", "t")})
+smoke_loop._record = lambda: other
 print("SAID", flush=True)
 out["on"] = run("whole", steps=3, load=folder / "whole")
 print("THAT", flush=True)

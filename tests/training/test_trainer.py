@@ -362,7 +362,7 @@ out["nan"] = named(lambda: checked(off))
 sys.argv = ["train", *ready(slice_).rendered.argv]
 args = pretrain.parse(arguments, ready(slice_))
 out["in the checkpoint"] = [args.cppmega_recipe, args.cppmega_overlay, args.cppmega_data]
-out["patches"] = overlay_record.parse(args.cppmega_patches)["digest"]
+out["patches"] = overlay_record.parse(args.cppmega_patches).digest
 out["gpu"] = named(lambda: pretrain.pretrain(ready(slice_)))
 
 # Real data through Megatron's datasets.
