@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,29 @@ def test_its_help_names_no_file_of_the_repository(run: Run) -> None:
     assert said.count("Usage:") == 1 + len(cli.commands)
     folders = "scripts|benchmarks|tests|upstream_patches|recipes"
     assert re.findall(rf"\b(?:{folders})/\S*", said) == []
+
+
+def prose_strings(path: Path) -> Iterator[str]:
+    """The strings of a module that are not docstrings, pieces of f-strings included."""
+    tree = ast.parse(path.read_text())
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in docstrings
+        ):
+            yield node.value
+
+
+def test_its_messages_name_no_script_of_the_repository(installed: Path) -> None:
+    """The next command of an error must exist where only the wheel is."""
+    generated = {"catalogue_readme.py"}  # names the script that writes the committed table
+    modules = [path for path in installed.rglob("*.py") if path.name not in generated]
+    named = {
+        f"{path.name}: {string}"
+        for path in modules
+        for string in prose_strings(path)
+        if re.search(r"\b(?:scripts|tests)/\w", string)
+    }
+    assert len(modules) > 200 and named == set()
