@@ -1,10 +1,11 @@
-"""Times of the fast commands as whole processes, beside two plain ways to do the same.
+"""Measure the fast commands as whole processes, next to two plain ways to do the same.
 
 usage: python benchmarks/cli.py [--version 0.19.2] [--runs 7] [--out benchmarks/results]
 
-Writes cli.json and cli.md. Beside cold apply, second apply, status and diff stand `git apply` of
-the equal diff (no check of any kind) and a libcst pass over the same whole files (parse, one
-visitor, print), which is what a rewriter does that does not cut its targets out first.
+Writes cli.json and cli.md; `python scripts/readme_figures.py` then copies the table into the
+README. Run it on a quiet machine; it takes about two minutes. The baselines are `git apply` of the
+same diff, without any check, and a libcst pass over the same complete files (parse, one visitor,
+print): the work of a rewriter that does not cut its targets out first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ for path in sys.argv[1:]:
 
 
 def seconds(command: list[str], cwd: Path, codes: tuple[int, ...] = (0,)) -> float:
-    """Wall time of one process, bytecode of megatron and colours left out."""
+    """Wall time of one process, without colors."""
     environment = {**os.environ, "NO_COLOR": "1"}
     started = time.perf_counter()
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -45,7 +46,7 @@ def seconds(command: list[str], cwd: Path, codes: tuple[int, ...] = (0,)) -> flo
 
 
 def measure(version: str, runs: int) -> dict[str, list[float]]:
-    """Name -> seconds of each run."""
+    """Seconds of each run, by the name of the command."""
     python = [sys.executable, "-m", "cppmega"]
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "tree"
@@ -108,7 +109,7 @@ def main() -> None:
 
 
 def table(result: dict[str, object]) -> str:
-    """The Markdown that goes beside the JSON."""
+    """The Markdown next to the JSON."""
     rows: dict[str, list[float]] = result["seconds"]  # type: ignore[assignment]
     lines = [
         f"Whole processes on {result['cores']} cores, Python {result['python']}, megatron-core "

@@ -1,13 +1,13 @@
-"""Run many configurations on stock and on patched Megatron-core, and compare what came of them.
+"""Run many configurations on stock and on patched megatron-core, and compare the outcomes.
 
     python -m benchmarks.configurations --count 300
 
 Small GPT and hybrid models train two steps on CPU ranks (gloo), save a checkpoint, take the next
 step, load the checkpoint and take that step again; then each tree loads what the other has saved.
 Losses, gradient norms and parameters must be equal to the bit, unless a page says under `Numerics:`
-that it changes them: then within the bound in tests/configurations/law.py. Configurations are drawn
-at random from all legal ones, after a cover of all pairs of settings. What was run already is
-kept in --out, and not run again on the same overlay: a command that was stopped resumes.
+that it changes them: then within the bound in tests/configurations/law.py. Configurations that
+cover all pairs of settings come first, then others are drawn at random from all legal ones. Results
+are kept in --out and not computed again for the same overlay: an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ RESULTS = Path(__file__).parent / "results"
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", default=VERSIONS[-1], show_default=True, help="Megatron-core's.")
+@click.option(
+    "--version", default=VERSIONS[-1], show_default=True, help="Version of megatron-core."
+)
 @click.option("--count", default=300, show_default=True, help="Configurations; 0: all of them.")
-@click.option("--seed", default=0, show_default=True, help="Of the draw.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the random draw.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -49,7 +51,7 @@ RESULTS = Path(__file__).parent / "results"
     help="Folder for configurations.json and configurations.md.",
 )
 def main(version: str, count: int, seed: int, out: Path) -> None:
-    """Run, compare, and write the result; exits 1 where patched cannot do what stock can."""
+    """Run, compare, and write the result; exit 1 where patched code cannot do what stock can."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("TESTS_SCRATCH", scratch)
         root = patched(version)
@@ -77,7 +79,7 @@ def drawn(count: int, seed: int) -> list[Configuration]:
 
 
 def _begun(file: Path, version: str, digest: str) -> dict[str, Any]:
-    """The result so far, where it is of the same code; else an empty one."""
+    """The result so far, if it is of the same code; otherwise an empty one."""
     fresh = {"megatron-core": version, "overlay": digest, "axes": AXES, "rows": []}
     if file.exists():
         kept: dict[str, Any] = json.loads(file.read_text())
@@ -93,7 +95,7 @@ def run(
     result: dict[str, Any],
     file: Path,
 ) -> None:
-    """Run what is missing; the file has everything up to the last one at any time."""
+    """Run what is missing, and write the file after each configuration."""
     done = {tuple(row["configuration"].values()) for row in result["rows"]}
     missing = [c for c in chosen if tuple(asdict(c).values()) not in done]
     if not missing:
@@ -120,7 +122,7 @@ def run(
 def row_of(
     setting: Configuration, records: dict[str, Any], findings: list[law.Finding]
 ) -> dict[str, Any]:
-    """What is kept of a configuration."""
+    """The recorded outcome of a configuration."""
     return {
         "configuration": asdict(setting),
         "completed": [name for name, record in records.items() if "resumed" in record["rows"]],
@@ -162,12 +164,12 @@ def _summary(result: dict[str, Any]) -> str:
         f"{able['stock']} by stock, {able['patched']} by patched code. Equal to the bit: {same}; "
         f"different within the bound of a named page: {kinds['excused']}. Stock can and patched "
         f"cannot: {kinds['fails']}; different without an excuse: {kinds['differs']}; known and "
-        f"not mended: {kinds['known']}."
+        f"not fixed: {kinds['known']}."
     )
 
 
 def table(result: dict[str, Any]) -> str:
-    """The Markdown that goes with the JSON."""
+    """The Markdown next to the JSON."""
     lines = [_summary(result), "", "Settings: " + "; ".join(map(_axis, AXES)) + ".", ""]
     lines += ["| what | configurations | example |", "|---|---|---|"]
     groups: dict[str, list[tuple[str, str]]] = {}

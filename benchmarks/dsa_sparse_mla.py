@@ -1,9 +1,9 @@
-"""Sparse MLA fused at the widths of `dsa_sparse_mla_widths`, against Megatron's unfused path.
+"""Compare fused sparse MLA at the widths of `dsa_sparse_mla_widths` with Megatron's unfused path.
 
 usage: python benchmarks/dsa_sparse_mla.py --megatron ROOT [--out benchmarks/results]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); a copy is patched. Needs TileLang. Both paths
-run in this process, on the same inputs: causal top-k keys in any order, -1 where there are fewer.
+run in this process on the same inputs: causal top-k keys in any order, -1 where there are fewer.
 Errors are relative L2 against fp64, divided by those of an fp32 computation on the same bf16 inputs
 whose results are rounded to bf16. Writes dsa_sparse_mla_h200.json and .md.
 """
@@ -100,7 +100,7 @@ def errors(got: Tensors, want: Tensors) -> dict[str, float]:
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, float]:
-    """Median milliseconds of 20, and the peak in GiB above what was held before."""
+    """Median milliseconds of 20, and the peak in GiB above what was allocated before."""
     for _ in range(3):
         step()
     torch.cuda.empty_cache()
@@ -117,7 +117,7 @@ def timed(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def measure(case: dict[str, Any], fused: Any, unfused: Any) -> dict[str, Any]:
-    """Both paths on one case."""
+    """Measure both paths on one case."""
     query, key, grad, indices = inputs(**case)
     width, value = case["widths"]
     scale = width**-0.5

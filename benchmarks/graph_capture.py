@@ -1,9 +1,9 @@
-"""CUDA-graph capture of Megatron's MTP roll and MTP loss, stock against patched, on a real GPU.
+"""Capture Megatron's MTP roll and MTP loss in CUDA graphs, stock and patched, on a GPU.
 
 usage: python benchmarks/graph_capture.py --megatron ROOT [--out benchmarks/results]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); it is copied, and one copy is patched. Each
-side runs in a process of its own: capture, then replay on new data, compared with a plain loop over
+side runs in a separate process: capture, then replay on new data, compared with a plain loop over
 documents. Also checked: a reached-mark is set by the capture, and the graph with the mark replays.
 Writes graph_capture_h200.json and .md.
 """
@@ -28,7 +28,7 @@ VOCABULARY, HIDDEN, DEPTHS = 512, 64, 2
 
 
 def truth(values: Any) -> Any:
-    """Rolled left by one inside each document, everything else 0."""
+    """Shift left by one inside each document; everything else is 0."""
     out = values.clone().zero_()
     for start, a, b in zip(PADDED[:-1], REAL[:-1], REAL[1:], strict=True):
         end = start + b - a
@@ -55,7 +55,7 @@ def packed() -> Any:
 
 
 def capture(work: Callable[[], Any]) -> tuple[Any, Any]:
-    """(graph, what the work returned inside the capture)."""
+    """Capture the work; the graph and what the work returned inside the capture."""
     import torch
 
     side = torch.cuda.Stream()
@@ -85,7 +85,7 @@ def roll() -> str:
         graph.replay()
         if not torch.equal(rolled, truth(static)) or total.item() != truth(static).sum().item():
             return "captured, but the replay is wrong"
-    return "captured; replays right"
+    return "captured; replays correctly"
 
 
 def loss() -> str:
@@ -146,7 +146,7 @@ def loss() -> str:
 
 
 def worker(root: Path) -> None:
-    """One side: what each attempt gave, as JSON."""
+    """Run one side and print the outcome of each attempt as JSON."""
     from cppmega.rank import imported, reached_marks
 
     imported.only_from(root)

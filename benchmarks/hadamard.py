@@ -1,12 +1,12 @@
-"""The Walsh-Hadamard transform of DSA's indexer on one GPU: our kernel against what it replaces.
+"""Compare the Walsh-Hadamard kernel of DSA's indexer with what it replaces, on one GPU.
 
 usage: python benchmarks/hadamard.py [--out benchmarks/results]
 
-First the bits: the kernel must give those of the transform in plain torch, whose every stage is a
-launch of its own. Then the median time of the forward over the indexer's queries
-`[s, b, heads, 128]`, all implementations taking turns in one process, beside a product with the
-matrix in bf16 (which rounds differently) and a plain copy, the floor of anything that reads and
-writes once. Writes hadamard_h200.json and .md.
+First the bits: the kernel must give those of the transform in plain torch, which launches every
+stage separately. Then the median time of the forward over the indexer's queries
+`[s, b, heads, 128]`, all implementations taking turns in one process, next to a product with the
+matrix in bf16 (which rounds differently) and a plain copy, the lower bound of anything that reads
+and writes once. Writes hadamard_h200.json and .md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROUNDS, CALLS = 20, 10
 
 
 def measure(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Median milliseconds of each; raises SystemExit where the bits differ."""
+    """Median milliseconds of each implementation; raises SystemExit if the bits differ."""
     x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     scale = WIDTH**-0.5
     matrix = hadamard.walsh_hadamard(torch.eye(WIDTH, device="cuda"), scale).bfloat16()
@@ -58,7 +58,7 @@ def measure(shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _repeated(call: Callable[[], torch.Tensor]) -> None:
-    """Calls in a row, so that the GPU and not the host's launches is timed."""
+    """Call repeatedly, so that the GPU is timed and not the host's launches."""
     for _ in range(CALLS):
         call()
 

@@ -1,24 +1,25 @@
-"""Linear cross-entropy on one GPU: forward and backward of every implementation, in one process.
+"""Measure forward and backward of every linear cross-entropy on one GPU, in one process.
 
     python benchmarks/linear_cross_entropy.py --out DIR
 
 First correctness, at a shape with ragged sizes: relative error of loss, dX and dW in the 2-norm
-against fp64, beside that of the unfused path, and a profile of the kernels that ran: an
-implementation whose own kernel is not among them, or whose errors are not near the unfused
-path's, ends the run. Confident tokens, whose target has a probability of 1 - 1e-2 to 1 - 1e-7, have
-a table of errors. Then, per shape, the median time of forward and backward, TFLOP/s counted as
-6*N*H*V (three GEMMs over all tokens, whatever is really done), and peak memory twice: above the
-inputs, and above inputs plus the gradients dX and dW in the type of the inputs, which every
-implementation must return. Writes `linear_cross_entropy_h200.json` and `.md` (or `--name`) to DIR.
+against fp64, next to that of the unfused path, and a profile of the kernels that ran: an
+implementation whose own kernel is not among them, or whose errors are not near the unfused path's,
+ends the run. Confident tokens, whose target has a probability of 1 - 1e-2 to 1 - 1e-7, have a
+separate table of errors. Then, per shape, the median time of forward and backward, TFLOP/s counted
+as 6*N*H*V (three GEMMs over all tokens, regardless of what is computed), and peak memory twice:
+above the inputs, and above inputs plus the gradients dX and dW in the type of the inputs, which
+every implementation must return. Writes `linear_cross_entropy_h200.json` and `.md` (or `--name`) to
+DIR.
 
 The implementations take turns, one step each in a shuffled order, because matrix work of more than
-some 50 ms runs into the card's power limit: all of them are timed at the same clocks. The header
-says what a plain matrix product of cuBLAS reaches in a short burst and after 2 s.
+about 50 ms runs into the card's power limit: all of them are timed at the same clocks. The header
+reports what a plain cuBLAS matrix product reaches in a short burst and after 2 s.
 
 Data is random: logits of standard deviation 2, a tenth of the tokens masked.
 
-Rivals, where installed: Megatron's three choices on materialised logits, unfused ("stock", the same
-arithmetic in torch if megatron-core is missing, and the table says so),
+Alternatives, if installed: Megatron's three losses on materialized logits, unfused ("stock", the
+same arithmetic in torch if megatron-core is missing, and the table says so),
 `--cross-entropy-fusion-impl native` and `te`; torch.compile of unfused torch, Liger mean and none,
 cut-cross-entropy with its filter off.
 """
@@ -66,7 +67,7 @@ class Case:
     targets: Tensor
     mask: Tensor
     counted: int
-    """How many tokens the mask leaves, as a loader knows it on the host."""
+    """The number of tokens that the mask keeps, as a loader knows it on the host."""
 
     @staticmethod
     def random(tokens: int, hidden: int, vocabulary: int) -> Case:
@@ -95,12 +96,12 @@ class Case:
         return Case(x.bfloat16().requires_grad_(), w.requires_grad_(), targets, mask, tokens)
 
     def of_one(self) -> Case:
-        """The same numbers as parameters of their own, without gradients."""
+        """The same numbers as new parameters, without gradients."""
         x, w = (t.detach().requires_grad_() for t in (self.x, self.w))
         return Case(x, w, self.targets, self.mask, self.counted)
 
     def reduce(self, per_token: Tensor) -> Tensor:
-        """What a training step does with the loss per token."""
+        """Reduce the loss per token as a training step does."""
         return (per_token * self.mask).sum() / self.mask.sum()
 
 
@@ -188,7 +189,7 @@ def _liger_mean(case: Case) -> Tensor:
 
 
 def _megatron() -> list[Rival]:
-    """Megatron's own choices on materialised logits."""
+    """Megatron's own losses on materialized logits."""
     try:
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -231,7 +232,7 @@ def _megatron() -> list[Rival]:
 
 
 def rivals() -> list[Rival]:
-    """Everything that is installed; what is not is said on stderr."""
+    """All implementations that are installed; missing ones are reported on stderr."""
     found = [*_megatron(), Rival("torch.compile of stock", _compiled(), None)]
     for package, entries in {
         "liger-kernel": [
@@ -264,7 +265,7 @@ def rivals() -> list[Rival]:
 
 
 def step(rival: Rival, case: Case) -> Tensor:
-    """Forward and backward from no gradients."""
+    """Run forward and backward without accumulated gradients."""
     case.x.grad = case.w.grad = None
     loss = rival.loss(case)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -285,7 +286,7 @@ def exact(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(everyone: list[Rival], hidden: int) -> list[dict[str, Any]]:
-    """Errors against fp64, and which kernels ran. Raises SystemExit on a wrong one."""
+    """Errors against fp64, and the kernels that ran; raises SystemExit on a wrong one."""
     case = Case.random(2085, hidden, 32003)
     truth = exact(case)
     ours_in_fp32 = Rival(
@@ -351,7 +352,7 @@ def confident(everyone: list[Rival]) -> list[dict[str, Any]]:
 
 
 def peak(rival: Rival, case: Case) -> float | None:
-    """Bytes above the inputs that one step takes at its peak; None: more than there are."""
+    """Bytes above the inputs that one step allocates at its peak; None: out of memory."""
     try:
         for _ in range(2):
             step(rival, case)
@@ -400,7 +401,7 @@ def compare(everyone: list[Rival], case: Case, rounds: int) -> list[Row]:
 
 
 def measure(rival: Rival, case: Case) -> Row:
-    """One implementation by itself."""
+    """Measure one implementation by itself."""
     return compare([rival], case, rival.repeats)[0]
 
 
@@ -426,7 +427,7 @@ def median(work: Callable[..., Any], *arguments: Any) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """What this card does in this process: a bf16 matrix product and a device-to-device copy."""
+    """The card's own speed: a bf16 matrix product and a device-to-device copy."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(1 << 30, device="cuda")
     work = 2 * 8192**3 / 1e9
@@ -507,7 +508,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=list(VOCABULARIES))
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
-    parser.add_argument("--only", nargs="+", help="parts of the names of what to measure")
+    parser.add_argument("--only", nargs="+", help="measure only names that contain one of these")
     arguments = parser.parse_args()
     began = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -1,11 +1,12 @@
-"""Where the time of our linear cross-entropy goes, and the designs it was chosen from.
+"""Measure the stages of cppmega's linear cross-entropy, and the designs it was chosen from.
 
     python benchmarks/linear_cross_entropy_stages.py --out DIR
 
 By chunk size: the three GEMMs and the row kernel of one chunk, times the number of chunks of 32768
-tokens, beside two other ways to get dW (rounded to bf16 per chunk, which is not precise enough; an
-fp32 product and an addition of its own). By launch parameters: the row kernel, with and without the
-arg-max. Then whole steps by chunk size. Writes `linear_cross_entropy_stages.json` to DIR.
+tokens, next to two other ways to compute dW (rounded to bf16 per chunk, which is not precise
+enough; an fp32 product and a separate addition). By launch parameters: the row kernel, with and
+without the arg-max. Then whole steps by chunk size. Writes `linear_cross_entropy_stages.json` to
+DIR.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENS, HIDDEN, VOCABULARY = 32768, 4096, 131072
 
 
 def add_fp32_product(into: Tensor, logits: Tensor, x: Tensor) -> None:
-    """dW by a product of its own and a pass over dW."""
+    """dW by a separate product and a pass over dW."""
     into.add_(torch.mm(logits.t(), x, out_dtype=torch.float32))
 
 

@@ -1,10 +1,10 @@
-"""Linear cross-entropy with the vocabulary split over the GPUs of one host.
+"""Measure linear cross-entropy with the vocabulary split over the GPUs of one host.
 
     torchrun --nproc-per-node 2 benchmarks/linear_cross_entropy_tp.py --out DIR
 
 First every rank compares loss, its dX (summed over the ranks) and its part of dW with fp64 at a
 small shape. Then the median time of forward and backward at N=32768, H=4096, V=131072 for the
-unfused path (Megatron's loss on the logits of the rank) and ours, TFLOP/s per GPU counted as
+unfused path (Megatron's loss on the logits of the rank) and cppmega's, TFLOP/s per GPU counted as
 6*N*H*V/tp, and peak memory above inputs, dX and dW. Rank 0 writes
 `linear_cross_entropy_tp<ranks>.json` to DIR.
 """
@@ -62,7 +62,7 @@ class _Copied(torch.autograd.Function):
 
 
 def stock(case: Case) -> Tensor:
-    """Megatron's loss over logits that exist."""
+    """Megatron's loss over materialized logits."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     copied = _Copied.apply(case.x)  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ def stock(case: Case) -> Tensor:
 
 
 def check(rival: Rival) -> dict[str, float]:
-    """Errors against fp64; raises SystemExit if they are not bf16's."""
+    """Errors against fp64; raises SystemExit if they exceed those of bf16."""
     whole = Case.random(2085, 1024, 4096 * 8)
     loss, d_x, d_w = exact(whole)
     case = part(whole)
@@ -94,7 +94,7 @@ def check(rival: Rival) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run on this rank; rank 0 writes."""
+    """Measure on this rank; rank 0 writes the result."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     out = parser.parse_args().out

@@ -1,13 +1,13 @@
-"""Which layers' GEMMs run in FP8, stock against the page `selective_fp8_moe`, on a real GPU.
+"""Record which layers' GEMMs run in FP8, on stock and with `selective_fp8_moe`, on a GPU.
 
 usage: python benchmarks/selective_fp8.py --megatron ROOT [--out benchmarks/results]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); it is copied, and one copy is patched. Each
-side runs in a process of its own: a GPT with experts, shared experts and an MTP depth, one forward
-and backward per case on Transformer Engine. Noted per layer: whether its weights are stored in FP8,
-the flag that Transformer Engine left on it after each forward, and whether the operands of its
-GEMMs, forward and backward, were quantized. Writes selective_fp8_h200.json and .md; exits with 1
-where anything but the routed experts saw FP8 on the patched side, or they did not.
+side runs in a separate process: a GPT with experts, shared experts and an MTP depth, one forward
+and backward per case on Transformer Engine. Recorded per layer: whether its weights are stored in
+FP8, the flag that Transformer Engine left on it after each forward, and whether the operands of its
+GEMMs, forward and backward, were quantized. Writes selective_fp8_h200.json and .md; exits with 1 if
+anything but the routed experts ran in FP8 on the patched side, or the routed experts did not.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def quantized(operand: Any) -> bool:
 
 
 class Watch:
-    """Notes what Transformer Engine does in every layer of a model with weights."""
+    """Records what Transformer Engine does in every layer with weights."""
 
     def __init__(self) -> None:
         self.current: tuple[str, str] | None = None
@@ -167,7 +167,7 @@ class Watch:
 
 
 def measure(watch: Watch, **given: Any) -> dict[str, Any]:
-    """One forward and backward; what every layer did."""
+    """Run one forward and backward; the record of every layer."""
     import torch
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -191,7 +191,7 @@ def measure(watch: Watch, **given: Any) -> dict[str, Any]:
 
 
 def worker(root: Path) -> None:
-    """One side: what each case gave, as JSON."""
+    """Run one side and print the outcome of each case as JSON."""
     from cppmega.rank import imported
 
     imported.only_from(root)
@@ -215,7 +215,7 @@ def worker(root: Path) -> None:
 
 
 def problems(case: str, answer: dict[str, Any]) -> list[str]:
-    """What is not as the page says, on the patched side."""
+    """Deviations from what the page states, on the patched side."""
     if case == "delayed":
         refused = "fp8_recipe=delayed" in answer.get("failed", "")
         return [] if refused else [f"{case}: not refused: {answer.get('failed', 'it ran')}"]

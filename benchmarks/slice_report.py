@@ -1,4 +1,4 @@
-"""What the runs of `slice_training.py` come to: medians, the resumed curve, table, plot."""
+"""The report of `slice_training.py`: medians, the resumed curve, table, plot."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Curves and medians of one run.
 
     Raises:
-        ClickException: where a loss or gradient is not finite: such a run has no throughput.
+        ClickException: a loss or gradient is not finite, so the throughput means nothing.
     """
     start = next(row for row in rows if "start" in row)
     steps = [row for row in rows if "step" in row]
     if start["mock_data"] or any(row["mock_data"] for row in steps):
-        raise click.ClickException("mock data has no place in a result")
+        raise click.ClickException(
+            "the run trained on mock data, which must not appear in a result"
+        )
     for row in steps:
         if not all(math.isfinite(row[key] or math.nan) for key in ("loss", "grad_norm")):
             raise click.ClickException(f"step {row['step']}: {row['loss']=} {row['grad_norm']=}")
@@ -69,7 +71,7 @@ def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
 def compared(
     first: dict[int, float], again: dict[int, float], whole: dict[int, float]
 ) -> dict[str, Any]:
-    """A resumed run beside one that ran through, and as a yardstick the killed run beside it too.
+    """Compare a resumed run, and as a yardstick the killed one, with an uninterrupted run.
 
     Raises:
         ClickException: where it was not resumed from the checkpoint, or was not killed in time.
@@ -90,7 +92,7 @@ def compared(
 
 
 def headline(result: dict[str, Any]) -> str:
-    """One line for `cppmega recipes`."""
+    """The headline that `cppmega recipes` prints."""
     parts = [
         f"{name} out of memory"
         if "out_of_memory" in row
@@ -122,7 +124,7 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
         ("step, ms", "milliseconds"),
         ("tokens/s", "tokens_per_second"),
         ("TFLOP/s per GPU, every layer counted", "tflops_per_gpu"),
-        ("TFLOP/s per GPU, as Megatron says", "tflops_per_gpu_by_megatron"),
+        ("TFLOP/s per GPU, as Megatron reports", "tflops_per_gpu_by_megatron"),
         ("peak memory, GiB", "peak_gib"),
         ("first loss", "first_loss"),
         ("last loss", "last_loss"),
@@ -144,7 +146,7 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(result: Path) -> Path:
-    """The curves of a result, as a PNG beside it."""
+    """Draw the curves of a result into a PNG next to it."""
     import matplotlib
 
     matplotlib.use("Agg")

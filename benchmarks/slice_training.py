@@ -1,16 +1,17 @@
 """Train a recipe on stock Megatron and with the overlay, one after the other on the same GPUs.
 
-"Stock" is pristine but for the two patches without which it does not start from a wheel; "linear"
-is the overlay with its linear cross-entropy asked for. The runs see the same data in the same order
-from the same weights. "tilelang" is the overlay with the fused backend of DSA, "stock-tilelang" is
-stock with it, which declines NAM56R's widths. A further run is killed and resumed, and its curve
-compared with that of the overlay, beside how far two runs differ that nobody killed.
+"Stock" is pristine except for the two patches without which it does not start from a wheel;
+"linear" is the overlay with its linear cross-entropy turned on. The runs see the same data in the
+same order from the same weights. "tilelang" is the overlay with the fused backend of DSA,
+"stock-tilelang" is stock with it, which does not support NAM56R's widths. A further run is killed
+and resumed, and its curve compared with that of the overlay, next to the difference between two
+uninterrupted runs.
 
     python benchmarks/slice_training.py run --site SITE --work SCRATCH --out DIR
     python benchmarks/slice_training.py plot DIR/nam56r_h200_slice.json
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leaves them; it is
-copied, never changed. Everything else must be importable.
+copied and never changed. Everything else must be importable.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where everything is, and what every run has in common."""
+    """The folders, and what all runs have in common."""
 
     recipe: Recipe
     changes: tuple[str, ...]
@@ -96,16 +97,16 @@ class Bench:
         )
 
     def metrics(self, name: str) -> Path:
-        """Where a run writes its steps."""
+        """The file to which a run writes its steps."""
         return self.out / f"{name}.jsonl"
 
     def clear(self, name: str) -> None:
-        """Forget what an earlier call wrote: runs append, so that one may be killed and resumed."""
+        """Delete what an earlier call wrote: runs append, so that one can be killed and resumed."""
         for old in (self.metrics(name), self.out / f"{name}.log"):
             old.unlink(missing_ok=True)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """What a run wrote so far, headers included; a line that is being written is left out."""
+        """The rows of a run so far, headers included; an unfinished line is left out."""
         path = self.metrics(name)
         if not path.is_file():
             return []
@@ -192,7 +193,7 @@ def run(
 
 
 def trained(bench: Bench, name: str) -> dict[str, Any]:
-    """What one run measured; that it does not fit is a result too."""
+    """The measurement of one run; running out of memory is a result, too."""
     bench.clear(name)
     tree = bench.tree("stock" if name.startswith("stock") else "overlay")
     try:
@@ -203,7 +204,7 @@ def trained(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def prepare(prefix: Path, text: tuple[Path, ...], site: Path) -> Path:
-    """Real text as a dataset: what is given, or the sources of Python's standard library."""
+    """Prepare text as a dataset: the given folders, or the sources of Python's standard library."""
     if not corpus.with_suffix(prefix, ".json").is_file():
         sources = text or (Path(os.__file__).parent,)
         command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py")]
@@ -214,13 +215,13 @@ def prepare(prefix: Path, text: tuple[Path, ...], site: Path) -> Path:
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """This process's, with the repository first and these folders after it."""
+    """This environment, with the repository and then these folders first in PYTHONPATH."""
     path = os.pathsep.join([str(REPOSITORY), *map(str, first), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def header(bench: Bench) -> dict[str, Any]:
-    """What was measured, on what, with which data."""
+    """The header of the result: recipe, software, data."""
     found = corpus.open_(bench.data)
     code = (
         "import json, torch, importlib.metadata as m\n"
@@ -252,7 +253,7 @@ def header(bench: Bench) -> dict[str, Any]:
 
 
 def resumed(bench: Bench) -> dict[str, Any]:
-    """Kill a run without warning, start it again, and compare it with the one that ran through."""
+    """Kill a run without warning, resume it, and compare it with the uninterrupted one."""
     name, tree = "resume", bench.tree("overlay")
     checkpoints = bench.work / f"checkpoints-{datetime.now(UTC):%H%M%S}"  # never one that exists
     bench.clear(name)
@@ -270,7 +271,7 @@ def resumed(bench: Bench) -> dict[str, Any]:
 @main.command()
 @click.argument("result", type=_FOLDER)
 def plot(result: Path) -> None:
-    """Draw the curves of a result into a PNG beside it."""
+    """Draw the curves of a result into a PNG next to it."""
     print(draw(result))
 
 

@@ -1,20 +1,20 @@
-"""Megatron's own unit tests on a pristine megatron-core and on a patched copy of it.
+"""Run Megatron's own unit tests on a pristine megatron-core and on a patched copy of it.
 
-A patch must break nothing that stock can do. Megatron's repository has the tests for that; they are
-in no wheel and are not copied here, so this command takes their folder: `tests/unit_tests` of a
-checkout of the release that is installed.
+A patch must break nothing that stock can do. Megatron's repository has the tests for that; no wheel
+contains them and they are not copied here, so this command asks for their folder:
+`tests/unit_tests` of a checkout of the release that is installed.
 
 \b
     git -C Megatron-LM archive core_r0.19.0 tests | tar -x -C /tmp/upstream
     python benchmarks/upstream_tests.py --tests /tmp/upstream/tests/unit_tests
 
-Two copies of megatron-core are made; into one of them `cppmega apply` puts the patches. Every file
-of tests then runs on both, in a process of its own; those that mention patched modules come first.
-What became of each test is compared. Where the sides differ the file runs again on both, and a test
-whose outcomes overlap is called flaky. Everything else is a difference, and there must be none.
+megatron-core is copied twice, and `cppmega apply` patches one of the copies. Every test file then
+runs on both, each in a separate process; files that mention patched modules come first. The
+outcomes are compared. If the sides differ, the file runs again on both, and a test whose outcomes
+overlap is called flaky. Everything else is a difference, and there must be none.
 
-Without a GPU the CPU stands in for it (see `upstream_tests_on_cpu.py`): what then still fails,
-fails on both sides. Exit status: 0 nothing differs, 1 something does, 2 wrong usage or an internal
+Without a GPU the CPU stands in for it (see `upstream_tests_on_cpu.py`): what still fails then fails
+on both sides. Exit status: 0 nothing differs, 1 something differs, 2 wrong usage or an internal
 error.
 """
 
@@ -59,14 +59,14 @@ Round = tuple[Outcomes, Outcomes]
 
 @dataclass
 class Work:
-    """Files of tests, taken one by one by every pair of servers."""
+    """A queue of test files that every pair of servers takes from."""
 
     pairs: Sequence[tuple[Server, Server]]
     limits: Limits
     scratch: Path
     more: Sequence[str]
     until: float
-    """No file is begun after this, on the monotonic clock."""
+    """No file is started after this time, on the monotonic clock."""
     end: float
     """No file runs for longer."""
     tell: Callable[[str, Round], None]
@@ -75,7 +75,7 @@ class Work:
     errors: list[BaseException] = field(default_factory=list)
 
     def run(self, files: Sequence[str]) -> None:
-        """Run files on both sides, until all are done or the time is over."""
+        """Run files on both sides until all are done or the time is up."""
         for file in files:
             self.waiting.put(file)
         threads = [threading.Thread(target=self._serve, args=pair) for pair in self.pairs]
@@ -123,7 +123,7 @@ def ordered(suite: Path, patched_files: Sequence[str], wanted: Sequence[str]) ->
 
 
 def _mention(path: str) -> re.Pattern[str]:
-    """How a test speaks of a module: by its full name, or as a part of its package."""
+    """A pattern of how tests mention a module: by its full name, or as a part of its package."""
     whole = path.removesuffix(".py").replace("/", ".")
     package, _, name = map(re.escape, whole.rpartition("."))
     imported = rf"from {package} import (\([^)]*|[^\n]*)\b{name}\b"
@@ -131,7 +131,7 @@ def _mention(path: str) -> re.Pattern[str]:
 
 
 def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> dict[str, Any]:
-    """What a result must say about where it comes from."""
+    """The provenance of a result."""
     return {
         "date": date.today().isoformat(),
         "device": device,
@@ -149,7 +149,7 @@ def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> 
 
 
 def fingerprint(tests: Path) -> str:
-    """Names a folder of tests by the content of its Python files."""
+    """A hash of the Python files in a folder of tests."""
     files = sorted(tests.rglob("*.py"))
     digest = hashlib.sha256()
     for path in files:
@@ -173,7 +173,7 @@ def device_name() -> str:
 
 
 class Shown:
-    """A bar on stderr and a line for every difference; lines alone where stderr is a file."""
+    """A progress bar on stderr and a line per difference; without a terminal, only lines."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console
@@ -218,23 +218,35 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
     type=_FOLDER,
     help="The folder that holds a pristine megatron/ (default: where Python finds it).",
 )
-@click.option("--page", "pages", multiple=True, help="Apply this page alone; repeatable.")
-@click.option("--patches", type=_FOLDER, multiple=True, help="A catalogue of your own beside ours.")
-@click.option("--gated", is_flag=True, help="Also the pages that a variable turns on.")
+@click.option("--page", "pages", multiple=True, help="Apply only this page; repeatable.")
+@click.option(
+    "--patches",
+    type=_FOLDER,
+    multiple=True,
+    help="A catalogue of your own, in addition to the shipped one.",
+)
+@click.option("--gated", is_flag=True, help="Include the pages that a variable turns on.")
 @click.option("--select", "wanted", multiple=True, help="Only files with this in their path.")
 @click.option("-k", "expression", help="Only tests that match, as for pytest.")
 @click.option("--jobs", type=click.IntRange(1), help="Files at a time (default: 2, on a GPU 8).")
 @click.option(
-    "--limit", type=float, default=0, help="End after so many minutes; what was not run is named."
+    "--limit",
+    type=float,
+    default=0,
+    help="Stop after this many minutes; what did not run is listed.",
 )
-@click.option("--file-seconds", default=120.0, show_default=True, help="For one file on one side.")
-@click.option("--test-seconds", default=60.0, show_default=True, help="For one test.")
+@click.option(
+    "--file-seconds", default=120.0, show_default=True, help="Limit for one file on one side."
+)
+@click.option("--test-seconds", default=60.0, show_default=True, help="Limit for one test.")
 @click.option("--fresh", is_flag=True, help="A fresh interpreter per file, never a fork.")
-@click.option("--reruns", default=2, show_default=True, help="Of files that differ.")
+@click.option(
+    "--reruns", default=2, show_default=True, help="How often files that differ run again."
+)
 @click.option(
     "--onto",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="An earlier result (.json): run what it had no time for, and put both together.",
+    help="An earlier result (.json): run what it had no time for, and merge both.",
 )
 @click.option(
     "--result", type=click.Path(path_type=Path), help="Write FILE.json and FILE.md (no suffix)."
@@ -268,7 +280,7 @@ def compare(
     given: Mapping[str, Any],
     begun: float,
 ) -> dict[str, Any]:
-    """Run everything on both sides; what the result file will say.
+    """Run everything on both sides; the content of the result file.
 
     Args:
         given: the other options of the command line.
@@ -309,7 +321,7 @@ def compare(
 def served(
     stock: Side, patched: Side, jobs: int, scratch: Path
 ) -> Iterator[list[tuple[Server, Server]]]:
-    """Pairs of processes; all are started at once, since they import for a long time."""
+    """Pairs of processes, all started at once, since their imports take long."""
     pairs = [
         (Server(stock, scratch / f"stock{n}.log"), Server(patched, scratch / f"patched{n}.log"))
         for n in range(jobs)
@@ -331,7 +343,7 @@ def planned(
     scratch: Path,
     tell: Callable[[str, Round], None],
 ) -> Work:
-    """The work within the limits of the command line."""
+    """The queue within the limits of the command line."""
     seconds = given["limit"] * 60 or float("inf")
     more = ["-k", given["expression"]] if given["expression"] else []
     limits = Limits(given["test_seconds"], given["file_seconds"])

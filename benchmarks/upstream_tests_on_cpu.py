@@ -1,7 +1,7 @@
 """Stand-ins that let more of Megatron's unit tests run where there is no GPU, on both trees alike.
 
 Most of those tests put everything on `cuda` and would end in their first line. With the stand-ins
-the CPU answers in the GPU's place: a tensor asked for on `cuda` is made on the CPU, `.cuda()`
+the CPU takes the GPU's place: a tensor requested on `cuda` is created on the CPU, `.cuda()`
 changes nothing, the CPU's random generator is the GPU's, streams and events do nothing, and NCCL
 groups are gloo groups. torch.compile is off, since it would only cost time here. No test and no
 line of Megatron is changed; what needs a real kernel still fails, on both sides.
@@ -28,7 +28,7 @@ _MOVES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Every function of torch that is asked for a result on `cuda` gives one on the CPU."""
+    """Every function of torch that is asked for a result on `cuda` returns one on the CPU."""
 
     def __torch_function__(
         self,
@@ -50,7 +50,7 @@ class OnTheCpu(TorchFunctionMode):
 
 
 def _cpu(device: Any) -> Any:
-    """The CPU for a GPU by any of its names; anything else stays as it is."""
+    """Replace a GPU, under any of its names, with the CPU; return anything else unchanged."""
     if isinstance(device, bool) or device is None:
         return device
     if isinstance(device, int):
@@ -63,13 +63,13 @@ def _cpu(device: Any) -> Any:
 
 
 class Stream:
-    """A stream or an event: nothing here runs by itself, so there is nothing to wait for."""
+    """A stream or an event: nothing runs asynchronously here, so there is nothing to wait for."""
 
     cuda_stream = device_index = priority = 0
     device = torch.device("cpu")
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Takes what a stream or an event takes."""
+        """Accept the arguments of a stream or an event."""
 
     def __enter__(self) -> Stream:
         return self
@@ -99,7 +99,7 @@ class Stream:
 
 
 def install() -> None:
-    """Put the stand-ins in; before anything of Megatron is imported, which copies names."""
+    """Install the stand-ins, before anything of Megatron is imported, which copies names."""
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     _devices()
     _streams()
@@ -161,7 +161,7 @@ def _random_state() -> None:
 
 
 def _groups() -> None:
-    """NCCL's groups are gloo's."""
+    """Create gloo groups in place of NCCL's."""
     init, new = torch.distributed.init_process_group, torch.distributed.new_group
 
     def init_process_group(backend: Any = None, *arguments: Any, **named: Any) -> None:
@@ -183,7 +183,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _replace(owner: Any, **stand_ins: Any) -> None:
-    """Each name gets an object of its own: torch._dynamo has rules by object, and one rule each."""
+    """Give each name a distinct object: torch._dynamo keeps one rule per object."""
     for name, stand_in in stand_ins.items():
         if isinstance(stand_in, type):
             stand_in = type(name, (stand_in,), {})

@@ -1,7 +1,7 @@
-"""A pytest plugin that writes down what became of every test, one JSON line at a time.
+"""A pytest plugin that records the outcome of every test, one JSON line at a time.
 
-The lines are flushed as they come: where a test ends the process, everything before it is known,
-and a second process goes on with the tests that have no line yet.
+Each line is flushed at once: if a test ends the process, everything before it is known, and a
+second process continues with the tests that have no line yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONGEST_REASON = 240
 
 
 class Recorder:
-    """Appends to a file; tests that the file has already are not run again."""
+    """Appends to a file; tests that are already in the file do not run again."""
 
     def __init__(self, file: Path) -> None:
         self.known = {test for test, (how, _) in outcomes(file).items() if how != NOT_RUN}
@@ -33,13 +33,13 @@ class Recorder:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leave out what is known; the rest is `not run` until it is."""
+        """Deselect what is known; the rest is `not run` until it has run."""
         done = [item for item in items if item.nodeid in self.known]
         items[:] = [item for item in items if item.nodeid not in self.known]
         config.hook.pytest_deselected(items=done)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Every test of the file has a line before the first begins."""
+        """Write a line for every test of the file before the first starts."""
         for item in session.items:
             self.write(item.nodeid, NOT_RUN)
         gc.freeze()  # what was imported for the tests is not looked at after each of them
@@ -59,7 +59,7 @@ class Recorder:
             item.config.option.experimental = item.get_closest_marker("experimental") is not None
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-        """A test that ends the process never says more than this.
+        """Record that a test started; a test that ends the process leaves only this line.
 
         What the one before has left goes now, on both sides. Some of Megatron's tests destroy the
         process groups in a `__del__`: run by Python's own collector, whose time depends on all the
@@ -77,7 +77,7 @@ class Recorder:
             self.found[report.nodeid] = (outcome, _reason(report))
 
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        """The test is over."""
+        """Record the end of a test."""
         outcome, reason = self.found.pop(nodeid, ("passed", ""))
         self.write(nodeid, outcome, reason)
 
@@ -88,7 +88,7 @@ FILE_LIMIT = "file limit"
 
 
 def outcomes(file: Path) -> dict[str, tuple[str, str]]:
-    """Test -> what became of it and why; later lines replace earlier ones."""
+    """Outcome and reason of each test; later lines replace earlier ones."""
     found: dict[str, tuple[str, str]] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
         test, outcome, reason = json.loads(line)
@@ -97,7 +97,7 @@ def outcomes(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def _outcome(report: pytest.TestReport) -> str | None:
-    """None where this part of a test tells nothing."""
+    """The outcome of a phase of a test; None if the phase decides nothing."""
     if hasattr(report, "wasxfail"):
         return "xfailed" if report.skipped else "xpassed"
     if report.failed:
@@ -117,5 +117,5 @@ def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Paths as the names of their files: folders say which machine it was, and differ by side."""
+    """Reduce paths to file names: folders identify the machine, and differ between the sides."""
     return re.sub(r"(?<![\w.])/(?:[^/\s'\"]+/)+", ".../", text)

@@ -1,4 +1,4 @@
-"""What differs between stock and patched, and the table of it."""
+"""The differences between stock and patched, and their table."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MEANT: tuple[Meant, ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One test with other outcomes on the two sides; several where it was run again."""
+    """A test with different outcomes on the two sides; several outcomes if it ran again."""
 
     test: str
     stock: tuple[str, ...]
@@ -62,13 +62,13 @@ class Difference:
 
     @property
     def meant(self) -> Meant | None:
-        """The entry of a page that makes it on purpose."""
+        """The entry of the page that causes it on purpose."""
         sides = (self.test, {*self.stock}, {*self.patched})
         return next((e for e in MEANT if (e.test, {e.stock}, {e.patched}) == sides), None)
 
 
 def differences(rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[Difference]:
-    """Tests that differ in the first round, with what the later rounds made of them.
+    """Tests that differ in the first round, with their outcomes in later rounds.
 
     Args:
         rounds: (stock, patched) of the same tests, once or more.
@@ -87,7 +87,7 @@ def differences(rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[Difference]
 
 
 def _is_known(pair: tuple[tuple[str, str], tuple[str, str]]) -> bool:
-    """Whether a round tells anything of a test: begun on both sides, or gone on one.
+    """Whether a round is conclusive for a test: it started on both sides, or is missing on one.
 
     The limit of a file meets whichever test happens to run, and says nothing of it; a test that
     hangs meets its own limit before.
@@ -98,7 +98,7 @@ def _is_known(pair: tuple[tuple[str, str], tuple[str, str]]) -> bool:
 
 
 def other_reasons(stock: Outcomes, patched: Outcomes) -> list[tuple[str, str, str]]:
-    """Tests that fail on both sides, for reasons that are told differently."""
+    """Tests that fail on both sides with different messages."""
     return [
         (test, stock[test][1], patched[test][1])
         for test in sorted({*stock} & {*patched})
@@ -108,7 +108,7 @@ def other_reasons(stock: Outcomes, patched: Outcomes) -> list[tuple[str, str, st
 
 
 def _plain(reason: str) -> str:
-    """Without addresses and numbers, which differ between any two processes."""
+    """Remove addresses and numbers, which differ between any two processes."""
     return re.sub(r"0x[0-9a-f]+|[\d.]+(e[+-]\d+)?", "#", reason)
 
 
@@ -125,7 +125,7 @@ def no_longer_seen(found: Iterable[Difference], stock: Outcomes, patched: Outcom
 
 
 def counts(outcomes: Outcomes) -> dict[str, int]:
-    """Outcome -> tests."""
+    """The number of tests by outcome."""
     return dict(sorted(Counter(how for how, _ in outcomes.values()).items()))
 
 
@@ -134,7 +134,7 @@ def summary(
     rounds: Mapping[str, Sequence[tuple[Outcomes, Outcomes]]],
     left_out: Sequence[str],
 ) -> dict[str, Any]:
-    """All that goes into the result file.
+    """The content of the result file.
 
     Args:
         facts: versions, date, device.
@@ -165,7 +165,7 @@ def summary(
 
 
 def _sorted_out(found: Iterable[Difference]) -> dict[str, list[dict[str, Any]]]:
-    """Differences by what they mean."""
+    """The differences by their kind."""
     kinds: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS}
     for one in found:
         if one.meant is not None:
@@ -177,7 +177,7 @@ def _sorted_out(found: Iterable[Difference]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read(entry: Mapping[str, Any]) -> Difference:
-    """A difference out of a result file."""
+    """Read a difference from a result file."""
     given = {name: entry[name] for name in Difference.__slots__}
     return Difference(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
@@ -189,7 +189,7 @@ _LISTS = ("no_longer_seen", "other_reasons", "cut_short")
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier result, and that of the files for which it had no time.
+    """Merge an earlier result with that of the files for which it had no time.
 
     Raises:
         CppmegaError: `other-result`, where they are of different things.
@@ -225,14 +225,14 @@ def _cut_short(both: tuple[Outcomes, Outcomes]) -> bool:
 
 
 def fine(result: Mapping[str, Any]) -> bool:
-    """Nothing differs that should not, and something was compared at all."""
+    """Whether nothing differs that should not, and anything was compared at all."""
     return bool(
         result["passed_on_both"] and not result["differences"] and not result["no_longer_seen"]
     )
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The Markdown that goes beside the JSON."""
+    """The Markdown next to the JSON."""
     kinds = sorted({kind for side in result["counts"].values() for kind in side})
     rows = [
         [side, *(str(result["counts"][side].get(kind, 0)) for kind in kinds)]
@@ -242,7 +242,7 @@ def table(result: Mapping[str, Any]) -> str:
         "# Megatron's own unit tests, stock against patched",
         "",
         "Written by `benchmarks/upstream_tests.py`: the same tests in the same processes on a",
-        "pristine megatron-core and on a copy with the pages that `cppmega apply` puts in.",
+        "pristine megatron-core and on a copy with the pages that `cppmega apply` applies.",
         "",
         *(f"- {name}: {_shown(result[name])}" for name in FACTS if result.get(name)),
         "",
@@ -255,8 +255,8 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         *_section("Differences", result["differences"], _told),
         *_section("Flaky: both trees give the same outcomes in turns", result["flaky"], _told),
-        *_section("Meant: a page makes it differ on purpose", result["meant"], _told_meant),
-        *_section("Meant, and not seen any more", result["no_longer_seen"], _told_meant),
+        *_section("Intended: a page makes it differ on purpose", result["meant"], _told_meant),
+        *_section("Intended, and no longer seen", result["no_longer_seen"], _told_meant),
         *_section("Files that ran into their own limit", result["cut_short"], str),
         *_section("Files for which there was no time", result["files_without_time"], str),
     ]

@@ -32,12 +32,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("upstream_tests_worker.py")
 MARKERS = ("internal", "flaky", "flaky_in_dev", "experimental", "launch_on_gb200")
 PLUGINS = {"pytest_mock": "pytest_mock", "pytest_asyncio": "pytest_asyncio.plugin"}
-"""Used where they are installed."""
+"""Used if they are installed."""
 ATTEMPTS = 8
-"""Processes that one file may end before the rest of its tests is given up."""
+"""Processes that one file may end before the rest of its tests is skipped."""
 
 Outcomes = dict[str, tuple[str, str]]
-"""Test -> what became of it, and why."""
+"""Outcome and reason of each test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """What `cppmega apply` did to the patched tree."""
+    """The result of `cppmega apply` on the patched tree."""
 
     version: str
     digest: str
@@ -61,7 +61,7 @@ class Overlay:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One tree with its own copy of the tests, which may write beside themselves."""
+    """One tree with its own copy of the tests, which may write into their own folder."""
 
     name: str
     root: Path
@@ -69,7 +69,7 @@ class Side:
     gates: Mapping[str, str]
     stand_ins: bool
     fresh: bool
-    """Each file in a fresh interpreter, where a fork would do."""
+    """Run each file in a fresh interpreter, even if a fork would do."""
 
 
 def patched(
@@ -139,7 +139,7 @@ def suite(tests: Path, to: Path) -> Path:
 
 
 def _environment(gates: Mapping[str, str]) -> dict[str, str]:
-    """The caller's, without what would tell the sides or two runs apart."""
+    """The caller's environment, without what would distinguish the sides or two runs."""
     kept = {k: v for k, v in process.alone(os.environ).items() if not k.startswith("CPPMEGA_")}
     path = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
     return {
@@ -168,7 +168,7 @@ class Server:
         self.extensions = log.with_suffix(".extensions")
         self.ready = False
         self.forks = False
-        """Whether files run in forks of it, or each in a fresh interpreter."""
+        """Whether files run in forks of the process; otherwise each runs in a fresh interpreter."""
 
     def launch(self) -> subprocess.Popen[str]:
         """Start it; it then imports what every file needs, and answers when it is ready.
@@ -201,7 +201,7 @@ class Server:
         return self.process
 
     def start(self) -> subprocess.Popen[str]:
-        """Wait until it is ready, launched anew where it has ended.
+        """Wait until it is ready; start it again if it has ended.
 
         Raises:
             CppmegaError: `no-server`.
@@ -244,7 +244,7 @@ class Server:
         return found
 
     def close(self) -> None:
-        """End it, and all that it has started."""
+        """End it and every process that it has started."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
@@ -256,7 +256,7 @@ _NUMBERS = count()
 def run_file(
     server: Server, file: str, limits: Limits, scratch: Path, more: Sequence[str]
 ) -> Outcomes | None:
-    """Run one file of tests, in as many processes as it ends; None where no time was left."""
+    """Run one test file, in as many processes as it ends; None if no time was left."""
     with _folder(scratch) as folder:
         report = folder / "report.jsonl"
         until = time.monotonic() + limits.file
@@ -299,7 +299,7 @@ def _job(folder: Path, file: str, limits: Limits, more: Sequence[str]) -> dict[s
 
 
 def _blamed(report: Path, ended: str) -> bool:
-    """Write down which test ended the process; whether there was one, so others may follow."""
+    """Record which test ended the process; return whether there was one."""
     begun = [test for test, (how, _) in outcomes(report).items() if how == STARTED]
     word = "timed out" if ended.endswith("limit") else "crashed"
     with report.open("a") as lines:
@@ -309,7 +309,7 @@ def _blamed(report: Path, ended: str) -> bool:
 
 
 def _whole(found: Outcomes, file: str, ended: str, log: Path) -> Outcomes:
-    """A file of which nothing is known counts as one test that failed, with its last words."""
+    """Count a file without any outcome as one failed test, with its last output."""
     if found or ended in ("status 0", "status 5"):
         return found
     said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []

@@ -1,9 +1,9 @@
 """The process that runs files of Megatron's unit tests against one tree, each in a fork of itself.
 
 Started by `upstream_tests.py`. Reads an order and then one job per line on stdin, answers each job
-with one line on stdout. What every file imports anyway is imported once, before the first fork;
-where that has woken up CUDA, which does not survive a fork, or where it is asked for, each file
-gets a fresh interpreter instead.
+with one line on stdout. What every file imports is imported once, before the first fork. If that
+has initialized CUDA, which does not survive a fork, or on request, each file gets a fresh
+interpreter.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def arm(root: Path) -> None:
 
 
 def _refuse_downloads() -> None:
-    """Megatron's conftest fetches data sets from the network into /opt; it goes on without them."""
+    """Skip the datasets that Megatron's conftest downloads into /opt; it continues without them."""
 
     def download_and_extract_asset(**_: Any) -> None:
         raise ImportError("nothing is downloaded in this run")
@@ -117,7 +117,7 @@ def cuda_is_awake() -> bool:
 
 
 def run(order: dict[str, Any], job: dict[str, Any], forks: bool) -> dict[str, Any]:
-    """Run one job to its end or its limit; answers how its process ended."""
+    """Run one job to its end or its limit; return how its process ended."""
     begun = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -149,7 +149,7 @@ def _wait(child: int, job: dict[str, Any]) -> str:
 
 
 def _last_word(report: Path, begun: float) -> float:
-    """When the tests last wrote something, on the monotonic clock."""
+    """When the tests last wrote output, on the monotonic clock."""
     try:
         ago = time.time() - report.stat().st_mtime
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def _start_anew(order: dict[str, Any]) -> None:
 
 
 def here(order: dict[str, Any], job: dict[str, Any]) -> None:
-    """Run pytest in this process and end it: what a test left behind must not delay the end."""
+    """Run pytest in this process, then exit at once: leftovers of tests must not delay the end."""
     import pytest
 
     os.environ |= {**job["environment"], "MASTER_PORT": str(_free_port())}
@@ -189,7 +189,7 @@ def here(order: dict[str, Any], job: dict[str, Any]) -> None:
 
 
 def _free_port() -> int:
-    """A TCP port of this process alone: below those that the system hands out, by its number."""
+    """A TCP port for this process alone, from its id, below the ports the system assigns."""
     first, count = 20000, 12000
     for number in range(os.getpid(), os.getpid() + count):
         with socket.socket() as probe, contextlib.suppress(OSError):

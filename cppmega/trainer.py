@@ -1,4 +1,4 @@
-"""Train a recipe with the installed Megatron: `python -m cppmega.run scripts/train.py RECIPE ...`.
+"""Train a recipe with the installed Megatron: `python -m cppmega.run -m cppmega.trainer RECIPE`.
 
 Works from the wheel alone from megatron-core 0.17 on. Whatever files can show is checked first,
 before torch is imported and before any GPU memory is taken.

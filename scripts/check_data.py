@@ -1,4 +1,4 @@
-"""Read datasets whole before they are trained on; see `--help`."""
+"""Check complete datasets before training on them; see `--help`."""
 
 from cppmega.check_data import main
 

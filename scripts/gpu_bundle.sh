@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Pack what cppmega needs for a GPU host that has torch and no network: its own dependencies, and
-# whatever else is named. Megatron and Transformer Engine come as wheels, like on any other host.
+# Pack what cppmega needs on a GPU host that has torch and no network: its own dependencies, and
+# whatever else is named. Megatron and Transformer Engine are installed from wheels, as on any host.
 #
 # usage: scripts/gpu_bundle.sh OUT_DIR [REQUIREMENT | WHEEL]...
 #   scripts/gpu_bundle.sh .gpu                                      # cppmega's dependencies alone
-#   scripts/gpu_bundle.sh .gpu megatron-core==0.19.2 ./te.whl       # and these, theirs not followed
+#   scripts/gpu_bundle.sh .gpu megatron-core==0.19.2 ./te.whl       # and these, without their dependencies
 # on the host
 #   mkdir -p SITE && tar -xJf site-cppmega.tar.xz -C SITE && export PYTHONPATH=SITE
 #
-# PYTHON picks an interpreter with pip; TARGET the host's Python (3.12).
+# PYTHON is an interpreter with pip; TARGET is the Python version of the host (default 3.12).
 set -euo pipefail
 [ $# -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)

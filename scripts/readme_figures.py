@@ -2,7 +2,8 @@
 
 usage: python scripts/readme_figures.py [--from runs/quickstart]
 
-With --from, the smoke run's comparison and curves are copied into benchmarks/results first.
+With --from, the comparison and the curves of a smoke run are copied into benchmarks/results first;
+SEEDS="1 2 3" scripts/quickstart.sh writes them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import re
 import shutil
 from pathlib import Path
 
+import msgspec
+
+from cppmega.smoke.records import Summary
+
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 def rewritten(text: str) -> str:
-    """The README's text with every generated part as the result files have it."""
+    """Fill in every generated part of the README from the result files."""
     parts = {
         "speed": speed(),
         "smoke": smoke(),
@@ -30,40 +35,50 @@ def rewritten(text: str) -> str:
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(pattern, lambda m, p=part: m[1] + p + m[2], text, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"the README has {count} places for {name}, not one")
+            raise ValueError(f"the README has {count} places for {name}, expected one")
     return text
 
 
 def speed() -> str:
-    """The fastest run of the NAM56R slice on one GPU: released Megatron's, and the overlay's."""
+    """The fastest run of the NAM56R slice on one GPU, with released Megatron and with patches."""
     best: dict[bool, float] = {True: 0.0, False: 0.0}
     for path in RESULTS.glob("nam56r_h200_slice*.json"):
         for name, row in json.loads(path.read_text())["runs"].items():
             stock = name.startswith("stock")
             best[stock] = max(best[stock], row.get("tokens_per_second", 0.0))
     return (
-        f"With it a slice of NAM56R trains at {best[False] / 1000:.1f}k tokens/s on one H200; the "
-        f"release's best is {best[True] / 1000:.1f}k\n(`scripts/train.py`, real data; table below)."
-        "\n"
+        f"Patched, a slice of the NAM56R model trains at {best[False] / 1000:.1f}k tokens/s on one "
+        f"H200; the release alone reaches {best[True] / 1000:.1f}k ([table](#train)).\n"
     )
 
 
 def smoke() -> str:
-    """The smoke run: labels, losses, the picture."""
-    rows = json.loads((RESULTS / "smoke_cpu.json").read_text())
-    lines = [
-        "",
-        "| run | wrong MTP labels | held-out MTP loss on the true labels, by depth |",
-        "|---|---|---|",
-    ]
-    for row in rows.values():
-        name = "stock" if row["overlay"] == "stock" else "with the overlay"
-        share = 100 * row["wrong_mtp_labels"] / row["mtp_labels"]
-        losses = ", ".join(f"{loss:.3f}" for loss in row["true_mtp_loss"])
-        wrong = f"{row['wrong_mtp_labels']} of {row['mtp_labels']} ({share:.1f} %)"
-        lines.append(f"| {name} | {wrong} | {losses} |")
-    picture = "![MTP loss of both runs](benchmarks/results/smoke_cpu.png)"
-    return "\n".join([*lines, "", picture, ""])
+    """The smoke run on either side, over its seeds: labels, losses, the plot."""
+    summaries = msgspec.json.decode(
+        (RESULTS / "smoke_cpu.json").read_bytes(), type=dict[str, Summary]
+    ).values()
+    depths = len(next(iter(summaries)).true_mtp_loss)
+    heads = ["run", "wrong MTP labels"]
+    heads += [f"held-out MTP loss, depth {depth}" for depth in range(1, depths + 1)]
+    rows = []
+    for stock in (True, False):
+        side = [summary for summary in summaries if summary.is_stock == stock]
+        wrong = sum(summary.wrong_mtp_labels for summary in side)
+        labels = sum(summary.mtp_labels for summary in side)
+        cells = ["stock" if stock else "with the patches", f"{100 * wrong / labels:.1f} %"]
+        cells += map(_mean_and_range, zip(*(run.true_mtp_loss for run in side), strict=True))
+        rows.append(f"| {' | '.join(cells)} |")
+    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows]
+    seeds = ", ".join(str(summary.seed) for summary in summaries if summary.is_stock)
+    caption = f"Seeds {seeds}: mean (lowest to highest), in nats, on the true labels."
+    picture = "![MTP losses of both sides](benchmarks/results/smoke_cpu.png)"
+    return "\n".join(["", *table, "", caption, "", picture, ""])
+
+
+def _mean_and_range(values: tuple[float, ...]) -> str:
+    """`1.146 (1.138 to 1.151)`."""
+    mean = sum(values) / len(values)
+    return f"{mean:.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def training() -> str:
@@ -72,8 +87,9 @@ def training() -> str:
     rows = []
     for path in sorted(RESULTS.glob("nam56r_*.json")):
         result = json.loads(path.read_text())
-        told = [c for c in result["changes"] if not c.startswith(("train_iters", "global_batch"))]
-        what = ", ".join([result["recipe"], *told])
+        length = ("train_iters", "global_batch")
+        changes = [change for change in result["changes"] if not change.startswith(length)]
+        what = ", ".join([result["recipe"], *changes])
         for name, row in result["runs"].items():
             cells = [f"[{what}](benchmarks/results/{path.stem}.md)", name, result["gpus"]]
             if "out_of_memory" in row:
@@ -88,39 +104,40 @@ def training() -> str:
 
 
 def linear() -> str:
-    """Linear cross-entropy beside Megatron's own choices, at 32768 tokens."""
+    """Linear cross-entropy next to Megatron's own losses, at 32768 tokens."""
     report = json.loads((RESULTS / "linear_cross_entropy_h200.json").read_text())
     rows = [row for row in report["rows"] if row["tokens"] == 32768]
     sizes = sorted({row["vocabulary"] for row in rows})
     shown = ("stock", "native", "te", "ours", "ours, masked tokens left out")
-    lines, found = [], {}
+    lines, measured = [], {}
     for row in rows:
         name = row["name"].partition(" (")[0]
-        found[name, row["vocabulary"]] = row
+        measured[name, row["vocabulary"]] = row
     for name in shown:
         cells = [name]
         for size in sizes:
-            row = found[name, size]
+            row = measured[name, size]
             cells += [f"{row['milliseconds']:.1f}", f"{row['above_gradients_gib']:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     heads = [part for size in sizes for part in (f"V={size}, ms", "GiB above dX and dW")]
+    times = {key: row["milliseconds"] for key, row in measured.items()}
     every, left_out = (
-        [found["te", size]["milliseconds"] / found[name, size]["milliseconds"] for size in sizes]
-        for name in shown[3:]
+        [times["te", size] / times[name, size] for size in sizes] for name in shown[3:]
     )
     memory = [
-        found["te", size]["above_gradients_gib"] / found["ours", size]["above_gradients_gib"]
+        measured["te", size]["above_gradients_gib"] / measured["ours", size]["above_gradients_gib"]
         for size in sizes
     ]
-    said = (
-        f"Forward and backward of 32768 tokens, a tenth masked, H=4096, bf16, one "
-        f"{report['environment']['GPU']}, {report['environment']['date']}, all taking turns in one "
-        f"process.\nAgainst Transformer Engine's loss, the fastest that Megatron offers: "
-        f"{_range(every)} times as fast, with {_range(memory)} times less\nmemory; with the masked "
-        f"tokens left out {_range(left_out)} times as fast."
+    environment = report["environment"]
+    text = (
+        f"Forward and backward of 32768 tokens, a tenth of them masked, H=4096, bf16, one "
+        f"{environment['GPU']},\n{environment['date']}, all taking turns in one process. Relative "
+        f"to Transformer Engine's loss, the fastest that Megatron\noffers: {_range(every)} times "
+        f"the speed with {_range(memory)} times less memory, and {_range(left_out)} times the "
+        f"speed with the\nmasked tokens left out."
     )
     head = f"| implementation | {' | '.join(heads)} |"
-    return "\n".join(["", said, "", head, "|---" * (1 + len(heads)) + "|", *lines, ""])
+    return "\n".join(["", text, "", head, "|---" * (1 + len(heads)) + "|", *lines, ""])
 
 
 def _range(values: list[float]) -> str:
@@ -130,16 +147,16 @@ def _range(values: list[float]) -> str:
 
 
 def upstream() -> str:
-    """What Megatron's own unit tests say, on each device."""
-    said = []
+    """The counts of Megatron's own unit tests, on each device."""
+    counts = []
     for device in ("h200", "cpu"):
         name = f"upstream_unit_tests_{device}"
         result = json.loads((RESULTS / f"{name}.json").read_text())
-        said.append(
+        counts.append(
             f"{result['passed_on_both']} pass on both trees on {device.upper()}, "
             f"{len(result['differences'])} differ ([result](benchmarks/results/{name}.md))"
         )
-    return "; ".join(said) + ".\n"
+    return "; ".join(counts) + ".\n"
 
 
 def cli() -> str:

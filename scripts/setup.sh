@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the virtual environment that quickstart.sh and test.sh use; a second run takes a second.
+# Create the virtual environment that quickstart.sh and test.sh use; a second run takes a second.
 #
 # usage: scripts/setup.sh          VENV=folder (default .venv), prints the environment's python
 set -euo pipefail
@@ -23,7 +23,7 @@ find_python() {
     if starts "$candidate"; then echo "$candidate"; return; fi
   done
   say "error: no-python"
-  say "  what: none of uv, python3.12, python3 and pyenv's versions starts a Python 3.12 with venv."
+  say "  what: none of uv, python3.12, python3 and pyenv's versions starts Python 3.12 with venv."
   say "  why:  megatron-core >= 0.17 ships wheels for Python 3.12 only."
   say "  next: install one (uv python install 3.12, or pyenv install 3.12) and run this again"
   return 1

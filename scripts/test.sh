@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what the tests need, and run them all: lint, types, tests.
+# Install what the tests need, then run everything: lint, types, tests.
 #
 # usage: scripts/test.sh [pytest arguments]
 set -euo pipefail
@@ -7,12 +7,12 @@ cd "$(dirname "$0")/.."
 python=$(scripts/setup.sh)
 bin=$(dirname "$python")
 if ! command -v tmux >/dev/null; then
-  # The launcher's sessions are tested in real ones.
+  # The launcher's sessions are tested in real tmux sessions.
   echo "== tmux" >&2
   { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq >&2 &&
     apt-get install -y -qq --no-install-recommends tmux >&2; } ||
-    echo "test: tmux is not installed and cannot be (apt-get install tmux, as root):" \
-      "the tests of sessions will be skipped" >&2
+    echo "test: tmux is missing and cannot be installed (apt-get install tmux, as root);" \
+      "the tests of sessions are skipped" >&2
 fi
 echo "== ruff" >&2
 "$bin/ruff" check .

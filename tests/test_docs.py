@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -14,6 +15,8 @@ from cppmega.authoring.catalogue_readme import readme as catalogue_readme
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli.main import cli
 from cppmega.run import run
+from cppmega.smoke import corpus
+from cppmega.smoke.records import Summary
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -29,6 +32,20 @@ def test_the_catalogue_table_is_the_catalogue() -> None:
 def test_the_readme_shows_what_the_result_files_say() -> None:
     text = (REPOSITORY / "README.md").read_text()
     assert text == readme.rewritten(text), "run python scripts/readme_figures.py"
+
+
+def test_every_seed_of_the_smoke_run_shows_what_the_readme_claims() -> None:
+    path = REPOSITORY / "benchmarks" / "results" / "smoke_cpu.json"
+    runs = msgspec.json.decode(path.read_bytes(), type=dict[str, Summary]).values()
+    stock = [run for run in runs if run.is_stock]
+    patched = [run for run in runs if not run.is_stock]
+    assert {run.seed for run in stock} == {run.seed for run in patched} and len(stock) >= 3
+    assert {run.corpus for run in runs} == {corpus.digest(corpus.documents())}
+    assert all(0.35 < run.wrong_mtp_labels / run.mtp_labels < 0.45 for run in stock)
+    assert not any(run.wrong_mtp_labels for run in patched)
+    for depth in (0, 1):
+        best = min(run.true_mtp_loss[depth] for run in stock)
+        assert all(run.true_mtp_loss[depth] < best for run in patched), "beyond the spread"
 
 
 def test_every_page_is_in_the_changelog() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,8 @@ def explain(name: str, patches: Sequence[Path]) -> None:
     page = catalogue.get(catalogue.load(patches), name)
     click.echo(f"{name} ({page.patch.kind}), revision {page.revision}\n")
     click.echo(page.doc.strip() + "\n")
+    for result in _cited_results(page.doc):
+        click.echo(f"Result:   {result}")
     click.echo(f"Reached:  {page.patch.reached}")
     click.echo(f"Gate:     {page.patch.gate or 'always on'}")
     click.echo(f"Verify needs: {', '.join(page.patch.needs)}")
@@ -90,6 +93,17 @@ def explain(name: str, patches: Sequence[Path]) -> None:
         click.echo(f"Target:   {edit.target}")
         for version, pin in edit.pins.items():
             click.echo(f"          {version:<14} {pin}")
+
+
+def _cited_results(doc: str) -> list[Path]:
+    """Where the results that a page cites lie on this machine, in a checkout or in a wheel."""
+    from cppmega.host.paths import shipped
+
+    return [
+        path
+        for name in re.findall(r"benchmarks/(results/[\w./]+\w)", doc)
+        if (path := shipped("benchmarks") / name).is_file()
+    ]
 
 
 @cli.command()

@@ -1,4 +1,7 @@
-"""The command that turns text into a dataset; `scripts/prepare_data.py` wraps it."""
+"""The command that turns text into a dataset.
+
+`scripts/prepare_data.py` and `python -m cppmega.data.command` are the same.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +59,7 @@ def _run(
     for reason, count in card.skipped.items():
         print(f"left out: {count} documents ({reason})", file=sys.stderr)
     print(f"{out} {card.fingerprint} {card.documents} documents {card.tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -141,16 +141,16 @@ def open_(prefix: Path) -> Corpus:
             f"{prefix}: {' and '.join(missing)} missing"
             + (f"; that folder holds {', '.join(here[:5])}." if here else "."),
             "Megatron would train on mock data, or stop after the model has been built.",
-            "run the same scripts/prepare_data.py again: it resumes where it was stopped"
+            "run the same python -m cppmega.data.command again: it resumes where it was stopped"
             if parts.is_dir()
-            else f"scripts/prepare_data.py --out {prefix} TEXT..., or correct --data",
+            else f"python -m cppmega.data.command --out {prefix} TEXT..., or correct --data",
         )
     if (with_suffix(prefix, ".parts") / "state.json").is_file():
         raise CppmegaError(
             "data-unfinished",
             f"{prefix} is still being prepared, or its preparation was stopped.",
             "Its files may be replaced or completed while it is read.",
-            "run the same scripts/prepare_data.py again: it resumes where it was stopped",
+            "run the same python -m cppmega.data.command again: it resumes where it was stopped",
         )
     header = index_file.read_header(index)
     index_file.check_ends(header, data.stat().st_size)

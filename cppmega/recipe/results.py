@@ -1,7 +1,7 @@
 """What was measured with the shipped recipes.
 
-The result files lie in `benchmarks/results`, which no wheel has; `scripts/recipe_results.py` writes
-what `cppmega recipes` shows of them next to the recipes, which ship.
+The result files lie in `benchmarks/results`; `scripts/recipe_results.py` writes what
+`cppmega recipes` shows of them next to the recipes, so that the command reads one small file.
 """
 
 from __future__ import annotations

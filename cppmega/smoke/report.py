@@ -114,6 +114,7 @@ def plot(groups: dict[str, list[Scored]], target: Path) -> None:
     for at, (runs, colour) in enumerate(zip(groups.values(), _COLOURS, strict=False)):
         _scores(right, (at - (len(groups) - 1) / 2) * 0.35, runs, colour)
     right.set_xticks(range(1, 1 + len(next(iter(groups.values()))[0].summary.true_mtp_loss)))
+    right.margins(y=0.1)
     right.set_xlabel("MTP depth (dots: seeds)")
     right.set_title("held-out loss on the true labels, nats", fontsize=10)
     figure.savefig(target, dpi=120)

@@ -46,7 +46,7 @@ def open_session(root: Path | None) -> Session:
                 "two-roots",
                 f"cppmega.run imports megatron from {chosen}, --megatron names {root}.",
                 "The tree that was checked would not be the one that trains.",
-                f"python -m cppmega.run --megatron {root} scripts/train.py ...",
+                f"python -m cppmega.run --megatron {root} -m cppmega.trainer ...",
             )
         return active.session
     session = Session(root)

@@ -122,7 +122,7 @@ def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
             "wrong-world-size",
             f"Recipe {recipe.name} takes {recipe.gpus} GPUs; {world} processes were started.",
             "Another number of replicas is another batch and another layout.",
-            f"torchrun --nproc_per_node {recipe.gpus} -m cppmega.run scripts/train.py "
+            f"torchrun --nproc_per_node {recipe.gpus} -m cppmega.run -m cppmega.trainer "
             f"{recipe.name} ..., or --set gpus={world} with a batch that fits",
         )
 
@@ -182,7 +182,7 @@ def check_data(
             "no-data",
             "Neither --data nor --mock-data is given.",
             "Mock data is never used silently: it trains faster and means nothing.",
-            "scripts/prepare_data.py --out PREFIX TEXT..., then --data PREFIX",
+            "python -m cppmega.data.command --out PREFIX TEXT..., then --data PREFIX",
         )
     found = [corpus.open_(Path(prefix)) for prefix in options.data]
     described = [_described(one, options.tokenizer, options.eod) for one in found]

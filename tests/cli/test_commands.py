@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from cppmega.cli.main import cli, main
 from cppmega.errors import CppmegaError
 from tests.support import VERSIONS, copy
 from tests.support.lab import REPOSITORY, A, B, Lab
-from tests.support.made import snapshot
 
 
 @pytest.fixture
@@ -379,53 +377,3 @@ def test_speed_on_the_real_tree(tmp_path: Path) -> None:
         seen.append((slow, cold, apply, status))
         _seconds(*console, "revert", *tree)
     raise AssertionError(seen)
-
-
-def test_installed_wheel_works_without_the_checkout(tmp_path: Path) -> None:
-    """`pip install` and nothing else: pages and recipes travel inside of the package."""
-    source = tmp_path / "source"
-    source.mkdir()
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("cppmega", "upstream_patches", "recipes"):
-        shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source / name)
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
-            *("--no-build-isolation", "--disable-pip-version-check"),
-            *("--wheel-dir", str(tmp_path), str(source)),
-        ],
-        check=True,
-        cwd=tmp_path,
-    )
-    (wheel,) = tmp_path.glob("cppmega-*.whl")
-    place = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(place)
-    shutil.rmtree(source)
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(place), "HOME": str(tmp_path)}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    where = run("-c", "import cppmega; print(cppmega.__file__)").stdout
-    assert where.startswith(str(place))
-    listed = json.loads(run("-m", "cppmega", "list", "--json").stdout)
-    files = [*(REPOSITORY / "upstream_patches").glob("[a-z]*.py")]
-    files += (REPOSITORY / "upstream_patches").glob("[a-z]*/__init__.py")
-    assert len(listed["patches"]) == len(files)
-    root = copy(VERSIONS[-1], tmp_path / "site")
-    before = snapshot(root)
-    done = run("-m", "cppmega.apply_patches", "--json", "--megatron", str(root))
-    assert done.returncode == 0, done.stdout
-    assert run("-m", "cppmega", "status", "--megatron", str(root)).returncode == 0
-    assert run("-m", "cppmega", "revert", "--megatron", str(root)).returncode == 0
-    assert snapshot(root) == before

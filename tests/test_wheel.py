@@ -1,0 +1,173 @@
+"""A wheel does what a checkout does: built once, unpacked, and run without the repository."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cppmega.cli.main import cli
+from cppmega.smoke import corpus
+from tests.support import REPOSITORY, VERSIONS, copy
+from tests.support.made import snapshot
+
+SHIPPED = ("cppmega", "upstream_patches", "recipes", "benchmarks/results")
+FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked wheel; what it was built from is gone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in SHIPPED:
+        shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(REPOSITORY / name, source / name)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
+            *("--no-build-isolation", "--disable-pip-version-check"),
+            *("--wheel-dir", str(folder), str(source)),
+        ],
+        check=True,
+        cwd=folder,
+    )
+    (wheel,) = folder.glob("cppmega-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    shutil.rmtree(source)
+    return folder / "site"
+
+
+@pytest.fixture
+def run(installed: Path, tmp_path: Path) -> Run:
+    """Start Python in an empty folder, with the wheel in the place of the checkout."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(installed), "HOME": str(tmp_path)}
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return start
+
+
+def test_it_applies_and_reverts_every_patch(run: Run, installed: Path, tmp_path: Path) -> None:
+    where = run("-c", "import cppmega; print(cppmega.__file__)").stdout
+    assert where.startswith(str(installed))
+    listed = json.loads(run("-m", "cppmega", "list", "--json").stdout)
+    files = [*(REPOSITORY / "upstream_patches").glob("[a-z]*.py")]
+    files += (REPOSITORY / "upstream_patches").glob("[a-z]*/__init__.py")
+    assert len(listed["patches"]) == len(files)
+    root = copy(VERSIONS[-1], tmp_path / "site")
+    before = snapshot(root)
+    done = run("-m", "cppmega.apply_patches", "--json", "--megatron", str(root))
+    assert done.returncode == 0, done.stdout
+    assert run("-m", "cppmega", "status", "--megatron", str(root)).returncode == 0
+    assert run("-m", "cppmega", "revert", "--megatron", str(root)).returncode == 0
+    assert snapshot(root) == before
+
+
+@pytest.mark.megatron
+def test_it_proves_a_patch(run: Run, tmp_path: Path) -> None:
+    root = copy(VERSIONS[-1], tmp_path / "site")
+    assert run("-m", "cppmega", "apply", "--megatron", str(root)).returncode == 0
+    done = run("-m", "cppmega", "verify", "dataset_helpers_prebuilt", "--megatron", str(root))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_knows_what_was_measured(run: Run) -> None:
+    command = ("-m", "cppmega", "recipes", "--json")
+    in_checkout = subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert json.loads(run(*command).stdout) == json.loads(in_checkout.stdout)
+
+
+def test_it_has_the_results_that_pages_cite(run: Run, installed: Path) -> None:
+    said = run("-m", "cppmega", "explain", "dsa_hadamard_transform").stdout
+    (result,) = re.findall(r"^Result: +(.+)$", said, re.MULTILINE)
+    assert Path(result).is_relative_to(installed) and Path(result).is_file()
+
+
+def test_it_has_the_frozen_text_of_the_smoke_run(installed: Path) -> None:
+    shipped = installed / "cppmega" / "smoke" / corpus.TEXT.name
+    assert shipped.read_bytes() == corpus.TEXT.read_bytes()
+
+
+def test_every_relative_link_in_its_files_resolves(installed: Path) -> None:
+    documents = list(installed.rglob("*.md"))
+    assert len(documents) > 10
+    for document in documents:
+        for link in re.findall(r"\]\((?!https?://|#)([^)]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document}: {link}"
+
+
+def test_its_description_is_the_readme_without_links_that_an_index_cannot_resolve(
+    installed: Path,
+) -> None:
+    (metadata,) = installed.glob("cppmega-*.dist-info/METADATA")
+    head, _, text = metadata.read_text().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    assert text.startswith("# cppmega")
+    assert re.findall(r"\]\((?!https?://|#)[^)]+\)", text) == []
+    readme = (REPOSITORY / "README.md").read_text().splitlines()
+    assert [line for line in readme if "](" not in line and line not in text] == []
+
+
+HELP = """
+from click.testing import CliRunner
+from cppmega.cli.main import cli
+for words in ([], *([name] for name in cli.commands)):
+    print(CliRunner().invoke(cli, [*words, "--help"]).output)
+"""
+
+
+def test_its_help_names_no_file_of_the_repository(run: Run) -> None:
+    said = run("-c", HELP).stdout
+    assert said.count("Usage:") == 1 + len(cli.commands)
+    folders = "scripts|benchmarks|tests|upstream_patches|recipes"
+    assert re.findall(rf"\b(?:{folders})/\S*", said) == []
+
+
+def prose_strings(path: Path) -> Iterator[str]:
+    """The strings of a module that are not docstrings, pieces of f-strings included."""
+    tree = ast.parse(path.read_text())
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in docstrings
+        ):
+            yield node.value
+
+
+def test_its_messages_name_no_script_of_the_repository(installed: Path) -> None:
+    """The next command of an error must exist where only the wheel is."""
+    generated = {"catalogue_readme.py"}  # names the script that writes the committed table
+    modules = [path for path in installed.rglob("*.py") if path.name not in generated]
+    named = {
+        f"{path.name}: {string}"
+        for path in modules
+        for string in prose_strings(path)
+        if re.search(r"\b(?:scripts|tests)/\w", string)
+    }
+    assert len(modules) > 200 and named == set()
