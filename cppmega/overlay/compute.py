@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cppmega import __version__
 from cppmega.catalogue import revision
@@ -16,6 +17,9 @@ from cppmega.overlay.transaction import Change, interrupted
 from cppmega.overlay.verdict import NEEDED
 from cppmega.rewriting import code_text
 from cppmega.tree.installed import sha256
+
+if TYPE_CHECKING:
+    from cppmega.rewriting.rewrite import Rewritten
 
 _STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
 
@@ -40,18 +44,18 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None
-        data, prints, inserted = rewritten(plan, path)
-        after |= prints
+        done = rewritten(plan, path)
+        after |= {f"{path}:{symbol}": print_ for symbol, print_ in done.after.items()}
         new.files[path] = PatchedFile(
             sha256(file.pristine),
-            sha256(data),
+            sha256(done.data),
             file.origin,
             work.steps,
-            inserted,
-            revision.reached_from(data),
+            done.inserted,
+            revision.reached(done.imports),
         )
-        if data != file.current:
-            changes[path] = Change(data, file.pristine)
+        if done.data != file.current:
+            changes[path] = Change(done.data, file.pristine)
     for name, edits in plan.edits.items():
         if plan.verdicts[name].state not in NEEDED:
             continue
@@ -76,16 +80,14 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     return changes, new
 
 
-def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str], str]:
-    """New bytes of a file, the fingerprints of its targets, and the hash of what they need."""
+def rewritten(plan: Plan, path: str) -> Rewritten:
+    """The new text of a file, with the edits of every active page."""
     from cppmega.rewriting.rewrite import Step, rewrite
 
     file, work = plan.views[path], plan.work[path]
     assert file.pristine is not None
     steps = [Step.of(page, edit) for page, edit in work.edits]
-    done = rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
-    after = {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
-    return done.data, after, done.inserted
+    return rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
 
 
 def reached_by(plan: Plan, name: str) -> dict[str, str]:
@@ -101,7 +103,7 @@ def reached_by(plan: Plan, name: str) -> dict[str, str]:
         if name in names and file.pristine is not None:
             steps = [Step.of(page, edit) for page, edit in work.edits if page.name in wanted]
             parsed = plan.survey.parse(file.pristine, path)
-            found |= revision.reached_from(rewrite(file.pristine, path, steps, parsed).data)
+            found |= revision.reached(rewrite(file.pristine, path, steps, parsed).imports)
     return found
 
 

@@ -85,7 +85,7 @@ def _as_applied(context: Context, path: str, pristine: bytes) -> bytes | None:
             excluded=dict.fromkeys(set(context.session.pages) - set(applied.pages), "not applied"),
             environment=applied.gates,
         )
-        data = rewritten(plan, path)[0]
+        data = rewritten(plan, path).data
     except (CppmegaError, KeyError):
         return None
     return data if sha256(data) == applied.files[path].after else None

@@ -248,7 +248,7 @@ def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> 
     for path, work in plan.work.items():
         pristine = plan.views[path].pristine
         assert pristine is not None
-        data = rewritten(plan, path)[0]
+        data = rewritten(plan, path).data
         if work.edits:
             pieces.extend(
                 difflib.unified_diff(

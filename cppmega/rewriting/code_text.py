@@ -114,6 +114,11 @@ def _read(data: bytes) -> Code:
     )
 
 
+def imports_of(tree: ast.Module) -> tuple[str, ...]:
+    """Modules of this package that the code of a file names, as in `Code.imports`."""
+    return tuple(sorted(_facts(tree)[0]))
+
+
 def bare(text: str) -> str:
     """Python text without its comments, docstrings and blank lines."""
     return _cut(text, ast.parse(text))

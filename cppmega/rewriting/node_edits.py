@@ -26,7 +26,11 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, cst.CSTNode):
-        return all(same(getattr(one, name), getattr(other, name)) for name in _names(type(one)))
+        for name in _names(type(one)):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            if mine is not theirs and not same(mine, theirs):
+                return False
+        return True
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
