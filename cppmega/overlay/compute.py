@@ -12,7 +12,7 @@ from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt, remembered
 from cppmega.overlay.diagnose import restoring
 from cppmega.overlay.plan import Plan, comes_after
-from cppmega.overlay.receipt import PatchedFile, PatchedPage, Receipt
+from cppmega.overlay.receipt import PatchedFile, PatchedPage, Prints, Receipt
 from cppmega.overlay.transaction import Change, interrupted
 from cppmega.overlay.verdict import NEEDED
 from cppmega.rewriting import code_text
@@ -65,10 +65,10 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
             state="armed" if runtime else "applied",
             kind=plan.pages[name].patch.kind,
             targets={
-                edit.target: {
-                    "before": plan.before[name][edit.target],
-                    "after": after.get(edit.target, "runtime"),
-                }
+                edit.target: Prints(
+                    before=plan.before[name][edit.target],
+                    after=after.get(edit.target, "runtime"),
+                )
                 for edit in edits
             },
             text=plan.pages[name].text,
@@ -150,8 +150,8 @@ def overlay_digest(new: Receipt) -> str:
     for name, page in new.pages.items():
         lines.append(f"page {name} {page.state}")
         lines += [f"reaches {name} {module} {code}" for module, code in page.reached.items()]
-        lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
-        if any(prints["after"] == "runtime" for prints in page.targets.values()):
+        lines += [f"target {name} {t} {p.before} {p.after}" for t, p in page.targets.items()]
+        if any(prints.after == "runtime" for prints in page.targets.values()):
             lines.append(f"runtime {name} {page.revision}")
     lines += [f"gate {name}={value}" for name, value in new.gates.items()]
     return sha256("\n".join(sorted(lines)).encode())[:16]

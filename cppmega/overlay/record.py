@@ -11,7 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cppmega.overlay.receipt import Receipt
+import msgspec
+
+from cppmega.overlay.receipt import Prints, Receipt
 from cppmega.tree import accepted
 
 NONE = "none"
@@ -110,5 +112,6 @@ def said_of_checkpoint(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -
     )
 
 
-def _hash(targets: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(targets, sort_keys=True).encode()).hexdigest()[:12]
+def _hash(targets: Mapping[str, Prints]) -> str:
+    rows = json.dumps(msgspec.to_builtins(targets), sort_keys=True)
+    return hashlib.sha256(rows.encode()).hexdigest()[:12]
