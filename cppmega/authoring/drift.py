@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from cppmega.authoring import similar, statements
 from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift, Word
 from cppmega.authoring.statements import Touched
@@ -71,7 +73,7 @@ def _side(
     requested: str, tree: Tree, pages: Mapping[str, Page], answers: Mapping[str, str]
 ) -> Side:
     loaded = receipt.load(tree)
-    known = replace(loaded.receipt, survey={**answers, **loaded.receipt.survey})
+    known = structs.replace(loaded.receipt, survey={**answers, **loaded.receipt.survey})
     gates = {page.patch.gate: "1" for page in pages.values() if page.patch.gate}
     loaded = Loaded(known, loaded.problem, loaded.exists)
     return Side(requested, planning.make(tree, loaded, pages, environment=gates))

@@ -86,11 +86,6 @@ def reached(names: Iterable[str]) -> Hashes:
     return {name: module.hash(whole) for name, module in modules.items()}
 
 
-def reached_from(data: bytes) -> Hashes:
-    """The modules of this package that a patched file imports, with all that they reach."""
-    return reached(code_of(data).imports) if f"{PACKAGE}.".encode() in data else {}
-
-
 def changed(then: Mapping[str, str]) -> list[str]:
     """Of the modules that something reached when it was applied: those with other code now."""
     now = reached(then)

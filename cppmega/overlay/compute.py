@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cppmega import __version__
 from cppmega.catalogue import revision
@@ -11,11 +12,14 @@ from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt, remembered
 from cppmega.overlay.diagnose import restoring
 from cppmega.overlay.plan import Plan, comes_after
-from cppmega.overlay.receipt import PatchedFile, PatchedPage, Receipt
+from cppmega.overlay.receipt import PatchedFile, PatchedPage, Prints, Receipt
 from cppmega.overlay.transaction import Change, interrupted
 from cppmega.overlay.verdict import NEEDED
 from cppmega.rewriting import code_text
 from cppmega.tree.installed import sha256
+
+if TYPE_CHECKING:
+    from cppmega.rewriting.rewrite import Rewritten
 
 _STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
 
@@ -40,18 +44,18 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None
-        data, prints, inserted = rewritten(plan, path)
-        after |= prints
+        done = rewritten(plan, path)
+        after |= {f"{path}:{symbol}": print_ for symbol, print_ in done.after.items()}
         new.files[path] = PatchedFile(
             sha256(file.pristine),
-            sha256(data),
+            sha256(done.data),
             file.origin,
             work.steps,
-            inserted,
-            revision.reached_from(data),
+            done.inserted,
+            revision.reached(done.imports),
         )
-        if data != file.current:
-            changes[path] = Change(data, file.pristine)
+        if done.data != file.current:
+            changes[path] = Change(done.data, file.pristine)
     for name, edits in plan.edits.items():
         if plan.verdicts[name].state not in NEEDED:
             continue
@@ -61,10 +65,10 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
             state="armed" if runtime else "applied",
             kind=plan.pages[name].patch.kind,
             targets={
-                edit.target: {
-                    "before": plan.before[name][edit.target],
-                    "after": after.get(edit.target, "runtime"),
-                }
+                edit.target: Prints(
+                    before=plan.before[name][edit.target],
+                    after=after.get(edit.target, "runtime"),
+                )
                 for edit in edits
             },
             text=plan.pages[name].text,
@@ -76,16 +80,14 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
     return changes, new
 
 
-def rewritten(plan: Plan, path: str) -> tuple[bytes, dict[str, str], str]:
-    """New bytes of a file, the fingerprints of its targets, and the hash of what they need."""
+def rewritten(plan: Plan, path: str) -> Rewritten:
+    """The new text of a file, with the edits of every active page."""
     from cppmega.rewriting.rewrite import Step, rewrite
 
     file, work = plan.views[path], plan.work[path]
     assert file.pristine is not None
     steps = [Step.of(page, edit) for page, edit in work.edits]
-    done = rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
-    after = {f"{path}:{symbol}": fp for symbol, fp in done.after.items()}
-    return done.data, after, done.inserted
+    return rewrite(file.pristine, path, steps, plan.survey.parse(file.pristine, path))
 
 
 def reached_by(plan: Plan, name: str) -> dict[str, str]:
@@ -101,7 +103,7 @@ def reached_by(plan: Plan, name: str) -> dict[str, str]:
         if name in names and file.pristine is not None:
             steps = [Step.of(page, edit) for page, edit in work.edits if page.name in wanted]
             parsed = plan.survey.parse(file.pristine, path)
-            found |= revision.reached_from(rewrite(file.pristine, path, steps, parsed).data)
+            found |= revision.reached(rewrite(file.pristine, path, steps, parsed).imports)
     return found
 
 
@@ -148,8 +150,8 @@ def overlay_digest(new: Receipt) -> str:
     for name, page in new.pages.items():
         lines.append(f"page {name} {page.state}")
         lines += [f"reaches {name} {module} {code}" for module, code in page.reached.items()]
-        lines += [f"target {name} {t} {p['before']} {p['after']}" for t, p in page.targets.items()]
-        if any(prints["after"] == "runtime" for prints in page.targets.values()):
+        lines += [f"target {name} {t} {p.before} {p.after}" for t, p in page.targets.items()]
+        if any(prints.after == "runtime" for prints in page.targets.values()):
             lines.append(f"runtime {name} {page.revision}")
     lines += [f"gate {name}={value}" for name, value in new.gates.items()]
     return sha256("\n".join(sorted(lines)).encode())[:16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cppmega.overlay.receipt import FOLDER, Loaded, original
+from cppmega.overlay.receipt import FOLDER, Loaded, Written, original
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.overlay.verdict import State, Verdict
 from cppmega.page import Edit, Page, left_alone
@@ -15,14 +15,6 @@ from cppmega.tree.installed import Origin, Tree, reinstall, sha256
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
 """What every text of ours carries, whoever lost the receipt."""
 COMMITTED = "the commit holds our patched text: it was committed after an apply"
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Hashes of a file before and after one of our writes."""
-
-    before: str
-    after: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +155,8 @@ def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded
     now = survey.fingerprint(file.current, edit)
     applied = loaded.receipt.pages.get(page.name)
     prints = applied.targets.get(edit.target) if applied is not None else None
-    if prints and file.foreign and now == prints.get("after"):
-        return prints["before"]
+    if prints is not None and file.foreign and now == prints.after:
+        return prints.before
     return now
 
 

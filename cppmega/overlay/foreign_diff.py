@@ -86,7 +86,7 @@ def _as_applied(session: Session, applied: Receipt, path: str, pristine: bytes) 
             excluded=dict.fromkeys(set(session.pages) - set(applied.pages), "not applied"),
             environment=applied.gates,
         )
-        data = rewritten(plan, path)[0]
+        data = rewritten(plan, path).data
     except (CppmegaError, KeyError):
         return None
     return data if sha256(data) == applied.files[path].after else None

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from cppmega.catalogue import gates
 from cppmega.catalogue.revision import changed, engine_revision
-from cppmega.overlay.diagnose import Diagnosis, FileView, Written, diagnose, view
-from cppmega.overlay.receipt import Loaded, PatchedPage, Receipt
+from cppmega.overlay.diagnose import Diagnosis, FileView, diagnose, view
+from cppmega.overlay.receipt import Loaded, PatchedPage, Receipt, Written
 from cppmega.overlay.survey import Survey
 from cppmega.overlay.verdict import DONE, FAILURES, NEEDED, Proof, Verdict
 from cppmega.page import Edit, Page
@@ -288,10 +288,10 @@ def proof_of(plan: Plan, verdict: Verdict) -> Proof:
     if known is None:
         return "unverified"
     page = plan.pages[verdict.name]
-    fresh = known["revision"] == page.revision and known["digest"] == plan.loaded.receipt.digest
+    fresh = known.revision == page.revision and known.digest == plan.loaded.receipt.digest
     if not fresh or verdict.state not in DONE:
         return "stale"
     proof: Proof = "unverified"
-    if known["proof"] in ("passed", "failed"):
-        proof = "passed" if known["proof"] == "passed" else "failed"
+    if known.proof in ("passed", "failed"):
+        proof = "passed" if known.proof == "passed" else "failed"
     return proof

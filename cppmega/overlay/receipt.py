@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from cppmega.errors import CppmegaError
 from cppmega.tree.installed import Tree, sha256
@@ -19,13 +21,19 @@ FOLDER = ".cppmega"
 SCHEMA = 2
 """1 had a digest that left out the kernels and modules that patched text runs."""
 
-
 _LASTING = {"identity", "megatron", "gates", "excluded", "only", "catalogues", "pages", "files"}
-"""What a receipt of any later schema is read for."""
+"""Fields that are read of a receipt of any later schema."""
 
 
-@dataclass(frozen=True, slots=True)
-class PatchedFile:
+class Prints(msgspec.Struct, frozen=True):
+    """Fingerprints of one target."""
+
+    before: str
+    after: str
+    """`runtime` where nothing is written to disk."""
+
+
+class PatchedFile(msgspec.Struct, frozen=True):
     """One file: hashes before and after, and which page revisions it went through."""
 
     before: str
@@ -34,28 +42,34 @@ class PatchedFile:
     steps: list[str]
     """`page@revision` in the order in which the edits were made."""
     inserted: str = ""
-    """Hash of the imports and helpers that were put in front of the targets."""
-    runs: dict[str, str] = field(default_factory=dict)
+    """Hash of the imports and helpers that were inserted before the targets."""
+    runs: dict[str, str] = {}
     """Modules of this package that the new text imports, and all that these reach -> hash."""
 
 
-@dataclass(frozen=True, slots=True)
-class PatchedPage:
+class PatchedPage(msgspec.Struct, frozen=True):
     """One page as it was applied."""
 
     revision: str
     state: str
     kind: str
-    targets: dict[str, dict[str, str]]
-    """Target -> {"before": fingerprint, "after": fingerprint}."""
+    targets: dict[str, Prints]
     text: str = ""
     """Hash of the page's files, comments included."""
-    reached: dict[str, str] = field(default_factory=dict)
+    reached: dict[str, str] = {}
     """Modules of this package that the page imports -> hash."""
 
 
-@dataclass
-class Receipt:
+class ProvedPage(msgspec.Struct, frozen=True):
+    """The result of the last `cppmega verify` of a page."""
+
+    proof: str
+    revision: str
+    digest: str
+    detail: str = ""
+
+
+class Receipt(msgspec.Struct):
     """What one apply did."""
 
     tool: str = ""
@@ -63,26 +77,33 @@ class Receipt:
     identity: str = ""
     megatron: str = ""
     digest: str = ""
-    pages: dict[str, PatchedPage] = field(default_factory=dict)
-    files: dict[str, PatchedFile] = field(default_factory=dict)
-    gates: dict[str, str] = field(default_factory=dict)
-    excluded: list[str] = field(default_factory=list)
+    pages: dict[str, PatchedPage] = {}
+    files: dict[str, PatchedFile] = {}
+    gates: dict[str, str] = {}
+    excluded: list[str] = []
     """Pages taken out by `revert NAME` or left out by `--only`."""
-    only: list[str] = field(default_factory=list)
-    """What `--only` asked for; empty: every page was asked for."""
-    catalogues: list[str] = field(default_factory=list)
-    catalogue_hashes: dict[str, str] = field(default_factory=dict)
+    only: list[str] = []
+    """The pages of `--only`; empty: every page."""
+    catalogues: list[str] = []
+    catalogue_hashes: dict[str, str] = {}
     """Catalogue -> hash of its contents, without which it is not loaded again."""
-    stack: dict[str, str] = field(default_factory=dict)
-    proofs: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Page -> {"proof", "revision", "digest", "detail"}, written by `cppmega verify`."""
-    survey: dict[str, str] = field(default_factory=dict)
-    code: dict[str, Any] = field(default_factory=dict)
-    """What is known of the code of pages and modules, by the hashes of their files."""
+    stack: dict[str, str] = {}
+    proofs: dict[str, ProvedPage] = {}
+    survey: dict[str, str] = {}
+    code: dict[str, Any] = {}
+    """Facts about the code of pages and modules, by the hashes of their files."""
 
     def dump(self) -> bytes:
         """The bytes of the JSON file."""
-        return (json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n").encode()
+        whole = {"schema": SCHEMA, **msgspec.to_builtins(self)}
+        return (json.dumps(whole, indent=1) + "\n").encode()
+
+
+class Written(NamedTuple):
+    """Hashes of a file before and after one of our writes."""
+
+    before: str
+    after: str
 
 
 def folder(tree: Tree) -> Path:
@@ -132,7 +153,7 @@ def load(tree: Tree) -> Loaded:
         return Loaded(Receipt())
     try:
         receipt, problem = _parse(data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         return Loaded(Receipt(), f"the receipt cannot be read ({error})", True)
     if receipt.identity != tree.identity:
         # What depends on hashes of contents only holds for any tree.
@@ -162,55 +183,41 @@ def _refuse_folder(path: Path) -> None:
 
 
 def parse(data: bytes) -> Receipt:
-    """JSON bytes to a receipt; raises ValueError, TypeError or KeyError on anything odd."""
+    """Decode a receipt.
+
+    Raises:
+        msgspec.MsgspecError: it is torn, or a field is not of its type.
+    """
     return _parse(data)[0]
 
 
+class _Schema(msgspec.Struct):
+    schema: Annotated[int, msgspec.Meta(ge=1)]
+    pages: msgspec.Raw
+    """Every receipt has pages and files: without them it is not one."""
+    files: msgspec.Raw
+    tool: msgspec.Raw = msgspec.Raw(b'""')
+
+
 def _parse(data: bytes) -> tuple[Receipt, str]:
-    """A receipt, and what must be said of it where it is of another schema."""
-    raw: dict[str, Any] = json.loads(data)
-    schema = raw.pop("schema")
-    if type(schema) is not int or schema < 1:
-        raise ValueError(f"its schema is {schema!r}")
-    problem = ""
-    if schema > SCHEMA:
-        # Of what we do not know nothing is used. The originals lie where they always did.
-        problem = (
-            f"the receipt was written by a newer cppmega ({raw.get('tool')}, schema {schema}): "
-            "only what it says of pages and files is used"
-        )
-        raw = {key: value for key, value in raw.items() if key in _LASTING}
-    elif schema < SCHEMA:
-        problem = (
+    """A receipt, and what its reader must be told where it is of another schema."""
+    outer = msgspec.json.decode(data, type=_Schema)
+    if outer.schema == SCHEMA:
+        return msgspec.json.decode(data, type=Receipt), ""
+    if outer.schema < SCHEMA:
+        return msgspec.json.decode(data, type=Receipt), (
             "the receipt was written by an earlier cppmega, and its digest does not cover the "
             "kernels and modules that the patches run: `cppmega apply` writes a new one"
         )
-    whole = schema <= SCHEMA
-    raw["pages"] = {name: _made(PatchedPage, page, whole) for name, page in raw["pages"].items()}
-    raw["files"] = {path: _made(PatchedFile, file, whole) for path, file in raw["files"].items()}
-    receipt: Receipt = _made(Receipt, raw, whole)
-    for name, proof in receipt.proofs.items():
-        if not isinstance(proof, dict) or not {"proof", "revision", "digest"} <= set(proof):
-            raise TypeError(f"the proof of {name} is torn")
-    return receipt, problem
-
-
-_TYPES = {kind: get_type_hints(kind) for kind in (PatchedFile, PatchedPage, Receipt)}
-
-
-def _made(kind: type[Any], raw: dict[str, Any], whole: bool) -> Any:
-    """An entry from its JSON, every field of its type.
-
-    Args:
-        whole: a field that we do not know is an error.
-    """
-    types = _TYPES[kind]
-    made = kind(**{key: value for key, value in raw.items() if whole or key in types})
-    for field_ in fields(kind):
-        wanted = get_origin(types[field_.name]) or types[field_.name]
-        if not isinstance(getattr(made, field_.name), wanted):
-            raise TypeError(f"{field_.name} is no {wanted.__name__}")
-    return made
+    # Fields that this version does not know the meaning of are not used. The originals are kept in
+    # the same place by every version.
+    raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    lasting = {key: value for key, value in raw.items() if key in _LASTING}
+    tool = msgspec.json.decode(outer.tool)
+    return msgspec.json.decode(msgspec.json.encode(lasting), type=Receipt), (
+        f"the receipt was written by a newer cppmega ({tool}, schema {outer.schema}): "
+        "only what it says of pages and files is used"
+    )
 
 
 def original(tree: Tree, digest: str | None) -> bytes | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppmega.overlay.receipt import Receipt
+from cppmega.overlay.receipt import Prints, Receipt
 from cppmega.tree import accepted
 
 NONE = "none"
@@ -136,5 +135,6 @@ def remark_on_checkpoint(then: OverlayRecord | None, now: OverlayRecord) -> str:
     )
 
 
-def _hash(targets: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(targets, sort_keys=True).encode()).hexdigest()[:12]
+def _hash(targets: Mapping[str, Prints]) -> str:
+    rows = json.dumps(msgspec.to_builtins(targets), sort_keys=True)
+    return hashlib.sha256(rows.encode()).hexdigest()[:12]

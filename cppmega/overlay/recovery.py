@@ -53,7 +53,7 @@ def recovered(tree: Tree, loaded: Loaded, pages: Mapping[str, Page]) -> Loaded:
     try:
         plan = planning.make(mended, Loaded(Receipt()), pages, environment=os.environ)
         for path, original in kept.items():
-            data = rewritten(plan, path)[0] if path in plan.work else original
+            data = rewritten(plan, path).data if path in plan.work else original
             if data == tree.read(path):
                 origin, steps = tree.pristine(path)[0], plan.work[path].steps
                 files[path] = PatchedFile(sha256(original), sha256(data), origin, steps)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -19,9 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from cppmega.errors import CppmegaError
-from cppmega.overlay.diagnose import Written
-from cppmega.overlay.receipt import FOLDER, folder, refuse_link
+from cppmega.overlay.receipt import FOLDER, Receipt, Written, folder, refuse_link
 from cppmega.tree.installed import Tree, sha256
 
 SUFFIX = ".cppmega-new"
@@ -90,18 +90,23 @@ def _acquire(place: Path, say: Callable[[str], None]) -> int:
     )
 
 
+class _Journal(msgspec.Struct):
+    """What an unfinished transaction has written or was about to write."""
+
+    files: dict[str, tuple[Written, ...]]
+
+
 def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
     """Hashes of what unfinished transactions wrote or were about to write, by path.
 
-    The journal is put in place by a rename, so it is whole or not there.
+    The journal is put in place by a rename, so it is complete or absent.
     """
     data = tree.read(f"{FOLDER}/journal.json")
     if data is None:
         return {}
     try:
-        raw = json.loads(data)
-        return {path: tuple(Written(*pair) for pair in rows) for path, rows in raw["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return msgspec.json.decode(data, type=_Journal).files
+    except (msgspec.MsgspecError, ValueError) as error:
         raise CppmegaError(
             "torn-journal",
             f"{folder(tree) / 'journal.json'} cannot be read: {error}.",
@@ -118,7 +123,7 @@ class Change:
     pristine: bytes
 
 
-def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> None:
+def commit(tree: Tree, changes: Mapping[str, Change], receipt: Receipt | None) -> None:
     """Replace files, then the receipt; on any failure put everything back.
 
     Args:
@@ -156,7 +161,7 @@ def commit(tree: Tree, changes: Mapping[str, Change], receipt: bytes | None) -> 
 def _stage_all(
     tree: Tree,
     changes: Mapping[str, Change],
-    receipt: bytes | None,
+    receipt: Receipt | None,
     before: Mapping[str, tuple[Written, ...]],
 ) -> None:
     """Everything that needs room on the disk; the journal comes last."""
@@ -172,13 +177,14 @@ def _stage_all(
         _stage(tree.root / path, change.data)
     step("stage receipt")
     if receipt is not None:
-        _write_temporary(place / "receipt.json", receipt)
+        _write_temporary(place / "receipt.json", receipt.dump())
     step("journal")
     # What an earlier run left stays in the book until this one is through.
-    written = {path: [(w.before, w.after) for w in rows] for path, rows in before.items()}
+    written = dict(before)
     for path, change in changes.items():
-        written.setdefault(path, []).append((sha256(change.pristine), sha256(change.data)))
-    _write(place / "journal.json", json.dumps({"files": written}).encode())
+        now = Written(sha256(change.pristine), sha256(change.data))
+        written[path] = (*written.get(path, ()), now)
+    _write(place / "journal.json", msgspec.json.encode(_Journal(written)))
 
 
 def _refuse_link(tree: Tree, path: str) -> None:
@@ -237,7 +243,7 @@ def drop_bytecode(path: Path) -> None:
 
 
 def _replace_all(
-    tree: Tree, changes: Mapping[str, Change], receipt: bytes | None, replaced: list[str]
+    tree: Tree, changes: Mapping[str, Change], receipt: Receipt | None, replaced: list[str]
 ) -> None:
     for path in changes:
         step(f"replace {path}")
@@ -288,10 +294,9 @@ def _roll_back(tree: Tree, replaced: Iterable[str], journal: bool) -> None:
     _unstage(tree, journal)
 
 
-def _forget(place: Path, receipt: bytes | None) -> None:
+def _forget(place: Path, receipt: Receipt | None) -> None:
     """Drop the originals that no receipt names any more."""
-    files = json.loads(receipt)["files"].values() if receipt is not None else ()
-    named = {entry["before"] for entry in files}
+    named = {file.before for file in receipt.files.values()} if receipt is not None else set()
     for kept in (place / "originals").glob("*"):
         if kept.name not in named:
             kept.unlink(missing_ok=True)

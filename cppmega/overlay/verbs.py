@@ -248,7 +248,7 @@ def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> 
     for path, work in plan.work.items():
         pristine = plan.views[path].pristine
         assert pristine is not None
-        data = rewritten(plan, path)[0]
+        data = rewritten(plan, path).data
         if work.edits:
             pieces.extend(
                 difflib.unified_diff(
@@ -313,7 +313,7 @@ def _make_it_so(session: Session, choose: Callable[[Receipt], _Choice], check: b
         changes, new = changes_of(plan, session.catalogues or ())
         if plan.loaded.problem:
             session.say(f"{plan.loaded.problem}; writing a new one")
-        transaction.commit(plan.tree, changes, new.dump())
+        transaction.commit(plan.tree, changes, new)
     data = {path: change.data for path, change in changes.items()}
     return Outcome(plan.written(data, new), new.digest, sorted(changes), True)
 

@@ -63,7 +63,7 @@ def execute(ordered: TextOrder) -> dict[str, str]:
 
 def differing(plan: Plan, others: Iterable[Texts]) -> Iterator[str]:
     """Yield the pages that edit a file of which other processes have computed another text."""
-    here = {path: sha256(rewritten(plan, path)[0]) for path in plan.work}
+    here = {path: sha256(rewritten(plan, path).data) for path in plan.work}
     for path, work in plan.work.items():
         if any(texts.get(path) != here[path] for texts in others):
             yield from (page.name for page, _ in work.edits)

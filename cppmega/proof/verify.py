@@ -16,6 +16,7 @@ from typing import Any
 from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt, transaction
 from cppmega.overlay.plan import Plan
+from cppmega.overlay.receipt import ProvedPage
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE, NEEDED, Proof, Verdict
 from cppmega.page import Page
@@ -269,10 +270,10 @@ def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:
         if loaded.receipt.digest != plan.loaded.receipt.digest:
             return  # another apply has run meanwhile, and the proofs are not about its result
         for one in proved:
-            loaded.receipt.proofs[one.name] = {
-                "proof": one.proof,
-                "revision": plan.pages[one.name].revision,
-                "digest": loaded.receipt.digest,
-                "detail": one.detail,
-            }
-        transaction.commit(session.tree, {}, loaded.receipt.dump())
+            loaded.receipt.proofs[one.name] = ProvedPage(
+                proof=one.proof,
+                revision=plan.pages[one.name].revision,
+                digest=loaded.receipt.digest,
+                detail=one.detail,
+            )
+        transaction.commit(session.tree, {}, loaded.receipt)

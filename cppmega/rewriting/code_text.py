@@ -8,15 +8,17 @@ across processes by whoever passes `known` on to `remember`.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import io
 import re
 import tokenize
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 LENGTH = 16
 """Hex digits kept of a hash."""
@@ -45,9 +47,8 @@ _Cut = tuple[int, int, int | None, str]
 """Row, first column, the column after the last one (None: the row's end), what comes instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """One Python file, as far as its code goes."""
+class Code(msgspec.Struct, frozen=True, array_like=True):
+    """The code of one Python file; an array in JSON."""
 
     bare: str
     """Hash of the text without comments and docstrings; of all bytes where it cannot be parsed."""
@@ -79,15 +80,13 @@ def remember(answers: Mapping[str, Any]) -> None:
     if answers.get("rules") != rules():
         return
     for key, row in answers.items():
-        if isinstance(row, list) and list(map(type, row)) == [str, list, list, list, bool]:
-            bare, imports, loads, beside, reads_text = row
-            code = Code(bare, tuple(imports), tuple(loads), tuple(beside), reads_text)
-            _known.setdefault(key, code)
+        with contextlib.suppress(msgspec.ValidationError):  # "rules", or somebody wrote in it
+            _known.setdefault(key, msgspec.convert(row, Code))
 
 
 def known() -> dict[str, Any]:
     """Every answer that this process needed, for a JSON file."""
-    answers = {key: [*astuple(_known[key])] for key in sorted(_used & _known.keys())}
+    answers = {key: _known[key] for key in sorted(_used & _known.keys())}
     return {"rules": rules(), **answers}
 
 
@@ -112,6 +111,11 @@ def _read(data: bytes) -> Code:
         tuple(sorted(filter(_FILE_NAME.match, literals))) if "__file__" in names else (),
         bool(names & _READERS),
     )
+
+
+def imports_of(tree: ast.Module) -> tuple[str, ...]:
+    """Modules of this package that the code of a file names, as in `Code.imports`."""
+    return tuple(sorted(_facts(tree)[0]))
 
 
 def bare(text: str) -> str:

@@ -26,7 +26,11 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, cst.CSTNode):
-        return all(same(getattr(one, name), getattr(other, name)) for name in _names(type(one)))
+        for name in _names(type(one)):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            if mine is not theirs and not same(mine, theirs):
+                return False
+        return True
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
@@ -48,11 +52,12 @@ def differ(one: Any, other: Any) -> bool:
         return isinstance(one, str) and isinstance(other, str) and one != other
     if isinstance(one, cst.Name) and not one.value.isidentifier():
         return False  # whoever built it wrote other code into it
-    if type(one) is not type(other):
+    kind: Any = type(one)
+    if kind is not type(other):
         return True
     if isinstance(one, cst.IndentedBlock) and isinstance(other, cst.IndentedBlock):
         return differ(_without_docstring(one), _without_docstring(other))
-    return any(differ(getattr(one, name), getattr(other, name)) for name in _parts(type(one)))
+    return any(differ(getattr(one, name), getattr(other, name)) for name in _parts(kind))
 
 
 def _without_docstring(block: cst.IndentedBlock) -> Sequence[cst.BaseStatement]:
@@ -163,10 +168,10 @@ def swapped(node: Any, swap: Swap, place: str = "") -> Any:
     for name in _parts(kind):
         old = getattr(node, name)
         if isinstance(old, list | tuple):
-            items = [swapped(one, swap, name) if visits(type(one)) else one for one in old]
+            items = [swapped(one, swap, name) if visits(one.__class__) else one for one in old]
             if not all(map(operator.is_, items, old)):
                 changes[name] = items
-        elif visits(type(old)):
+        elif visits(old.__class__):
             new = swapped(old, swap, name)
             if new is not old:
                 changes[name] = new
@@ -174,12 +179,12 @@ def swapped(node: Any, swap: Swap, place: str = "") -> Any:
 
 
 @cache
-def _is_node(kind: type) -> bool:
+def _is_node(kind: Any) -> bool:
     return issubclass(kind, cst.CSTNode)
 
 
 @cache
-def _holds_statements(kind: type) -> bool:
+def _holds_statements(kind: Any) -> bool:
     return issubclass(kind, _WITH_BLOCKS)
 
 

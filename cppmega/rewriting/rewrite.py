@@ -17,7 +17,7 @@ import libcst as cst
 from cppmega.errors import CppmegaError
 from cppmega.loading.containment import contained
 from cppmega.page import Edit, Page
-from cppmega.rewriting import codegen, fingerprint, marks, node_edits, undefined_names
+from cppmega.rewriting import code_text, codegen, fingerprint, marks, node_edits, undefined_names
 from cppmega.rewriting.errors import OutsideTargetError, TargetError, UndefinedNameError
 from cppmega.rewriting.inserted import Inserted, reaches
 from cppmega.rewriting.source import (
@@ -59,6 +59,8 @@ class Rewritten:
     after: dict[str, str]
     inserted: str
     """Hash of the imports and helpers that stand outside of the targets, without comments."""
+    imports: tuple[str, ...]
+    """Modules of this package that the new text names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,11 @@ def rewrite(
     imports = inserted.imports((step.page, step.edit) for step in steps)
     body = _spliced(text, tree, cuts, imports)
     result = text.encode(body, path)
-    _check(text, tree, decode(result, path), path, cuts, groups, inserted)
-    return Rewritten(result, after, inserted.fingerprint())
+    new_text = decode(result, path)
+    new_tree = parse(new_text, path)
+    imports_of_ours = code_text.imports_of(new_tree) if f"{code_text.PACKAGE}." in body else ()
+    _check(text, tree, new_text, new_tree, path, cuts, groups, inserted)
+    return Rewritten(result, after, inserted.fingerprint(), imports_of_ours)
 
 
 def _in_front(inserted: Inserted, group: Sequence[Step]) -> list[str]:
@@ -274,6 +279,7 @@ def _check(
     old: Text,
     old_tree: ast.Module,
     new: Text,
+    new_tree: ast.Module,
     path: str,
     cuts: Sequence[_Cut],
     groups: Mapping[str, Sequence[Step]],
@@ -281,7 +287,6 @@ def _check(
 ) -> None:
     """Only the targets and what belongs to them changed, and every name is defined."""
     pages = ", ".join(dict.fromkeys(step.page for group in groups.values() for step in group))
-    new_tree = parse(new, path)
     left = _rest(old, [cut.where for cut in cuts])
     right = _rest(new, [locate(new_tree, new, f"{path}:{symbol}") for symbol in groups])
     for block in [*extra.helpers.values()]:

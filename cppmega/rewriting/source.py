@@ -10,7 +10,7 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cppmega.errors import CppmegaError
@@ -71,9 +71,13 @@ def decode(data: bytes, name: str) -> Text:
     if body.encode(encoding, errors="replace") != data:
         raise unreadable(name, f"as {encoding} it does not encode back to the same bytes")
     lines = tuple(_LINES.findall(body))
+    return Text(lines, encoding, _line_end(lines) if "\r" in body else "\n")
+
+
+def _line_end(lines: Sequence[str]) -> str:
+    """The line end that most lines have."""
     ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
-    newline = max(("\n", "\r\n", "\r"), key=ends.count)
-    return Text(lines, encoding, newline)
+    return max(("\n", "\r\n", "\r"), key=ends.count)
 
 
 def unreadable(name: str, reason: str) -> CppmegaError:

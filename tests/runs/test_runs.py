@@ -19,7 +19,7 @@ from msgspec import UNSET, structs
 
 from cppmega.catalogue import gates
 from cppmega.checkpoints.tracker import TRACKER
-from cppmega.cli import main as cli
+from cppmega.cli import main
 from cppmega.errors import CppmegaError
 from cppmega.host import process, redact
 from cppmega.launch import agent, start
@@ -327,7 +327,7 @@ def test_a_shell_in_a_folder_that_is_gone(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(SystemExit) as ended_:
-        cli(["launch", "smoke_cpu"])
+        main(["launch", "smoke_cpu"])
     assert ended_.value.code == 1 and "folder-gone" in capsys.readouterr().err
 
 

@@ -38,7 +38,8 @@ def _lacking_proofs(context: Context, done: list[Verdict]) -> Iterator[CppmegaEr
             "cppmega verify",
         )
     for verdict in done:
-        detail = context.receipt.proofs.get(verdict.name, {}).get("detail", "")
+        proved = context.receipt.proofs.get(verdict.name)
+        detail = proved.detail if proved is not None else ""
         again = f"cppmega verify {verdict.name}"
         if verdict.proof == "failed":
             yield CppmegaError(
