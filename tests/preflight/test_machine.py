@@ -427,16 +427,17 @@ def kernel():
 def test_the_shared_memory_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = SLICE.with_(architectures=())
     says_nothing("shared_memory_flag", on(H200, root=patched("0.19.2")))
-    found = refuses(
-        "shared_memory_flag", "shared-memory-flag", on(GB10, recipe=recipe, root=patched("0.19.2"))
-    )
-    assert "CPPMEGA_SMEM_MERGE" in found.next
     lab = Lab(tmp_path, monkeypatch)
     lab.files["megatron/core/kernels.py"] = (KERNEL % True).encode()
     made = on(GB10, recipe=recipe, root=lab.wheel())
     assert holds("shared_memory_flag", made) == "1 TileLang kernels carry the flag"
     lab.change("megatron/core/kernels.py", b"True", b"False")
-    refuses("shared_memory_flag", "shared-memory-flag", made)
+    found = refuses("shared_memory_flag", "shared-memory-flag", made)
+    assert "kernels.py:4: kernel is not built with" in found.what
+    assert "pass_configs" in found.next  # no page of this catalogue adds it
+    shipped = on(GB10, recipe=recipe, root=made.root, catalogues=[REPOSITORY / "upstream_patches"])
+    found = refuses("shared_memory_flag", "shared-memory-flag", shipped)
+    assert found.next.startswith("CPPMEGA_SMEM_MERGE=1 python -m cppmega.apply_patches")
 
 
 def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

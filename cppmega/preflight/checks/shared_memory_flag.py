@@ -6,6 +6,7 @@ with the value True, its presence is not enough.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
@@ -35,15 +36,14 @@ def check(context: Context) -> str:
     order = TilelangOrder(root=str(root), packages=[str(folder) for folder in _packages(root)])
     worker = "cppmega.preflight.workers.tilelang_kernels"
     kernels = ask(worker, order, TilelangAnswer, context.environ).kernels
-    gates = [page.patch.gate for page in _merging(context) if page.patch.gate is not None]
-    switches = " ".join(f"{gate}=1" for gate in dict.fromkeys(gates))
+    command = _command(context.session.pages.values())
     refuse(
         CppmegaError(
             "shared-memory-flag",
             f"{kernel.path}:{kernel.line}: {kernel.name} is not built with "
             f"TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True ({kernel.reason}).",
             "It may want more than the 99 KiB that a block has here, and does not start then.",
-            f"{switches} python -m cppmega.apply_patches, and start with that variable",
+            command,
         )
         for kernel in kernels
         if kernel.reason
@@ -51,9 +51,14 @@ def check(context: Context) -> str:
     return f"{len(kernels)} TileLang kernels carry the flag"
 
 
-def _merging(context: Context) -> list[Page]:
-    """The pages that build kernels with the flag."""
-    return [p for p in context.session.pages.values() if "shared_memory_merge" in p.patch.provides]
+def _command(pages: Iterable[Page]) -> str:
+    """The command that applies the pages which build kernels with the flag."""
+    merging = [page.patch for page in pages if "shared_memory_merge" in page.patch.provides]
+    gates = dict.fromkeys(patch.gate for patch in merging if patch.gate is not None)
+    if not gates:
+        return "add the flag to the pass_configs of the kernel"
+    switches = " ".join(f"{gate}=1" for gate in gates)
+    return f"{switches} python -m cppmega.apply_patches, and start with that variable"
 
 
 def _packages(root: Path) -> list[Path]:
