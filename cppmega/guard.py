@@ -220,10 +220,10 @@ def before_first_step() -> None:
     _refuse_broken([(place, problem) for place, _, problem in everyone])
     digests = {digest for _, digest, _ in everyone}
     if len(digests) > 1:
-        said = ", ".join(f"{place} has {digest}" for place, digest, _ in everyone)
+        held = ", ".join(f"{place} has {digest}" for place, digest, _ in everyone)
         raise CppmegaError(
             "overlay-differs",
-            f"The ranks hold {len(digests)} overlays: {said}.",
+            f"The ranks hold {len(digests)} overlays: {held}.",
             "They would train different code.",
             "run `python -m cppmega.apply_patches` with one version of cppmega on every host",
         )
@@ -312,12 +312,12 @@ def after_first_save(args: Any = None) -> None:
 
 
 @_kept
-def _after_first(phase: str, said: str, args: Any) -> None:
+def _after_first(phase: str, when: str, args: Any) -> None:
     if _GUARD is None or phase in _GUARD.ended:
         return
     hit = set().union(*gather(reached_marks.reached()))
     required = reached.required(_GUARD, args, (phase,), hit)
-    reached.refuse_missing(_GUARD, required - hit, where(), said)
+    reached.refuse_missing(_GUARD, required - hit, where(), when)
     _GUARD.ended.add(phase)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cppmega.live.copied_names import PACKAGES
 from cppmega.overlay.plan import Plan
 from cppmega.proof import mutant
 from cppmega.proof.messages import Side
-from cppmega.rank.imported import PACKAGES
 from cppmega.rewriting.rewrite import Step, rewrite
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from cppmega.errors import CppmegaError
 from cppmega.live import live_code
 from cppmega.live.checked_module import WatchedFile, file_changed
-from cppmega.live.copied_names import PACKAGES as PACKAGES
+from cppmega.live.copied_names import PACKAGES
 from cppmega.overlay.receipt import PatchedFile, Receipt
 from cppmega.page import Edit
 from cppmega.rank import swaps
@@ -100,9 +100,14 @@ def _refuse_shadows(root: Path) -> None:
         if not Path(file).is_relative_to(root) and not Path(file).resolve().is_relative_to(
             root.resolve()
         ):
-            raise CppmegaError(
-                "shadowed",
-                f"{name} was imported from {file}, not from {root}.",
-                "The patched tree is not the one that trains.",
-                "remove the other folder from PYTHONPATH",
-            )
+            raise shadowed(name, file, root)
+
+
+def shadowed(name: str, file: str, root: Path) -> CppmegaError:
+    """The error for a module that did not come from the tree, although the tree has it."""
+    return CppmegaError(
+        "shadowed",
+        f"{name} was imported from {file}, not from {root}.",
+        "The patched tree is not the one that trains.",
+        "remove the other folder from PYTHONPATH",
+    )

@@ -19,7 +19,7 @@ from cppmega.errors import CppmegaError
 from cppmega.live.checked_module import CheckedLoader
 from cppmega.overlay import foreign_diff
 from cppmega.overlay.receipt import Receipt
-from cppmega.rank import witness
+from cppmega.rank import imported, witness
 from cppmega.tree import accepted
 from cppmega.tree.installed import Tree, part_of, sha256
 
@@ -150,7 +150,7 @@ class _Judge:
             return
         site = self._site(file.removesuffix(f"/{path}"))
         if site != self._root and _exists(self._root, part_of(path)):
-            yield _shadowed(name, file, self._root)
+            yield imported.shadowed(name, file, self._root)
             return
         hidden = site / f"{base}.py"
         if path != f"{base}.py" and hidden.exists():
@@ -311,15 +311,6 @@ def _other_file(name: str, file: str, wanted: str) -> CppmegaError:
         f"{name} was imported from {file}, not from {wanted}.",
         "The file that was checked exists, but its code is not what trains.",
         f"move {file} away",
-    )
-
-
-def _shadowed(name: str, file: str, root: Path) -> CppmegaError:
-    return CppmegaError(
-        "shadowed",
-        f"{name} was imported from {file}, not from {root}.",
-        "The patched tree is not the one that trains.",
-        "remove the other folder from PYTHONPATH",
     )
 
 

@@ -44,9 +44,9 @@ def references(item: Installed) -> list[str]:
     for holder in gc.get_referrers(original):
         if id(holder) in allowed or isinstance(holder, types.FrameType | Pin):
             continue
-        said = _describe(holder, original, allowed)
-        if said:
-            found.append(said)
+        text = _describe(holder, original, allowed)
+        if text:
+            found.append(text)
     return sorted(set(found))
 
 

@@ -109,7 +109,7 @@ def _is_in_place(item: Installed, now: Any) -> bool:
 
 
 def _unpatched_copies() -> Iterator[CppmegaError]:
-    """Modules made from a target's file without the import system."""
+    """Errors for modules that were executed from a target's file without the import system."""
     done = {(id(item.edit), id(item.module)) for item in REGISTRY.installed}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
@@ -117,7 +117,7 @@ def _unpatched_copies() -> Iterator[CppmegaError]:
             if _is_file_of(edit, file) and (id(edit), id(module)) not in done:
                 yield CppmegaError(
                     "unpatched-copy",
-                    f"Module {name} was made from {file} and does not have the runtime patch of "
+                    f"Module {name} was created from {file} and does not have the runtime patch of "
                     f"{edit.symbol}.",
                     "Code that uses this copy is unpatched.",
                     "import the file's module with `import` instead of loading the file by path",

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from cppmega.rank.imported import PACKAGES
+from cppmega.live.copied_names import PACKAGES
 from cppmega.tree import pyc, wheels
 from cppmega.tree.installed import sha256
 

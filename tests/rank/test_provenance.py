@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from cppmega.errors import CppmegaError
+from cppmega.live import copied_names
 from cppmega.overlay.receipt import PatchedFile, Receipt
 from cppmega.rank import imported, provenance, witness
 from cppmega.rank.provenance import Judged
@@ -94,10 +95,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(sys, "path_importer_cache", {})
-    names = [name for name in sys.modules if name.partition(".")[0] in imported.PACKAGES]
+    names = [name for name in sys.modules if name.partition(".")[0] in copied_names.PACKAGES]
     others = {name: sys.modules.pop(name) for name in names}
     yield made
-    for name in [n for n in sys.modules if n.partition(".")[0] in imported.PACKAGES]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in copied_names.PACKAGES]:
         del sys.modules[name]
     sys.modules.update(others)
 
