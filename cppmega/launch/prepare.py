@@ -187,7 +187,7 @@ def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
         return
     from cppmega.smoke import loop as smoke_loop
 
-    smoke_loop.of_a_rank(recipe, world)
+    smoke_loop.recipe_of_rank(recipe, world)
     smoke_loop.refuse_options(recipe, options)
 
 

@@ -95,7 +95,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     torch.manual_seed(recipe.seed)
     cpu_shims.init_distributed()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    plan = of_a_rank(recipe, world)
+    plan = recipe_of_rank(recipe, world)
     outcome = Outcome(0, [], _compile_helpers())
     if rank == 0:
         smoke_packs.build(loop.data)
@@ -149,7 +149,7 @@ def learning_rate(plan: Recipe, step: int) -> float:
     return plan.lr * min(1.0, step / max(plan.lr_warmup_iters, 1))
 
 
-def of_a_rank(recipe: Recipe, world: int) -> Recipe:
+def recipe_of_rank(recipe: Recipe, world: int) -> Recipe:
     """The recipe with one rank's share of the global batch, which is the same for any world size.
 
     Raises:

@@ -123,7 +123,7 @@ from cppmega.overlay import record as overlay_record
 from cppmega.smoke import checkpoint as smoke_state, command as smoke
 from cppmega.smoke import loop as smoke_loop, model as smoke_model
 from cppmega.errors import CppmegaError
-from cppmega.smoke.loop import Loop, of_a_rank
+from cppmega.smoke.loop import Loop, recipe_of_rank
 
 out, folder, data = {}, Path(os.environ["FOLDER"]), Path(os.environ["DATA"])
 recipe = smoke.recipe().with_(num_layers=2, mtp_num_layers=1)
@@ -181,7 +181,8 @@ out["done"] = run("whole", steps=3, load=folder / "whole")
 out["folder"] = sorted(p.name for p in (folder / "whole").iterdir())
 rows = [json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()]
 out["steps"] = [row.get("step") for row in rows]
-out["shares"] = [of_a_rank(recipe, 2).micro_batch_size, named(lambda: of_a_rank(recipe, 3))]
+share = recipe_of_rank(recipe, 2).micro_batch_size
+out["shares"] = [share, named(lambda: recipe_of_rank(recipe, 3))]
 bounds = torch.tensor([0, 16, 24, 64])
 params = SimpleNamespace(cu_seqlens_q=None, cu_seqlens_q_padded=bounds)
 attention = smoke_model.DocumentAttention(SimpleNamespace(kv_channels=8), 1, None, "self")
