@@ -52,8 +52,8 @@ def differ(one: Any, other: Any) -> bool:
         return isinstance(one, str) and isinstance(other, str) and one != other
     if isinstance(one, cst.Name) and not one.value.isidentifier():
         return False  # whoever built it wrote other code into it
-    kind: Any = type(one)
-    if kind is not type(other):
+    kind: Any = one.__class__
+    if kind is not other.__class__:
         return True
     if isinstance(one, cst.IndentedBlock) and isinstance(other, cst.IndentedBlock):
         return differ(_without_docstring(one), _without_docstring(other))
