@@ -38,6 +38,7 @@ def apply(
     if not as_json:
         console.say(f"megatron-core {session.read_tree().version} in {session.root}")
     outcome = overlay.apply(session, only=only, check=check)
+    gc.freeze()  # nor are the syntax trees of every file searched for cycles at the end
     ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
     verb = "would change" if check else "changed"
     closing = f"{state.summary(outcome.verdicts)}; {verb} {len(outcome.changed)} files"
