@@ -49,12 +49,14 @@ def differ(one: Any, other: Any) -> bool:
         return len(one) != len(other) or any(map(differ, one, other))
     if not isinstance(one, cst.CSTNode | None) or not isinstance(other, cst.CSTNode | None):
         return isinstance(one, str) and isinstance(other, str) and one != other
-    kind: Any = one.__class__
-    if kind is not other.__class__:
+    if type(one) is not type(other):
         return True
     if isinstance(one, cst.IndentedBlock) and isinstance(other, cst.IndentedBlock):
         return differ(_without_docstring(one), _without_docstring(other))
-    return any(differ(getattr(one, name), getattr(other, name)) for name in _parts(kind))
+    return any(
+        differ(getattr(one, name), getattr(other, name))
+        for name in _parts(cast(Any, one).__class__)
+    )
 
 
 def _without_docstring(block: cst.IndentedBlock) -> Sequence[cst.BaseStatement]:
