@@ -209,7 +209,7 @@ def main() -> None:
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "tilelang": metadata.version("tilelang"),
-            "megatron-core": session.tree.version,
+            "megatron-core": session.read_tree().version,
             "overlay": outcome.digest,
             "cases": {name: measure(case, fused, unfused) for name, case in CASES.items()},
         }

@@ -194,7 +194,7 @@ def main() -> None:
                 session = Session(root)
                 outcome = overlay.apply(session)
                 assert outcome.ok, outcome.plan.failures
-                version, digest = session.tree.version, outcome.digest
+                version, digest = session.read_tree().version, outcome.digest
             rows[side] = {}
             for attempt in ("roll", "loss"):
                 port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "ATTEMPT": attempt}

@@ -309,7 +309,7 @@ def main() -> None:
                 session = Session(root)
                 outcome = overlay.apply(session, only=[PAGE], environment={GATE: "1"})
                 assert outcome.ok, outcome.plan.failures
-                result |= {"megatron-core": session.tree.version, "overlay": outcome.digest}
+                result |= {"megatron-core": session.read_tree().version, "overlay": outcome.digest}
             done = subprocess.run(
                 [sys.executable, __file__, "--megatron", ".", "--worker", str(root)],
                 env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"},

@@ -79,7 +79,7 @@ def prepare(order: dict[str, Any]) -> None:
 def arm(root: Path) -> None:
     """The runtime patches of the tree's receipt; none on a pristine tree."""
     session = Session(root)
-    applied = receipt.load(session.tree).receipt
+    applied = receipt.load(session.read_tree()).receipt
     if not applied.pages:
         return
     plan = session.plan(None, {**os.environ, **applied.gates})

@@ -118,7 +118,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     if root is not None:
         imported.only_from(root)
     session = Session(root)
-    loaded = receipt.load(session.tree)
+    loaded = receipt.load(session.read_tree())
     gates.check(session.pages.values())
     _refuse_no_receipt(loaded, session.root)
     if not inherited:
@@ -128,7 +128,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     if _GUARD is None:
         os.register_at_fork(after_in_child=_begin_anew)
     _GUARD = Guard(session, loaded.receipt, plan.edits)
-    imported.watch(session.tree.root, loaded.receipt, plan.edits)
+    imported.watch(session.read_tree().root, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
         swaps.arm(session.pages[name], plan.edits[name])
     _watch_megatron()
@@ -227,7 +227,7 @@ def before_first_step() -> None:
             "They would train different code.",
             "run `python -m cppmega.apply_patches` with one version of cppmega on every host",
         )
-    provenance.check(_GUARD.session.tree.root, _GUARD.receipt, where(), gather)
+    provenance.check(_GUARD.session.read_tree().root, _GUARD.receipt, where(), gather)
     _GUARD.began = True
 
 
@@ -246,7 +246,7 @@ def recheck(when: str, *, together: bool = False) -> None:
         return
     mine = (f"{where()}, {when}", _problem())
     _refuse_broken(gather(mine) if together else [mine])
-    tree, place = _GUARD.session.tree, mine[0]
+    tree, place = _GUARD.session.read_tree(), mine[0]
     if together:
         provenance.check(tree.root, _GUARD.receipt, place, gather)
     else:
@@ -259,7 +259,7 @@ def _problem() -> tuple[str, str] | None:
     try:
         interpreter.check()
         child_processes.check(where())
-        imported.check(_GUARD.session.tree.root, _GUARD.receipt)
+        imported.check(_GUARD.session.read_tree().root, _GUARD.receipt)
     except CppmegaError as error:
         return f"{error.name}: {error.what} {error.why}", error.next
     return None

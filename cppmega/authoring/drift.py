@@ -20,7 +20,7 @@ from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt
 from cppmega.overlay.receipt import Loaded
 from cppmega.overlay.survey import MISSING
-from cppmega.overlay.verdict import FAILURES, NEEDED, State
+from cppmega.overlay.verdict import FAILURES, NEEDED, PatchState
 from cppmega.page import Edit, Page
 from cppmega.rewriting.errors import EditMismatchError
 from cppmega.tree.installed import Tree
@@ -28,7 +28,7 @@ from cppmega.tree.installed import Tree
 if TYPE_CHECKING:
     from cppmega.proof.verify import Proved
 
-_OF_FAILURE: Mapping[State, Word] = {
+_OF_FAILURE: Mapping[PatchState, Word] = {
     "moved": "moved",
     "absent": "gone",
     "ambiguous": "ambiguous",

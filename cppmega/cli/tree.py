@@ -36,8 +36,9 @@ def apply(
     gc.disable()  # the process is short, and collecting would take a tenth of its time
     session = session_of(root, patches)
     if not as_json:
-        console.say(f"megatron-core {session.tree.version} in {session.root}")
+        console.say(f"megatron-core {session.read_tree().version} in {session.root}")
     outcome = overlay.apply(session, only=only, check=check)
+    gc.freeze()  # nor are the syntax trees of every file searched for cycles at the end
     ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
     verb = "would change" if check else "changed"
     closing = f"{state.summary(outcome.verdicts)}; {verb} {len(outcome.changed)} files"
@@ -135,7 +136,7 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
     session = session_of(root, patches)
     text = overlay.diff(session, name, os.environ)
     if as_json:
-        megatron = {"version": session.tree.version, "root": str(session.root)}
+        megatron = {"version": session.read_tree().version, "root": str(session.root)}
         console.print_json({**console.ENVELOPE, "megatron": megatron, "ok": True, "diff": text})
         return
     styles: dict[str, console.Style] = {"+": "good", "-": "bad", "@": "note"}

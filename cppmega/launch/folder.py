@@ -98,7 +98,7 @@ def _manifest(validated: ValidatedLaunch) -> Manifest:
         cppmega=launch_record.tool(),
         overlay=overlay_record.record_of(context.receipt, context.accepted),
         megatron=MegatronRecord(
-            version=context.session.tree.version, root=str(context.session.root)
+            version=context.session.read_tree().version, root=str(context.session.root)
         ),
         arguments=tuple(redact.words(validated.argv)),
         options=options,

@@ -241,7 +241,7 @@ def _rendered(context: Context, recipe: Recipe) -> tuple[tuple[str, ...], DataRe
 
         fingerprint = corpus.fingerprint(smoke_loop.folder_of(options.data, recipe))
         return (), DataRecord(paths=options.data, fingerprint=fingerprint)
-    version, data = context.session.tree.version, context.data
+    version, data = context.session.read_tree().version, context.data
     rendered = render(recipe.plus(*context.arguments), version, options, data.eod)
     return rendered.argv, DataRecord(
         paths=options.data, fingerprint=data.fingerprint, mock=options.mock_data

@@ -13,7 +13,7 @@ from cppmega.overlay import receipt, remembered
 from cppmega.overlay.diagnose import restoring
 from cppmega.overlay.plan import Plan, comes_after
 from cppmega.overlay.receipt import PatchedFile, PatchedPage, Prints, Receipt
-from cppmega.overlay.transaction import Change, interrupted
+from cppmega.overlay.transaction import FileChange, interrupted
 from cppmega.overlay.verdict import NEEDED
 from cppmega.rewriting import code_text
 from cppmega.tree.installed import sha256
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm")
 
 
-def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change], Receipt]:
+def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileChange], Receipt]:
     """Compute every file in memory, and the receipt that goes with them."""
     new = Receipt(
         tool=__version__,
@@ -55,7 +55,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, Change
             revision.reached(done.imports),
         )
         if done.data != file.current:
-            changes[path] = Change(done.data, file.pristine)
+            changes[path] = FileChange(done.data, file.pristine)
     for name, edits in plan.edits.items():
         if plan.verdicts[name].state not in NEEDED:
             continue
@@ -107,13 +107,13 @@ def reached_by(plan: Plan, name: str) -> dict[str, str]:
     return found
 
 
-def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, Change]]:
+def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, FileChange]]:
     """Files that earlier applies wrote and that no active page edits any more."""
     files = plan.loaded.receipt.files
     for path in sorted({*files, *interrupted(plan.tree)} - keep):
         file = plan.views[path]
         if file.ours and file.pristine is not None:
-            yield path, Change(file.pristine, file.pristine)
+            yield path, FileChange(file.pristine, file.pristine)
         elif file.orphaned and file.story:
             raise CppmegaError(
                 "patched-text-committed",

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from cppmega.overlay.receipt import FOLDER, Loaded, Written, original
 from cppmega.overlay.survey import MISSING, Survey
-from cppmega.overlay.verdict import State, Verdict
+from cppmega.overlay.verdict import PatchState, Verdict
 from cppmega.page import Edit, Page, left_alone
 from cppmega.rewriting.marks import COMMENT
 from cppmega.tree.installed import Origin, Tree, reinstall, sha256
 
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
 """What every text of ours carries, whoever lost the receipt."""
+ORPHANED = "it carries our patch, and no receipt says what of it is upstream's"
 COMMITTED = "the commit holds our patched text: it was committed after an apply"
 
 
@@ -160,7 +161,7 @@ def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded
     return now
 
 
-def _no(page: Page, state: State, detail: str) -> Diagnosis:
+def _no(page: Page, state: PatchState, detail: str) -> Diagnosis:
     edit = page.patch.edits[0]
     return Diagnosis(verdict=Verdict(page.name, page.patch.kind, state, edit.target, detail))
 
@@ -202,15 +203,14 @@ def _why(
     tree: Tree,
     survey: Survey,
     views: Mapping[str, FileView],
-) -> tuple[State, str, str]:
+) -> tuple[PatchState, str, str]:
     path = target.partition(":")[0]
     explain = f"cppmega explain {page.name}"
     restore = restoring(tree, views[path])
     if views[path].story:
         return "drifted", views[path].story, restore
     if views[path].orphaned:
-        detail = "it carries our patch, and no receipt says what of it is upstream's"
-        return "drifted", detail, restore
+        return "drifted", ORPHANED, restore
     if print_ == MISSING:
         places = survey.elsewhere(target)
         if places:

@@ -1,4 +1,4 @@
-"""Edits that are not ours in an installed tree: the diff to what should stand there."""
+"""The diff between a file that was edited by hand and the text that it should have."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from cppmega.tree import wheels
 from cppmega.tree.installed import Tree, reinstall, sha256
 
 _LINES = 40
-"""Of a diff: more belongs into a pager."""
+"""Lines of a diff that are shown; a longer one belongs in a pager."""
 
 
 def difference(
     session: Session, applied: Receipt, path: str, pristine: bytes | None, now: bytes | None
 ) -> str:
-    """What was changed, as a diff where the right text can be had.
+    """Describe an edit, by a diff where the right text is available.
 
     Args:
-        session: the tree and its catalogue.
-        applied: what was applied to it.
-        path: of the file, relative to ROOT.
-        pristine: upstream's text; ours is made from it where pages edit the file.
-        now: what stands there.
+        path: the file, relative to ROOT.
+        pristine: upstream's text; the patched text is computed from it where pages edit the file.
+        now: the bytes of the file.
     """
     if now is None:
         return "the file is gone."
@@ -36,7 +34,7 @@ def difference(
         return "no copy of upstream's text is on this machine to show the edit."
     wanted = _as_applied(session, applied, path, pristine)
     if wanted is None:
-        return "its patched text cannot be made again with these pages to show the edit."
+        return "its patched text cannot be computed again with these pages to show the edit."
     lines = list(
         difflib.unified_diff(
             wanted.decode(errors="replace").splitlines(),
@@ -48,13 +46,13 @@ def difference(
         )
     )
     if not lines and wanted != now:
-        return "only its line ends, or bytes that are no UTF-8, differ."
+        return "only its line ends, or bytes that are not UTF-8, differ."
     more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
     return "the edit:\n" + "\n".join(lines[:_LINES] + more)
 
 
 def upstream_text(tree: Tree, path: str) -> bytes | None:
-    """The bytes that RECORD or the commit has, if they are on this machine."""
+    """The bytes that RECORD or the commit vouches for, if they are on this machine."""
     _, wanted = tree.pristine(path)
     kept = receipt.original(tree, wanted) or tree.git_blob(path)
     if kept is not None:
@@ -67,17 +65,17 @@ def upstream_text(tree: Tree, path: str) -> bytes | None:
 
 
 def restore(tree: Tree, path: str) -> str:
-    """The command that brings upstream's file back."""
+    """The command that restores upstream's file."""
     if tree.git_blob(path) is not None:
         return f"git -C {tree.root} checkout HEAD -- {path}"
     return reinstall(tree.root, tree.version)
 
 
 def _as_applied(session: Session, applied: Receipt, path: str, pristine: bytes) -> bytes | None:
-    """What the pages of the receipt make of a file."""
+    """The text of a file with the pages of the receipt; None where it cannot be reproduced."""
     if path not in applied.files:
         return pristine
-    tree = Mended(session.tree.root, {path: pristine})
+    tree = Mended(session.read_tree().root, {path: pristine})
     try:
         plan = planning.make(
             tree,

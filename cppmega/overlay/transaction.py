@@ -29,14 +29,9 @@ UNFINISHED = "unfinished"
 """Stands in our folder while a transaction runs; after a kill it tells the next run to clean up."""
 LOCK_SECONDS = 120
 
-Step = Callable[[str], None]
 
-
-def _no_step(name: str) -> None:
-    """Called before every step; the fault tests put a kill here."""
-
-
-step: Step = _no_step
+def fault_point(name: str) -> None:
+    """Called before every step of a transaction; the fault tests put a kill here."""
 
 
 @contextmanager
@@ -60,7 +55,12 @@ def locked(tree: Tree, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _acquire(place: Path, say: Callable[[str], None]) -> int:
-    """The open lock file, locked and still in its place. A killed process leaves no lock behind."""
+    """Open and lock the lock file. A killed process leaves no lock behind.
+
+    `filelock` does not fit here: it keeps the file after the lock is released, and the last process
+    to leave removes the folder with the lock in it, so that a reverted tree has nothing of ours. A
+    lock on a file that has been removed meanwhile must not count, which only its owner can notice.
+    """
     began = time.monotonic()
     said = False
     while time.monotonic() - began < LOCK_SECONDS:
@@ -116,14 +116,14 @@ def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FileChange:
     """What becomes of one file."""
 
     data: bytes
     pristine: bytes
 
 
-def commit(tree: Tree, changes: Mapping[str, Change], receipt: Receipt | None) -> None:
+def commit(tree: Tree, changes: Mapping[str, FileChange], receipt: Receipt | None) -> None:
     """Replace files, then the receipt; on any failure put everything back.
 
     Args:
@@ -151,16 +151,16 @@ def commit(tree: Tree, changes: Mapping[str, Change], receipt: Receipt | None) -
             _roll_back(tree, replaced, journal=bool(before))
             raise
     with _named_faults(tree, "The change itself is complete."):
-        step("forget originals")
+        fault_point("forget originals")
         _forget(place, receipt)
-        step("forget journal")
+        fault_point("forget journal")
         (place / "journal.json").unlink(missing_ok=True)
         (place / UNFINISHED).unlink(missing_ok=True)
 
 
 def _stage_all(
     tree: Tree,
-    changes: Mapping[str, Change],
+    changes: Mapping[str, FileChange],
     receipt: Receipt | None,
     before: Mapping[str, tuple[Written, ...]],
 ) -> None:
@@ -168,17 +168,17 @@ def _stage_all(
     place = folder(tree)
     for path, change in changes.items():
         _refuse_link(tree, path)
-        step(f"original {path}")
+        fault_point(f"original {path}")
         kept = place / "originals" / sha256(change.pristine)
         if not kept.exists():
             kept.parent.mkdir(exist_ok=True)
             _write(kept, change.pristine)
-        step(f"stage {path}")
+        fault_point(f"stage {path}")
         _stage(tree.root / path, change.data)
-    step("stage receipt")
+    fault_point("stage receipt")
     if receipt is not None:
         _write_temporary(place / "receipt.json", receipt.dump())
-    step("journal")
+    fault_point("journal")
     # What an earlier run left stays in the book until this one is through.
     written = dict(before)
     for path, change in changes.items():
@@ -243,10 +243,10 @@ def drop_bytecode(path: Path) -> None:
 
 
 def _replace_all(
-    tree: Tree, changes: Mapping[str, Change], receipt: Receipt | None, replaced: list[str]
+    tree: Tree, changes: Mapping[str, FileChange], receipt: Receipt | None, replaced: list[str]
 ) -> None:
     for path in changes:
-        step(f"replace {path}")
+        fault_point(f"replace {path}")
         if (tree.root / path).read_bytes() != tree.read(path):
             raise CppmegaError(
                 "changed-meanwhile",
@@ -256,10 +256,10 @@ def _replace_all(
             )
         replaced.append(path)
         _temporary(tree.root / path).replace(tree.root / path)
-        step(f"bytecode {path}")
+        fault_point(f"bytecode {path}")
         drop_bytecode(tree.root / path)
     for path, change in changes.items():
-        step(f"read back {path}")
+        fault_point(f"read back {path}")
         if (tree.root / path).read_bytes() != change.data:
             raise CppmegaError(
                 "torn-write",
@@ -268,7 +268,7 @@ def _replace_all(
                 "end the other process and run `python -m cppmega.apply_patches` again",
             )
     place = folder(tree)
-    step("receipt")
+    fault_point("receipt")
     if receipt is None:
         (place / "receipt.json").unlink(missing_ok=True)
     else:

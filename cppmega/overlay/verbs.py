@@ -16,7 +16,7 @@ from cppmega.errors import CppmegaError
 from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt, remembered, transaction
 from cppmega.overlay.compute import changes_of, overlay_digest, restored, rewritten
-from cppmega.overlay.diagnose import restoring
+from cppmega.overlay.diagnose import ORPHANED, restoring
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.recovery import recovered
@@ -50,7 +50,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.root = self.root if self.root is not None else find_root()
-        tree = self.tree
+        tree = self.read_tree()
         old = receipt.load(tree).receipt
         code_text.remember(old.code)
         written = {path: {entry.after} for path, entry in old.files.items()}
@@ -76,19 +76,18 @@ class Session:
             remembered.refuse_changed(self.catalogues or (), self._pinned, self.root)
         return catalogue.load(self.catalogues or ())
 
-    @property
-    def tree(self) -> Tree:
-        """A fresh look at the files: a verb that writes looks again under the lock."""
+    def read_tree(self) -> Tree:
+        """Take a fresh snapshot of the tree; a verb that writes takes another under the lock."""
         assert self.root is not None
         return Tree(self.root)
 
     def plan(self, excluded: Mapping[str, str] | None, environment: Mapping[str, str]) -> Plan:
-        """Diagnose the tree as it stands.
+        """Diagnose the tree as it is now.
 
         Args:
             excluded: pages that are left out -> why; None: those of the receipt.
         """
-        tree = self.tree
+        tree = self.read_tree()
         loaded = recovered(tree, receipt.load(tree), self.pages)
         plan = planning.make(
             tree,
@@ -130,7 +129,7 @@ def status(session: Session) -> Outcome:
 
     Gates are those of the last apply, where there was one: that is what is in the files.
     """
-    tree = session.tree
+    tree = session.read_tree()
     loaded = receipt.load(tree)
     gates.check(session.pages.values())
     environment = {**os.environ, **loaded.receipt.gates}
@@ -142,7 +141,7 @@ def status(session: Session) -> Outcome:
     if transaction.interrupted(tree):
         notes.append("an apply or revert was interrupted; run it again to finish or undo it")
     notes += [
-        f"{file.path}: {file.story or _ORPHAN}" for file in plan.views.values() if file.orphaned
+        f"{file.path}: {file.story or ORPHANED}" for file in plan.views.values() if file.orphaned
     ]
     return Outcome(plan, loaded.receipt.digest if plan.finished else "", notes=notes)
 
@@ -176,7 +175,7 @@ def apply(
             )
     others = set(session.pages) - set(only) if only else set()
     chosen = Receipt(excluded=sorted(others), only=sorted(only))
-    return _make_it_so(session, lambda _: (chosen, environment), check)
+    return _reconcile(session, lambda _: (chosen, environment), check)
 
 
 def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
@@ -185,20 +184,21 @@ def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
     Raises:
         CppmegaError: `foreign-edit`, where somebody edited a patched file since; `unknown-page`.
     """
-    loaded = receipt.load(session.tree)
-    begun = bool(transaction.interrupted(session.tree))
+    tree = session.read_tree()
+    loaded = receipt.load(tree)
+    begun = bool(transaction.interrupted(tree))
     for name in names:
         if name not in loaded.receipt.pages:
             catalogue.get(session.pages, name)
     if names and (loaded.receipt.pages or begun):
-        return _make_it_so(session, lambda old: _without(old, names), check=False)
+        return _reconcile(session, lambda old: _without(old, names), check=False)
     if not names:
         try:
             _ = session.pages
         except CppmegaError as error:
             session.say(f"{error}; reverting by the receipt alone")
             session.pages = {}
-        if receipt.folder(session.tree).is_dir():  # perhaps only what a killed run left there
+        if receipt.folder(tree).is_dir():  # perhaps only what a killed run left there
             return _revert_all(session)
     session.say("nothing is applied")
     plan = _bare_plan(session)
@@ -207,7 +207,7 @@ def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
 
 
 def _revert_all(session: Session) -> Outcome:
-    with transaction.locked(session.tree, session.say):
+    with transaction.locked(session.read_tree(), session.say):
         plan = _bare_plan(session)
         changes = dict(restored(plan, keep=set()))
         _refuse_orphans(plan, changes)
@@ -220,15 +220,12 @@ def _bare_plan(session: Session) -> Plan:
     return session.plan(dict.fromkeys(session.pages, "reverted"), {})
 
 
-_ORPHAN = "it carries our patch, and no receipt says what of it is upstream's"
-
-
 def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
     for path, file in plan.views.items():
         if file.orphaned and path not in restored:
             raise CppmegaError(
                 "receipt-missing",
-                f"{path}: {file.story or _ORPHAN}.",
+                f"{path}: {file.story or ORPHANED}.",
                 "Without them nobody can say which part of the file is upstream's.",
                 restoring(plan.tree, file),
             )
@@ -287,8 +284,8 @@ def _without(old: Receipt, names: Sequence[str]) -> _Choice:
     return chosen, {**os.environ, **old.gates}
 
 
-def _make_it_so(session: Session, choose: Callable[[Receipt], _Choice], check: bool) -> Outcome:
-    """Bring the tree to what the choice asks for.
+def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bool) -> Outcome:
+    """Bring the tree into the state that the choice asks for.
 
     Args:
         choose: from the receipt as it is when the tree is planned.
@@ -304,7 +301,7 @@ def _make_it_so(session: Session, choose: Callable[[Receipt], _Choice], check: b
     if check:
         changes, new = changes_of(plan, session.catalogues or ())
         return Outcome(plan, new.digest, sorted(changes), receipt_changed=True)
-    with transaction.locked(session.tree, session.say):
+    with transaction.locked(session.read_tree(), session.say):
         plan = _planned(session, choose)  # the tree may have changed while we waited
         if plan.failures:
             return Outcome(plan, "")
@@ -319,7 +316,7 @@ def _make_it_so(session: Session, choose: Callable[[Receipt], _Choice], check: b
 
 
 def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
-    chosen, environment = choose(receipt.load(session.tree).receipt)
+    chosen, environment = choose(receipt.load(session.read_tree()).receipt)
     plan = session.plan(left_out(chosen), environment)
     plan.only = chosen.only
     return plan
@@ -327,10 +324,10 @@ def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
 
 def _settled(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
     """The plan again, when no other process is writing: half of its work looks foreign."""
-    if not receipt.folder(session.tree).is_dir():
+    if not receipt.folder(session.read_tree()).is_dir():
         return _planned(session, choose)
     try:
-        with transaction.locked(session.tree, session.say):
+        with transaction.locked(session.read_tree(), session.say):
             return _planned(session, choose)
     except CppmegaError as error:
         if error.name != "read-only-tree":

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-State = Literal[
+PatchState = Literal[
     "applied",
     "armed",
     "pending",
@@ -24,7 +24,7 @@ State = Literal[
 ]
 Proof = Literal["passed", "failed", "unverified", "stale"]
 
-MEANING: dict[State, str] = {
+MEANING: dict[PatchState, str] = {
     "applied": "its text is in the tree",
     "armed": "a runtime patch; it is installed when its module is imported",
     "pending": "known text; `python -m cppmega.apply_patches` applies it",
@@ -40,7 +40,7 @@ MEANING: dict[State, str] = {
     "too-late": "its module was imported before the patch was armed",
     "stale-reference": "something still holds the original object",
 }
-FAILURES: frozenset[State] = frozenset(
+FAILURES: frozenset[PatchState] = frozenset(
     {
         "drifted",
         "moved",
@@ -52,8 +52,8 @@ FAILURES: frozenset[State] = frozenset(
         "stale-reference",
     }
 )
-DONE: frozenset[State] = frozenset({"applied", "armed"})
-NEEDED: frozenset[State] = DONE | {"pending"}
+DONE: frozenset[PatchState] = frozenset({"applied", "armed"})
+NEEDED: frozenset[PatchState] = DONE | {"pending"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Verdict:
 
     name: str
     kind: str
-    state: State
+    state: PatchState
     target: str
     detail: str = ""
     proof: Proof = "unverified"

@@ -89,7 +89,7 @@ class Context:
     @cached_property
     def receipt(self) -> Receipt:
         """Record of what was applied; empty where nothing was."""
-        return receipt.load(self.session.tree).receipt
+        return receipt.load(self.session.read_tree()).receipt
 
     @cached_property
     def plan(self) -> Plan:
@@ -127,7 +127,7 @@ class Context:
         """
         if self.recipe is None:
             return LaunchLine.from_words(self.arguments, self.options, self.environ)
-        version = self.session.tree.version
+        version = self.session.read_tree().version
         return LaunchLine.from_recipe(self.recipe, self.options, self.arguments, version)
 
     @cached_property
@@ -203,7 +203,7 @@ class Context:
             raise NotApplicable(f"{self.recipe.name} runs on CPU")
         if self.recipe is None and not self.training_machine:
             raise NotApplicable("this machine has no GPU, and no recipe asks for one")
-        root = self.session.tree.root
+        root = self.session.read_tree().root
         return devices.look(self.recipe, self.environ, root, has_gpu=self.training_machine)
 
     @property

@@ -78,8 +78,8 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
     if "one_root" in unsound:
         return Preflight(tuple(findings), None, "")
     session = context.session
-    megatron = {"version": session.tree.version, "root": str(session.root)}
-    return Preflight(tuple(findings), megatron, receipt.load(session.tree).receipt.digest)
+    megatron = {"version": session.read_tree().version, "root": str(session.root)}
+    return Preflight(tuple(findings), megatron, receipt.load(session.read_tree()).receipt.digest)
 
 
 def answers(name: str, context: Context) -> list[Finding]:

@@ -64,7 +64,7 @@ def verify(
         CppmegaError: a named page is not needed here, or the tree is in a bad state;
             `not-recorded`, `nothing-to-record`.
     """
-    loaded = receipt.load(session.tree)
+    loaded = receipt.load(session.read_tree())
     gates = dict(loaded.receipt.gates)
     for name in names:
         gate = session.pages[name].patch.gate if name in session.pages else None
@@ -265,8 +265,8 @@ def _kept(plan: Plan, pages: Sequence[Page], proved: Sequence[Proved]) -> list[P
 
 def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:
     """Record the proofs in the receipt, under the lock."""
-    with transaction.locked(session.tree, session.say):
-        loaded = receipt.load(session.tree)
+    with transaction.locked(session.read_tree(), session.say):
+        loaded = receipt.load(session.read_tree())
         if loaded.receipt.digest != plan.loaded.receipt.digest:
             return  # another apply has run meanwhile, and the proofs are not about its result
         for one in proved:
@@ -276,4 +276,4 @@ def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:
                 digest=loaded.receipt.digest,
                 detail=one.detail,
             )
-        transaction.commit(session.tree, {}, loaded.receipt)
+        transaction.commit(session.read_tree(), {}, loaded.receipt)

@@ -37,10 +37,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two nodes certainly are different code; quick, and silent about their layout.
+    """Whether two nodes are certainly different code, whatever their layout.
 
-    No where the trees are alike, or where they may print the same although they are not: then
-    only their texts tell.
+    Quick, but False proves nothing: different trees may print the same text.
     """
     if one is other:
         return False
@@ -50,14 +49,14 @@ def differ(one: Any, other: Any) -> bool:
         return len(one) != len(other) or any(map(differ, one, other))
     if not isinstance(one, cst.CSTNode | None) or not isinstance(other, cst.CSTNode | None):
         return isinstance(one, str) and isinstance(other, str) and one != other
-    if isinstance(one, cst.Name) and not one.value.isidentifier():
-        return False  # whoever built it wrote other code into it
-    kind: Any = type(one)
-    if kind is not type(other):
+    if type(one) is not type(other):
         return True
     if isinstance(one, cst.IndentedBlock) and isinstance(other, cst.IndentedBlock):
         return differ(_without_docstring(one), _without_docstring(other))
-    return any(differ(getattr(one, name), getattr(other, name)) for name in _parts(kind))
+    return any(
+        differ(getattr(one, name), getattr(other, name))
+        for name in _parts(cast(Any, one).__class__)
+    )
 
 
 def _without_docstring(block: cst.IndentedBlock) -> Sequence[cst.BaseStatement]:

@@ -40,7 +40,7 @@ def open_session(root: Path | None) -> Session:
     """
     active = guard.active()
     if active is not None:  # cppmega.run has chosen it already, and armed its patches
-        chosen = active.session.tree.root
+        chosen = active.session.read_tree().root
         if root is not None and root.resolve() != chosen.resolve():
             raise CppmegaError(
                 "two-roots",
@@ -69,7 +69,7 @@ def check_files(recipe: Recipe, options: RunOptions, session: Session) -> Traini
             "cppmega recipes lists the loops that run on CPU",
         )
     gates.check(session.pages.values())
-    version = session.tree.version
+    version = session.read_tree().version
     # The end token is known only once the data is: it adds to the arguments and takes none away.
     requirements.check_complete(recipe, render(recipe, version, options))
     requirements.check_gates(recipe, os.environ)
@@ -91,7 +91,7 @@ def check_machine(plan: TrainingPlan) -> TrainingPlan:
     Raises:
         CppmegaError: one named reason for each thing that is not as it must be.
     """
-    requirements.check_tree(plan.session.tree)
+    requirements.check_tree(plan.session.read_tree())
     digest = requirements.check_patches(plan.recipe, plan.session)
     requirements.check_packages(plan.recipe, plan.options)
     requirements.check_world(plan.recipe, os.environ)

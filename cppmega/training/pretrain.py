@@ -172,7 +172,7 @@ def _record(plan: TrainingPlan) -> overlay_record.OverlayRecord:
     if plan.session is None:
         return overlay_record.OverlayRecord(digest=plan.overlay)
     return overlay_record.record_of(
-        receipt.load(plan.session.tree).receipt, accepted.in_this_process()
+        receipt.load(plan.session.read_tree()).receipt, accepted.in_this_process()
     )
 
 

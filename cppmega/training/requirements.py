@@ -79,7 +79,7 @@ def check_patches(recipe: Recipe, session: Session) -> str:
     Raises:
         CppmegaError: `patch-missing`.
     """
-    applied = receipt.load(session.tree).receipt
+    applied = receipt.load(session.read_tree()).receipt
     verdicts = session.plan(None, {**os.environ, **applied.gates}).verdicts
     for name in wanted_patches(recipe, session.pages):
         state = verdicts[name].state if name in verdicts else "unknown"

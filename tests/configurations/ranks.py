@@ -51,7 +51,7 @@ def _import(root: Path) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True  # what is fused is compared as it is written
     session = Session(root)
-    applied = receipt.load(session.tree).receipt  # of stock: empty
+    applied = receipt.load(session.read_tree()).receipt  # of stock: empty
     edits = session.plan(None, applied.gates).edits
     for name in applied.pages:
         swaps.arm(session.pages[name], edits[name])

@@ -44,7 +44,7 @@ def child(order):
         seen.append(name)
         if len(seen) == order["at"]:
             os.kill(os.getpid(), signal.SIGKILL)
-    transaction.step = step
+    transaction.fault_point = step
     whole = transaction._write_temporary
     def torn(target, data):
         seen.append("")
@@ -53,7 +53,7 @@ def child(order):
             os.kill(os.getpid(), signal.SIGKILL)
         whole(target, data)
     if order["torn"]:
-        transaction.step = lambda name: None
+        transaction.fault_point = lambda name: None
         transaction._write_temporary = torn
     session = overlay.Session(Path(order["root"]))
     outcome = overlay.apply(session) if order["verb"] == "apply" else overlay.revert(session)
@@ -259,7 +259,7 @@ def _steps(lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: Any)
     start = tmp_path / "start"
     shutil.copytree(lab.root, start)
     with monkeypatch.context() as patch:
-        patch.setattr(transaction, "step", names.append)
+        patch.setattr(transaction, "fault_point", names.append)
         verb()
     shutil.rmtree(lab.root)
     shutil.copytree(start, lab.root)
@@ -297,7 +297,7 @@ def test_refused_step_changes_nothing(
                 raise OSError(number, os.strerror(number))
 
         with monkeypatch.context() as patch:
-            patch.setattr(transaction, "step", refuse)
+            patch.setattr(transaction, "fault_point", refuse)
             with pytest.raises(CppmegaError) as caught:
                 run()
         assert caught.value.name == name
@@ -366,7 +366,7 @@ def test_rollback_that_fails_is_said_and_can_be_finished(
 
     for recover in (lab.apply, lab.revert):
         with monkeypatch.context() as patch:
-            patch.setattr(transaction, "step", refuse)
+            patch.setattr(transaction, "fault_point", refuse)
             patch.setattr(transaction, "_write_temporary", write)
             with pytest.raises(CppmegaError) as caught:
                 lab.apply()
@@ -392,7 +392,7 @@ def test_fault_while_finishing_a_killed_run(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(transaction, "step", refuse)
+        patch.setattr(transaction, "fault_point", refuse)
         with pytest.raises(CppmegaError):
             lab.apply()
     assert lab.revert().ok
@@ -416,7 +416,7 @@ def test_interrupt_from_the_keyboard(
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(transaction, "step", interrupt)
+            patch.setattr(transaction, "fault_point", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 lab.apply()
         if step.startswith("forget"):
@@ -594,7 +594,7 @@ def test_somebody_edits_while_we_patch(
             (lab.root / path).write_bytes(b"theirs = 1\n")
 
     with monkeypatch.context() as patch:
-        patch.setattr(transaction, "step", meddle)
+        patch.setattr(transaction, "fault_point", meddle)
         with pytest.raises(CppmegaError) as caught:
             lab.apply()
     assert caught.value.name == "changed-meanwhile" and path in caught.value.what
@@ -617,7 +617,7 @@ def test_somebody_writes_what_we_just_wrote(lab: Lab, monkeypatch: pytest.Monkey
 
     bytecode = (lab.root / A).parent / "__pycache__" / "a.cpython-311.pyc"
 
-    monkeypatch.setattr(transaction, "step", meddle)
+    monkeypatch.setattr(transaction, "fault_point", meddle)
     with pytest.raises(CppmegaError) as caught:
         lab.apply()
     assert caught.value.name == "torn-write"

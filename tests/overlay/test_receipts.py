@@ -159,7 +159,7 @@ def test_a_plan_made_while_another_process_writes_is_made_again(
     applied: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has replaced files and not yet the receipt: not foreign, but half done."""
-    tree = applied.session().tree
+    tree = applied.session().read_tree()
     patched = (applied.root / B).read_bytes()
     begun, planned = threading.Event(), threading.Event()
 
@@ -200,7 +200,7 @@ def test_two_reverts_by_name_take_both_out(applied: Lab, monkeypatch: pytest.Mon
     monkeypatch.setattr(transaction, "locked", overtaken)
     overlay.revert(applied.session(), ["other"])
     monkeypatch.undo()
-    assert receipt.load(applied.session().tree).receipt.excluded == ["other", "page"]
+    assert receipt.load(applied.session().read_tree()).receipt.excluded == ["other", "page"]
     assert applied.text() == FILES[A].decode()
 
 

@@ -19,7 +19,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `being-patched`, `leftover-journal`.
     """
-    tree = context.session.tree
+    tree = context.session.read_tree()
     if _held(folder(tree) / "lock"):
         raise CppmegaError(
             "being-patched",

@@ -32,7 +32,7 @@ def check(context: Context) -> str:
 
 
 def _stale(context: Context, looked: list[Path]) -> Iterator[CppmegaError]:
-    root = context.session.tree.root
+    root = context.session.read_tree().root
     for path in context.receipt.files:
         source = root / path
         for cached, optimize in _caches(source, context.environ):

@@ -27,7 +27,7 @@ def check(context: Context) -> str:
             the diff where upstream's text is available offline.
     """
     unverified: list[str] = []
-    known = [path for path in _paths(context) if context.session.tree.read(path) is not None]
+    known = [path for path in _paths(context) if context.session.read_tree().read(path) is not None]
     refuse(_foreign_files(context, unverified))
     summary = f"{len(known) - len(unverified)} files are upstream's"
     if context.accepted:
@@ -40,7 +40,7 @@ def check(context: Context) -> str:
 
 def _paths(context: Context) -> list[str]:
     """Files that exist or should, without those that carry our patches."""
-    tree = context.session.tree
+    tree = context.session.read_tree()
     recorded = (path for path in tree.recorded if path.endswith(".py"))
     every = dict.fromkeys((*tree.python_files, *recorded, *context.accepted))
     ours = context.receipt.files
@@ -48,7 +48,7 @@ def _paths(context: Context) -> list[str]:
 
 
 def _foreign_files(context: Context, unverified: list[str]) -> Iterator[CppmegaError]:
-    tree = context.session.tree
+    tree = context.session.read_tree()
     for path in _paths(context):
         data = tree.read(path)
         if data is None:
@@ -73,5 +73,5 @@ def _gone(context: Context, path: str) -> CppmegaError:
         "file-gone",
         f"{path} is missing; {who}.",
         "The first module that imports it ends the run, perhaps at its first checkpoint.",
-        foreign_diff.restore(context.session.tree, path),
+        foreign_diff.restore(context.session.read_tree(), path),
     )

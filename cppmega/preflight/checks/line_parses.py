@@ -15,7 +15,7 @@ def check(context: Context) -> str:
         CppmegaError: `argument-refused` with the nearest name, `arguments-invalid`.
         NotApplicable: nothing that Megatron parses is launched.
     """
-    parsed, version = context.parsed_line, context.session.tree.version
+    parsed, version = context.parsed_line, context.session.read_tree().version
     if parsed.refused:
         near = [f"{flag} (did you mean {other}?)" for flag, other in parsed.near.items() if other]
         raise CppmegaError(

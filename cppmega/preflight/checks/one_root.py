@@ -15,4 +15,4 @@ def check(context: Context) -> str:
             `two-distributions`.
     """
     session = context.session
-    return f"megatron-core {session.tree.version} in {session.root}"
+    return f"megatron-core {session.read_tree().version} in {session.root}"

@@ -24,7 +24,7 @@ def check(context: Context) -> str:
 
 
 def _changed_files(context: Context) -> Iterator[CppmegaError]:
-    tree = context.session.tree
+    tree = context.session.read_tree()
     for path, entry in context.receipt.files.items():
         origin, wanted = tree.pristine(path)
         if origin != "unverified" and wanted != entry.before:

@@ -16,7 +16,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `no-receipt`, `receipt-changed`.
     """
-    loaded = receipt.load(context.session.tree)
+    loaded = receipt.load(context.session.read_tree())
     if not loaded.exists or loaded.problem:
         raise CppmegaError(
             "no-receipt",

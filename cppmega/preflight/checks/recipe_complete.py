@@ -32,7 +32,7 @@ def check(context: Context) -> str:
             "rename the file and RECIPE's name",
         )
     line = context.launch_line  # raises for a loop
-    requirements.check_tree(context.session.tree)
+    requirements.check_tree(context.session.read_tree())
     assert line.rendered is not None
     requirements.check_complete(recipe, line.rendered)
     return f"{recipe.name} on megatron-core {line.rendered.version}, nothing left out"

@@ -47,7 +47,7 @@ def check(context: Context) -> str:
 
 
 def _shadowing_modules(context: Context) -> Iterator[CppmegaError]:
-    tree = context.session.tree
+    tree = context.session.read_tree()
     root, packages = tree.root.resolve(), tree.packages
     for place, folder in _folders(context.environ):
         if folder == root:

@@ -32,7 +32,7 @@ def check(context: Context) -> str:
     architectures = context.devices.architectures
     if not architectures & SMALL:
         raise NotApplicable(f"{', '.join(sorted(architectures)) or 'no GPU'} has enough of it")
-    root = context.session.tree.root
+    root = context.session.read_tree().root
     order = TilelangOrder(root=str(root), packages=[str(folder) for folder in _packages(root)])
     worker = "cppmega.preflight.workers.tilelang_kernels"
     kernels = ask(worker, order, TilelangAnswer, context.environ).kernels

@@ -51,7 +51,7 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
     from cppmega.rank import imported, installed, provenance
 
     held = guard.start(Path(order.root) if order.root else None)
-    root = held.session.tree.root
+    root = held.session.read_tree().root
     if root.resolve() != Path(order.expected).resolve():
         raise CppmegaError(
             "other-root",
