@@ -155,8 +155,8 @@ WRONG = {
     "module_made_in_memory": "Module megatron.core.thing (without a file",
     "attribute_of_the_package": "as an attribute of megatron.core (without a file",
     "class_of_the_module": "thing.py:__class__ is class __main__:Answers",
-    "copy_of_the_module": "Module twin was made from",
-    "loaded_by_path": "Module second_thing was made from",
+    "copy_of_the_module": "Module twin was created from",
+    "loaded_by_path": "Module second_thing was created from",
     "file_changed_on_disk": "is not what was applied; it carries double_doubles",
 }
 """Scene of `attacks` -> what the guard must say."""
