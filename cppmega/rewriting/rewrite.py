@@ -65,7 +65,7 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Lines of the old file, the lines that come instead, and the blocks in front of them."""
+    """Lines of the old file, the lines that replace them, and the blocks before them."""
 
     where: Span
     new: str
@@ -222,7 +222,7 @@ def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
 
 
 def _called_twice(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
-    """What the page makes of its target, and what it makes of it the next time."""
+    """Run the edit twice, to show that it is deterministic."""
     try:
         with contained(partial(_bad_edit, step)):
             return step.edit.edit(node), step.edit.edit(node)
@@ -264,7 +264,7 @@ def _spliced(text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequen
 
 
 def _import_line(tree: ast.Module, limit: int) -> int:
-    """The line behind the last import before the first definition; at most `limit`."""
+    """The line after the last import before the first definition; at most `limit`."""
     at = 0
     for statement in tree.body:
         docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
