@@ -17,7 +17,15 @@ import libcst as cst
 from cppmega.errors import CppmegaError
 from cppmega.loading.containment import contained
 from cppmega.page import Edit, Page
-from cppmega.rewriting import code_text, codegen, fingerprint, marks, node_edits, undefined_names
+from cppmega.rewriting import (
+    code_text,
+    codegen,
+    fingerprint,
+    marks,
+    node_compare,
+    node_edits,
+    undefined_names,
+)
 from cppmega.rewriting.errors import OutsideTargetError, TargetError, UndefinedNameError
 from cppmega.rewriting.inserted import Inserted, reaches
 from cppmega.rewriting.source import (
@@ -214,9 +222,9 @@ def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
     new, again = _called_twice(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "gives back something else than its target")
-    if not node_edits.same(again, new):
+    if not node_compare.same(again, new):
         raise _bad_edit(step, "gives another text when it is called again")
-    if not node_edits.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
+    if not node_compare.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
 
