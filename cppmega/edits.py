@@ -58,8 +58,8 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
     """Replace an expression, statements, or the head of a compound statement (`with a, b:`).
 
     Args:
-        old: what stands there, in any layout.
-        new: what shall stand there; "" deletes statements.
+        old: the code to replace, in any layout.
+        new: the replacement; "" deletes statements.
         times: how often `old` must be found.
     """
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()

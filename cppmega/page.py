@@ -28,8 +28,8 @@ def left_alone(node: Any) -> Any:
     """The edit of a text that the page knows and that needs no change.
 
     Versions differ in how many symbols a patch must edit. Where a symbol that is edited in other
-    versions is already right, the page pins it with this; otherwise it could not be told from
-    one that drifted, and the page would be applied by half.
+    versions is already right, the page pins it with this; otherwise it could not be distinguished
+    from one that drifted, and the page would be applied by half.
     """
     return node
 
@@ -52,7 +52,7 @@ class Edit:
     imports: tuple[str, ...] = ()
     """Import statements the new text needs; they become part of the target."""
     helpers: tuple[Callable[..., Any], ...] = ()
-    """Functions or classes of the page that are written in front of the target."""
+    """Functions or classes of the page that are written before the target."""
     overrides: tuple[str, ...] = ()
     """Class swap only: the methods that the replacement overrides; they are pinned."""
     mark: str | None = None
@@ -127,7 +127,7 @@ class Patch:
 
 
 class Source(Protocol):
-    """What `fixed_upstream` may look at: the code of a tree, never its version."""
+    """The view of a tree that `fixed_upstream` gets: its code, never its version."""
 
     def text(self, target: str) -> str:
         """The source of one symbol without comments, or "" where it is missing."""

@@ -25,7 +25,7 @@ NOT_IN_THIS_RELEASE = {
 GIVES_NAN = {
     "CPPMEGA_MTP_NATIVE_HOPPER_CE": "it filled the gradients of the MTP heads with NaN",
 }
-"""Switches of the earlier overlay that broke runs: who sets one copies a broken run."""
+"""Switches of the earlier overlay known to break runs."""
 
 _ON, _OFF = {"1", "true", "on", "yes"}, {"", "0", "false", "off", "no"}
 

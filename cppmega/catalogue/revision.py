@@ -1,4 +1,4 @@
-"""What decides what a page, or the engine, does: hashes of the code that each of them reaches.
+"""Hashes of all the code that a page, or the engine, reaches.
 
 Imports are followed through the whole package, those inside functions and relative ones too, and
 files that a page reads count with it. Comments and docstrings do not, unless code that is reached
@@ -27,7 +27,7 @@ Hashes = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """What a page is made of."""
+    """The hashes of a page."""
 
     code: str
     """One hash of its code and of all that this reaches outside of the engine."""
@@ -47,7 +47,7 @@ class _Module:
     """Hash of the file as it is."""
     imports: tuple[str, ...]
     data: tuple[Path, ...]
-    """Files beside it that it reads."""
+    """Files in its folder that it reads."""
 
     def hash(self, whole: bool) -> str:
         """Hash of its code, or of all of its text, and of the files that it reads."""
@@ -63,7 +63,7 @@ def engine_revision() -> str:
 
 
 def of_page(path: Path, edits: Iterable[Edit]) -> Revision:
-    """What a page is made of: its files, its helpers' files, and what they import and read."""
+    """Hash a page: its files, its helpers' files, and what they import and read."""
     own = _own_files(path, edits)
     codes = [code_of(data) for file, data in own if file.suffix == ".py"]
     covered = _closure(_ENTRANCES)

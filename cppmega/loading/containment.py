@@ -2,8 +2,8 @@
 
 A page is loaded, edits nodes and is asked questions inside the command that reads it. There it must
 not end the process, run for ever, start another program, write a file, or change what the engine
-relies on. This catches accidents and everything that is easily done on purpose. It is no sandbox:
-code in the same process that sets out to get around it can.
+relies on. This catches accidents and everything that is easily done on purpose. It is not a
+sandbox: code in the same process that sets out to get around it can.
 """
 
 from __future__ import annotations

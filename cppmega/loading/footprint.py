@@ -1,4 +1,4 @@
-"""What code of a page leaves behind in this process: looked at before and after, and put back."""
+"""Changes that code of a page makes to this process: detected and undone."""
 
 from __future__ import annotations
 

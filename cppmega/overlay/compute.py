@@ -1,4 +1,4 @@
-"""What becomes of every file, and the receipt that goes with it; computed in memory."""
+"""Compute the new text of every file and the receipt for it, in memory."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, FileChange]]:
 
 
 def overlay_digest(new: Receipt) -> str:
-    """One hash of the code that trains: no path of the machine, no time, no comment of ours.
+    """One hash of the code that trains: no path of the machine, no time, no comment.
 
     Of a file: upstream's text, what was inserted, and with its pages the text of the targets. Of
     this package: every module that the new texts and the pages reach.

@@ -1,4 +1,4 @@
-"""One page on one tree: is its text known, and if not, what became of it."""
+"""Diagnose one page on one tree: is its text known, and if not, why."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cppmega.rewriting.marks import COMMENT
 from cppmega.tree.installed import Origin, Tree, reinstall, sha256
 
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
-"""What every text of ours carries, whoever lost the receipt."""
+"""Every patched text carries one of these, even where the receipt is lost."""
 ORPHANED = "it carries our patch, and no receipt says what of it is upstream's"
 COMMITTED = "the commit holds our patched text: it was committed after an apply"
 
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A file as the engine sees it: what is there, what was there, who says so."""
+    """One file: its bytes, its pristine bytes, and who vouches for those."""
 
     path: str
     current: bytes | None
@@ -30,29 +30,29 @@ class FileView:
     ours: bool
     """The current bytes are what an earlier apply wrote."""
     story: str = ""
-    """What became of a file that we wrote: edited since, or its original lost."""
+    """Why a file that was patched is not as it was left: edited since, or its original is lost."""
 
     @property
     def foreign(self) -> bool:
-        """Neither pristine nor ours."""
+        """Whether the file is neither pristine nor as it was patched."""
         return self.current is not None and self.pristine != self.current and not self.ours
 
     @property
     def orphaned(self) -> bool:
-        """The file carries our text, and nothing says how it came there."""
+        """Whether the file contains patched text that nothing on disk accounts for."""
         told = self.ours or self.story not in ("", COMMITTED)
         return not told and carries_ours(self.current)
 
 
 def carries_ours(data: bytes | None) -> bool:
-    """Whether bytes carry our text."""
+    """Whether bytes contain patched text."""
     return any(mark in (data or b"") for mark in _FOOTPRINTS)
 
 
 def view(
     tree: Tree, loaded: Loaded, path: str, interrupted: Mapping[str, Sequence[Written]]
 ) -> FileView:
-    """Look at one file.
+    """Compare one file with its pristine text.
 
     Args:
         interrupted: what transactions that did not finish wrote or were about to write.
@@ -146,7 +146,7 @@ def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, 
 
 
 def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded) -> str:
-    """Fingerprint of the target: in the pristine text if the file is ours, else as it stands.
+    """Fingerprint of the target: in the pristine text if the file is patched, else in its bytes.
 
     A target that still has the text we gave it, in a file that was edited since, counts as known:
     what is wrong there is the file.
@@ -240,7 +240,7 @@ def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) 
 
 
 def restoring(tree: Tree, file: FileView) -> str:
-    """The command that brings upstream's file back."""
+    """The command that restores upstream's file."""
     if file.origin == "record":
         return reinstall(tree.root, tree.version)
     if file.story == COMMITTED:

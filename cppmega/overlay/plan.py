@@ -20,7 +20,7 @@ from cppmega.tree.installed import Tree, sha256
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one file must go through: pages in order, with the edit that fits this tree."""
+    """The work on one file: pages in order, with the edit that fits this tree."""
 
     path: str
     edits: tuple[tuple[Page, Edit], ...]
@@ -49,7 +49,7 @@ class Plan:
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Page that is left out -> why."""
     only: list[str] = field(default_factory=list)
-    """What was asked for alone; empty: everything."""
+    """The pages of `--only`; empty: every page."""
 
     @property
     def failures(self) -> list[Verdict]:
@@ -168,7 +168,7 @@ def _off(page: Page, excluded: Mapping[str, str], environment: Mapping[str, str]
 
 
 def in_order(pages: Mapping[str, Page]) -> list[str]:
-    """Names so that every page stands behind the pages in its `after`; else alphabetical."""
+    """Sort names so that every page comes after the pages in its `after`; else alphabetically."""
     order: list[str] = []
 
     def visit(name: str) -> None:
@@ -283,7 +283,7 @@ def _with_proof(plan: Plan, verdict: Verdict) -> Verdict:
 
 
 def proof_of(plan: Plan, verdict: Verdict) -> Proof:
-    """What the receipt knows of the last `cppmega verify` of a page."""
+    """The result of the last `cppmega verify` of a page, by the receipt."""
     known = plan.loaded.receipt.proofs.get(verdict.name)
     if known is None:
         return "unverified"

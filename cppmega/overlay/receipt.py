@@ -1,4 +1,4 @@
-"""The receipt: what was applied to a tree, as JSON beside the patched packages.
+"""The receipt: what was applied to a tree, as JSON next to the patched packages.
 
 `ROOT/.cppmega/` holds `receipt.json`, `originals/<sha256>` (the pristine bytes of every patched
 file), the lock and, while a transaction runs, `journal.json` and `unfinished`.
@@ -70,7 +70,7 @@ class ProvedPage(msgspec.Struct, frozen=True):
 
 
 class Receipt(msgspec.Struct):
-    """What one apply did."""
+    """The result of one apply."""
 
     tool: str = ""
     engine: str = ""
@@ -107,12 +107,12 @@ class Written(NamedTuple):
 
 
 def folder(tree: Tree) -> Path:
-    """Where the overlay keeps its things."""
+    """The folder of the overlay's own files."""
     return tree.root / FOLDER
 
 
 def refuse_link(tree: Tree) -> None:
-    """Stop where what we keep is a link: reading and writing would go where it points.
+    """Stop where one of the overlay's own files is a link: it would be read and written elsewhere.
 
     Raises:
         CppmegaError: `linked-receipt`.

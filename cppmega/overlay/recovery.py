@@ -1,8 +1,8 @@
-"""A lost receipt made again from what is left: the kept originals, and the pages.
+"""Reconstruct a lost receipt from what is left: the kept originals and the pages.
 
 Originals are kept under the hash of their bytes, and the wheel or the commit says which hash is
-upstream's. What the pages make of such an original is our work if it is what stands there, byte for
-byte; a file that somebody edited since is not, and stays nobody's.
+upstream's. If the pages turn such an original into exactly the bytes on disk, the file was patched
+by an apply. A file that was edited since is not claimed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Mended(Tree):
 
 
 def recovered(tree: Tree, loaded: Loaded, pages: Mapping[str, Page]) -> Loaded:
-    """The same receipt, and in it the files that can only be ours; costs nothing if none is lost.
+    """Add the files to the receipt that only an apply can have written; free if none is lost.
 
     Every page counts as applied, with the gates of this environment: with others, or with pages
     taken out, the bytes differ and nothing is claimed.

@@ -29,7 +29,7 @@ MISSING = ""
 
 
 class UnreadableError(Exception):
-    """A page asked about a file that is no Python: it can answer nothing."""
+    """A page asked about a file that is not Python: there is no answer."""
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Survey:
     tree: Tree
     cache: dict[str, str] = field(default_factory=dict)
     pristine: Mapping[str, bytes] = field(default_factory=dict)
-    """What stood in the files that we wrote: questions are about upstream's text, never ours."""
+    """The pristine bytes of patched files: questions are about upstream's text only."""
     used: dict[str, str] = field(default_factory=dict)
-    """What was asked this time: becomes the cache of the next run."""
+    """The answers of this run, which become the cache of the next one."""
     parsed: dict[str, tuple[Text, ast.Module]] = field(default_factory=dict)
     """By the hash of a file's bytes."""
     _reads: set[str] = field(default_factory=set)
@@ -61,7 +61,7 @@ class Survey:
         return self._answer(key, lambda: self._fingerprint(data, edit))
 
     def fixed(self, page: Page) -> bool:
-        """What the page's `fixed_upstream` says of this tree."""
+        """Whether upstream has the fix, by the page's `fixed_upstream`."""
         if page.fixed_upstream is None:
             return False
         key = f"fixed {page.name} {page.revision}"
@@ -77,14 +77,14 @@ class Survey:
         return verdict
 
     def _stamp(self, paths: str) -> str:
-        """Paths and one hash of what they hold now: says whether an answer still stands."""
+        """Paths and one hash of their contents, by which an answer is known to be current."""
         hashes = [sha256(self.read(path) or b"") for path in paths.split(",") if path]
         return f"{paths} {sha256(' '.join(hashes).encode())[:16]}"
 
     def exists(self, target: str) -> bool:
         """Whether the symbol is defined in the file that the target names.
 
-        A file that is no Python answers yes: nobody can say that the symbol is missing there.
+        Unparsable files count as defining it: absence cannot be shown.
         """
         path, _, symbol = target.partition(":")
         data = self.read(path)
@@ -197,7 +197,7 @@ class Survey:
 
 
 def ask(page: Page, source: Source) -> bool:
-    """What the page's `fixed_upstream` answers of some code.
+    """Ask the page's `fixed_upstream` about some code.
 
     Raises:
         CppmegaError: `page-failed`, where it answers with neither True nor False.

@@ -1,7 +1,7 @@
-"""Write a set of files so that a kill at any instant loses nothing.
+"""Write a set of files so that no kill at any instant loses anything.
 
 Everything that needs room on the disk is written before the first file changes: originals, new
-texts under temporary names beside their targets, the new receipt. Then the journal, then nothing
+texts under temporary names next to their targets, the new receipt. Then the journal, then nothing
 but renames and unlinks. Whoever finds a journal knows which bytes are ours.
 """
 
@@ -26,7 +26,7 @@ from cppmega.tree.installed import Tree, sha256
 
 SUFFIX = ".cppmega-new"
 UNFINISHED = "unfinished"
-"""Stands in our folder while a transaction runs; after a kill it tells the next run to clean up."""
+"""Exists while a transaction runs; after a kill it tells the next run to clean up."""
 LOCK_SECONDS = 120
 
 
@@ -117,7 +117,7 @@ def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """What becomes of one file."""
+    """The new and the pristine bytes of one file."""
 
     data: bytes
     pristine: bytes
@@ -164,7 +164,7 @@ def _stage_all(
     receipt: Receipt | None,
     before: Mapping[str, tuple[Written, ...]],
 ) -> None:
-    """Everything that needs room on the disk; the journal comes last."""
+    """Write everything that needs room on the disk; the journal comes last."""
     place = folder(tree)
     for path, change in changes.items():
         _refuse_link(tree, path)
@@ -289,7 +289,7 @@ def _roll_back(tree: Tree, replaced: Iterable[str], journal: bool) -> None:
             "rollback-failed",
             f"A write failed, and so did putting the files back: {error}.",
             "Some files are patched and some are not; the journal knows which.",
-            "mend the cause and run `python -m cppmega.apply_patches` again, or `cppmega revert`",
+            "fix the cause and run `python -m cppmega.apply_patches` again, or `cppmega revert`",
         ) from error
     _unstage(tree, journal)
 
@@ -305,7 +305,7 @@ def _forget(place: Path, receipt: Receipt | None) -> None:
 
 
 def _stage(target: Path, data: bytes) -> None:
-    """New bytes beside the target, with its permissions and owner."""
+    """Write new bytes next to the target, with its permissions and owner."""
     temporary = _temporary(target)
     _write_temporary(target, data)
     before = target.stat()
@@ -368,7 +368,7 @@ def _named_faults(tree: Tree, done: str = "Nothing was changed.") -> Iterator[No
             (
                 f"move {error.filename} away: it stands where a folder of ours must be"
                 if isinstance(error, FileExistsError | NotADirectoryError)
-                else "mend the cause"
+                else "fix the cause"
             )
             + "; then `python -m cppmega.apply_patches` again",
         ) from error

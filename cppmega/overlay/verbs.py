@@ -33,7 +33,7 @@ NOT_WHOLE = FAILURES | {"pending"}
 
 
 def _silent(message: str) -> None:
-    """Progress that nobody asked for."""
+    """Discard progress messages."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Session:
 
 @dataclass
 class Outcome:
-    """What a verb found or did."""
+    """The result of a verb."""
 
     plan: Plan
     digest: str
@@ -120,7 +120,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Everything is as it must be."""
+        """Whether everything is as it must be."""
         return self.plan.finished and not self.notes
 
 
@@ -182,7 +182,7 @@ def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
     """Take pages out, all of them or some, restoring the exact pristine bytes.
 
     Raises:
-        CppmegaError: `foreign-edit`, where somebody edited a patched file since; `unknown-page`.
+        CppmegaError: `foreign-edit`, where a patched file was edited since; `unknown-page`.
     """
     tree = session.read_tree()
     loaded = receipt.load(tree)
@@ -276,7 +276,7 @@ def left_out(chosen: Receipt) -> dict[str, str]:
 
 
 _Choice = tuple[Receipt, Mapping[str, str]]
-"""What a verb wants to be left out, and the environment that opens the gates."""
+"""A receipt that names the pages to leave out, and the environment that opens the gates."""
 
 
 def _without(old: Receipt, names: Sequence[str]) -> _Choice:

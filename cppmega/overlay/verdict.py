@@ -58,7 +58,7 @@ NEEDED: frozenset[PatchState] = DONE | {"pending"}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is so about one patch on one tree."""
+    """The verdict on one patch for one tree."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""What a recipe wants of a catalogue's pages, and what those pages provide."""
+"""The pages that a recipe requires, and what those pages provide."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ _used: set[str] = set()
 
 
 def code_of(data: bytes) -> Code:
-    """What a file's bytes say; computed once."""
+    """The code of a file; computed once for the same bytes."""
     key = hashlib.sha256(data).hexdigest()
     _used.add(key)
     if key not in _known:
@@ -166,7 +166,7 @@ def _may_hold_literals(literal: str, before: str) -> bool:
     """Whether there may be strings or comments in an f-string, so that it ends somewhere else.
 
     Args:
-        before: the two characters in front of the quotes.
+        before: the two characters before the quotes.
     """
     if not {*before} & {*"fFtT"}:
         return False
@@ -175,7 +175,7 @@ def _may_hold_literals(literal: str, before: str) -> bool:
 
 
 def _by_tokens(text: str) -> tuple[set[int], list[_Cut]]:
-    """The same in any text, in ten times the time."""
+    """The same by the tokenizer: right for every text, and ten times slower."""
     inside: set[int] = set()
     cuts: list[_Cut] = []
     opened: list[int] = []

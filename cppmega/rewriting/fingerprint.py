@@ -46,7 +46,7 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
 
 
 def forget() -> None:
-    """Drop the kept nodes, one of which somebody has changed."""
+    """Drop the kept nodes, one of which has been mutated."""
     parse_definition.cache_clear()
     bare.cache_clear()
 
@@ -79,7 +79,7 @@ def of_source(source: str, name: str = "the target") -> str:
 
 
 def of_class(node: cst.CSTNode, methods: Sequence[str]) -> str:
-    """What a class swap depends on: the bases, `__init__` and the methods it overrides."""
+    """Fingerprint of what a class swap depends on: bases, `__init__`, overridden methods."""
     if not isinstance(node, cst.ClassDef):
         raise CppmegaError(
             "not-a-class",

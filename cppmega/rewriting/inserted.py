@@ -1,4 +1,4 @@
-"""What an edit adds to a file outside of its target: imports, helpers, marks. And nothing else.
+"""The text that an edit adds outside of its target: imports, helpers and marks, nothing else.
 
 An import binds names that nothing in the file has; a helper is one definition that only defines
 itself. Code that runs when the file is imported is where a page could do what its header does not
@@ -171,7 +171,7 @@ def bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Bind
 
 
 def _module_bindings(tree: ast.Module) -> Iterator[tuple[str, Binding]]:
-    """What the top level of a module binds; what is no import is bound to something of its own."""
+    """The bindings at the top level of a module; all but imports are the file's own."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()
@@ -205,7 +205,7 @@ def reaches(definition: Definition) -> set[str]:
 
 
 def _header(definition: Definition) -> list[ast.AST]:
-    """What a definition evaluates in the scope around it."""
+    """The parts of a definition that are evaluated in the scope around it."""
     found: list[ast.AST | None] = [*definition.decorator_list]
     if isinstance(definition, ast.ClassDef):
         found += [*definition.bases, *definition.keywords]
@@ -222,7 +222,7 @@ def _header(definition: Definition) -> list[ast.AST]:
 
 
 def _when_imported(definition: Definition) -> list[ast.AST]:
-    """What runs when the definition is imported: its head, and the body of a class."""
+    """The parts that run when the file is imported: the head, and the body of a class."""
     found = _header(definition)
     if isinstance(definition, ast.ClassDef):
         for statement in definition.body:

@@ -51,7 +51,7 @@ def with_mark(node: cst.CSTNode, page: str, edit: Edit) -> cst.CSTNode:
 
 
 def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
-    """The definition with the page's name in a comment behind its head."""
+    """The definition with the page's name in a comment after its head."""
     import libcst as cst
 
     body = cast(cst.FunctionDef, node).body

@@ -17,7 +17,15 @@ import libcst as cst
 from cppmega.errors import CppmegaError
 from cppmega.loading.containment import contained
 from cppmega.page import Edit, Page
-from cppmega.rewriting import code_text, codegen, fingerprint, marks, node_edits, undefined_names
+from cppmega.rewriting import (
+    code_text,
+    codegen,
+    fingerprint,
+    marks,
+    node_compare,
+    node_edits,
+    undefined_names,
+)
 from cppmega.rewriting.errors import OutsideTargetError, TargetError, UndefinedNameError
 from cppmega.rewriting.inserted import Inserted, reaches
 from cppmega.rewriting.source import (
@@ -65,7 +73,7 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Lines of the old file, the lines that come instead, and the blocks in front of them."""
+    """Lines of the old file, the lines that replace them, and the blocks before them."""
 
     where: Span
     new: str
@@ -214,15 +222,15 @@ def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
     new, again = _called_twice(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "gives back something else than its target")
-    if not node_edits.same(again, new):
+    if not node_compare.same(again, new):
         raise _bad_edit(step, "gives another text when it is called again")
-    if not node_edits.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
+    if not node_compare.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
 
 
 def _called_twice(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
-    """What the page makes of its target, and what it makes of it the next time."""
+    """Run the edit twice, to show that it is deterministic."""
     try:
         with contained(partial(_bad_edit, step)):
             return step.edit.edit(node), step.edit.edit(node)
@@ -264,7 +272,7 @@ def _spliced(text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequen
 
 
 def _import_line(tree: ast.Module, limit: int) -> int:
-    """The line behind the last import before the first definition; at most `limit`."""
+    """The line after the last import before the first definition; at most `limit`."""
     at = 0
     for statement in tree.body:
         docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

@@ -140,7 +140,7 @@ def find(tree: ast.Module, symbol: str) -> list[Definition]:
 
 
 def plain(symbol: str) -> str:
-    """The name without the count behind it: what Python knows the symbol by."""
+    """The name that Python knows the symbol by, without the count after it."""
     return _COUNT.sub("", symbol)
 
 

@@ -64,7 +64,7 @@ def accept(edits: Edits) -> None:
 
 
 def in_this_process() -> Edits:
-    """What was accepted so far."""
+    """The edits accepted so far."""
     return dict(_ACCEPTED)
 
 

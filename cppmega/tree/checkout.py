@@ -1,4 +1,4 @@
-"""What a git checkout's commit holds, read without git.
+"""Read the commit of a git checkout without git.
 
 Git runs programs that a repository's own configuration names: a file system monitor, hooks,
 filters, the transport of a lazy fetch. Somebody else's checkout would decide what runs here.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cppmega.tree.checkout import Checkout
 
 Origin = Literal["record", "git", "unverified"]
-"""Who vouches for the pristine text: a wheel's RECORD, a checkout's HEAD, or nobody."""
+"""What vouches for the pristine text: a wheel's RECORD, a checkout's HEAD, or nothing."""
 
 
 def reinstall(root: Path, version: str) -> str:
@@ -72,7 +72,7 @@ class Tree:
                     "unreadable-file",
                     f"{self.root / path} cannot be read: {error.strerror}.",
                     "Nothing can be said about a file that nobody can look at.",
-                    "mend its permissions, or run as the user who owns the environment",
+                    "correct its permissions, or run as the user who owns the environment",
                 ) from None
         return self._bytes[path]
 

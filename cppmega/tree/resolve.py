@@ -58,7 +58,7 @@ def tree_of(given: str, scratch: Path, say: Callable[[str], None]) -> Tree:
 
 
 def label_of(tree: Tree) -> str:
-    """What the texts of a tree are pinned as: its version, or the folder's name of an export.
+    """The label under which texts of a tree are pinned: its version, or the folder of an export.
 
     An export says the version that it is going to be, and would be taken for that release.
     """

@@ -507,7 +507,7 @@ def test_lock_of_a_killed_process_is_free(lab: Lab) -> None:
     lab.wheel()
     lab.page()
     code = "from cppmega.overlay import transaction as t; import os, signal\n"
-    prelude = code + "t.step = lambda name: os.kill(os.getpid(), signal.SIGKILL)"
+    prelude = code + "t.fault_point = lambda name: os.kill(os.getpid(), signal.SIGKILL)"
     assert lab.run("apply", prelude=prelude).returncode == -signal.SIGKILL
     assert (lab.root / ".cppmega" / "lock").exists()
     began = time.monotonic()

@@ -13,7 +13,7 @@ import cppmega
 from cppmega.edits import replacing
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
-from cppmega.rewriting import code_text, codegen, node_edits, rewrite
+from cppmega.rewriting import code_text, codegen, node_compare, rewrite
 
 _TEXT = '''\
 @wrapped(1)  # a comment
@@ -86,7 +86,7 @@ def _in_parentheses(node: Any) -> Any:
 def test_other_trees_of_the_same_code_change_nothing(text: str, edit: Any) -> None:
     """Where trees differ and texts do not, only the texts count."""
     node = _definition(text)[1]
-    assert not node_edits.differ(edit(node), node)
+    assert not node_compare.differ(edit(node), node)
     step = rewrite.Step("page", Edit("a.py:f", {}, edit), marked=True)
     with pytest.raises(CppmegaError, match="changes nothing"):
         rewrite.rewrite(text.encode(), "a.py", [step])
@@ -103,7 +103,7 @@ def test_other_trees_of_the_same_code_change_nothing(text: str, edit: Any) -> No
 )
 def test_other_code_is_seen_at_a_glance(one: str, two: str) -> None:
     nodes = [_definition(f"def f(x):\n    {body}\n")[1] for body in (one, two)]
-    assert node_edits.differ(*nodes)
+    assert node_compare.differ(*nodes)
 
 
 # -- strings and comments --------------------------------------------------------------------------

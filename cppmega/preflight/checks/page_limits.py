@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
+from cppmega.loading.containment import contained
 from cppmega.page import Page
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
@@ -23,7 +24,7 @@ def check(context: Context) -> str:
     """Ask every applied page that has a limit.
 
     Raises:
-        CppmegaError: what a page's `refuses` returns.
+        CppmegaError: what a page's `refuses` returns; `bad-refuses`.
         NotApplicable: no page that is applied has one, or nothing that Megatron parses is launched.
     """
     args = context.megatron_args
@@ -44,9 +45,18 @@ def _limited_pages(context: Context) -> Iterator[Page]:
 
 def _refused(
     page: Page, args: Namespace, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[CppmegaError]:
+) -> list[CppmegaError]:
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
+            "bad-refuses",
+            f"`refuses` of {page.name} {what}.",
+            "Whether the page supports this run is not known.",
+            "correct the page; `refuses` gets arguments and shapes, and returns errors",
+        )
+
     assert page.patch.refuses is not None
-    yield from page.patch.refuses(args, shapes)
+    with contained(failed):
+        return [*page.patch.refuses(args, shapes)]
 
 
 def _resumed(context: Context) -> Mapping[str, tuple[int, ...]]:
