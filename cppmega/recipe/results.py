@@ -1,8 +1,4 @@
-"""What was measured with the shipped recipes.
-
-The result files lie in `benchmarks/results`; `scripts/recipe_results.py` writes what
-`cppmega recipes` shows of them next to the recipes, so that the command reads one small file.
-"""
+"""The measurements of recipes among the result files that ship with the package."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from cppmega.recipe import index
+from cppmega.host.paths import shipped
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -26,14 +22,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Name of the result file."""
 
 
-def summary_file() -> Path:
-    """The summary of all results, which ships next to the recipes."""
-    return index.folder() / "results.json"
-
-
 def measured() -> list[Result]:
-    """Every result in the summary."""
-    return msgspec.json.decode(summary_file().read_bytes(), type=list[Result])
+    """Every shipped result of a recipe."""
+    return collect(shipped("benchmarks/results"))
 
 
 def collect(folder: Path) -> list[Result]:
