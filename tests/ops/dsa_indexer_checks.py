@@ -75,7 +75,7 @@ def check_plateaus() -> None:
         k[:, 0, 0] = row
         q = torch.zeros(1, 1, 1, 16)
         q[..., 0] = 1
-        for topk in (1, 7, 20):
+        for topk in (1, 7):
             found = topk_kernels.choose(
                 q, k, torch.ones(1, 1, 1), topk, starts=None, ends=None, use_relu=False,
                 launch=SMALL,
