@@ -47,18 +47,18 @@ class IndexerOutput(NamedTuple):
     indices: Tensor
 
 
-def obstacle(q: Tensor, weights: Tensor, key: Tensor | None = None) -> str | None:
+def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
     """Why the kernels cannot do a call; None if they can.
 
     Args:
         q: the indexer's queries `[sq, b, heads, d]`.
-        weights: `[sq, b, heads]`.
+        k: its keys `[sk, b, d]`.
         key: the attention's keys `[sk, b, heads, d]`, for the sparse loss.
     """
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"the tensors are {q.dtype}, not bf16 or fp16"
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+        return f"queries are {q.dtype} and keys {k.dtype}, not both bf16 or both fp16"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if q.size(2) > 128 or q.size(3) > 128:
@@ -92,7 +92,7 @@ def choose_keys(
     """
     starts, ends = bounds or Bounds()
     with torch.no_grad():
-        if obstacle(q, weights) is None:
+        if obstacle(q, k) is None:
             from cppmega.ops import dsa_indexer_topk_triton as kernels
 
             return kernels.choose(
@@ -135,7 +135,7 @@ def indexer_loss(
         indices = choose_keys(q, k, weights, topk, bounds=bounds, use_relu=use_relu)
         return IndexerOutput(reference.wide(q.new_empty(0)).sum(), indices)
     topk = min(topk, k.size(0))
-    if obstacle(q, weights, key if loss.sparse else None) is None:
+    if obstacle(q, k, key if loss.sparse else None) is None:
         from cppmega.ops.dsa_indexer_autograd import Call, indexer_loss_on_cuda
 
         call = Call(topk, loss, bounds, rows, use_relu)

@@ -290,9 +290,8 @@ def test_without_gradients_only_the_loss_is_computed(monkeypatch: pytest.MonkeyP
 
 
 def test_obstacles_are_named() -> None:
-    meta: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
-    w = torch.empty(4, 1, 2, **meta)
-    assert "on meta" in str(obstacle(torch.empty(4, 1, 2, 16, **meta), w))
+    q, k = torch.empty(4, 1, 2, 16, device="meta"), torch.empty(4, 1, 16, device="meta")
+    assert obstacle(q, k) == "the tensors are on meta"
 
 
 # On a GPU
