@@ -1,0 +1,317 @@
+"""The DSA indexer on one GPU: our kernels against Megatron's reference path and its TileLang path.
+
+usage: python benchmarks/dsa_indexer.py --megatron ROOT [--out benchmarks/results]
+
+ROOT holds a pristine megatron/ (an unpacked wheel); TileLang must be installed. All sides run in
+this process on the same inputs, with the functions that Megatron's DSA layer calls. Medians of 10
+(of 3 where one takes a second) with CUDA events, host time included; the peak is above the inputs;
+launches are what the profiler saw. Before any time, our loss and gradients are compared with
+Megatron's, and our choice with that of its scores. Writes dsa_indexer_h200.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cppmega.ops.dsa_indexer import Loss, choose_keys, indexer_loss
+
+NAM56R = {"sequence": 4096, "heads": 32, "width": 64, "topk": 256, "attention": (32, 128)}
+DEEPSEEK = {"heads": 64, "width": 128, "topk": 2048, "attention": (128, 576)}
+PRODUCTS = 790e12
+"""Rate of bf16 products that floors assume, and bytes a second below."""
+COPY = 4.26e12
+PACKAGE = "megatron.core.transformer.experimental_attention_variant"
+
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], Any]
+
+
+class _Alone:
+    """A process group of one."""
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+
+class _Groups:
+    tp = _Alone()
+
+
+def inputs(
+    batch: int, sequence: int, heads: int, width: int, topk: int, attention: tuple[int, int]
+) -> Tensors:
+    """q, k, weights, query, key in bf16; head weights as the layer scales them."""
+    made = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made, device="cuda")
+
+    many, wide = attention
+    found = (
+        normal(sequence, batch, heads, width),
+        normal(sequence, batch, width),
+        normal(sequence, batch, heads) * (heads * width) ** -0.5,
+        normal(sequence, batch, many, wide),
+        normal(sequence, batch, 1, wide),
+    )
+    return tuple(x.bfloat16() for x in found)
+
+
+def measured(call: Call, times: int = 10) -> dict[str, Any]:
+    """Median milliseconds, peak GiB and kernels launched; or why it did not run."""
+    try:
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held, found = torch.cuda.memory_allocated(), []
+        for _ in range(times):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end))
+        peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            call()
+            torch.cuda.synchronize()
+    except (torch.OutOfMemoryError, AssertionError) as error:
+        torch.cuda.empty_cache()
+        return {"failed": str(error).split(".")[0]}
+    on_device = torch.autograd.DeviceType.CUDA
+    kernels = [event for event in seen.events() if event.device_type == on_device]
+    return {
+        "milliseconds": round(statistics.median(found), 3),
+        "peak_gib": round(peak, 2),
+        "launches": len(kernels),
+    }
+
+
+def training(call: Callable[..., torch.Tensor], tensors: Tensors) -> Call:
+    """A loss and its gradients of q, k and weights."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+
+    def step() -> Tensors:
+        loss = call(*leaves, *tensors[3:])
+        return (loss.detach(), *torch.autograd.grad(loss, leaves))
+
+    return step
+
+
+class Megatron:
+    """Megatron's own functions on our tensors."""
+
+    def __init__(self) -> None:
+        self.dsa = importlib.import_module(f"{PACKAGE}.dsa")
+        self.tilelang = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa")
+
+    @staticmethod
+    def bounds(sequence: int) -> dict[str, torch.Tensor]:
+        """Causal, row by row."""
+        rows = torch.arange(sequence, device="cuda", dtype=torch.int32)
+        return {"starts": torch.zeros_like(rows), "ends": rows + 1}
+
+    def loss(self, sparse: bool, topk: int, scale: float) -> Callable[..., torch.Tensor]:
+        """The path that DSA takes without kernels."""
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            q, k, w, query, key = tensors
+            size = q.size(0)
+            mask = torch.full((size, size), -torch.inf, device="cuda").triu_(1)
+            key = key.expand(-1, -1, query.size(2), -1)
+            found: torch.Tensor = self.dsa.FusedDSAIndexerLoss.apply(
+                q, w, k, query, key, scale, topk, 1.0, mask, sparse, _Groups, None, None, None,
+                None, False, True,
+            )[1]  # fmt: skip
+            return found
+
+        return call
+
+    def streamed(self, topk: int, scale: float) -> Callable[..., torch.Tensor]:
+        """TileLang's path with the sparse loss."""
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            q, k, w, query, key = tensors
+            found = self.tilelang.fused_qk_topk_lighting_with_streaming_sparse_kl(
+                q, k, w, topk, *self.bounds(q.size(0)).values(), 8192, query, key, scale, 1.0,
+                _Groups,
+            )  # fmt: skip
+            assert found is not None, "declined"
+            loss: torch.Tensor = found[1]
+            return loss
+
+        return call
+
+    def choice(self, tensors: Tensors, topk: int) -> Call:
+        """TileLang's scores and torch's top-k, in Megatron's loop."""
+        bounds = self.bounds(tensors[0].size(0))
+        return lambda: self.tilelang.fused_qk_topk_lighting(
+            *tensors[:3], topk, *bounds.values(), 8192
+        )
+
+    def scores(self, tensors: Tensors) -> Call:
+        """TileLang's scores alone."""
+        forward = importlib.import_module(f"{PACKAGE}.ops.tilelang_indexer_fwd")
+        q, k, w = tensors[:3]
+        bounds = self.bounds(q.size(0))
+
+        def each() -> None:
+            for b in range(q.size(1)):
+                parts = (x[:, b].contiguous() for x in (q, k, w))
+                forward.indexer_fwd_interface(*parts, *bounds.values())
+
+        return each
+
+
+def agreement(found: Tensors, want: Tensors) -> dict[str, float]:
+    """Relative L2 differences."""
+    names = ("loss", "dq", "dk", "dweights")
+    return {
+        name: float(f"{float((a.double() - b.double()).norm() / b.double().norm()):.2e}")
+        for name, a, b in zip(names, found, want, strict=True)
+    }
+
+
+def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
+    """Scores and top-k."""
+    tensors = inputs(batch, **shape)
+    sq, topk, q = shape["sequence"], shape["topk"], tensors[0]
+    pairs = batch * sq * (sq + 1) / 2
+    products = 2 * pairs * shape["heads"] * shape["width"]
+    full = batch * sq * sq * 4
+    row: dict[str, Any] = {
+        "floor": round(1e3 * (products / PRODUCTS + full / COPY), 3),
+        "ours": measured(lambda: choose_keys(*tensors[:3], topk)),
+        "TileLang, scores alone": measured(theirs.scores(tensors), 3),
+        "TileLang, scores and top-k": measured(theirs.choice(tensors, topk), 3),
+    }
+    if q.size(0) == 4096:
+        stock = lambda: theirs.dsa._compute_index_scores(tensors[0], tensors[2], tensors[1])  # noqa: E731
+        row["reference path, scores alone"] = measured(stock, 3)
+    return row
+
+
+def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
+    """Choice, loss and gradients."""
+    tensors = inputs(batch, **shape)
+    topk, scale = shape["topk"], shape["attention"][1] ** -0.5
+
+    def ours(repeatable: bool) -> Callable[..., torch.Tensor]:
+        loss = Loss(softmax_scale=scale, coefficient=1.0, sparse=sparse, repeatable=repeatable)
+        return lambda *tensors: indexer_loss(*tensors, topk, loss).loss
+
+    sides = {"ours": ours(False)}
+    if batch == 1 and shape is NAM56R:  # 32 GiB for each of its tensors at a batch of 8
+        sides["reference path"] = theirs.loss(sparse, topk, scale)
+    if sparse:
+        sides |= {"ours, repeatable": ours(True), "TileLang": theirs.streamed(topk, scale)}
+    row: dict[str, Any] = {
+        name: measured(training(call, tensors), 3 if "path" in name else 10)
+        for name, call in sides.items()
+    }
+    rival = "TileLang" if sparse else "reference path"
+    if "milliseconds" in row.get(rival, {}):
+        mine, other = (training(sides[name], tensors)() for name in ("ours", rival))
+        row["difference from " + rival] = agreement(mine, other)
+    if not sparse:
+        pairs = batch * shape["sequence"] * (shape["sequence"] + 1) / 2
+        # Attention scores twice, index scores for the choice and for the loss, dq and dk.
+        (many, wide), heads, width = shape["attention"], shape["heads"], shape["width"]
+        products = 2 * pairs * (2 * many * wide + 4 * heads * width)
+        row["floor"] = round(1e3 * products / PRODUCTS, 3)
+    return row
+
+
+def clocks() -> str:
+    """SM clock, temperature and power at this moment."""
+    fields = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        "# The DSA indexer, bf16, milliseconds",
+        "",
+        f"Written by `benchmarks/dsa_indexer.py`. {result['gpu']}, torch {result['torch']}, triton "
+        f"{result['triton']}, tilelang {result['tilelang']}, megatron-core "
+        f"{result['megatron-core']}, {result['date']}. SM clock, its maximum, temperature and "
+        f"power before and after: {result['clocks'][0]}; {result['clocks'][1]}.",
+        "",
+        "Losses are from q, k and the head weights to their gradients, the choice included. The "
+        "floor is the products at 790 TFLOP/s and, for the choice, one write of the scores.",
+        "",
+        "| case | side | ms | of ours | peak GiB | launches |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, row in result["cases"].items():
+        own = row["ours"]["milliseconds"]
+        for side, found in row.items():
+            if side.startswith("difference"):
+                lines.append(f"| {case} | {side} | {json.dumps(found)} | | | |")
+            elif side == "floor":
+                lines.append(f"| {case} | floor | {found} | {found / own:.2f} | | |")
+            elif "failed" in found:
+                lines.append(f"| {case} | {side} | {found['failed']} | | | |")
+            else:
+                ms = found["milliseconds"]
+                rest = f"{found['peak_gib']} | {found['launches']}"
+                lines.append(f"| {case} | {side} | {ms} | {ms / own:.1f} | {rest} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run every case and write the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--megatron", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    sys.path.insert(0, str(options.megatron))
+    theirs = Megatron()
+    before = clocks()
+    cases: dict[str, Any] = {
+        f"choice, 4096 x {batch}, 32 x 64, top-k 256": choices(theirs, batch, NAM56R)
+        for batch in (1, 8)
+    }
+    for sparse, name in ((True, "sparse"), (False, "dense")):
+        for batch in (1, 8):
+            cases[f"{name} loss, 4096 x {batch}"] = losses(theirs, sparse, batch, NAM56R)
+    for sequence in (4096, 16384, 32768):
+        shape = {"sequence": sequence, **DEEPSEEK}
+        cases[f"choice, {sequence} x 1, 64 x 128, top-k 2048"] = choices(theirs, 1, shape)
+    shape = {"sequence": 4096, **DEEPSEEK}
+    cases["sparse loss, 4096 x 1, DeepSeek-V3.2"] = losses(theirs, True, 1, shape)
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        **{name: metadata.version(name) for name in ("torch", "triton", "tilelang")},
+        "megatron-core": metadata.version("megatron-core"),
+        "clocks": [before, clocks()],
+        "cases": cases,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "dsa_indexer_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "dsa_indexer_h200.md").write_text(table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""DSA's indexer: which keys a query attends to, and the loss that teaches it.
+
+The score of a key is the sum over the indexer's heads of `weight * relu(q . k)`; a query attends to
+its top-k keys. The loss is the divergence of the softmax of the scores from the attention's own
+probabilities, summed over heads and normalized: over all valid keys (dense) or over the chosen ones
+(sparse). Megatron computes this with tensors of `[b, heads, sq, sk]`, or in loops over the batch
+and over chunks of rows.
+
+Here batch and packed documents (row-wise bounds `starts <= key < ends`) are in the grid, tiles that
+no row sees are skipped, and the launches are counted by hand:
+
+    scores and choice       1, in scratch memory of at most `SCRATCH_BYTES`; no `[b, sq, sk]`
+    sparse loss             2, dk by atomics; 4 repeatable bit for bit
+    dense loss              1, and 3 for each part of the queries that G (p - t in fp16) is made for
+    backward                3, whatever the loss
+
+Nothing is computed twice for the sake of autograd: the upstream gradient of a loss is one number,
+so the gradients of q, k and weights are computed in the forward, which has all it takes at hand,
+and multiplied by that number in the backward. Without gradients (the first pass of activation
+recompute) the forward computes the loss alone, and with a coefficient of 0 only the choice.
+
+The choice is a function of the fp32 scores: equals from the lowest key on, keys ascending, -1 after
+the last. The gradient is p - t in both definitions of the loss, see `Loss.inside_logs`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cppmega.ops import dsa_indexer_reference as reference
+from cppmega.ops.dsa_indexer_problem import Bounds, Loss
+
+
+class IndexerOutput(NamedTuple):
+    """What `indexer_loss` returns.
+
+    Attributes:
+        loss: one number in fp32 (fp64 for fp64 inputs).
+        indices: `[b, sq, min(topk, sk)]` in int32, ascending, -1 after the last.
+    """
+
+    loss: Tensor
+    indices: Tensor
+
+
+def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
+    """Why the kernels cannot do a call; None if they can.
+
+    Args:
+        q: the indexer's queries `[sq, b, heads, d]`.
+        k: its keys `[sk, b, d]`.
+        key: the attention's keys `[sk, b, heads, d]`, for the sparse loss.
+    """
+    if q.device.type != "cuda":
+        return f"the tensors are on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+        return f"queries are {q.dtype} and keys {k.dtype}, not both bf16 or both fp16"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if q.size(2) > 128 or q.size(3) > 128:
+        return f"{q.size(2)} heads of {q.size(3)}: the kernels do at most 128 heads of 128"
+    if key is not None and key.size(2) != 1:
+        return f"the attention has {key.size(2)} key heads; the sparse loss needs one for all"
+    return None
+
+
+def choose_keys(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    topk: int,
+    *,
+    bounds: Bounds | None = None,
+    use_relu: bool = True,
+) -> Tensor:
+    """The keys with the top-k index scores of each query; no gradient.
+
+    Args:
+        q: `[sq, b, heads, d]`.
+        k: `[sk, b, d]`.
+        weights: `[sq, b, heads]`, with all scales.
+        topk: how many, at most the number of keys.
+        bounds: which keys a query may see; causal without.
+        use_relu: of the products.
+
+    Returns:
+        `[b, sq, min(topk, sk)]` in int32, ascending, -1 after the last.
+    """
+    starts, ends = bounds or Bounds()
+    with torch.no_grad():
+        if obstacle(q, k) is None:
+            from cppmega.ops import dsa_indexer_topk_triton as kernels
+
+            return kernels.choose(
+                q, k, weights, min(topk, k.size(0)), starts=starts, ends=ends, use_relu=use_relu
+            )[0]
+        valid = reference.valid_keys(q.size(0), k.size(0), q.size(1), starts, ends, q.device)
+        scores = reference.scores(q, k, weights, valid, use_relu)
+        return reference.choose(scores, min(topk, k.size(0)))
+
+
+def indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    topk: int,
+    loss: Loss,
+    *,
+    bounds: Bounds | None = None,
+    rows: Tensor | None = None,
+    use_relu: bool = True,
+) -> IndexerOutput:
+    """The chosen keys, and the indexer's loss with gradients of q, k and weights.
+
+    Args:
+        q: `[sq, b, heads, d]`.
+        k: `[sk, b, d]`.
+        weights: `[sq, b, heads]`, with all scales.
+        query: of the attention, `[sq, b, attention heads of this rank, d]`; no gradient.
+        key: `[sk, b, attention heads or 1, d]`; no gradient.
+        topk: how many keys are chosen.
+        loss: its definition.
+        bounds: which keys a query may see; causal without.
+        rows: `[b, sq]`, which rows count; all without.
+        use_relu: of the products.
+    """
+    bounds = bounds or Bounds()
+    if loss.coefficient == 0:
+        indices = choose_keys(q, k, weights, topk, bounds=bounds, use_relu=use_relu)
+        return IndexerOutput(reference.wide(q.new_empty(0)).sum(), indices)
+    topk = min(topk, k.size(0))
+    if obstacle(q, k, key if loss.sparse else None) is None:
+        from cppmega.ops.dsa_indexer_autograd import Call, indexer_loss_on_cuda
+
+        call = Call(topk, loss, bounds, rows, use_relu)
+        return IndexerOutput(*indexer_loss_on_cuda(q, k, weights, query, key, call))
+    return _reference_loss(q, k, weights, query, key, topk, loss, bounds, rows, use_relu)
+
+
+def _reference_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    topk: int,
+    loss: Loss,
+    bounds: Bounds,
+    rows: Tensor | None,
+    use_relu: bool,
+) -> IndexerOutput:
+    valid = reference.valid_keys(q.size(0), k.size(0), q.size(1), *bounds, q.device)
+    scores = reference.scores(q, k, weights, valid, use_relu)
+    with torch.no_grad():
+        indices = reference.choose(scores, topk)
+        support = reference.chosen_keys(indices, valid) if loss.sparse else valid
+        target = loss.add_up(reference.target(query, key, support, loss.softmax_scale))
+    by_row: Any = reference.kl_rows(reference.normalized(target), scores, support, loss.inside_logs)
+    if rows is not None:
+        by_row = by_row * rows
+    return IndexerOutput(by_row.sum() * loss.factor(rows, by_row.detach()), indices)

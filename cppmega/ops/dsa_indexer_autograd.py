@@ -1,0 +1,148 @@
+"""The indexer's loss on CUDA for autograd: gradients in the forward, scaled in the backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cppmega.ops import dsa_indexer_sparse_triton as sparse
+from cppmega.ops import dsa_indexer_topk_triton as scoring
+from cppmega.ops.dsa_indexer_dense_triton import DenseTarget
+from cppmega.ops.dsa_indexer_problem import Bounds, Loss
+from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles
+from cppmega.ops.linear_cross_entropy_triton import scaled
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of `indexer_loss` asks for, but for its tensors of queries and keys."""
+
+    topk: int
+    loss: Loss
+    bounds: Bounds
+    rows: Tensor | None
+    use_relu: bool
+
+    def repeatable(self) -> bool:
+        """Whether dk is summed in one order."""
+        asked = self.loss.repeatable
+        return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+
+    def index(self, q: Tensor, k: Tensor, weights: Tensor) -> IndexTiles:
+        """The indexer's tensors."""
+        starts, ends = self.bounds
+        return IndexTiles(q, k, weights, starts=starts, ends=ends, use_relu=self.use_relu)
+
+    def choose(
+        self, q: Tensor, k: Tensor, weights: Tensor, *, want_scores: bool, want_lse: bool
+    ) -> tuple[Any, ...]:
+        """Indices, and what else is wanted of the scores."""
+        starts, ends = self.bounds
+        return scoring.choose(
+            q,
+            k,
+            weights,
+            self.topk,
+            starts=starts,
+            ends=ends,
+            use_relu=self.use_relu,
+            want_scores=want_scores,
+            want_lse=want_lse,
+        )
+
+
+def _sparse(
+    tensors: tuple[Tensor, ...], call: Call, want_gradients: bool
+) -> tuple[Tensor, Tensor, Gradients | None]:
+    q, k, weights, query, key = tensors
+    indices, scores, _ = call.choose(q, k, weights, want_scores=True, want_lse=False)
+    target = call.loss.add_up(sparse.target(query, key, indices, call.loss.softmax_scale))
+    parts = call.index(q, k, weights), indices, scores, target
+    problem = sparse.Sparse(*parts, call.rows, call.loss.inside_logs)
+    factor = call.loss.factor(call.rows, scores[..., 0])
+    if not want_gradients:
+        return problem.losses().sum() * factor, indices, None
+    losses, *gradients = problem.gradients(factor, repeatable=call.repeatable())
+    dq, dk, dw = gradients
+    return losses.sum() * factor, indices, (dq, dk, dw)
+
+
+def _dense(
+    tensors: tuple[Tensor, ...], call: Call, want_gradients: bool
+) -> tuple[Tensor, Tensor, Gradients | None]:
+    q, k, weights, query, key = tensors
+    indices, _, lse = call.choose(q, k, weights, want_scores=False, want_lse=True)
+    index = call.index(q, k, weights)
+    factor = call.loss.factor(call.rows, lse)
+    problem = DenseTarget(
+        index,
+        query,
+        key,
+        lse,
+        rows=call.rows,
+        softmax_scale=call.loss.softmax_scale,
+        inside_logs=call.loss.inside_logs,
+        ranks=call.loss.ranks(),
+    )
+    dq, dk, dw = index.empty_gradients() if want_gradients else (lse, lse, lse)
+    for part in index.parts():
+        several = call.loss.ranks() > 1
+        target = call.loss.add_up(problem.target(part)) if several else None
+        g = problem.gradient(part, target)
+        if want_gradients:
+            index.gradients_of_queries(part, g, factor, dq, dw)
+            index.gradient_of_keys(part, g, factor, dk)
+    loss = problem.losses.sum() * factor
+    return loss, indices, (dq, dk.sum(0), dw) if want_gradients else None
+
+
+class _IndexerLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        query: Tensor,
+        key: Tensor,
+        call: Call,
+        want_gradients: bool,
+    ) -> tuple[Tensor, Tensor]:
+        compute = _sparse if call.loss.sparse else _dense
+        tensors = (q, k, weights, query, key)
+        loss, indices, gradients = compute(tensors, call, want_gradients)
+        if gradients is not None:
+            ctx.save_for_backward(*gradients)
+            ctx.dtypes = (q.dtype, k.dtype, weights.dtype)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return loss, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Any, ...]:
+        if upstream is None:
+            return (None,) * 7
+        upstream = upstream.float()
+        dq, dk, dw = (
+            scaled(gradient, upstream, dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (dq, dk.transpose(0, 1), dw, None, None, None, None)
+
+
+def indexer_loss_on_cuda(
+    q: Tensor, k: Tensor, weights: Tensor, query: Tensor, key: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Loss and indices; arguments as of `dsa_indexer.indexer_loss`."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, weights))
+    out: tuple[Tensor, Tensor] = _IndexerLoss.apply(  # type: ignore[no-untyped-call]
+        q, k, weights, query.detach(), key.detach(), call, wanted
+    )
+    return out

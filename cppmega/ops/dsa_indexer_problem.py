@@ -1,0 +1,62 @@
+"""What a call of the indexer asks for: which keys a query may see, and what the loss is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What the loss of one call is.
+
+    Attributes:
+        softmax_scale: of the attention's products.
+        coefficient: that the loss is multiplied by; 0 computes no loss.
+        sparse: over the chosen keys instead of all valid ones.
+        per_token: the sum over rows, not their mean (`calculate_per_token_loss`).
+        inside_logs: the definition up to 0.18, `log(t + 1e-10) - log(p + 1e-10)`. Its gradient
+            vanished where p is below 1e-10; here it is p - t, that of 0.19, for both.
+        tp_group: over which the attention's heads are split.
+        repeatable: sum dk of the sparse loss in one order; None asks torch's deterministic mode.
+    """
+
+    softmax_scale: float
+    coefficient: float
+    sparse: bool
+    per_token: bool = False
+    inside_logs: bool = False
+    tp_group: dist.ProcessGroup | None = None
+    repeatable: bool | None = None
+
+    def ranks(self) -> int:
+        """How many ranks share the attention's heads."""
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    def add_up(self, target: Tensor) -> Tensor:
+        """The target of all ranks' heads, in place."""
+        if self.ranks() > 1:
+            dist.all_reduce(target, group=self.tp_group)
+        return target
+
+    def factor(self, rows: Tensor | None, like: Tensor) -> Tensor:
+        """What the sum over rows is multiplied by: one number, where the rows are."""
+        if rows is None or self.per_token:
+            count = 1 if self.per_token else max(like.numel(), 1)
+            return like.new_full((), self.coefficient / count)
+        return self.coefficient / rows.sum().clamp_min(1).to(like.dtype)
+
+
+class Bounds(NamedTuple):
+    """Which keys a query may see.
+
+    Attributes:
+        starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
+        ends: the key after its last.
+    """
+
+    starts: Tensor | None = None
+    ends: Tensor | None = None
