@@ -35,7 +35,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +48,6 @@ from cppmega.overlay.compute import overlay_digest
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
-from cppmega.page import Edit
 from cppmega.rank import (
     child_processes,
     imported,
@@ -62,32 +60,12 @@ from cppmega.rank import (
     swaps,
     witness,
 )
+from cppmega.rank.held import Guard
 from cppmega.rank.roll_call import gather, rank, where
 
 T = TypeVar("T")
 
 _APPLY = "python -m cppmega.apply_patches"
-
-
-@dataclass
-class Guard:
-    """The overlay that this process must hold, and how far its checks have come."""
-
-    session: Session
-    receipt: Receipt
-    edits: dict[str, tuple[Edit, ...]]
-    began: bool = False
-    stepped: bool = False
-    ended: set[str] = field(default_factory=set)
-    """Later phases that have been checked: log, save."""
-    idle: dict[str, str] = field(default_factory=dict)
-    """Pages that this run need not reach, each with the reason."""
-    arguments: Any = None
-    """The run's arguments, as a custom loop has passed them."""
-    excuse: str = ""
-    """Why the script takes no step, if it has declared that."""
-    refused: CppmegaError | None = None
-    """The first refusal: a script that catches it still fails."""
 
 
 _GUARD: Guard | None = None

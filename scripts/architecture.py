@@ -25,7 +25,7 @@ def rooms() -> Graph:
     graph: Graph = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[0] in ("__init__", "bootstrap"):
+        if parts[0] == "__init__":
             continue
         found = {name.split(".")[1] for name in _imports(path) if "." in name}
         graph.setdefault(parts[0], set()).update(found - {parts[0]})

@@ -14,8 +14,8 @@ Numerics: none (bitwise); such runs used to fail
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import recomputes, uses_dsa
 from cppmega.edits import replacing
-from cppmega.megatron_args import recomputes, uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 CLASS = (

@@ -15,8 +15,8 @@ Numerics: none (bitwise): the fp32 sums of the package's kernel in the same orde
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import in_order, replacing
-from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:rotate_activation"

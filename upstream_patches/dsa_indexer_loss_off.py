@@ -10,8 +10,8 @@ Remove: when `DSAttention.forward` reads `None` as 0.0.
 Numerics: none (bitwise)
 """
 
+from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import replacing
-from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention.forward"

@@ -17,8 +17,8 @@ Numerics: changes results: different channels are rotated. An indexer trained wi
 """
 
 # ruff: noqa: F821
+from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import body_of
-from cppmega.megatron_args import uses_dsa
 from cppmega.page import Edit, Patch, Source
 
 INDEXER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer"

@@ -29,9 +29,9 @@ Numerics: changes results: the forward pass uses unrounded A_log, D and dt_bias.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
-from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 from ._mixed_optimizer.edits import EDITS, ORDER

@@ -12,8 +12,8 @@ Remove: when `training_log` no longer passes the number of MoE layers as `num_la
 Numerics: none (bitwise); only the logged metrics change
 """
 
+from cppmega.catalogue.megatron_args import has_experts
 from cppmega.edits import in_order, replacing
-from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/training/training.py:training_log"

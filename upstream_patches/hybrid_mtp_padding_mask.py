@@ -12,8 +12,8 @@ Remove: when `HybridModel.forward` passes `padding_mask` to `self.mtp`.
 Numerics: changes results of runs that pass a padding mask and have MoE in their MTP depths
 """
 
+from cppmega.catalogue.megatron_args import has_mtp, layer_pattern
 from cppmega.edits import adding_argument
-from cppmega.megatron_args import has_mtp, layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/models/hybrid/hybrid_model.py:HybridModel.forward"

@@ -18,8 +18,8 @@ Numerics: changes results if the experts have biases and a tensor-parallel size 
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import has_experts
 from cppmega.edits import adding_argument, in_order, inserting
-from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 CLASS = "megatron/core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOptimizer"

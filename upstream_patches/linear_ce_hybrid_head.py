@@ -14,7 +14,7 @@ Numerics: reorders sums: the softmax is computed in fp32 from the same logits, c
     accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
 """
 
-from cppmega.megatron_args import layer_pattern
+from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for, choosing_output_layer, returning_loss

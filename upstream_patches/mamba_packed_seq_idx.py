@@ -17,8 +17,8 @@ Numerics: changes results if `seq_idx` was missing: documents no longer see each
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.edits import body_of, replacing
-from cppmega.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer"

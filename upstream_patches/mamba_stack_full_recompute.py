@@ -13,7 +13,7 @@ Numerics: none (bitwise); parameters keep their names
 
 from typing import Any
 
-from cppmega.megatron_args import layer_pattern, recomputes
+from cppmega.catalogue.megatron_args import layer_pattern, recomputes
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/ssm/mamba_block.py:MambaStack.forward"

@@ -12,8 +12,8 @@ Numerics: changes results if the number of local tokens equals that of the exper
     to fail
 """
 
+from cppmega.catalogue.megatron_args import has_experts
 from cppmega.edits import replacing
-from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/moe/router.py:TopKRouter._apply_expert_bias"

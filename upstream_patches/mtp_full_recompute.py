@@ -14,8 +14,8 @@ Numerics: none (bitwise), except for FP8 on 0.15 to 0.17: stock loses gradients 
 """
 
 # ruff: noqa: F821
+from cppmega.catalogue.megatron_args import has_mtp, recomputes
 from cppmega.edits import adding_argument, adding_parameter, body_of, in_order
-from cppmega.megatron_args import has_mtp, recomputes
 from cppmega.page import Edit, Patch, Source
 
 LAYER = "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionLayer"

@@ -13,8 +13,8 @@ Numerics: reorders sums: the softmax is computed in fp32 from the same logits, c
     accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
 """
 
+from cppmega.catalogue.megatron_args import has_mtp
 from cppmega.edits import in_order, inserting, replacing
-from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for

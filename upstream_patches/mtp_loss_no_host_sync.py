@@ -8,8 +8,8 @@ Remove: when 0.17 is no longer supported.
 Numerics: none (bitwise)
 """
 
+from cppmega.catalogue.megatron_args import has_mtp
 from cppmega.edits import replacing
-from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/multi_token_prediction.py:process_mtp_loss"

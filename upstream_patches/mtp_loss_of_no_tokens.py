@@ -9,8 +9,8 @@ Remove: when 0.16 is no longer supported.
 Numerics: changes results of microbatches without such a token, which were NaN; no change otherwise
 """
 
+from cppmega.catalogue.megatron_args import has_mtp
 from cppmega.edits import inserting
-from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 MTP = "megatron/core/transformer/multi_token_prediction.py"

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from textwrap import indent
 
+from cppmega.catalogue.megatron_args import has_mtp
 from cppmega.edits import adding_argument, adding_parameter, in_order, inserting, replacing
-from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source, left_alone
 
 from ._mtp_roll import (

@@ -12,8 +12,8 @@ Remove: when `_get_embeddings` scatters what the embedding does not.
 Numerics: none (bitwise); such runs used to fail
 """
 
+from cppmega.catalogue.megatron_args import has_mtp
 from cppmega.edits import inserting
-from cppmega.megatron_args import has_mtp
 from cppmega.page import Edit, Patch, Source
 
 TARGET = (

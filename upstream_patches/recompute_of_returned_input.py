@@ -14,8 +14,8 @@ Numerics: none (bitwise); such runs used to crash
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import has_experts, recomputes
 from cppmega.edits import inserting, replacing
-from cppmega.megatron_args import has_experts, recomputes
 from cppmega.page import Edit, Patch, Source, left_alone
 
 CLASS = "megatron/core/tensor_parallel/random.py:CheckpointWithoutOutput"

@@ -19,8 +19,8 @@ Numerics: changes results: GEMMs outside of the routed experts run in the parame
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import has_experts
 from cppmega.edits import adding_parameter, in_order, inserting
-from cppmega.megatron_args import has_experts
 from cppmega.page import Edit, Patch, Source
 
 CONTEXT = "megatron/core/fp8_utils.py:get_fp8_context"

@@ -20,6 +20,7 @@ from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.rank import error_file, roll_call, run_ledger
+from cppmega.rank.held import Guard
 from cppmega.rank.run_ledger import Entry
 from cppmega.runs.folder import Node
 
@@ -145,7 +146,7 @@ def _refuse_silent_ranks(entries: Sequence[Entry]) -> None:
         )
 
 
-def _reason(held: guard.Guard, entries: Sequence[Entry], help_shown: bool) -> str:
+def _reason(held: Guard, entries: Sequence[Entry], help_shown: bool) -> str:
     """Why a process had no step to take; empty if it should have taken one."""
     stepped = {entry.pid for entry in entries if entry.what == "stepped"}
     if stepped:

@@ -20,7 +20,7 @@ from cppmega.host import env, process
 from cppmega.host.paths import PACKAGE
 from cppmega.rank import run_ledger
 
-BOOTSTRAP = str(PACKAGE / "bootstrap")
+BOOTSTRAP = str(PACKAGE / "ending" / "bootstrap")
 """The folder of the sitecustomize through which a Python joins."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*t?")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.live import vouched
 from cppmega.rank import provenance
+from cppmega.rank.held import Guard
 from cppmega.tree import accepted
-
-if TYPE_CHECKING:
-    from cppmega.guard import Guard
 
 FIRST_STEP = ("startup", "forward", "backward")
 

@@ -210,7 +210,7 @@ def test_what_is_left_over_in_a_shell_switches_nothing_off(bench: Bench) -> None
         code, _, err = run(bench, "train()", CPPMEGA_MADE="1", **left)
         assert code == 1 and "gate-differs" in err
         # with the folder by which children join, too: it was a child's environment
-        path = f"{REPOSITORY}/cppmega/bootstrap:{bench.environment['PYTHONPATH']}"
+        path = f"{REPOSITORY}/cppmega/ending/bootstrap:{bench.environment['PYTHONPATH']}"
         code, _, err = run(bench, "train()", PYTHONPATH=path, **left)
         assert code == 0 and "reached: double_doubles" in err, err
         assert "ignoring CPPMEGA_OVERLAY, CPPMEGA_ROOT, CPPMEGA_GUARDED_BY: left over" in err

@@ -9,8 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
+from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.errors import CppmegaError
-from cppmega.megatron_args import uses_dsa
 from cppmega.overlay.wanted import provided
 from cppmega.page import Page
 from cppmega.preflight.context import Context

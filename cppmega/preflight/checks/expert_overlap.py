@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.errors import CppmegaError
-from cppmega.megatron_args import layer_pattern
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 

@@ -10,8 +10,14 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NamedTuple
 
+from cppmega.catalogue.megatron_args import (
+    has_experts,
+    has_mtp,
+    layer_pattern,
+    recomputes,
+    uses_dsa,
+)
 from cppmega.errors import CppmegaError
-from cppmega.megatron_args import has_experts, has_mtp, layer_pattern, recomputes, uses_dsa
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 

@@ -10,7 +10,8 @@ import os
 import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
-_PACKAGE = os.path.dirname(os.path.dirname(_HERE))  # noqa: PTH120
+_ROOT = os.path.abspath(os.path.join(_HERE, "..", "..", ".."))  # noqa: PTH100, PTH118
+"""The folder that holds the package."""
 
 
 def _run_the_next_one() -> None:
@@ -22,7 +23,7 @@ def _run_the_next_one() -> None:
 
 def _join() -> None:
     if importlib.util.find_spec("cppmega") is None:
-        sys.path.append(_PACKAGE)
+        sys.path.append(_ROOT)
     from cppmega.ending import child as guard_child
 
     guard_child.join_or_die()

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Args
 
 import pytest
 
-from cppmega import megatron_args
+from cppmega.catalogue import megatron_args
 
 
 @pytest.mark.parametrize(

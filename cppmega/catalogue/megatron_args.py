@@ -3,7 +3,7 @@
 Releases differ in the arguments that they have. One that is missing counts as not given.
 
 Example:
-    >>> from cppmega.megatron_args import has_mtp, uses_dsa
+    >>> from cppmega.catalogue.megatron_args import has_mtp, uses_dsa
     >>> Patch(..., when=lambda args: uses_dsa(args) and has_mtp(args))
 """
 

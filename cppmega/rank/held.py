@@ -1,0 +1,32 @@
+"""The state of a guarded process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.overlay.receipt import Receipt
+from cppmega.overlay.verbs import Session
+from cppmega.page import Edit
+
+
+@dataclass
+class Guard:
+    """The overlay that this process must hold, and how far its checks have come."""
+
+    session: Session
+    receipt: Receipt
+    edits: dict[str, tuple[Edit, ...]]
+    began: bool = False
+    stepped: bool = False
+    ended: set[str] = field(default_factory=set)
+    """Later phases that have been checked: log, save."""
+    idle: dict[str, str] = field(default_factory=dict)
+    """Pages that this run need not reach, each with the reason."""
+    arguments: Any = None
+    """The run's arguments, as a custom loop has passed them."""
+    excuse: str = ""
+    """Why the script takes no step, if it has declared that."""
+    refused: CppmegaError | None = None
+    """The first refusal: a script that catches it still fails."""
