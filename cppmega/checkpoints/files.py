@@ -182,7 +182,7 @@ def _backend(folder: Path) -> str | None:
         return msgspec.json.decode(content, type=_Format).sharded_backend
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
 
 
