@@ -86,7 +86,7 @@ class Patch:
     """Called with the run's arguments (Megatron's namespace): whether it must reach the patch."""
     refuses: Callable[[Any, Mapping[str, tuple[int, ...]]], Iterable[CppmegaError]] | None = None
     """Called with the run's arguments, and the shapes of the tensors from which it resumes (empty
-    for a fresh start): errors for what the page does not support, which refuse the launch."""
+    for a fresh start): the errors for what the page does not support, reported by the preflight."""
     needs: tuple[str, ...] = ("cpu",)
     """What `verify` needs: cpu, cuda, sm_90, te, triton, tilelang, or an importable module."""
     gate: str | None = None

@@ -270,5 +270,5 @@ def _broken(path: Path, what: str) -> CppmegaError:
         "checkpoint-broken",
         f"The newest checkpoint cannot be read: {path}: {what[:300]}.",
         "No rank could load it, or training would continue from damaged weights.",
-        f"write the step of an older checkpoint there into {TRACKER}, or pass another --load",
+        f"write the step of an older checkpoint into {TRACKER}, or pass another --load",
     )
