@@ -1,8 +1,8 @@
 """Ready-made edits for pages of kind `source`: each returns a function from node to node.
 
-All of them compare code by its syntax tree, so layout and comments upstream do not matter, and all
-of them raise when the place is not found exactly as often as said: an edit that matches nothing,
-or one place too many, never returns a text. libcst is imported when an edit runs, not before.
+All of them compare code by its syntax tree, so upstream's layout and comments do not matter, and
+raise `edit-mismatch` unless the place occurs exactly as often as declared. libcst is imported only
+when an edit runs.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 
 def in_order(*edits: NodeEdit) -> NodeEdit:
-    """Several edits of one target, one after the other."""
+    """Apply several edits to one target, in order."""
     return lambda node: reduce(lambda done, edit: edit(done), edits, node)
 
 
 def body_of(page_function: Callable[..., Any]) -> NodeEdit:
-    """Give the target the body of a page's function; signature and docstring stay upstream's."""
+    """Replace the target's body with that of a page's function; the rest stays upstream's."""
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
-        ours = node_edits.parsed_function(function_text(page_function))
-        return node_edits.with_body(node_edits.function(node), ours)
+        replacement = node_edits.parsed_function(function_text(page_function))
+        return node_edits.with_body(node_edits.function(node), replacement)
 
     return edit
 
 
 def definition_of(page_function: Callable[..., Any]) -> NodeEdit:
-    """Give the target signature, docstring and body of a function of the page.
+    """Replace the target's signature, docstring and body with those of a page's function.
 
-    Name and decorators stay upstream's.
+    Its name and decorators stay upstream's.
     """
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
-        ours = node_edits.parsed_function(function_text(page_function))
+        new = node_edits.parsed_function(function_text(page_function))
         return node_edits.function(node).with_changes(
-            params=ours.params, returns=ours.returns, body=ours.body
+            params=new.params, returns=new.returns, body=new.body
         )
 
     return edit
@@ -60,7 +60,7 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
     Args:
         old: the code to replace, in any layout.
         new: the replacement; "" deletes statements.
-        times: how often `old` must be found.
+        times: how often `old` must occur.
     """
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()
 
@@ -73,7 +73,7 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
 
 
 def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
-    """Insert statements next to one statement (or run of statements) of the target."""
+    """Insert statements before or after one statement (or consecutive statements) of the target."""
     anchor = textwrap.dedent(before or after).strip()
     added = textwrap.dedent(text).strip()
 

@@ -1,8 +1,8 @@
-"""What a patch page declares: data, and the functions the engine calls.
+"""The declarations of a patch page: data, and the functions that the engine calls.
 
 A page is one file of a catalogue. Its docstring has the labels What, Why, Upstream, Remove and
-Numerics; `PATCH` is its header; `fixed_upstream(source)` says from the code whether upstream has
-the fix; `verify()` proves the behaviour with values. `cppmega new NAME` writes an empty page.
+Numerics; `PATCH` is its header; `fixed_upstream(source)` decides from the code whether upstream
+has the fix; `verify()` proves the behavior with values. `cppmega new NAME` writes an empty page.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ Kind = Literal["source", "class-swap", "method-wrap", "function-swap"]
 """`source` is written to disk; the others are installed when the module is imported."""
 
 Reached = Literal["startup", "forward", "backward", "log", "save", "never"]
-"""When a run must have passed through the patched code: by the end of its first step, by the end of
-Megatron's first log, of its first checkpoint; `never` for code no run need reach."""
+"""When a run must have passed through the patched code: by the end of its first step, or of
+Megatron's first log or checkpoint; `never` for code that no run has to reach."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REACHED: tuple[str, ...] = get_args(Reached)
 
 
 def left_alone(node: Any) -> Any:
-    """The edit of a text that the page knows and that needs no change.
+    """Leave a text that the page is pinned to as it is.
 
-    Versions differ in how many symbols a patch must edit. Where a symbol that is edited in other
-    versions is already right, the page pins it with this; otherwise it could not be distinguished
-    from one that drifted, and the page would be applied by half.
+    Versions differ in how many symbols a patch must edit. If a symbol that is edited in other
+    versions is already right, the page pins it with this edit; otherwise it could not be
+    distinguished from a symbol that drifted, and half of the page would be applied.
     """
     return node
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One symbol, the texts of it that we know, and what becomes of it.
+    """An edit of one symbol, and the texts that it is pinned to.
 
-    A page may hold several edits of one symbol, each for other texts of it.
+    A page may have several edits of one symbol, each for different texts.
     """
 
     target: str
-    """`path/below/root.py:Qualified.name`; functions nest with a dot like methods do. Where a file
-    defines a name several times, `name#2` is the second of them."""
+    """`path/below/root.py:Qualified.name`; nested functions have a dot, as methods do. If a
+    file defines a name several times, `name#2` is the second definition."""
     pins: Mapping[str, str]
     """Version of the distribution -> fingerprint of the target's pristine text."""
     edit: Callable[[Any], Any]
     """Source: libcst node -> libcst node. Runtime kinds: the original object -> its replacement."""
     kind: Kind = "source"
     imports: tuple[str, ...] = ()
-    """Import statements the new text needs; they become part of the target."""
+    """Import statements that the new text needs; they become part of the target."""
     helpers: tuple[Callable[..., Any], ...] = ()
     """Functions or classes of the page that are written before the target."""
     overrides: tuple[str, ...] = ()
     """Class swap only: the methods that the replacement overrides; they are pinned."""
     mark: str | None = None
     """The function below the target that carries the reached-mark; default: the target itself,
-    or `__init__` of a class. "" (source only): none, because a call may still go stock's way from
-    here; another edit of the page carries it."""
+    or `__init__` of a class. "" (source only): none, because a call may reach it without
+    using the patch; another edit of the page carries the mark."""
     distribution: str = "megatron-core"
 
     @property
@@ -80,13 +80,13 @@ class Patch:
     reached: Reached
     """When a run must pass through at least one edited symbol."""
     feature: tuple[str, ...] = ()
-    """Targets without which there is nothing to fix; if one of them exists nowhere in the tree,
-    the patch is not applicable."""
+    """Targets without which there is nothing to fix; if the tree lacks one, the patch is not
+    applicable."""
     when: Callable[[Any], bool] | None = None
-    """Over the run's arguments (Megatron's namespace): must this run reach the patch at all?"""
+    """Called with the run's arguments (Megatron's namespace): whether it must reach the patch."""
     refuses: Callable[[Any, Mapping[str, tuple[int, ...]]], Iterable[CppmegaError]] | None = None
-    """Over the run's arguments, and the shapes of the tensors from which it resumes (none where it
-    starts afresh): what this page cannot serve. The preflight refuses the launch with it."""
+    """Called with the run's arguments, and the shapes of the tensors from which it resumes (empty
+    for a fresh start): the errors for what the page does not support, reported by the preflight."""
     needs: tuple[str, ...] = ("cpu",)
     """What `verify` needs: cpu, cuda, sm_90, te, triton, tilelang, or an importable module."""
     gate: str | None = None
@@ -94,12 +94,11 @@ class Patch:
     variables: tuple[str, ...] = ()
     """Other `CPPMEGA_*` variables that the patched code reads."""
     wanted_by: Callable[[Any], bool] | None = None
-    """Over a recipe: does a value of its fields mean nothing, or go wrong, without this patch?"""
+    """Called with a recipe: whether one of its values is wrong, or ignored, without this patch."""
     provides: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """What the preflight and the estimates may count on once the patch is in the code, by the name
-    they ask for."""
+    """By name, the values on which checks and estimates may rely once the patch is in the code."""
     after: tuple[str, ...] = ()
-    """Pages whose edits come before ours where we edit the same symbol."""
+    """Pages whose edits of a symbol come before those of this page."""
 
     @property
     def kind(self) -> str:
@@ -107,14 +106,14 @@ class Patch:
         return "+".join(dict.fromkeys(edit.kind for edit in self.edits))
 
     def marks(self, edit: Edit) -> bool:
-        """Whether the edited symbol says that a run passed through the patch."""
+        """Whether the edited symbol records that a run passed through the patch."""
         return self.reached != "never" and edit.mark != ""
 
     def shapes(self) -> list[dict[str, dict[str, Edit]]]:
-        """What the pinned versions look like: target -> fingerprint -> edit, one per shape.
+        """Return the shapes of the pinned versions, each as target -> fingerprint -> edit.
 
-        Versions that have the same targets form one shape, so a tree with the text of one version
-        in one symbol and of another version in a second symbol is still known.
+        Versions that have the same targets form one shape, so a tree with one version's text in one
+        symbol and another version's text in a second symbol is still recognized.
         """
         versions = dict.fromkeys(version for edit in self.edits for version in edit.pins)
         by_targets: dict[frozenset[str], dict[str, dict[str, Edit]]] = {}
@@ -127,13 +126,13 @@ class Patch:
 
 
 class Source(Protocol):
-    """The view of a tree that `fixed_upstream` gets: its code, never its version."""
+    """The view of a tree that `fixed_upstream` receives: its code, never its version."""
 
     def text(self, target: str) -> str:
-        """The source of one symbol without comments, or "" where it is missing."""
+        """The source of one symbol without comments, or "" if it is missing."""
 
     def file(self, path: str) -> str:
-        """The text of one file, or "" where it is missing."""
+        """The text of one file, or "" if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ class Page:
     patch: Patch
     doc: str
     revision: str
-    """Hash of the page's code and of all that it reaches, comments and docstrings left out."""
+    """Hash of the page's code and of all that it reaches, without comments and docstrings."""
     path: str
     catalogue: str
     """`builtin`, or the folder given by `--patches`."""
@@ -152,6 +151,6 @@ class Page:
     verify: Callable[[], None] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     text: str = ""
-    """Hash of the page's own files as they are: comments in its functions are written too."""
+    """Hash of the page's own files with comments, which are written with its functions."""
     reached: Mapping[str, str] = field(default_factory=dict)
-    """Modules of this package that it imports, outside of the engine -> hash of their code."""
+    """Modules of this package that it imports, except the engine's -> hash of their code."""

@@ -1,18 +1,19 @@
-"""A checkpoint on disk, looked at without torch: is it whole, and what is it a checkpoint of?
+"""Inspect a checkpoint on disk without torch: whether it is intact, and what it contains.
 
 Sizes are always compared with the index of the checkpoint, and everything that a rank would
-unpickle is gone through without running any of it. The checksums of all tensors are compared where
-that is a matter of seconds, or when it is asked for.
+unpickle is read without running any of it. The checksums of all tensors are compared if that takes
+a few seconds, or on request.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from cppmega.checkpoints import inert_pickle, saved_archive
 from cppmega.checkpoints.inert_pickle import Inert, NotListed
@@ -21,11 +22,10 @@ from cppmega.checkpoints.tracker import TRACKER
 from cppmega.errors import CppmegaError
 from cppmega.host.progress import Advance
 
-"""Megatron writes it when a checkpoint is whole."""
 AT_ONCE = 1 << 30
-"""Bytes whose checksums are compared without being asked to: a few seconds."""
+"""Bytes whose checksums are compared by default, which takes a few seconds."""
 _COMMON = "common_state/shard_0_1"
-"""Where Megatron keeps what is not a tensor, from 0.19 on; before, in `common.pt`."""
+"""Where Megatron 0.19 keeps everything but tensors; earlier versions use `common.pt`."""
 _DISTRIBUTED, _INDEX = "metadata.json", ".metadata"
 
 
@@ -40,9 +40,15 @@ class Part:
     is_tensor: bool
 
 
+class _Format(msgspec.Struct, frozen=True):
+    """The field of `metadata.json` that is read."""
+
+    sharded_backend: str
+
+
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What `.metadata` says."""
+    """The content of `.metadata`."""
 
     parts: tuple[Part, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -55,25 +61,25 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that was found whole."""
+    """A checkpoint that was found intact."""
 
     step: str
     state: Mapping[str, Any]
-    """What is not a tensor; stand-ins for its objects."""
+    """Everything but tensors, with stand-ins for objects."""
     shapes: Mapping[str, tuple[int, ...]]
     summed: bool
     """Whether the checksums of all tensors were compared."""
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments of the run that saved it; empty where it has none."""
+        """Megatron's arguments of the run that saved it; empty if it has none."""
         args = self.state.get("args")
         state = args.state if isinstance(args, Inert) else None
         return {k: inert_pickle.plain(v) for k, v in state.items()} if state else {}
 
 
 def newest(load: Path) -> tuple[str, Path]:
-    """The step that a folder's tracker names, and its folder.
+    """Return the step that a folder's tracker names, and the folder of that step.
 
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`.
@@ -83,34 +89,34 @@ def newest(load: Path) -> tuple[str, Path]:
         raise CppmegaError(
             "no-checkpoint",
             f"{load} holds no finished checkpoint ({TRACKER} is missing).",
-            "Megatron would warn and train on from random weights.",
+            "Megatron would only log a warning, and train from random weights.",
             "correct --load, or leave it out for a fresh start",
         )
-    said = tracker.read_text(errors="replace").strip()
-    is_step = said.isascii() and said.isdigit() and len(said) < 19
-    step = f"iter_{int(said):07d}" if is_step else "release"
-    if (is_step or said == "release") and (load / step).is_dir():
-        return said, load / step
+    name = tracker.read_text(errors="replace").strip()
+    is_step = name.isascii() and name.isdigit() and len(name) < 19
+    step = f"iter_{int(name):07d}" if is_step else "release"
+    if (is_step or name == "release") and (load / step).is_dir():
+        return name, load / step
     there = sorted(path.name for path in load.glob("iter_*") if path.is_dir())
-    what = f"{load / step} is not there" if is_step or said == "release" else "that is not a step"
+    problem = f"{load / step} is missing" if is_step or name == "release" else "that is not a step"
     raise CppmegaError(
         "checkpoint-broken",
-        f"{tracker} names step {said[:40]!r}, and {what}.",
-        "Every rank would end when it loads it.",
-        f"write the step of another checkpoint into that file (there: {', '.join(there)}), or "
+        f"{tracker} names step {name[:40]!r}, but {problem}.",
+        "No rank could load it.",
+        f"write the step of another checkpoint into that file (found: {', '.join(there)}), or pass "
         "another --load"
         if there
-        else "another --load, or none for a fresh start",
+        else "pass another --load, or none for a fresh start",
     )
 
 
 def read(load: Path, *, deep: bool = False, advance: Advance = lambda count: None) -> Saved:
-    """Look at the newest checkpoint of a folder.
+    """Inspect the newest checkpoint of a folder.
 
     Args:
         load: the folder with the tracker.
         deep: compare the checksums of all tensors, however many there are.
-        advance: told how many bytes were compared.
+        advance: called with the number of bytes that were compared.
 
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`.
@@ -128,7 +134,7 @@ def read(load: Path, *, deep: bool = False, advance: Advance = lambda count: Non
 
 
 def shapes(load: Path) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the newest checkpoint's tensors, by its index alone; empty where it has none.
+    """Read the shapes of the newest checkpoint's tensors from its index; empty without one.
 
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`.
@@ -154,7 +160,7 @@ def _distributed(step: str, folder: Path, deep: bool, advance: Advance) -> Saved
     if backend not in (None, "torch_dist"):
         return Saved(step, _common(folder, Index()), {}, False)
     if not (folder / _INDEX).is_file():
-        # Megatron writes it last, and an interrupted copy leaves it out: its name has a dot.
+        # Megatron writes it last, and copies of `*` leave it out: its name begins with a dot.
         raise _broken(folder, f"{_INDEX} is missing")
     with _naming(folder / _INDEX):
         index = _index((folder / _INDEX).read_bytes())
@@ -170,12 +176,13 @@ def _distributed(step: str, folder: Path, deep: bool, advance: Advance) -> Saved
 
 
 def _backend(folder: Path) -> str | None:
-    """The format that `metadata.json` names; None: there is no such file, as with torch_dcp."""
+    """Return the format that `metadata.json` names; None without that file, as with torch_dcp."""
     try:
-        return str(json.loads((folder / _DISTRIBUTED).read_text())["sharded_backend"])
+        content = (folder / _DISTRIBUTED).read_bytes()
+        return msgspec.json.decode(content, type=_Format).sharded_backend
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
 
 
@@ -215,7 +222,7 @@ def _check_sizes(folder: Path, index: Index) -> None:
 
 
 def _check_part(folder: Path, part: Part, summed: bool) -> None:
-    """A tensor by its checksum, if at all: torch reads it as numbers. An object is unpickled."""
+    """Check a tensor's checksum if requested, and always an object, which a rank would unpickle."""
     if part.is_tensor and not summed:
         return
     path = folder / part.file
@@ -226,7 +233,7 @@ def _check_part(folder: Path, part: Part, summed: bool) -> None:
 
 
 def _common(folder: Path, index: Index) -> Mapping[str, Any]:
-    """What is not a tensor; Megatron looks for the file first."""
+    """Return everything but tensors; Megatron tries the file first, too."""
     path = folder / "common.pt"
     state: Any = {}
     if path.is_file():
@@ -242,7 +249,7 @@ def _common(folder: Path, index: Index) -> Mapping[str, Any]:
 
 @contextmanager
 def _naming(path: Path, part: str = "") -> Iterator[None]:
-    """Turn what is found in a file into an error that names it."""
+    """Turn the damage found in a file into an error that names the file."""
     where = f"its part {part}: " if part else ""
     try:
         yield
@@ -251,11 +258,10 @@ def _naming(path: Path, part: str = "") -> Iterator[None]:
     except NotListed as other:
         raise CppmegaError(
             "checkpoint-runs-code",
-            f"{path}: {where}it names {other}, which no checkpoint of Megatron holds.",
-            "Loading it would import and call that in every rank, or fail there. Nothing of it was "
-            "run here.",
-            "do not load it unless you know who wrote it; if your own run did, keep such objects "
-            "out of its arguments, and save again",
+            f"{path}: {where}it names {other}, which no checkpoint of Megatron contains.",
+            "Loading it would import and call that in every rank, or fail there. Nothing was run.",
+            "load it only if you know who wrote it; if your own run did, keep such objects out of "
+            "its arguments, and save again",
         ) from other
 
 
@@ -263,6 +269,6 @@ def _broken(path: Path, what: str) -> CppmegaError:
     return CppmegaError(
         "checkpoint-broken",
         f"The newest checkpoint cannot be read: {path}: {what[:300]}.",
-        "Every rank would end when it loads it, or train on from damaged weights.",
-        f"write the step of an older checkpoint of that folder into {TRACKER}, or another --load",
+        "No rank could load it, or training would continue from damaged weights.",
+        f"write the step of an older checkpoint into {TRACKER}, or pass another --load",
     )

@@ -1,9 +1,9 @@
 """Pickles of a checkpoint, read without importing or calling anything that they name.
 
-Loading a pickle calls what its author chose. Here every name on a list becomes a stand-in that
-keeps its arguments and its state, and a name that is not on the list ends the reading. The list is
-what checkpoints of Megatron 0.16 to 0.19 hold: their arguments, what torch needs for tensors and
-for the index of a distributed checkpoint, and the state of Transformer Engine's FP8 recipes.
+Loading a pickle calls whatever its author chose. Here every name on a list becomes a stand-in that
+keeps its arguments and its state, and any other name ends the reading. The list covers checkpoints
+of Megatron 0.16 to 0.19: their arguments, what torch needs for tensors and for the index of a
+distributed checkpoint, and the state of Transformer Engine's FP8 recipes.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ _LISTED: dict[str, tuple[str, ...]] = {
 
 
 _DEEPEST = 8
-"""Pickles inside pickles; Megatron's and Transformer Engine's are two."""
+"""The limit of pickles inside pickles; Megatron and Transformer Engine nest two."""
 _DEPTH = ContextVar("depth", default=0)
 
 
 class NotListed(Exception):  # noqa: N818  (an answer, not an error)
-    """A pickle names something that no checkpoint of Megatron holds."""
+    """A pickle names something that no checkpoint of Megatron contains."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -94,12 +94,12 @@ class NotListed(Exception):  # noqa: N818  (an answer, not an error)
 
 
 class Inert:
-    """Stands for an object of a pickle: what it was called with, and the state it was given."""
+    """A stand-in for an object of a pickle, with its arguments and its state."""
 
     name = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        """Whatever the real class would take."""
+        """Accept any arguments, as the real class may."""
         found = object.__new__(cls)
         found.args, found.state = args, None
         return found
@@ -112,7 +112,7 @@ class Inert:
         self.state = state
 
     def field(self, name: str) -> Any:
-        """A field of an object whose state is its `__dict__`.
+        """Return a field of an object whose state is its `__dict__`.
 
         Raises:
             KeyError: there is no such field.
@@ -123,25 +123,25 @@ class Inert:
 
 
 def loads(data: bytes, storage: Callable[[Any], object] = lambda pid: pid) -> Any:
-    """The content of a pickle, with stand-ins for its objects.
+    """Return the content of a pickle, with stand-ins for its objects.
 
     Args:
         data: the pickle.
-        storage: told what names each storage of a tensor.
+        storage: called with the persistent id of each tensor's storage.
 
     Raises:
-        NotListed: it names something else than what checkpoints hold.
+        NotListed: it names something that checkpoints do not contain.
         Exception: it is damaged; `pickle` has no error of its own for that.
     """
     return _Unpickler(io.BytesIO(data), storage).load()
 
 
 def load_archive(file: BinaryIO) -> Any:
-    """The content of an archive of `torch.save`, the pickles inside its parts checked too.
+    """Return the content of an archive of `torch.save`, and check the pickles inside its parts.
 
     Raises:
         saved_archive.Damaged: it is not an archive, or a checksum differs.
-        NotListed: a pickle in it names something else than what checkpoints hold.
+        NotListed: a pickle in it names something that checkpoints do not contain.
     """
     with saved_archive.opened(file) as archive:
         name = saved_archive.only_pickle(archive)
@@ -162,7 +162,7 @@ def _unpickled(data: bytes, storage: Callable[[Any], object]) -> Any:
 
 
 def _of_bytes(storages: Iterable[Any]) -> set[str]:
-    """Tensors of bytes, in which Transformer Engine keeps the pickle of its state."""
+    """Keys of byte tensors, in which Transformer Engine keeps the pickle of its state."""
     found = set()
     for pid in storages:
         match pid:
@@ -172,7 +172,7 @@ def _of_bytes(storages: Iterable[Any]) -> set[str]:
 
 
 def plain(value: Any) -> Any:
-    """A stand-in as a value that can be compared and printed."""
+    """Convert a stand-in to a value that can be compared and printed."""
     if isinstance(value, type) and issubclass(value, Inert):
         return value.name.rpartition(".")[2]  # torch.bfloat16
     if isinstance(value, Inert):
@@ -189,7 +189,7 @@ class _Unpickler(pickle.Unpickler):
         self.names_something = False
 
     def find_class(self, module: str, name: str) -> Any:
-        """Never imports."""
+        """Return a stand-in; nothing is imported."""
         self.names_something = True
         real = _REAL.get((module, name))
         if real is not None:
@@ -199,13 +199,13 @@ class _Unpickler(pickle.Unpickler):
         return type(name, (Inert,), {"name": f"{module}.{name}"})
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, whose bytes are elsewhere in the archive."""
+        """Report a storage, whose bytes are elsewhere in the archive."""
         self._storage(pid)
         return pid
 
 
 class _Bytes(Inert):
-    """An object kept as bytes, most often a pickle itself, which the run will load as well."""
+    """An object stored as bytes, usually a pickle itself, which the run would load as well."""
 
     name = "io.BytesIO"
 
@@ -220,19 +220,19 @@ class _Bytes(Inert):
 
 
 def refuse_nested(data: object) -> None:
-    """Go through bytes that may be pickles or an archive of torch themselves.
+    """Check bytes that may be pickles or an archive of torch themselves.
 
-    Bytes that stop making sense before they have named anything are not a pickle, and cannot call
-    anything: up to there, whoever loads them does exactly what is done here.
+    Bytes that become invalid before they name anything are not a pickle, and cannot call anything:
+    loading them fails at the same place as here.
 
     Raises:
-        NotListed: what `loads` raises.
-        saved_archive.Damaged: they are a pickle or an archive that cannot be gone through.
+        NotListed: a pickle names something that checkpoints do not contain.
+        saved_archive.Damaged: they are a pickle or an archive that cannot be read.
     """
     if not isinstance(data, bytes | bytearray):
         return
     if _DEPTH.get() == _DEEPEST:
-        raise saved_archive.Damaged(f"pickles inside each other, more than {_DEEPEST} times")
+        raise saved_archive.Damaged(f"more than {_DEEPEST} pickles inside each other")
     inside = _DEPTH.set(_DEPTH.get() + 1)
     try:
         _refuse_inside(data)
@@ -245,7 +245,7 @@ def _refuse_inside(data: bytes | bytearray) -> None:
         load_archive(io.BytesIO(data))
         return
     stream = io.BytesIO(data)
-    while stream.tell() < len(data):  # torch once wrote several in a row
+    while stream.tell() < len(data):  # torch's old format has several in a row
         unpickler = _Unpickler(stream)
         try:
             unpickler.load()
@@ -258,7 +258,7 @@ def _refuse_inside(data: bytes | bytearray) -> None:
 
 
 def _latin1(text: str, encoding: str = "latin1") -> bytes:
-    """How protocol 2 writes bytes. Any other codec would be looked for among modules."""
+    """Encode bytes the way protocol 2 does; looking up another codec could import a module."""
     if encoding not in ("latin1", "latin-1"):
         raise NotListed(f"_codecs.encode to {encoding}")
     return text.encode("latin-1")
@@ -278,4 +278,4 @@ _REAL: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.storage", "_load_from_bytes"): _Bytes,
     ("megatron.core.safe_globals", "safe_load_from_bytes"): _Bytes,
 }
-"""What a reader needs as it is: containers, and whatever may hold another pickle."""
+"""Names that are not replaced by stand-ins: containers, and types that may hold another pickle."""

@@ -10,15 +10,15 @@ from typing import Any, BinaryIO
 _CHUNK = 1 << 23
 _PICKLE = "data.pkl"
 _UNREADABLE = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, OverflowError)
-"""What the standard library raises on damaged archives."""
+"""Exceptions that the standard library raises on damaged archives."""
 
 
 class Damaged(Exception):  # noqa: N818  (turned into an error where the file is known)
-    """The bytes are not what was written; the message says where."""
+    """The bytes differ from what was written; the message states where."""
 
 
 def only_pickle(archive: zipfile.ZipFile) -> str:
-    """The name of the part that holds the pickle.
+    """Return the name of the part that holds the pickle.
 
     Raises:
         Damaged: there is no such part, or there are several.
@@ -30,7 +30,7 @@ def only_pickle(archive: zipfile.ZipFile) -> str:
 
 
 def storage(pickle_name: str, key: str) -> str:
-    """The name of the part that holds the bytes of one storage of a tensor."""
+    """Return the name of the part that holds the bytes of a tensor's storage."""
     return f"{pickle_name.removesuffix(_PICKLE)}data/{key}"
 
 
@@ -42,16 +42,16 @@ def check(file: BinaryIO) -> None:
     """
     with opened(file) as archive:
         for member in archive.infolist():
-            _go_through(archive, member)
+            _check_member(archive, member)
 
 
 def window(path: Path, offset: int, length: int) -> BinaryIO:
-    """A part of a file as a file of its own, which is read only as far as it is asked for."""
+    """Open a part of a file as a file of its own, which is read lazily."""
     return io.BufferedReader(_Window(path, offset, length))
 
 
 def opened(file: BinaryIO) -> zipfile.ZipFile:
-    """The archive, none of whose parts is compressed.
+    """Open an archive, none of whose parts may be compressed.
 
     Raises:
         Damaged: it is not an archive of `torch.save`.
@@ -67,7 +67,7 @@ def opened(file: BinaryIO) -> zipfile.ZipFile:
     return archive
 
 
-def _go_through(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+def _check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     try:
         with archive.open(member) as part:
             while part.read(_CHUNK):
@@ -77,7 +77,7 @@ def _go_through(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
 
 
 def read(archive: zipfile.ZipFile, name: str) -> bytes:
-    """One part, compared with its checksum.
+    """Read one part, and compare it with its checksum.
 
     Raises:
         Damaged: it is missing, or the checksum differs.

@@ -1,4 +1,4 @@
-"""What the shapes of a checkpoint's tensors say of its model, under a recipe's names."""
+"""Sizes of a model, derived from the shapes of a checkpoint's tensors, under a recipe's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DEPTH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
 
 
 def facts(shapes: Shapes) -> dict[str, int]:
-    """Widths and counts, the optimizer's tensors left out; empty where there is no embedding."""
+    """Return widths and counts, ignoring the optimizer; empty if there is no embedding."""
     model = {name: shape for name, shape in shapes.items() if not name.startswith("optimizer")}
     found: dict[str, int] = {}
     for name, shape in model.items():
@@ -31,7 +31,7 @@ def facts(shapes: Shapes) -> dict[str, int]:
 
 
 def _layers(model: Shapes) -> int:
-    """Layers stand one by one, or stacked: then the first size of each tensor is their number."""
+    """Count layers saved one by one, or stacked along the first dimension of each tensor."""
     count = 0
     for name, shape in model.items():
         layer = _LAYER.search(name)

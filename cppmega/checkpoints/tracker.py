@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron writes this file once a checkpoint is complete."""
 
 
 def exists(folder: Path) -> bool:
@@ -13,7 +14,7 @@ def exists(folder: Path) -> bool:
 
 
 def newest_step(folder: Path) -> int | None:
-    """Step of the newest finished checkpoint of a folder; None where no step can be read."""
+    """Return the step of the newest finished checkpoint; None if no step can be read."""
     tracker = folder / TRACKER
     try:
         return int(tracker.read_text()) if tracker.is_file() else None

@@ -1,8 +1,8 @@
 """The code of a Python file without its comments and docstrings, and what that code reaches.
 
-The bare text is cut out of the source and not printed from a syntax tree, so it is the same on
-every Python. Answers belong to the bytes of a file: they are kept for the life of the process, and
-across processes by whoever passes `known` on to `remember`.
+The bare text is cut out of the source rather than printed from a syntax tree, so it is the same on
+every version of Python. Results are cached by the bytes of a file for the life of the process; to
+keep them across processes, pass the result of `known` to `remember`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _READERS = {
     *("__doc__", "getdoc", "getsource", "getsourcelines", "getsourcefile"),
     *("findsource", "getcomments", "linecache"),
 }
-"""Names by which code reads docstrings or source: then these are part of what it does."""
+"""Names with which code reads docstrings or source, which are then part of its behavior."""
 _LITERAL = re.compile(
     r"#[^\n]*"
     r'|"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
@@ -44,22 +44,22 @@ _OPENING = {"FSTRING_START", "TSTRING_START"}
 _CLOSING = {"FSTRING_END", "TSTRING_END"}
 
 _Cut = tuple[int, int, int | None, str]
-"""Row, first column, the column after the last one (None: the row's end), what comes instead."""
+"""Row, first column, the column after the last (None: the end of the row), and the replacement."""
 
 
 class Code(msgspec.Struct, frozen=True, array_like=True):
-    """The code of one Python file; an array in JSON."""
+    """Facts about the code of one Python file; an array in JSON."""
 
     bare: str
-    """Hash of the text without comments and docstrings; of all bytes where it cannot be parsed."""
+    """Hash of the text without comments and docstrings; of all bytes if it cannot be parsed."""
     imports: tuple[str, ...] = ()
-    """Modules of this package that the code names, lazily too; relative ones keep their dots."""
+    """Modules of this package that the code names, even lazily; relative ones keep their dots."""
     loads: tuple[str, ...] = ()
-    """Packages that it imports at top level."""
+    """Packages that the code imports at top level."""
     beside: tuple[str, ...] = ()
-    """Literals that may name a file, where the code looks at `__file__`."""
+    """Literals that may name a file, if the code uses `__file__`."""
     reads_text: bool = False
-    """Whether it reads docstrings or source."""
+    """Whether the code reads docstrings or source."""
 
 
 _known: dict[str, Code] = {}
@@ -67,7 +67,7 @@ _used: set[str] = set()
 
 
 def code_of(data: bytes) -> Code:
-    """The code of a file; computed once for the same bytes."""
+    """Return the facts about a file's code, computed once for the same bytes."""
     key = hashlib.sha256(data).hexdigest()
     _used.add(key)
     if key not in _known:
@@ -76,23 +76,23 @@ def code_of(data: bytes) -> Code:
 
 
 def remember(answers: Mapping[str, Any]) -> None:
-    """Take over what `known` gave another process, if it went by the same rules."""
+    """Adopt what `known` returned in another process, if the rules were the same."""
     if answers.get("rules") != rules():
         return
     for key, row in answers.items():
-        with contextlib.suppress(msgspec.ValidationError):  # "rules", or somebody wrote in it
+        with contextlib.suppress(msgspec.ValidationError):  # the key "rules", or an edited entry
             _known.setdefault(key, msgspec.convert(row, Code))
 
 
 def known() -> dict[str, Any]:
-    """Every answer that this process needed, for a JSON file."""
+    """Return every result that this process needed, for a JSON file."""
     answers = {key: _known[key] for key in sorted(_used & _known.keys())}
     return {"rules": rules(), **answers}
 
 
 @functools.cache
 def rules() -> str:
-    """Hash of this module: other rules give other answers."""
+    """Return the hash of this module, since other rules give other results."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:LENGTH]
 
 
@@ -145,7 +145,7 @@ def _cut(text: str, tree: ast.Module) -> str:
 
 
 def _strings_and_comments(text: str) -> tuple[set[int], list[_Cut]]:
-    """Rows whose end lies inside a string, and what the comments take of their rows."""
+    """Rows whose end lies inside a string, and the cuts that remove the comments."""
     inside: set[int] = set()
     cuts: list[_Cut] = []
     row = at = 0
@@ -163,7 +163,7 @@ def _strings_and_comments(text: str) -> tuple[set[int], list[_Cut]]:
 
 
 def _may_hold_literals(literal: str, before: str) -> bool:
-    """Whether there may be strings or comments in an f-string, so that it ends somewhere else.
+    """Whether an f-string may hold strings or comments, so that it ends somewhere else.
 
     Args:
         before: the two characters before the quotes.
@@ -175,7 +175,7 @@ def _may_hold_literals(literal: str, before: str) -> bool:
 
 
 def _by_tokens(text: str) -> tuple[set[int], list[_Cut]]:
-    """The same by the tokenizer: right for every text, and ten times slower."""
+    """The same with the tokenizer, which is right for every text and ten times slower."""
     inside: set[int] = set()
     cuts: list[_Cut] = []
     opened: list[int] = []
@@ -193,12 +193,12 @@ def _by_tokens(text: str) -> tuple[set[int], list[_Cut]]:
 
 
 def _column(line: str, offset: int) -> int:
-    """The syntax tree counts bytes."""
+    """Convert an offset of the syntax tree, which counts bytes."""
     return len(line.encode()[:offset].decode())
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.stmt, bool]]:
-    """Every docstring's statement, and whether its block holds nothing else."""
+    """Yield the statement of every docstring, and whether its block holds nothing else."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -242,7 +242,7 @@ def _facts(tree: ast.Module) -> tuple[set[str], set[str], set[str]]:
 
 
 def _walk(tree: ast.AST) -> Iterator[Any]:
-    """Every node that may say something, but those that only a type checker sees."""
+    """Yield every node that may hold facts, except those that only a type checker sees."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -254,11 +254,11 @@ def _walk(tree: ast.AST) -> Iterator[Any]:
             value = getattr(node, name)
             if type(value) is list:
                 pending += [child for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, ast.AST) and not isinstance(value, _SAY_NOTHING):
+            elif isinstance(value, ast.AST) and not isinstance(value, _WITHOUT_FACTS):
                 pending.append(value)
 
 
-_SAY_NOTHING = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop)
+_WITHOUT_FACTS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop)
 
 
 def _type_checking(test: ast.expr) -> bool:

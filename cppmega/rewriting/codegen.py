@@ -1,7 +1,7 @@
-"""The text of libcst nodes: complete, and without everything that is not code.
+"""The text of libcst nodes: complete, and reduced to code.
 
-Printing is the slowest part of an apply. These states print the same text as libcst's own, without
-the positions that nothing here asks for, and give both texts in one pass where both are needed.
+Printing is the slowest part of an apply. These states print the same text as libcst's own without
+recording positions, and produce both texts in one pass where both are needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import libcst as cst
 from libcst._nodes.internal import CodegenState
 
 INDENT = "    "
-"""The indentation of the bare text, whatever the file uses."""
+"""The indentation of the bare text, regardless of the file's."""
 
 _NOT_CODE = (cst.TrailingWhitespace, cst.EmptyLine)
 _NO_POSITION: AbstractContextManager[None] = nullcontext()
@@ -36,7 +36,7 @@ class _State(CodegenState):
 
 
 class _TwoTexts(_State):
-    """Prints all of a node and remembers which of its tokens the bare text leaves out."""
+    """Prints all of a node and records which of its tokens the bare text leaves out."""
 
     def __init__(self, indent: str, newline: str, margin: str = "") -> None:
         super().__init__(indent, newline)
@@ -46,7 +46,7 @@ class _TwoTexts(_State):
         self.indented_as_bare = True
         self._starts: list[int] = []
         self._cuts: list[tuple[int, int, list[str]]] = []
-        """First token, the one after the last, and what takes their place in the bare text."""
+        """First token, the one after the last, and their replacement in the bare text."""
         self._docstrings: dict[int, bool] = {}
         """Identity of a docstring's statement -> whether its block holds nothing else."""
 
@@ -76,7 +76,7 @@ class _TwoTexts(_State):
             self._cuts.append((start, len(self.tokens), instead))
 
     def bare(self) -> str:
-        """The text without docstrings, comments and blank lines, where it is indented alike."""
+        """Return the text without docstrings, comments and blank lines, in its own indentation."""
         pieces: list[str] = []
         at = 0
         for start, stop, instead in self._cuts:
@@ -114,7 +114,7 @@ def text(node: cst.CSTNode, indent: str = INDENT, newline: str = "\n") -> str:
 
 @lru_cache(maxsize=512)
 def bare(node: cst.CSTNode) -> str:
-    """The text of a definition without docstrings, comments and blank lines, indented by fours."""
+    """Return a definition without docstrings, comments and blank lines, indented by four spaces."""
     state = _Evenly(INDENT, "\n")
     node._codegen(state)
     return state.bare()
@@ -128,7 +128,7 @@ class _Evenly(_TwoTexts):
 
 
 def both(node: cst.CSTNode, indent: str, newline: str, margin: str) -> tuple[str, str]:
-    """The complete text of a definition, and its bare one.
+    """Return the complete text of a definition, and its bare text.
 
     Args:
         indent: the default indentation of its module.

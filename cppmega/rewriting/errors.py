@@ -12,19 +12,25 @@ class EditMismatchError(CppmegaError):
 
     Args:
         problem: what does not fit, without a period.
+        page: the page of the edit, where it is known.
     """
 
-    def __init__(self, problem: str) -> None:
+    def __init__(self, problem: str, page: str = "") -> None:
+        edit = f"An edit of page {page}" if page else "An edit"
         super().__init__(
             "edit-mismatch",
-            f"An edit does not fit its target: {problem}.",
+            f"{edit} does not fit its target: {problem}.",
             "A patch that changes the wrong place, or none, trains the wrong model.",
-            "correct the page; `cppmega diff NAME` shows the result",
+            f"correct the page; `cppmega diff {page or 'NAME'}` shows the result",
         )
-        self.problem = problem
+        self.problem, self.page = problem, page
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problem,)
+        return type(self), (self.problem, self.page)
+
+
+class BadEditError(CppmegaError):
+    """An edit does not do what its page declares."""
 
 
 class TargetError(CppmegaError):

@@ -1,7 +1,7 @@
-"""The fingerprint of a symbol: what its code says, whatever its comments and blank lines.
+"""The fingerprint of a symbol: a hash of its code that ignores comments and blank lines.
 
 SHA-256 over the libcst text without docstrings, comments, blank lines and trailing white space,
-at indentation zero. libcst gives the same text on every Python; `ast.dump` does not.
+at indentation zero. libcst prints the same text on every version of Python; `ast.dump` does not.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from cppmega.errors import CppmegaError
 from cppmega.rewriting.codegen import bare, text
 
 LENGTH = 16
-"""Hex digits kept: 64 bits, far beyond an accident."""
+"""Hex digits kept: 64 bits, enough to rule out accidental collisions."""
 
 
 @lru_cache(maxsize=512)
 def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module, cst.CSTNode]:
-    """The lines of one definition, at any indentation, to (module around it, its node).
+    """Parse the lines of one definition, at any indentation, into (enclosing module, node).
 
-    The lines stay as they are: they are wrapped in an `if` rather than dedented, because dedenting
-    would change the strings that span lines. Nodes never change, so the answers are kept.
+    Indented lines are wrapped in an `if` rather than dedented, because dedenting would change
+    strings that span lines. Nodes are immutable by convention, so results are cached.
     """
     indent = source[: len(source) - len(source.lstrip(" \t"))]
     config = cst.PartialParserConfig(default_indent="    ")
@@ -40,13 +40,13 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
         raise CppmegaError(
             "unparsed-definition",
             f"libcst cannot parse {name}: {error.message}.",
-            "A text that cannot be parsed cannot be compared with what a patch knows.",
-            "report it with the file, or take the page out with `cppmega revert NAME`",
+            "Without parsing it, it cannot be compared with the texts that a patch knows.",
+            "report it with the file, or revert the page with `cppmega revert NAME`",
         ) from None
 
 
 def forget() -> None:
-    """Drop the kept nodes, one of which has been mutated."""
+    """Clear the caches, after one of the cached nodes was mutated."""
     parse_definition.cache_clear()
     bare.cache_clear()
 
@@ -55,9 +55,9 @@ def _only(statements: Sequence[cst.CSTNode]) -> cst.CSTNode:
     if len(statements) != 1:
         raise CppmegaError(
             "unparsed-definition",
-            f"Where one definition was expected stand {len(statements)} statements.",
-            "A text that cannot be cut out cannot be compared with what a patch knows.",
-            "report it with the file, or take the page out with `cppmega revert NAME`",
+            f"Expected one definition, but found {len(statements)} statements.",
+            "Only a single definition can be compared with the texts that a patch knows.",
+            "report it with the file, or revert the page with `cppmega revert NAME`",
         )
     return statements[0]
 

@@ -1,4 +1,4 @@
-"""The source of a page's function, as it is written into a file of Megatron's."""
+"""The source of a page's function, as it is written into a Megatron file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ _LINTER_COMMENT = re.compile(r"[ \t]+# (?:noqa|type: ignore|fmt: )[^\n]*")
 
 @lru_cache(maxsize=256)
 def function_text(function: Callable[..., Any]) -> str:
-    """The source of a page's function, without what the page says to its own linters."""
+    """Return the source of a page's function, without its comments for linters."""
     text = textwrap.dedent(inspect.getsource(function))
     return _LINTER_COMMENT.sub("", text).rstrip() + "\n"

@@ -1,8 +1,8 @@
 """The text that an edit adds outside of its target: imports, helpers and marks, nothing else.
 
-An import binds names that nothing in the file has; a helper is one definition that only defines
-itself. Code that runs when the file is imported is where a page could do what its header does not
-say, so it is looked at here.
+An import binds names that the file does not define; a helper is one definition that binds only its
+own name. Code that runs when the file is imported could do what the page's header does not declare,
+so it is checked here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from cppmega.rewriting.function_source import function_text
 from cppmega.rewriting.source import Definition, blocks, parse_silently
 
 Binding = tuple[str, ...]
-"""What a name is bound to by an import: equal for equal imports in any spelling."""
+"""The object to which an import binds a name; equal for equal imports in any spelling."""
 
 _RUNS_TEXT = {
     *("exec", "eval", "compile", "__import__", "globals", "locals", "vars", "setattr", "delattr"),
 }
-"""Builtins by which code reaches names that it does not spell."""
+"""Builtins with which code reaches names that it does not spell out."""
 
 
 class Inserted:
@@ -66,27 +66,27 @@ class Inserted:
         try:
             body = parse_silently(line).body
         except (SyntaxError, ValueError):
-            self._bad_import(page, line, "is not Python")
-        if "#" in line:  # an import holds no text: it can only be a comment, which may be a cookie
+            self._bad_import(page, line, "is not valid Python")
+        if "#" in line:  # imports hold no strings: a comment, perhaps an encoding
             self._bad_import(page, line, "carries a comment")
         if len(body) != 1 or not isinstance(body[0], ast.Import | ast.ImportFrom):
             self._bad_import(page, line, "is not exactly one import statement")
         statement = body[0]
         if any(alias.name == "*" for alias in statement.names):
-            self._bad_import(page, line, "binds names that it does not say")
+            self._bad_import(page, line, "binds names that it does not spell out")
         if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
-            self._bad_import(page, line, "changes what the whole file means")
+            self._bad_import(page, line, "changes the meaning of the whole file")
         return statement
 
     def _refuse_rebinding(self, page: str, line: str, name: str, binding: Binding) -> None:
         if _is_special(name):
-            self._bad_import(page, line, f"binds {name}, which Python itself reads")
+            self._bad_import(page, line, f"binds {name}, a special or builtin name of Python")
         known = self._bound.get(name)
         if known is None and name in self.defined:
             others = {theirs for theirs in _module_bindings(self._tree) if theirs[0] == name}
             known = binding if others == {(name, binding)} else ("the file's own",)
         if known not in (None, binding):
-            self._bad_import(page, line, f"rebinds {name}, which the file has")
+            self._bad_import(page, line, f"rebinds {name}, which the file already defines")
         if name in self.helpers:
             self._bad_import(page, line, f"rebinds {name}, which is a helper")
 
@@ -94,7 +94,7 @@ class Inserted:
         raise CppmegaError(
             "bad-import",
             f"The import {line!r} of page {page} {what} ({self.path}).",
-            "Code outside of the target would run, or mean something else, and no header says it.",
+            "It could change code outside of the target, which no header declares.",
             "declare plain imports of new names: imports=('import math as _math',)",
         )
 
@@ -103,8 +103,8 @@ class Inserted:
         blocks = [code_text.bare(block) for block in self.helpers.values()]
         return fingerprint.of_text("\n".join([*self.import_lines, *blocks]))
 
-    def in_front_of(self, group: Sequence[tuple[str, Edit]], marked: bool) -> list[str]:
-        """Helper definitions to write before the top-level statement that holds the target."""
+    def helpers_before(self, group: Sequence[tuple[str, Edit]], marked: bool) -> list[str]:
+        """Return the definitions to write before the top-level statement that holds the target."""
         blocks: list[str] = []
         wanted: list[tuple[str, str]] = []
         if marked:
@@ -127,18 +127,18 @@ class Inserted:
         return blocks
 
     def _helper(self, page: str, helper: Callable[..., Any]) -> str:
-        """The text of a helper, which must be the definition of its name and nothing more."""
+        """Return the text of a helper, which must be one definition of its name, nothing else."""
         name = helper.__name__
         try:
             text = function_text(helper)
             body = parse_silently(text).body
         except (OSError, TypeError, SyntaxError, ValueError) as error:
-            self._bad_helper(page, name, f"has no text of its own: {error}")
+            self._bad_helper(page, name, f"has no source of its own: {error}")
         node = body[0]
         if len(body) != 1 or not isinstance(node, Definition) or node.name != name:
             self._bad_helper(page, name, "is not written as one definition of that name")
         if _is_special(name) or hasattr(builtins, name):
-            self._bad_helper(page, name, "has a name that Python itself reads")
+            self._bad_helper(page, name, "has a special or builtin name of Python")
         beyond = sorted(reaches(node))
         if beyond:
             self._bad_helper(page, name, f"reaches beyond itself: {', '.join(beyond)}")
@@ -158,7 +158,7 @@ def _is_special(name: str) -> bool:
 
 
 def bindings(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Binding]]:
-    """(name, what it is bound to) of every name of an import."""
+    """Yield each name of an import and its binding."""
     for alias in statement.names:
         if isinstance(statement, ast.ImportFrom):
             module = "." * statement.level + (statement.module or "")
@@ -186,7 +186,7 @@ def _module_bindings(tree: ast.Module) -> Iterator[tuple[str, Binding]]:
 
 
 def reaches(definition: Definition) -> set[str]:
-    """How a definition reaches names outside of itself, each as a few words of code."""
+    """Return how a definition reaches names outside of itself, each as a few words of code."""
     found: set[str] = set()
     pending: list[ast.AST] = [definition]
     while pending:
@@ -196,7 +196,7 @@ def reaches(definition: Definition) -> set[str]:
             found |= {f"global {name}" for name in statement.names}
     for node in _evaluated(_header(definition)):
         if isinstance(node, ast.NamedExpr):
-            found.add(f"{node.target.id} := in its head")
+            found.add(f"{node.target.id} := in its header")
     for node in _evaluated(_when_imported(definition)):
         called = node.func if isinstance(node, ast.Call) else None
         if isinstance(called, ast.Name) and called.id in _RUNS_TEXT:
@@ -222,7 +222,7 @@ def _header(definition: Definition) -> list[ast.AST]:
 
 
 def _when_imported(definition: Definition) -> list[ast.AST]:
-    """The parts that run when the file is imported: the head, and the body of a class."""
+    """The parts that run when the file is imported: the header, and the body of a class."""
     found = _header(definition)
     if isinstance(definition, ast.ClassDef):
         for statement in definition.body:
@@ -232,7 +232,7 @@ def _when_imported(definition: Definition) -> list[ast.AST]:
 
 
 def _evaluated(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes below, without the bodies of functions."""
+    """Yield all nodes below, except in the bodies of functions."""
     pending = list(nodes)
     while pending:
         node = pending.pop()

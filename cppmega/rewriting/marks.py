@@ -1,4 +1,4 @@
-"""Reached-marks: how a run knows that it went through a patched function.
+"""Reached marks, which record that a run passed through a patched function.
 
 A mark is a flag, not a count. The patched file carries its own set and its own function, so a
 patched tree runs where cppmega is not installed; `cppmega.run` reads the sets after the first step.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FUNCTION = "_cppmega_reached"
 FLAGS = "_CPPMEGA_REACHED"
 COMMENT = "patched by cppmega: "
-"""Stands in the head of a target that carries no mark."""
+"""Precedes the page's name in a comment, on the header of a target that carries no mark."""
 
 _HELPER = f"""\
 {FLAGS} = set()  # pages of the cppmega overlay that this process went through
@@ -51,7 +51,7 @@ def with_mark(node: cst.CSTNode, page: str, edit: Edit) -> cst.CSTNode:
 
 
 def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
-    """The definition with the page's name in a comment after its head."""
+    """The definition with the page's name in a comment after its header."""
     import libcst as cst
 
     body = cast(cst.FunctionDef, node).body
@@ -59,9 +59,9 @@ def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
     line = cast(cst.TrailingWhitespace, getattr(body, place))
     if line.comment is None:
         line = line.with_changes(whitespace=cst.SimpleWhitespace("  "), comment=cst.Comment("#"))
-    said = cast(cst.Comment, line.comment).value.removesuffix(";") or "#"
-    said += " " if said == "#" else "; "
-    new = line.with_changes(comment=cst.Comment(f"{said}{COMMENT}{page}"))
+    text = cast(cst.Comment, line.comment).value.removesuffix(";") or "#"
+    text += " " if text == "#" else "; "
+    new = line.with_changes(comment=cst.Comment(f"{text}{COMMENT}{page}"))
     return node.with_changes(body=body.with_changes(**{place: new}))
 
 
@@ -79,9 +79,9 @@ def _descend(node: cst.CSTNode, path: list[str], page: str, edit: Edit) -> cst.C
             return holder.with_changes(body=holder.body.with_changes(body=body))
     raise CppmegaError(
         "mark-has-no-place",
-        f"Page {page} marks {'.'.join(path)} below {edit.target}, which is not there.",
-        "A run could not tell whether it went through the patch.",
-        "name another function in `Edit.mark`, or say `reached='never'`",
+        f"Page {page} marks {'.'.join(path)} in {edit.target}, which does not exist.",
+        "A run could not determine whether it reached the patch.",
+        "name another function in `Edit.mark`, or declare `reached='never'`",
     )
 
 

@@ -13,7 +13,7 @@ from cppmega.rewriting.codegen import is_docstring
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nodes give the same text; quick where they have most of their parts in common."""
+    """Whether two nodes print the same text; fast if they share most of their parts."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -30,9 +30,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two nodes are certainly different code, whatever their layout.
+    """Whether two nodes are certainly different code, regardless of layout.
 
-    Quick, but False proves nothing: different trees may print the same text.
+    Fast, but False proves nothing: different trees may print the same text.
     """
     if one is other:
         return False
@@ -69,6 +69,6 @@ _LAYOUT = (
 
 @cache
 def parts(kind: Any) -> list[str]:
-    """Fields of a node that may hold code, and not only its layout."""
+    """Fields of a node that may hold code, not only layout."""
     names = [field.name for field in fields(kind)]
     return [name for name in names if name not in _LAYOUT and not name.startswith("whitespace")]

@@ -26,7 +26,7 @@ def function(node: cst.CSTNode) -> cst.FunctionDef:
 
 
 def parsed_function(text: str) -> cst.FunctionDef:
-    """The one function that a text holds."""
+    """Parse a text that holds one function."""
     return function(cst.parse_module(text).body[0])
 
 
@@ -55,16 +55,16 @@ def shape(node: cst.CSTNode) -> str:
     code = codegen.text(node)
     try:
         return ast.dump(parse_silently(textwrap.dedent(code)))
-    except SyntaxError:  # parts of a line that stretch over several are not code by themselves
+    except SyntaxError:  # an expression that spans lines is not code by itself
         pass
     try:
         return ast.dump(parse_silently(f"({code.strip()})"))
     except SyntaxError:
-        return code  # no code by itself at all: equal to nothing
+        return code  # not code by itself at all: equal only to the same text
 
 
 def gist(node: cst.CSTNode) -> Any:
-    """What is quickly seen of a node: equal where the code is equal, in any layout."""
+    """A cheap summary of a node, equal for equal code in any layout."""
     kind = type(node)
     this: Any = node
     if kind is cst.Name:
@@ -90,27 +90,27 @@ def gist(node: cst.CSTNode) -> Any:
 
 
 class Swap:
-    """A change of every node that fits, and how many did."""
+    """Replaces every node that matches, and counts them."""
 
     found = 0
     of_statements = False
-    """Whether it changes statements and blocks only, so that expressions need not be visited."""
+    """Whether only statements and blocks change, so that expressions need not be visited."""
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
-        """What becomes of a node.
+        """Return the replacement of a node, or the node itself.
 
         Args:
             before: the node as it was.
-            now: the same with what has become of its parts.
+            now: the same node, with its parts replaced.
             place: the field of its parent that holds it.
         """
         raise NotImplementedError
 
 
 def swapped(node: Any, swap: Swap, place: str = "") -> Any:
-    """The node with a swap made everywhere in it; parts in which nothing changes stay the same.
+    """Apply a swap everywhere in a node; parts without a change stay the same objects.
 
-    A libcst transformer would build every node anew, which takes ten times as long.
+    A libcst transformer would rebuild every node, which takes ten times as long.
     """
     changes = {}
     visits = _holds_statements if swap.of_statements else _is_node
@@ -155,7 +155,7 @@ class ExpressionSwap(Swap):
         if type(before) is not type(self.old) or gist(before) != self.gist:
             return now
         if isinstance(before, cst.Name) and place in ("attr", "keyword", "name"):
-            return now  # of an attribute, a keyword, a parameter, a definition: no expression
+            return now  # the name of an attribute, keyword, parameter or definition
         if shape(before) != self.shape:
             return now
         self.found += 1
@@ -164,10 +164,10 @@ class ExpressionSwap(Swap):
         return self.new
 
     def check(self, before: cst.CSTNode, after: cst.CSTNode) -> None:
-        """Refuse a result in which the new expression has come apart: `a + b` for `x` in `x * 2`.
+        """Refuse a replacement that lacks parentheses, such as `a + b` for `x` in `x * 2`.
 
-        The same with a name in place of the expression, and the expression put in for the name
-        in the syntax tree, must be the same code.
+        The result must equal that of replacing with a name first, and then substituting the
+        expression for that name in the syntax tree.
         """
         if isinstance(self.new, _ATOMS) or self.new.lpar:
             return
@@ -177,7 +177,9 @@ class ExpressionSwap(Swap):
         wanted = parse_silently(codegen.text(marked))
         filled = _Fill(hole, ast.parse(f"({new})", mode="eval").body).visit(wanted)
         if ast.dump(filled) != ast.dump(parse_silently(codegen.text(after))):
-            raise mismatch(f"`{new}` comes apart where `{old}` stands; put it in parentheses")
+            raise mismatch(
+                f"`{new}` does not stay one expression in place of `{old}`; put it in parentheses"
+            )
 
 
 _ATOMS = (
@@ -190,7 +192,7 @@ _ATOMS = (
     cst.Dict,
     cst.Set,
 )
-"""Expressions that stay in one piece wherever they stand."""
+"""Expressions that never need parentheses."""
 
 
 class _Fill(ast.NodeTransformer):
@@ -202,7 +204,7 @@ class _Fill(ast.NodeTransformer):
 
 
 class HeadSwap(Swap):
-    """`with a and b:` -> `with a, b:`, the block below untouched."""
+    """Replaces a head, as in `with a and b:` -> `with a, b:`, and keeps the block below."""
 
     of_statements = True
 
@@ -224,7 +226,7 @@ class HeadSwap(Swap):
 
 
 class StatementSwap(Swap):
-    """A run of statements -> what `make` makes of them."""
+    """Replaces consecutive statements with the result of `make`."""
 
     of_statements = True
 
@@ -259,28 +261,28 @@ class StatementSwap(Swap):
 
 @cache
 def _looked_for(text: str) -> tuple[list[Any], list[str]]:
-    """Gists and shapes of the statements of a text; no node of it comes into a result."""
+    """Gists and shapes of the statements of a text; none of its nodes ends up in a result."""
     old = statements(text)
     return [gist(statement) for statement in old], [shape(statement) for statement in old]
 
 
 def exactly(swap: Swap, node: cst.CSTNode, what: str, times: int) -> cst.CSTNode:
-    """The node with the swap made as often as the page says."""
+    """Apply a swap, which must match exactly as often as the page declares."""
     done = swapped(node, swap)
     if swap.found != times:
-        raise mismatch(f"`{what}` stands there {swap.found} times, the page says {times}")
+        raise mismatch(f"`{what}` occurs {swap.found} times, but the page declares {times}")
     if isinstance(swap, ExpressionSwap):
         swap.check(node, done)
     return cast(cst.CSTNode, done)
 
 
 def below(node: cst.CSTNode, symbol: str) -> cst.CSTNode:
-    """The one definition with that dotted name inside a definition; "" is the definition itself."""
+    """Return the one definition with that dotted name in a definition; "" is the definition."""
     found = [node]
     for part in symbol.split(".") if symbol else ():
         found = [d for scope in found for d in _definitions(scope) if d.name.value == part]
     if len(found) != 1:
-        raise mismatch(f"{symbol} is defined {len(found)} times after the edits before it")
+        raise mismatch(f"{symbol} is defined {len(found)} times after the preceding edits")
     return found[0]
 
 
@@ -296,9 +298,9 @@ def mismatch(what: str) -> CppmegaError:
     return EditMismatchError(what)
 
 
-def with_body(target: cst.FunctionDef, ours: cst.FunctionDef) -> cst.FunctionDef:
-    """The target with our body below its own docstring."""
-    body = cast(cst.IndentedBlock, ours.body)
+def with_body(target: cst.FunctionDef, replacement: cst.FunctionDef) -> cst.FunctionDef:
+    """Return the target with the body of the replacement below its own docstring."""
+    body = cast(cst.IndentedBlock, replacement.body)
     old, new = list(target.body.body), list(body.body)
     if new and is_docstring(new[0]):
         new = new[1:]
@@ -309,15 +311,15 @@ def with_body(target: cst.FunctionDef, ours: cst.FunctionDef) -> cst.FunctionDef
 
 
 def with_last(target: cst.FunctionDef, added: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
-    """The target with statements after its last one."""
+    """Append statements to the body of the target."""
     body = target.body
     if not isinstance(body, cst.IndentedBlock):
-        raise mismatch(f"{target.name.value} has no body of its own lines")
+        raise mismatch(f"the body of {target.name.value} is not on lines of its own")
     return target.with_changes(body=body.with_changes(body=[*body.body, *added]))
 
 
 def with_parameter(target: cst.FunctionDef, parameter: str) -> cst.FunctionDef:
-    """The target with one more parameter at the end of its signature."""
+    """Append a parameter to the signature of the target."""
     added = cast(cst.FunctionDef, cst.parse_statement(f"def f({parameter}): ...")).params.params
     place = "kwonly_params" if target.params.kwonly_params else "params"
     kept = list(getattr(target.params, place))
@@ -330,7 +332,7 @@ def with_parameter(target: cst.FunctionDef, parameter: str) -> cst.FunctionDef:
 
 
 def swap_for(old: str, new: str) -> Swap:
-    """The transformer that replaces one text by another, chosen by what the texts are."""
+    """Choose the swap that replaces one text with another by the kind of the texts."""
     if is_head(old):
         return HeadSwap(old, new)
     if is_expression(old) and is_expression(new):
@@ -339,7 +341,7 @@ def swap_for(old: str, new: str) -> Swap:
 
 
 class ArgumentSwap(Swap):
-    """Append an argument to every call of one callee."""
+    """Appends an argument to every call of one callee."""
 
     def __init__(self, callee: str, argument: str) -> None:
         self.callee: Any = cst.parse_expression(callee)

@@ -1,7 +1,7 @@
-"""One file's pristine bytes and the edits of the active pages -> the patched bytes, checked.
+"""Compute the patched bytes of one file from its pristine bytes and the active pages' edits.
 
-Pure: no file is read or written here. What comes out differs from what went in only in the target
-symbols and in the imports, helpers and marks that belong to them.
+Pure: no file is read or written here. The result is checked to differ from the pristine text only
+in the target symbols and in the imports, helpers and marks that belong to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from cppmega.rewriting import (
     node_edits,
     undefined_names,
 )
-from cppmega.rewriting.errors import OutsideTargetError, TargetError, UndefinedNameError
+from cppmega.rewriting.errors import (
+    BadEditError,
+    EditMismatchError,
+    OutsideTargetError,
+    TargetError,
+    UndefinedNameError,
+)
 from cppmega.rewriting.inserted import Inserted, reaches
 from cppmega.rewriting.source import (
     Definition,
@@ -49,11 +55,11 @@ class Step:
     edit: Edit
     marked: bool
     known: frozenset[str] = frozenset()
-    """Every text of the target that the page would edit."""
+    """Fingerprints of every text of the target that the page would edit."""
 
     @classmethod
     def of(cls, page: Page, edit: Edit) -> Step:
-        """The step of a page's edit."""
+        """Create the step of a page's edit."""
         same = [e for e in page.patch.edits if e.target == edit.target]
         known = frozenset(pin for e in same for pin in e.pins.values())
         return cls(page.name, edit, page.patch.marks(edit), known)
@@ -66,7 +72,7 @@ class Rewritten:
     data: bytes
     after: dict[str, str]
     inserted: str
-    """Hash of the imports and helpers that stand outside of the targets, without comments."""
+    """Hash of the imports and helpers inserted outside of the targets, without comments."""
     imports: tuple[str, ...]
     """Modules of this package that the new text names."""
 
@@ -89,7 +95,7 @@ def rewrite(
     """Apply the steps to a file.
 
     Args:
-        parsed: text and syntax tree of the data, where somebody has them.
+        parsed: text and syntax tree of the data, if already computed.
 
     Raises:
         CppmegaError: an edit does not fit, does nothing, renames its target, leaves a name
@@ -106,24 +112,24 @@ def rewrite(
         source = "".join(text.lines[where.start : where.end])
         new, prints = _edit_slice(source, symbol, groups[symbol], path)
         after |= prints
-        cuts.append(_Cut(where, new, _in_front(inserted, groups[symbol])))
+        cuts.append(_Cut(where, new, _helpers_before(inserted, groups[symbol])))
     imports = inserted.imports((step.page, step.edit) for step in steps)
     body = _spliced(text, tree, cuts, imports)
     result = text.encode(body, path)
     new_text = decode(result, path)
     new_tree = parse(new_text, path)
-    imports_of_ours = code_text.imports_of(new_tree) if f"{code_text.PACKAGE}." in body else ()
+    own_imports = code_text.imports_of(new_tree) if f"{code_text.PACKAGE}." in body else ()
     _check(text, tree, new_text, new_tree, path, cuts, groups, inserted)
-    return Rewritten(result, after, inserted.fingerprint(), imports_of_ours)
+    return Rewritten(result, after, inserted.fingerprint(), own_imports)
 
 
-def _in_front(inserted: Inserted, group: Sequence[Step]) -> list[str]:
+def _helpers_before(inserted: Inserted, group: Sequence[Step]) -> list[str]:
     pairs = [(step.page, step.edit) for step in group]
-    return inserted.in_front_of(pairs, any(step.marked for step in group))
+    return inserted.helpers_before(pairs, any(step.marked for step in group))
 
 
 def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
-    """Steps by symbol; a method whose class is edited too goes with its class, in page order."""
+    """Group steps by symbol; a method of an edited class is in the group of the class."""
     symbols = {step.edit.symbol for step in steps}
     groups: dict[str, list[Step]] = {}
     for step in steps:
@@ -133,7 +139,7 @@ def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
 
 
 def locate(tree: ast.Module, text: Text, target: str) -> Span:
-    """The lines of the one definition that a target names.
+    """Return the lines of the one definition that a target names.
 
     Raises:
         CppmegaError: `target-absent`, `target-ambiguous`, `target-shares-its-lines`.
@@ -144,7 +150,7 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
             "target-ambiguous" if found else "target-absent",
             f"{target} is defined {len(found)} times.",
             "An edit must change exactly one definition.",
-            "run `cppmega status` and see what the file holds",
+            "run `cppmega status`, and compare the file with upstream's",
         )
     where = span(tree, text, found[0])
     if shares_its_lines(text, found[0], where):
@@ -160,7 +166,7 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
 def _edit_slice(
     source: str, symbol: str, group: Sequence[Step], path: str
 ) -> tuple[str, dict[str, str]]:
-    """The lines of a definition -> its new lines, and the fingerprint of every target in it."""
+    """Return the new lines of a definition, and the fingerprint of every target in it."""
     module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
     try:
         for step in group:
@@ -168,10 +174,10 @@ def _edit_slice(
     finally:
         whole = codegen.text(module, module.default_indent, module.default_newline)
         changed = source.strip() not in whole
-        if changed:  # the node is kept, and would be given to others as it is now
+        if changed:  # the node is cached, and later callers would get it mutated
             fingerprint.forget()
     if changed:
-        raise _bad_edit(group[0], "changes the node that it is given, or a later page's does")
+        raise _bad_edit(group[0], "changes the node that it is given, or a later page's edit does")
     for step in group:
         node = _within(node, symbol, step, _marked)
     new, bare = _printed(module, node, wrapped=source.startswith((" ", "\t")))
@@ -185,10 +191,10 @@ def _edit_slice(
 def _print_after(step: Step, symbol: str, node: cst.CSTNode, bare: str) -> str:
     """Fingerprint of a step's target in the edited definition."""
     below = step.edit.symbol[len(symbol) + 1 :]
-    inner = node_edits.below(node, below)
+    inner = _below(step, node, below)
     after = fingerprint.of_node(inner) if below else fingerprint.of_text(bare)
     if after in step.known | set(step.edit.pins.values()):
-        raise _bad_edit(step, "gives a text that it would edit again")
+        raise _bad_edit(step, "produces a text that it would edit again")
     return after
 
 
@@ -198,9 +204,17 @@ def _within(
     """Change the step's target, which is the node itself or lies inside it."""
     if step.edit.symbol == symbol:
         return change(step, node)
-    inner = node_edits.below(node, step.edit.symbol[len(symbol) + 1 :])
+    inner = _below(step, node, step.edit.symbol[len(symbol) + 1 :])
     new: cst.CSTNode = node.deep_replace(inner, change(step, inner))
     return new
+
+
+def _below(step: Step, node: cst.CSTNode, symbol: str) -> cst.CSTNode:
+    """Find a definition inside another; a failure names the page."""
+    try:
+        return node_edits.below(node, symbol)
+    except EditMismatchError as error:
+        raise EditMismatchError(error.problem, step.page) from None
 
 
 def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
@@ -221,9 +235,9 @@ def _printed(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> tuple[str,
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
     new, again = _called_twice(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
-        raise _bad_edit(step, "gives back something else than its target")
+        raise _bad_edit(step, "returns something other than its target")
     if not node_compare.same(again, new):
-        raise _bad_edit(step, "gives another text when it is called again")
+        raise _bad_edit(step, "returns a different text when it is called again")
     if not node_compare.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
@@ -234,25 +248,27 @@ def _called_twice(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
     try:
         with contained(partial(_bad_edit, step)):
             return step.edit.edit(node), step.edit.edit(node)
+    except BadEditError:
+        raise
+    except EditMismatchError as error:
+        raise EditMismatchError(error.problem, step.page) from None
     except CppmegaError as error:
-        if error.name == "bad-edit":
-            raise
         raise CppmegaError(
             error.name, f"{step.page}: {error.what}", error.why, error.next
         ) from None
 
 
-def _bad_edit(step: Step, what: str) -> CppmegaError:
-    return CppmegaError(
+def _bad_edit(step: Step, what: str) -> BadEditError:
+    return BadEditError(
         "bad-edit",
         f"The edit of {step.edit.target} in page {step.page} {what}.",
-        "A patch that is not what it says must not be applied.",
+        "A patch that does not do what it declares must not be applied.",
         f"correct the page; `cppmega diff {step.page}` shows the result",
     )
 
 
 def _spliced(text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequence[str]) -> str:
-    """The new text of the file: the old lines, with the cuts and the inserted blocks."""
+    """Return the new text of the file: the old lines with the cuts and the inserted blocks."""
     front: dict[int, list[str]] = {cut.where.top: [] for cut in cuts}
     for cut in cuts:
         front[cut.where.top] += [block.rstrip("\n") + "\n\n\n" for block in cut.blocks]
@@ -293,7 +309,7 @@ def _check(
     groups: Mapping[str, Sequence[Step]],
     extra: Inserted,
 ) -> None:
-    """Only the targets and what belongs to them changed, and every name is defined."""
+    """Check that only targets and what belongs to them changed, and all names are defined."""
     pages = ", ".join(dict.fromkeys(step.page for group in groups.values() for step in group))
     left = _rest(old, [cut.where for cut in cuts])
     right = _rest(new, [locate(new_tree, new, f"{path}:{symbol}") for symbol in groups])

@@ -1,6 +1,6 @@
 """Python files as text: decode without changing a byte, find one symbol, cut it out.
 
-Locating uses `ast` on the whole file (fast); only the slice of the symbol is ever given to libcst.
+Locating uses `ast` on the whole file (fast); only the slice of the symbol is passed to libcst.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Text:
         return "".join(self.lines)
 
     def encode(self, body: str, name: str) -> bytes:
-        """Text to bytes in the file's own encoding."""
+        """Convert text to bytes in the file's own encoding."""
         try:
             return body.encode(self.encoding)
         except UnicodeEncodeError as error:
             raise CppmegaError(
                 "text-not-encodable",
-                f"{name} is stored as {self.encoding}, which has no {error.object[error.start]!r}.",
+                f"{name} is stored as {self.encoding}, which lacks {error.object[error.start]!r}.",
                 "Writing it in another encoding would change every line of the file.",
                 "keep the patch's text within the encoding of the file it edits",
             ) from None
@@ -57,10 +57,10 @@ class Span:
 
 
 def decode(data: bytes, name: str) -> Text:
-    """Bytes of a Python file to text, line ends kept.
+    """Decode the bytes of a Python file, and keep its line ends.
 
     Raises:
-        CppmegaError: `unreadable-python`, when the bytes are not a text in the declared encoding.
+        CppmegaError: `unreadable-python`, if the bytes are not text in the declared encoding.
     """
     try:
         plain = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
@@ -75,23 +75,23 @@ def decode(data: bytes, name: str) -> Text:
 
 
 def _line_end(lines: Sequence[str]) -> str:
-    """The line end that most lines have."""
+    """The most frequent line end."""
     ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
     return max(("\n", "\r\n", "\r"), key=ends.count)
 
 
 def unreadable(name: str, reason: str) -> CppmegaError:
-    """A file that is not Python: half written, or never meant to be."""
+    """Create the error for a file that cannot be read as Python."""
     return CppmegaError(
         "unreadable-python",
         f"{name} cannot be read as Python: {reason}.",
-        "A torn or foreign file can be neither patched nor trusted to train.",
+        "A truncated or foreign file can be neither patched nor trusted in training.",
         "reinstall the package it belongs to, then run `python -m cppmega.apply_patches`",
     )
 
 
 def parse(text: Text, name: str) -> ast.Module:
-    """The syntax tree of a file; a torn file is a named error."""
+    """Parse a file; one that is not Python is a named error."""
     try:
         return parse_silently(text.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -99,14 +99,14 @@ def parse(text: Text, name: str) -> ast.Module:
 
 
 def parse_silently(body: str) -> ast.Module:
-    """Invalid escapes of upstream's are no news to the user, and no error under `-W error`."""
+    """Parse without warnings: upstream's invalid escapes must not fail under `-W error`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(body)
 
 
 def definitions(tree: ast.AST) -> Iterator[Definition]:
-    """Functions and classes of one scope, also those below if, try, with, for and while."""
+    """Yield functions and classes of one scope, including those below if, try, with and loops."""
     pending = blocks(tree)[::-1]
     while pending:
         node = pending.pop()
@@ -125,10 +125,10 @@ _BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
 
 
 def find(tree: ast.Module, symbol: str) -> list[Definition]:
-    """Every definition with that qualified name; more than one is the caller's to refuse.
+    """Return every definition with that qualified name; the caller refuses more than one.
 
     `name#2` is the second of several: upstream defines some functions once for every branch of an
-    `if HAVE_TE`, and a page must say which of them it means.
+    `if HAVE_TE`, and a page must state which of them it edits.
     """
     scopes: list[ast.AST] = [tree]
     for part in symbol.split("."):
@@ -140,7 +140,7 @@ def find(tree: ast.Module, symbol: str) -> list[Definition]:
 
 
 def plain(symbol: str) -> str:
-    """The name that Python knows the symbol by, without the count after it."""
+    """Return the symbol's name in Python, without the counts."""
     return _COUNT.sub("", symbol)
 
 
@@ -170,7 +170,7 @@ def _first_line(statement: ast.stmt, text: Text) -> int:
 
 
 def shares_its_lines(text: Text, node: Definition, where: Span) -> bool:
-    """True where the definition does not own its lines, as in `if x: y; class A: pass`."""
+    """Whether other code is on the definition's lines, as in `if x: y; class A: pass`."""
     head = text.lines[where.start]
     lead = head[: len(head) - len(head.lstrip())]
     if not node.decorator_list and not head.lstrip().startswith(("def", "async", "class")):

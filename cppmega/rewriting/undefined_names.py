@@ -1,7 +1,7 @@
 """Undefined names in the edited definitions of a module, found by pyflakes.
 
-Of all other functions and classes only the names are left first: the check then costs the same for
-a file of five thousand lines as for a short one.
+All other functions and classes are first reduced to their names, so that the check costs the same
+for a file of five thousand lines as for a short one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pyflakes import checker, messages
 
 
 def top_level(tree: ast.Module) -> set[str]:
-    """Names bound at the top level of a module, below if and try as well."""
+    """Names bound at the top level of a module, including those below if and try."""
     bound: set[str] = set()
     pending: list[ast.AST] = list(tree.body)
     while pending:
@@ -38,7 +38,7 @@ def undefined(tree: ast.Module, keep: set[str], path: str) -> set[str]:
 
     Args:
         tree: the whole module; it is emptied in place.
-        keep: qualified names of the definitions to look at.
+        keep: qualified names of the definitions to check.
     """
     _empty(tree, "", keep)
     found = checker.Checker(tree, filename=path).messages
@@ -65,7 +65,7 @@ _NO_ARGUMENTS = ast.arguments([], [], None, [], [], None, [])
 
 
 def _leave_the_name(definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
-    """Nothing that another definition says or runs matters here, but that it binds its name."""
+    """Reduce a definition to binding its name, the only part that matters here."""
     definition.body = [ast.copy_location(ast.Pass(), definition.body[0])]
     definition.decorator_list = []
     if isinstance(definition, ast.ClassDef):

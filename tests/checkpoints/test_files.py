@@ -263,7 +263,7 @@ def test_folders_that_hold_no_checkpoint(load: Path) -> None:
     folder.mkdir()
     assert "it is empty" in refused("checkpoint-broken", load)
     folder.rename(load / "iter_0000006")
-    assert "iter_0000007 is not there" in refused("checkpoint-broken", load)
+    assert "iter_0000007 is missing" in refused("checkpoint-broken", load)
     for text in ("seven", "", "-7", "7.0", "9" * 5000, "\u0667", "7\n8", "release"):
         (load / TRACKER).write_text(text)
         refused("checkpoint-broken", load)

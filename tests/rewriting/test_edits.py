@@ -118,7 +118,8 @@ def test_expression_that_would_come_apart(old: str, new: str, body: str) -> None
 )
 def test_place_that_is_not_there_exactly_as_often_as_said(edit: Any, body: str) -> None:
     """Nothing matched, or one place too many, is an error and never a text."""
-    fails("edit-mismatch", f"a = b = c = g = h = 1\ndef f():\n    {body}\n", edit)
+    error = fails("edit-mismatch", f"a = b = c = g = h = 1\ndef f():\n    {body}\n", edit)
+    assert "edit of page page does" in error.what and "`cppmega diff page`" in error.next
 
 
 def test_inserting_and_adding() -> None:
@@ -170,10 +171,10 @@ _PLAIN = "def f(x):\n    return x\n"
     ("edit", "said"),
     [
         (lambda node: node, "changes nothing"),
-        (lambda node: None, "something else"),
-        (lambda node: cst.RemoveFromParent(), "something else"),
-        (lambda node: cst.parse_statement("x = 1"), "something else"),
-        (lambda node: node.with_changes(name=cst.Name("g")), "something else"),
+        (lambda node: None, "something other"),
+        (lambda node: cst.RemoveFromParent(), "something other"),
+        (lambda node: cst.parse_statement("x = 1"), "something other"),
+        (lambda node: node.with_changes(name=cst.Name("g")), "something other"),
         (lambda node: 1 / 0, "ZeroDivisionError"),
         (lambda node: cst.parse_module("def"), "ParserSyntaxError"),
         (replacing("else:", "elif x:"), "raises"),
@@ -256,7 +257,7 @@ def test_second_definition_of_the_target_is_refused() -> None:
     text = b"class C:\n    def f(self):\n        pass\n"
     with pytest.raises(CppmegaError) as caught:
         rewrite.rewrite(text, A, [step(same, "C"), step(twice, "C.f")])
-    assert caught.value.name == "edit-mismatch"
+    assert caught.value.name == "edit-mismatch" and "`cppmega diff page`" in caught.value.next
 
 
 # -- helpers, imports, marks --------------------------------------------------------------------

@@ -57,11 +57,11 @@ def refused(name: str, said: str, **more: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from math import *", "does not say"),
+        ("from math import *", "does not spell out"),
         ("import math; print(1)", "not exactly one import"),
         ("import math\nLIMIT = 2", "not exactly one import"),
         ("print(1)", "not exactly one import"),
-        ("import math as", "not Python"),
+        ("import math as", "not valid Python"),
         ("", "not exactly one import"),
         ("import math  # -*- coding: latin-1 -*-", "carries a comment"),
         ("from __future__ import annotations", "the whole file"),
@@ -71,9 +71,9 @@ def refused(name: str, said: str, **more: Any) -> None:
         ("import math as C", "rebinds C"),
         ("import math as fast", "rebinds fast"),
         ("import fast", "rebinds fast"),
-        ("from math import pow", "which Python itself reads"),
-        ("import math as print", "which Python itself reads"),
-        ("import math as __getattr__", "which Python itself reads"),
+        ("from math import pow", "special or builtin name"),
+        ("import math as print", "special or builtin name"),
+        ("import math as __getattr__", "special or builtin name"),
         ("import math as helper", "rebinds helper"),
     ],
 )
@@ -156,13 +156,13 @@ text_of_two = lambda x: x  # noqa: E731
     ("added", "said"),
     [
         (rebinds, "global LIMIT"),
-        (in_default, "LIMIT := in its head"),
+        (in_default, "LIMIT := in its header"),
         (runs, "exec() when the file is imported"),
-        (__getattr__, "Python itself reads"),
+        (__getattr__, "special or builtin name"),
         (in_decorator, "eval() when the file is imported"),
         (InBody, "globals() when the file is imported"),
         (WithMethod, "setattr() when the file is imported"),
-        (renamed, "no text of its own"),
+        (renamed, "no source of its own"),
         (text_of_two, "not written as one definition"),
     ],
 )
@@ -181,8 +181,8 @@ def ours(x):  # type: ignore[no-untyped-def]
     [
         (body_of(ours), "f", "global LIMIT"),
         (inserting("def g():\n    global f\n    f = x", before="return x"), "f", "global f"),
-        (lambda node: _head(node, "x=(LIMIT := 2)"), "f", "LIMIT := in its head"),
-        (lambda node: _head(node, "self, x=(size := 2)"), "C.g", "size := in its head"),
+        (lambda node: _head(node, "x=(LIMIT := 2)"), "f", "LIMIT := in its header"),
+        (lambda node: _head(node, "self, x=(size := 2)"), "C.g", "size := in its header"),
         (lambda node: _head(node, "x=eval('1')"), "f", "eval() when the file is imported"),
     ],
 )
