@@ -1,1 +1,1 @@
-"""Catalogues: folders of pages, loaded and checked, their gates, and what their revisions cover."""
+"""Catalogues, which are folders of pages: loading and checking, gates, and revisions."""

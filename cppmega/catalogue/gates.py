@@ -1,4 +1,4 @@
-"""The `CPPMEGA_*` variables: which exist, which are set, and which are typing mistakes."""
+"""The `CPPMEGA_*` variables: which exist, which are set, and which are misspelled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_IN_THIS_RELEASE = {
     "CPPMEGA_MAMBA3_P1",
     "CPPMEGA_PREFER_NATIVE_HOPPER_CE",
 }
-"""Switches of the earlier overlay that people still have in their launch scripts."""
+"""Switches of the earlier overlay that launch scripts may still set."""
 
 GIVES_NAN = {
     "CPPMEGA_MTP_NATIVE_HOPPER_CE": "it filled the gradients of the MTP heads with NaN",
@@ -39,7 +39,7 @@ def declared(pages: Iterable[Page]) -> set[str]:
 
 
 def check(pages: Iterable[Page], environment: Mapping[str, str] = os.environ) -> None:
-    """Stop on a variable that nothing declares.
+    """Refuse a variable that nothing declares.
 
     Raises:
         CppmegaError: `unknown-variable`, with the nearest name.
@@ -49,7 +49,7 @@ def check(pages: Iterable[Page], environment: Mapping[str, str] = os.environ) ->
 
 
 def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[CppmegaError]:
-    """Every variable that nothing declares, as the error that says so."""
+    """Yield an error for every variable that nothing declares."""
     known = declared(pages)
     for name in sorted(environment):
         if not name.startswith(env.PREFIX) or name in known:
@@ -64,7 +64,7 @@ def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[
         yield CppmegaError(
             "unknown-variable",
             f"{name} is set, and nothing reads it.{hint}",
-            "You would believe that a switch is on which does nothing.",
+            "The switch would seem to be on, but it does nothing.",
             f"unset {name}" + (f"; export {near[0]}={environment[name]}" if near else ""),
         )
 
@@ -85,30 +85,30 @@ def is_on(page: Page, environment: Mapping[str, str]) -> bool:
     raise CppmegaError(
         "bad-gate-value",
         f"{page.patch.gate}={value!r} is neither on nor off.",
-        "A guess would turn a patch on or off behind your back.",
+        "A guess would silently turn a patch on or off.",
         f"export {page.patch.gate}=1 (or 0)",
     )
 
 
 def wanted(page: str, when: Callable[[Any], bool], args: Any) -> bool:
-    """Whether a run with these arguments must reach a page, by the page's own `when`.
+    """Whether a run with these arguments must reach a page, according to the page's `when`.
 
     Raises:
-        CppmegaError: `bad-when`, where it answers with neither True nor False.
+        CppmegaError: `bad-when`, also if it does not return a bool.
     """
 
     def failed(what: str) -> CppmegaError:
         return CppmegaError(
             "bad-when",
             f"`when` of {page} {what}.",
-            "Without its answer nobody knows whether this run must reach the patch.",
-            "correct the page; `when` gets the run's arguments and answers True or False",
+            "Without its answer, it is not known whether this run must reach the patch.",
+            "correct the page; `when` takes the run's arguments and returns True or False",
         )
 
     with contained(failed):
         answer = when(args)
     if not isinstance(answer, bool):
-        raise failed(f"answers with a {type(answer).__name__}, neither True nor False")
+        raise failed(f"returns {type(answer).__name__}, not True or False")
     return answer
 
 
@@ -124,11 +124,11 @@ def values(pages: Iterable[Page], environment: Mapping[str, str]) -> dict[str, s
 def check_applied(
     pages: Iterable[Page], applied: Mapping[str, str], environment: Mapping[str, str], where: str
 ) -> None:
-    """Does the environment of a run say what it said when the patches were applied?
+    """Refuse a run whose gates differ from those with which the patches were applied.
 
     Args:
         applied: the gates in the receipt.
-        where: whose environment it is.
+        where: the process whose environment it is.
 
     Raises:
         CppmegaError: `gate-differs`.
@@ -139,6 +139,6 @@ def check_applied(
                 "gate-differs",
                 f"{where}: {name} is {value} here and was {applied.get(name, '0')} when "
                 "the patches were applied.",
-                "The run would not do what its environment says.",
+                "The run would not do what its environment requests.",
                 f"export {name}={applied.get(name, '0')}, or apply again with {name}={value}",
             )

@@ -1,6 +1,6 @@
-"""Catalogues: folders of pages, loaded by path, their headers checked.
+"""Load catalogues, which are folders of pages, by path, and check the headers of their pages.
 
-The name of a page is the name of its file (or of its folder, where it must carry a second file).
+The name of a page is the name of its file (or of its folder, if it consists of several files).
 `upstream_patches` is too common a name to import, so pages are loaded by path under a private one.
 """
 
@@ -34,7 +34,7 @@ def builtin_folder() -> Path:
 
 
 def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
-    """Every page of our catalogue and of the given folders, by name.
+    """Load every page of the built-in catalogue and of the extra folders, by name.
 
     Raises:
         CppmegaError: `bad-page` (the header law), `page-failed`, `duplicate-page`,
@@ -46,8 +46,8 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
             raise CppmegaError(
                 "no-catalogue",
                 f"{folder} is not a folder.",
-                "The patches it should hold would silently not be there.",
-                "pass an existing folder as --patches, or `cppmega revert` to start anew",
+                "Its patches would silently be missing.",
+                "pass an existing folder as --patches, or run `cppmega revert` to start over",
             )
         for name, path in page_files(folder):
             page = load_page(name, path, label)
@@ -62,7 +62,7 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
     for page in pages.values():
         for other in page.patch.after:
             if other not in pages:
-                raise _unknown(other, pages, f"{page.name} says after={other!r}")
+                raise _unknown(other, pages, f"{page.name} declares after={other!r}")
     _refuse_cycle(pages)
     return pages
 
@@ -75,17 +75,17 @@ def _refuse_cycle(pages: Mapping[str, Page]) -> None:
     except CycleError as error:
         raise CppmegaError(
             "after-cycle",
-            f"Each of these pages is to come after the next: {' -> '.join(error.args[1][::-1])}.",
-            "No order satisfies them, and another order is other code.",
-            "take one of them out of the other's `after`",
+            f"Each of these pages must come after the next: {' -> '.join(error.args[1][::-1])}.",
+            "No order satisfies all of them, and the order decides the resulting code.",
+            "remove one of them from the other's `after`",
         ) from None
 
 
 def page_files(folder: Path) -> list[tuple[str, Path]]:
-    """(name, file) of every page of a folder, sorted."""
+    """List the (name, file) of every page of a folder, sorted."""
     found = []
     for entry in sorted(folder.iterdir()):
-        if entry.stem.startswith("_"):  # what pages share
+        if entry.stem.startswith("_"):  # shared by several pages
             continue
         if entry.is_dir() and (entry / "__init__.py").is_file():
             found.append((entry.name, entry / "__init__.py"))
@@ -95,9 +95,9 @@ def page_files(folder: Path) -> list[tuple[str, Path]]:
 
 
 def get(pages: dict[str, Page], name: str) -> Page:
-    """A page by name; the error for a typo names the nearest ones."""
+    """Look up a page by name; the error for a misspelled name suggests the closest ones."""
     if name not in pages:
-        raise _unknown(name, pages, "you asked for it")
+        raise _unknown(name, pages, "requested by name")
     return pages[name]
 
 
@@ -105,7 +105,7 @@ def _unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
     return CppmegaError(
         "unknown-page",
         f"There is no page {name} ({who})." + did_you_mean(name, pages, 3),
-        "What is asked for and not applied must stop the run.",
+        "A patch that is requested but not applied must stop the run.",
         "cppmega list",
     )
 
@@ -114,7 +114,7 @@ def load_page(name: str, path: Path, label: str) -> Page:
     """Load one page and check its header.
 
     Raises:
-        CppmegaError: `bad-page` with every violation, `page-failed` where it cannot be imported.
+        CppmegaError: `bad-page` with every violation, `page-failed` if it cannot be imported.
     """
     module = _load_module(name, path)
     patch = getattr(module, "PATCH", None)
@@ -123,7 +123,7 @@ def load_page(name: str, path: Path, label: str) -> Page:
         raise CppmegaError(
             "bad-page",
             f"{name} ({path}): " + "; ".join(problems or ["it has no PATCH"]) + ".",
-            "A page that does not say what it is cannot be checked.",
+            "A page with an incomplete header cannot be checked.",
             "correct the page; `cppmega new NAME` writes a complete one",
         )
     doc = module.__doc__ or ""
@@ -159,10 +159,9 @@ def _load_module(name: str, path: Path) -> ModuleType:
 
 
 def package_of(folder: Path) -> str:
-    """The private package as whose modules the pages of a folder are loaded.
+    """Create the private package under which the pages of a folder are loaded.
 
-    A page imports what it shares with another one relatively, from a module or folder that begins
-    with `_`.
+    Pages import what they share relatively, from a module or folder whose name begins with `_`.
     """
     name = f"_cppmega_pages_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
     load_file.package(name, folder)
@@ -184,18 +183,18 @@ def labels(doc: str) -> dict[str, str]:
 
 
 def header_problems(name: str, path: Path, module: Any) -> list[str]:
-    """Everything that is wrong with a page's header, one sentence each; empty when complete."""
-    said = labels(module.__doc__ or "")
-    problems = [f"the docstring lacks {label}:" for label in LABELS if not said.get(label)]
-    if list(said) != [label for label in LABELS if label in said]:
-        problems.append(f"the labels stand in another order than {', '.join(LABELS)}")
+    """List every problem of a page's header, one sentence each; empty if there is none."""
+    labelled = labels(module.__doc__ or "")
+    problems = [f"the docstring lacks {label}:" for label in LABELS if not labelled.get(label)]
+    if list(labelled) != [label for label in LABELS if label in labelled]:
+        problems.append(f"the labels are not in the order {', '.join(LABELS)}")
     title = (module.__doc__ or "").strip().partition("\n")[0]
     if not title or title.startswith("What:"):
         problems.append("the docstring does not begin with a one-line title")
-    upstream = said.get("Upstream", "https://")
+    upstream = labelled.get("Upstream", "https://")
     if not re.match(r"https://|Not sent: \S", upstream):
         problems.append("Upstream: is neither a link nor `Not sent: reason`")
-    if not said.get("Numerics", NUMERICS[0]).startswith(NUMERICS):
+    if not labelled.get("Numerics", NUMERICS[0]).startswith(NUMERICS):
         problems.append(f"Numerics: does not begin with {' | '.join(NUMERICS)}")
     if not _NAME.match(name):
         problems.append("the file name is not snake_case")
@@ -215,7 +214,7 @@ def _patch_problems(patch: Patch) -> list[str]:
     if not patch.edits:
         problems.append("PATCH has no edits")
     if patch.reached not in REACHED:
-        problems.append(f"reached={patch.reached!r} is none of {', '.join(REACHED)}")
+        problems.append(f"reached={patch.reached!r} is not one of {', '.join(REACHED)}")
     for name in (*filter(None, [patch.gate]), *patch.variables):
         if not name.startswith(env.PREFIX):
             problems.append(f"the variable {name} does not begin with {env.PREFIX}")
@@ -226,23 +225,23 @@ def _patch_problems(patch: Patch) -> list[str]:
         package = PACKAGES.get(edit.distribution)
         if package is None:
             known = ", ".join(PACKAGES)
-            problems.append(f"distribution {edit.distribution!r} is none of {known}")
+            problems.append(f"distribution {edit.distribution!r} is not one of {known}")
         elif not edit.target.startswith(f"{package}/"):
             problems.append(f"target {edit.target!r} is not below {package}/, {edit.distribution}")
         if edit.kind not in KINDS:
-            problems.append(f"kind {edit.kind!r} is none of {', '.join(KINDS)}")
+            problems.append(f"kind {edit.kind!r} is not one of {', '.join(KINDS)}")
         if not edit.pins:
             problems.append(f"{edit.target} has no pins")
         for version, pin in edit.pins.items():
             if not re.match(r"[0-9a-f]{16}\Z", pin):
-                problems.append(f"pin {version}: {pin!r} is no fingerprint")
+                problems.append(f"pin {version}: {pin!r} is not a fingerprint")
             if (edit.target, version) in seen:
                 problems.append(f"two edits pin {edit.target} for {version}")
             seen.add((edit.target, version))
         if edit.mark == "" and edit.kind != "source":
-            problems.append(f"mark='' leaves no mark on {edit.target}, which kind source alone can")
+            problems.append(f"mark='' on {edit.target} is allowed for kind source only")
     for version in sorted({version for _, version in seen}):
         done = [e for e in patch.edits if version in e.pins and e.edit is not left_alone]
         if done and patch.reached != "never" and not any(map(patch.marks, done)):
-            problems.append(f"a run on {version} must reach it, and no edit carries a mark")
+            problems.append(f"a run on {version} must reach it, but no edit carries a mark")
     return problems

@@ -1,8 +1,8 @@
-"""Hashes of all the code that a page, or the engine, reaches.
+"""Hash all the code that a page, or the engine, reaches.
 
-Imports are followed through the whole package, those inside functions and relative ones too, and
-files that a page reads count with it. Comments and docstrings do not, unless code that is reached
-reads them.
+Imports are followed through the complete package, including relative ones and those inside
+functions, and files that a page reads count as well. Comments and docstrings do not count, unless
+reached code reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cppmega.page import Edit
 from cppmega.rewriting.code_text import LENGTH, PACKAGE, Code, code_of
 
 _ENTRANCES = (f"{PACKAGE}.rewriting.rewrite", f"{PACKAGE}.overlay.survey")
-"""The engine's: what makes the text of a file, and what answers the questions about one."""
+"""The engine's entry points: one produces the text of a file, one answers questions about it."""
 
 Hashes = dict[str, str]
 """Module -> hash of its code."""
@@ -30,12 +30,12 @@ class Revision:
     """The hashes of a page."""
 
     code: str
-    """One hash of its code and of all that this reaches outside of the engine."""
+    """One hash of its code and of everything that it reaches outside the engine."""
     text: str
-    """One hash of its own files as they are, comments included: they are written into Megatron's
-    files with the functions that they are in."""
+    """One hash of its own files as they are, comments included, since those inside functions are
+    written into Megatron's files."""
     reached: Hashes
-    """The modules of this package that it imports, without the engine's."""
+    """The modules of this package that it reaches, without the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Module:
     """Files in its folder that it reads."""
 
     def hash(self, whole: bool) -> str:
-        """Hash of its code, or of all of its text, and of the files that it reads."""
+        """Hash its code, or its complete text, together with the files that it reads."""
         mine = self.text if whole else self.code.bare
         read = {file.name: _raw(file.read_bytes()) for file in self.data}
         return _joined({"": mine, **read}) if read else mine
@@ -87,7 +87,7 @@ def reached(names: Iterable[str]) -> Hashes:
 
 
 def changed(then: Mapping[str, str]) -> list[str]:
-    """Of the modules that something reached when it was applied: those with other code now."""
+    """Names of the modules whose code is no longer what it was when these hashes were recorded."""
     now = reached(then)
     return [name for name in sorted(then) if now.get(name) != then[name]]
 
@@ -98,7 +98,7 @@ def _reads_text(codes: Iterable[Code]) -> bool:
 
 @functools.cache
 def _closure(names: tuple[str, ...]) -> dict[str, _Module]:
-    """Modules by name, in alphabetical order: these ones and all that they import."""
+    """These modules and everything that they import, by name in alphabetical order."""
     found: dict[str, _Module] = {}
     pending = list(names)
     while pending:
@@ -127,13 +127,13 @@ def _module(name: str) -> _Module | None:
 
 
 def _parents(name: str) -> Iterator[str]:
-    """Packages whose `__init__` an import runs too; the outermost holds the version alone."""
+    """Packages whose `__init__` an import runs too; the outermost only defines the version."""
     parts = name.split(".")
     yield from (".".join(parts[:count]) for count in range(2, len(parts)))
 
 
 def _absolute(names: Iterable[str], package: str) -> Iterator[str]:
-    """Names of imports, the relative ones as seen from a package."""
+    """Make the names of imports absolute, as seen from a package."""
     parts = package.split(".")
     for name in names:
         plain = name.lstrip(".")
@@ -142,8 +142,8 @@ def _absolute(names: Iterable[str], package: str) -> Iterator[str]:
 
 
 def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
-    """The page's file, or all of its folder; its helpers' files; what they import relatively, and
-    the files that they name."""
+    """Read the page's file or folder, its helpers' files, their relative imports, and the files
+    that they name."""
     files = {path}
     if path.stem == "__init__":
         inside = (file for file in path.parent.rglob("*") if file.is_file())
@@ -163,7 +163,7 @@ def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
 
 
 def _relative(file: Path, code: Code) -> Iterator[Path]:
-    """Files that a page's file imports from its own folder, and the `__init__` of those below."""
+    """Find the files that a page imports relatively, with the `__init__` of their packages."""
     for name in code.imports:
         parts = name.lstrip(".").split(".")
         folder = file.parent
@@ -177,7 +177,7 @@ def _relative(file: Path, code: Code) -> Iterator[Path]:
 
 
 def _beside(file: Path, code: Code) -> Iterator[Path]:
-    """Files that the code of one reads by their names, from its own folder."""
+    """Find the files that a file's code reads by name from its own folder."""
     yield from (file.parent / name for name in code.beside if (file.parent / name).is_file())
 
 

@@ -1,1 +1,1 @@
-"""Pages and recipes: loaded by path, and watched while their code runs."""
+"""Load pages and recipes by path, and supervise their code while it runs."""

@@ -1,9 +1,9 @@
-"""Code of pages and recipes, executed in this process: it answers, or it is a named error.
+"""Run code of pages and recipes in this process; whatever goes wrong becomes a named error.
 
-A page is loaded, edits nodes and is asked questions inside the command that reads it. There it must
-not end the process, run for ever, start another program, write a file, or change what the engine
-relies on. This catches accidents and everything that is easily done on purpose. It is not a
-sandbox: code in the same process that sets out to get around it can.
+Pages are loaded, edit nodes and answer questions inside the command that uses them. They must not
+end the process, run forever, start another program, write a file, or change what the engine relies
+on. This module catches accidents and simple attempts to do so on purpose. It is not a sandbox: code
+in the same process that is determined to evade it can.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from cppmega.errors import CppmegaError
 from cppmega.loading.footprint import OF_FILES, Footprint
 
 LIMIT = 30.0
-"""Seconds that a page has for one answer; it should take milliseconds."""
+"""Seconds that a page has for one answer, which should take milliseconds."""
 GRACE = 3.0
-"""Seconds after the limit until code that catches the interruption ends with the process."""
+"""Seconds after the limit until the process is ended if the code catches the interruption."""
 
 Failed = Callable[[str], CppmegaError]
-"""Makes the caller's error of a sentence such as `starts a process (os.system)`."""
+"""Builds the caller's error from a predicate such as `starts a process (os.system)`."""
 
 _STARTS = {
     **dict.fromkeys(("os.kill", "os.killpg", "signal.pthread_kill"), "sends a signal"),
@@ -51,7 +51,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class _Forbidden(BaseException):
-    """Raised where page code does what it must not; `except Exception` does not catch it."""
+    """Raised when page code does something forbidden; `except Exception` does not catch it."""
 
 
 def _other_threads() -> frozenset[int | None]:
@@ -61,17 +61,17 @@ def _other_threads() -> frozenset[int | None]:
 
 @dataclass
 class _Watch:
-    """What is watched while code of a page runs."""
+    """The state of the supervision while code of a page runs."""
 
     failed: Failed
     seconds: float
     others: frozenset[int | None] = field(default_factory=_other_threads)
-    """Threads that were there before, and do what they do."""
+    """Threads that existed before, which are not supervised."""
     stdout: Any = field(default_factory=lambda: sys.stdout)
     threads: bool = False
-    """Whether it has started one."""
+    """Whether the code has started a thread."""
     done: str = ""
-    """The first thing that it did and must not; kept, because it may catch our exception."""
+    """The first forbidden action; kept because the code may catch `_Forbidden`."""
 
     def refuse(self, what: str) -> NoReturn:
         self.done = self.done or what
@@ -84,15 +84,15 @@ _hooked = False
 
 @contextmanager
 def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
-    """Run code of a page or of a recipe.
+    """Supervise code of a page or a recipe.
 
-    A `CppmegaError` passes, and so does Ctrl-C; whatever else goes wrong is the caller's error.
+    A `CppmegaError` and Ctrl-C pass through; every other failure becomes the caller's error.
 
     Raises:
-        CppmegaError: what `failed` makes of the sentence that says what the code did.
+        CppmegaError: built by `failed` from a description of what the code did.
     """
     global _watch
-    if _watch is not None:  # a recipe that a page loads is watched with the page
+    if _watch is not None:  # a recipe that a page loads is supervised with the page
         with _as(failed):
             yield
         return
@@ -106,11 +106,11 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
             yield
     except CppmegaError as error:
         raised = error
-    except _Forbidden as error:  # perhaps of a function that it kept from an earlier call
+    except _Forbidden as error:  # perhaps from a stand-in that it kept from an earlier call
         watch.done = watch.done or str(error)
     finally:
         _watch = None
-        left = footprint.put_back()
+        left = footprint.restore()
     if watch.done or left:
         raise failed(watch.done or left) from raised
     if raised is not None:
@@ -118,7 +118,7 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
 
 
 def _await_threads(watch: _Watch) -> None:
-    """Let threads that the code started end while it is watched; none may outlive it."""
+    """Wait for the threads that the code started; none may outlive the supervision."""
     mine = threading.get_ident()
     for thread in threading.enumerate() if watch.threads else ():
         if thread.ident not in watch.others and thread.ident != mine:
@@ -129,7 +129,7 @@ def _await_threads(watch: _Watch) -> None:
 
 @contextmanager
 def _as(failed: Failed) -> Iterator[None]:
-    """Turn whatever is raised into the caller's error."""
+    """Turn any exception into the caller's error."""
     try:
         yield
     except (CppmegaError, _Forbidden, KeyboardInterrupt):
@@ -139,7 +139,7 @@ def _as(failed: Failed) -> Iterator[None]:
 
 
 def _hook() -> None:
-    """Watch the calls that Python announces; a hook cannot be taken back, so it is idle outside."""
+    """Install the audit hook, which cannot be removed and is idle outside of supervision."""
     global _hooked
     if not _hooked:
         _hooked = True
@@ -173,7 +173,7 @@ _OF_THE_LIBRARY = {
 
 
 def _harmless(path: object) -> bool:
-    """Python's own bytecode, a file that is open already, the place where nothing is kept."""
+    """Whether a path is Python's bytecode, a file that is already open, or the null device."""
     if isinstance(path, int) or path == os.devnull or "__pycache__" in str(path):
         return True
     return sys.pycache_prefix is not None and str(path).startswith(sys.pycache_prefix)
@@ -181,7 +181,7 @@ def _harmless(path: object) -> bool:
 
 @contextmanager
 def _stand_ins(watch: _Watch) -> Iterator[None]:
-    """Functions that raise, where Python announces nothing."""
+    """Replace functions for which Python raises no audit event with functions that refuse."""
     originals = [(module, name, getattr(module, name)) for module, name, _ in _UNANNOUNCED]
     for module, name, what in _UNANNOUNCED:
         setattr(module, name, partial(_refused, watch, f"{what} ({module.__name__}.{name})"))
@@ -200,9 +200,9 @@ def _refused(watch: _Watch, what: str, *_: object, **__: object) -> NoReturn:
 
 
 def _registered(watch: _Watch, function: Any, *arguments: Any, **named: Any) -> Any:
-    """`atexit.register` for the libraries that a page imports, and not for the page itself."""
+    """Call `atexit.register` for the libraries that a page imports, but not for the page itself."""
     if str(getattr(function, "__module__", "")).startswith(OF_FILES):
-        watch.refuse("leaves a function for the end of the process (atexit.register)")
+        watch.refuse("registers a function to run when the process ends (atexit.register)")
     return _register(function, *arguments, **named)
 
 
@@ -222,10 +222,10 @@ _exit = os._exit
 
 @contextmanager
 def _time_limit(watch: _Watch) -> Iterator[None]:
-    """Interrupt code that does not end; end the process where it catches the interruption.
+    """Interrupt code that does not end; end the process if it catches the interruption.
 
-    The second timer counts processor time and needs no Python to be heard: it also ends code in C
-    that never looks for signals, with the place in the page instead of a message.
+    The second timer counts processor time and works without the interpreter. It also ends C code
+    that never checks for signals, and prints a traceback instead of a message.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -233,7 +233,7 @@ def _time_limit(watch: _Watch) -> Iterator[None]:
     began = time.monotonic()
 
     def interrupted(number: int, frame: FrameType | None) -> None:
-        what = f"has not come to an end after {watch.seconds:g} seconds"
+        what = f"has not finished after {watch.seconds:g} seconds"
         if time.monotonic() - began > watch.seconds + GRACE:
             _end(watch, watch.failed(what))
         watch.refuse(what)
@@ -251,7 +251,7 @@ def _time_limit(watch: _Watch) -> Iterator[None]:
 
 
 def _end(watch: _Watch, error: CppmegaError) -> NoReturn:
-    """The command's last words, where code refuses to give control back."""
+    """Report the error and end the process, since the code does not return control."""
     with contextlib.suppress(BaseException), contextlib.redirect_stdout(watch.stdout):
         last_words(error)
         watch.stdout.flush()
@@ -263,4 +263,4 @@ def _render(error: CppmegaError) -> None:
 
 
 last_words: Callable[[CppmegaError], None] = _render
-"""Says why the process ends; the console puts its own in place, which knows `--json`."""
+"""Reports why the process ends; the console replaces it with one that supports `--json`."""

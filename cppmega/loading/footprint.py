@@ -1,4 +1,4 @@
-"""Changes that code of a page makes to this process: detected and undone."""
+"""Detect and undo the changes that code of a page makes to this process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 OF_FILES = ("_cppmega_pages_", "cppmega_recipe_")
-"""Modules made of files that are loaded by their path; one may be loaded again."""
+"""Name prefixes of modules that are loaded by path; such a module may be loaded again."""
 _RELIED_ON = ("builtins", "os", "posixpath", "ast", "hashlib", "json", "pathlib", "re", "tokenize")
-"""Modules beside our own whose functions decide what is written."""
+"""Modules outside this package whose functions decide what is written."""
 _OF_SYS = ("excepthook", "unraisablehook", "stderr", "stdout", "exit", "modules", "meta_path")
 
 
@@ -28,18 +28,18 @@ class Footprint:
     of_sys: list[Any]
     modules: dict[str, ModuleType]
     names: dict[str, dict[str, Any]]
-    """Module -> its names: those of the engine, and of what it is built on."""
+    """Module -> its names, for the modules of the engine and those that it relies on."""
     functions: list[FunctionType]
     code: list[CodeType]
-    """What the functions of the engine execute."""
+    """The code objects of `functions`."""
     classes: list[type]
     attributes: list[dict[str, Any]]
-    """What the classes of the engine have."""
+    """The attributes of `classes`."""
     traced: tuple[Any, Any]
 
     @classmethod
     def now(cls) -> Footprint:
-        """What is there before the code runs."""
+        """Record the state before the code runs."""
         guarded = _guarded()
         functions, classes = _definitions(tuple(guarded.items()))
         return cls(
@@ -56,11 +56,11 @@ class Footprint:
             (sys.getprofile(), sys.gettrace()),
         )
 
-    def put_back(self) -> str:
+    def restore(self) -> str:
         """Undo what the code changed.
 
         Returns:
-            a sentence about the first change; empty where there was none.
+            a description of the first change; empty if there was none.
         """
         return next((what for what in [*self._restored()] if what), "")
 
@@ -70,13 +70,13 @@ class Footprint:
             os.environ.clear()
             os.environ.update(self.environment)
             yield f"changes the environment ({', '.join(changed)})"
-        for mine, theirs, said in (
+        for mine, theirs, label in (
             (self.path, sys.path, "sys.path"),
             (self.arguments, sys.argv, "sys.argv"),
         ):
             if mine != theirs:
                 theirs[:] = mine
-                yield f"changes {said}"
+                yield f"changes {label}"
         for name, value in zip(_OF_SYS, self.of_sys, strict=True):
             if getattr(sys, name) is not value:
                 setattr(sys, name, value)
@@ -122,7 +122,7 @@ class Footprint:
             for name in _differing(before, vars(one)):
                 if name in before:
                     setattr(one, name, before[name])
-                elif name == "__annotations__":  # made when somebody first asks for it
+                elif name == "__annotations__":  # created on first access
                     continue
                 else:
                     delattr(one, name)
@@ -144,7 +144,7 @@ def _guarded() -> dict[str, ModuleType]:
 def _definitions(
     modules: tuple[tuple[str, ModuleType], ...],
 ) -> tuple[list[FunctionType], list[type]]:
-    """Functions, methods and classes that the modules of the engine define."""
+    """Find the functions, methods and classes that the modules of the engine define."""
     functions: list[FunctionType] = []
     classes: list[type] = []
     for name, module in modules:
@@ -157,7 +157,7 @@ def _definitions(
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names whose values are not the same objects, or not equal texts."""
+    """Names whose values are neither the same object nor equal strings."""
     missing = object()
     names = {**before, **now}
     pairs = [(name, before.get(name, missing), now.get(name, missing)) for name in names]

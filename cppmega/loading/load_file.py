@@ -1,4 +1,4 @@
-"""Python files loaded by their path: pages and recipes, executed under watch."""
+"""Load pages and recipes by path, and supervise their execution."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cppmega.loading.containment import Failed, contained
 
 
 class FromSource(SourceFileLoader):
-    """Compiles what the file holds now.
+    """Compile the current text of a file, without using bytecode on disk.
 
-    Python takes bytecode for its source's if second and size agree, and an edit can keep both: the
-    page would have a new revision and do what the old one did.
+    Python uses bytecode if the source's size and its time in seconds agree, and an edit can keep
+    both: the page would have a new revision but run its old code.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -25,8 +25,8 @@ class FromSource(SourceFileLoader):
         return code
 
 
-class _Whole(FromSource):
-    """Leaves out neither a docstring nor an assertion, as `python -OO` would.
+class _Unoptimized(FromSource):
+    """Keep docstrings and assertions even under `python -OO`.
 
     They are a page's header and its proof.
     """
@@ -37,8 +37,8 @@ class _Whole(FromSource):
         return code
 
 
-class _Beside(MetaPathFinder):
-    """Finds what a file imports from its own folder, which is executed from its source as well."""
+class _SiblingFinder(MetaPathFinder):
+    """Find modules that a file imports from its own folder, and run them from source as well."""
 
     def __init__(self) -> None:
         self.packages: set[str] = set()
@@ -46,27 +46,27 @@ class _Beside(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of a module in one of the folders, and of no other."""
+        """Find a module in one of the registered folders only."""
         if path is None or fullname.partition(".")[0] not in self.packages:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None and spec.loader is not None:
-            spec.loader = _Whole(spec.name, spec.origin)
+            spec.loader = _Unoptimized(spec.name, spec.origin)
         return spec
 
 
-_BESIDE = _Beside()
+_SIBLINGS = _SiblingFinder()
 
 
 def package(name: str, folder: Path) -> None:
-    """Let the files of a folder import modules beside them, as those of a package of that name.
+    """Register a folder as a package, so that its files can import the modules next to them.
 
-    What they share, in modules that begin with `_`, is read again: it may have been edited since.
+    Shared modules, whose names begin with `_`, are loaded again, since they may have been edited.
     """
-    if _BESIDE not in sys.meta_path:
-        sys.meta_path.insert(0, _BESIDE)
-    if name not in _BESIDE.packages:
-        _BESIDE.packages.add(name)
+    if _SIBLINGS not in sys.meta_path:
+        sys.meta_path.insert(0, _SIBLINGS)
+    if name not in _SIBLINGS.packages:
+        _SIBLINGS.packages.add(name)
         sys.modules[name] = module = ModuleType(name)
         module.__path__ = [str(folder)]
     _forget(f"{name}._")
@@ -76,16 +76,16 @@ def load(name: str, path: Path, failed: Failed, below: Sequence[str] | None = No
     """Execute a file as a module of that name, which stays in `sys.modules`.
 
     Args:
-        failed: makes the error of what the file raised or did.
+        failed: builds the error from what the file raised or did.
         below: where its submodules are, if it is the `__init__` of a package.
 
     Raises:
-        CppmegaError: one that the file raises, or that of `failed`.
+        CppmegaError: raised by the file, or built by `failed`.
     """
     spec = importlib.util.spec_from_file_location(
         name,
         path,
-        loader=_Whole(name, str(path)),
+        loader=_Unoptimized(name, str(path)),
         submodule_search_locations=None if below is None else list(below),
     )
     assert spec is not None and spec.loader is not None

@@ -1,1 +1,1 @@
-"""The patches of a tree: planned, written in one transaction, recorded, reverted."""
+"""Plan, write, record and revert the patches of a tree."""

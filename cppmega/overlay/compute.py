@@ -25,7 +25,7 @@ _STACK = ("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "
 
 
 def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileChange], Receipt]:
-    """Compute every file in memory, and the receipt that goes with them."""
+    """Compute the files to write and their receipt, in memory."""
     new = Receipt(
         tool=__version__,
         engine=revision.engine_revision(),
@@ -50,7 +50,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
             sha256(file.pristine),
             sha256(done.data),
             file.origin,
-            work.steps,
+            work.page_revisions,
             done.inserted,
             revision.reached(done.imports),
         )
@@ -81,7 +81,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
 
 
 def rewritten(plan: Plan, path: str) -> Rewritten:
-    """The new text of a file, with the edits of every active page."""
+    """Compute the text of a file with the edits of every active page."""
     from cppmega.rewriting.rewrite import Step, rewrite
 
     file, work = plan.views[path], plan.work[path]
@@ -91,14 +91,14 @@ def rewritten(plan: Plan, path: str) -> Rewritten:
 
 
 def reached_by(plan: Plan, name: str) -> dict[str, str]:
-    """Modules of this package that one page's new texts run, and all that these reach."""
+    """Find the modules of this package that the new texts of one page reach."""
     from cppmega.rewriting.rewrite import Step, rewrite
 
     found: dict[str, str] = {}
     for path, work in plan.work.items():
         file = plan.views[path]
         names = {page.name for page, _ in work.edits}
-        # Its edits may be written for what the pages that it follows leave.
+        # Its edits may expect the text that the pages before it produce.
         wanted = {name, *(other for other in names if comes_after(plan.pages, name, other))}
         if name in names and file.pristine is not None:
             steps = [Step.of(page, edit) for page, edit in work.edits if page.name in wanted]
@@ -108,40 +108,40 @@ def reached_by(plan: Plan, name: str) -> dict[str, str]:
 
 
 def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, FileChange]]:
-    """Files that earlier applies wrote and that no active page edits any more."""
+    """Yield the original of every patched file that no active page edits any more."""
     files = plan.loaded.receipt.files
     for path in sorted({*files, *interrupted(plan.tree)} - keep):
         file = plan.views[path]
-        if file.ours and file.pristine is not None:
+        if file.patched and file.pristine is not None:
             yield path, FileChange(file.pristine, file.pristine)
         elif file.orphaned and file.story:
             raise CppmegaError(
                 "patched-text-committed",
                 f"{path}: {file.story}.",
-                "Upstream's text is in an earlier commit, and which one is for you to say.",
+                "Upstream's text is in an earlier commit, which cppmega cannot choose for you.",
                 restoring(plan.tree, file),
             )
         elif path in files and files[path].after == sha256(file.current or b""):
             raise CppmegaError(
                 "original-missing",
-                f"The kept original of {path} is gone from {receipt.FOLDER}/originals.",
-                "Its exact bytes cannot be restored from here.",
+                f"The original of {path} is missing from {receipt.FOLDER}/originals.",
+                "Without it, the exact upstream bytes cannot be restored.",
                 restoring(plan.tree, file),
             )
         elif file.foreign:
             raise CppmegaError(
                 "foreign-edit",
-                f"{path} was edited by somebody else after we patched it.",
+                f"{path} was edited after cppmega patched it.",
                 "Restoring the original would lose that edit.",
                 "save the edit, then: " + restoring(plan.tree, file),
             )
 
 
 def overlay_digest(new: Receipt) -> str:
-    """One hash of the code that trains: no path of the machine, no time, no comment.
+    """Hash the code that a run executes; paths, times and comments do not count.
 
-    Of a file: upstream's text, what was inserted, and with its pages the text of the targets. Of
-    this package: every module that the new texts and the pages reach.
+    The hash covers upstream's text of every file, the inserted code, the text of every target, and
+    the modules of this package that the new texts and the pages reach.
     """
     lines = []
     for path, entry in new.files.items():
@@ -158,7 +158,7 @@ def overlay_digest(new: Receipt) -> str:
 
 
 def stack() -> dict[str, str]:
-    """Versions of the packages that train, read from their metadata, not by importing them."""
+    """Versions of the training stack, read from package metadata without importing anything."""
     from importlib import metadata
 
     found = {}

@@ -1,4 +1,4 @@
-"""Diagnose one page on one tree: is its text known, and if not, why."""
+"""Diagnose one page on one tree: whether its targets are known, and if not, why."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from cppmega.rewriting.marks import COMMENT
 from cppmega.tree.installed import Origin, Tree, reinstall, sha256
 
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
-"""Every patched text carries one of these, even where the receipt is lost."""
-ORPHANED = "it carries our patch, and no receipt says what of it is upstream's"
-COMMITTED = "the commit holds our patched text: it was committed after an apply"
+"""Patched text contains one of these, which identifies it even without a receipt."""
+ORPHANED = "it contains a cppmega patch, but no receipt records which text is upstream's"
+COMMITTED = "the commit contains patched text: it was committed after an apply"
 
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """One file: its bytes, its pristine bytes, and who vouches for those."""
+    """One file: its bytes, its pristine bytes, and what vouches for them."""
 
     path: str
     current: bytes | None
     pristine: bytes | None
-    """The text that pins are compared with; None where it cannot be had."""
+    """The text that pins are compared with; None where it is not available."""
     origin: Origin
-    ours: bool
+    patched: bool
     """The current bytes are what an earlier apply wrote."""
     story: str = ""
-    """Why a file that was patched is not as it was left: edited since, or its original is lost."""
+    """Why a patched file is not as apply left it: edited since, or its original is missing."""
 
     @property
     def foreign(self) -> bool:
         """Whether the file is neither pristine nor as it was patched."""
-        return self.current is not None and self.pristine != self.current and not self.ours
+        return self.current is not None and self.pristine != self.current and not self.patched
 
     @property
     def orphaned(self) -> bool:
         """Whether the file contains patched text that nothing on disk accounts for."""
-        told = self.ours or self.story not in ("", COMMITTED)
-        return not told and carries_ours(self.current)
+        explained = self.patched or self.story not in ("", COMMITTED)
+        return not explained and contains_patch(self.current)
 
 
-def carries_ours(data: bytes | None) -> bool:
+def contains_patch(data: bytes | None) -> bool:
     """Whether bytes contain patched text."""
     return any(mark in (data or b"") for mark in _FOOTPRINTS)
 
@@ -55,7 +55,7 @@ def view(
     """Compare one file with its pristine text.
 
     Args:
-        interrupted: what transactions that did not finish wrote or were about to write.
+        interrupted: the writes that unfinished transactions made or were about to make, by path.
     """
     current = tree.read(path)
     origin, wanted = tree.pristine(path)
@@ -66,24 +66,24 @@ def view(
     written = list(interrupted.get(path, ()))
     written += [Written(entry.before, entry.after)] if entry is not None else []
     if origin == "unverified":
-        # Nobody vouches for the file: what we found before our first edit counts as pristine.
+        # Nothing vouches for the file: its text before the first apply counts as pristine.
         wanted = written[-1].before if written else now
     if now == wanted:
-        committed = origin == "git" and carries_ours(current)
+        committed = origin == "git" and contains_patch(current)
         return FileView(path, current, current, origin, False, COMMITTED if committed else "")
     kept = original(tree, wanted) or tree.git_blob(path)
-    ours = kept is not None and any(w.after == now and w.before == wanted for w in written)
+    patched = kept is not None and any(w.after == now and w.before == wanted for w in written)
     story = ""
-    if written and not ours:
-        story = f"{path} was edited after we patched it"
+    if written and not patched:
+        story = f"{path} was edited after cppmega patched it"
         if written[-1].after == now:
-            story = f"{path} is as we patched it, but the kept original of it is gone"
-    return FileView(path, current, kept, origin, ours, story)
+            story = f"{path} is as cppmega patched it, but its original is missing"
+    return FileView(path, current, kept, origin, patched, story)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The edits that fit a tree, or the verdict that says why none does."""
+    """The edits that fit a tree, or the verdict that explains why none does."""
 
     edits: tuple[Edit, ...] = ()
     before: Mapping[str, str] | None = None
@@ -103,30 +103,30 @@ def diagnose(
         if strange:
             return Diagnosis(verdict=_foreign(page, strange[0], tree, views))
         if not edits:
-            return _no(page, "upstreamed", "its texts are known to need no edit")
+            return _no(page, "upstreamed", "the pinned texts need no edit")
         return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
     files = [views[edit.path] for edit in page.patch.edits]
     torn = any(text.startswith("!") for text in found.values())
     if torn or any(file.foreign or file.orphaned for file in files):
-        # Neither the absence of a feature nor a fix counts as upstream's in a file that is not.
+        # In a file that is not upstream's, a missing feature or a present fix proves nothing.
         return Diagnosis(verdict=_failure(page, tree, survey, found, views))
     for distribution in dict.fromkeys(edit.distribution for edit in page.patch.edits):
         if not tree.has(distribution):
             return _no(page, "not-applicable", f"{distribution} is not installed here")
     for target in page.patch.feature:
         if not survey.exists(target) and not survey.elsewhere(target):
-            return _no(page, "not-applicable", f"there is no {target}")
+            return _no(page, "not-applicable", f"{target} does not exist in this tree")
     if survey.fixed(page):
-        return _no(page, "upstreamed", "the code has the fix")
+        return _no(page, "upstreamed", "the code already contains the fix")
     return Diagnosis(verdict=_failure(page, tree, survey, found, views))
 
 
 def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, Edit]] | None:
-    """The shape that the tree has, if every text is known.
+    """Find the shape of a page whose texts are all known in this tree.
 
-    A shape that fits does not count while a larger part of the page recognises some text here and
-    stumbles over another, or edits one that this shape leaves out: then a target has drifted, or a
-    pin is missing, and the page would be applied by half.
+    A shape that fits is rejected if another one recognises some texts here but not others, or edits
+    a text that this shape leaves out. Then a target has drifted or a pin is missing, and only part
+    of the page would be applied.
     """
     shapes = page.patch.shapes()
     for shape in shapes:
@@ -146,12 +146,12 @@ def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, 
 
 
 def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded) -> str:
-    """Fingerprint of the target: in the pristine text if the file is patched, else in its bytes.
+    """Fingerprint the target: in the pristine text if the file is patched, else in its bytes.
 
-    A target that still has the text we gave it, in a file that was edited since, counts as known:
-    what is wrong there is the file.
+    A target that still has its patched text, in a file that was edited since, counts as known: the
+    fault is in the file, not in the target.
     """
-    if file.ours:
+    if file.patched:
         return survey.fingerprint(file.pristine, edit)
     now = survey.fingerprint(file.current, edit)
     applied = loaded.receipt.pages.get(page.name)
@@ -173,7 +173,7 @@ def _failure(
     found: Mapping[str, str],
     views: Mapping[str, FileView],
 ) -> Verdict:
-    """No shape fits: name the first target of the nearest one that does not, and what it is."""
+    """Explain why no shape fits, by the first unknown target of the closest shape."""
     shapes = page.patch.shapes()
     # The shape with the fewest missing targets; of these, the one with the fewest unknown texts.
     shape = min(
@@ -191,7 +191,7 @@ def _failure(
         state, detail, command = _why(page, target, print_, tree, survey, views)
         return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
     target = next(iter(shape))
-    detail = "its symbols are known one by one, but no version has them together"
+    detail = "each of its symbols is known, but no pinned version combines them this way"
     command = f"cppmega drift OLD {tree.version}"
     return Verdict(page.name, page.patch.kind, "drifted", target, detail, next=command)
 
@@ -214,7 +214,7 @@ def _why(
     if print_ == MISSING:
         places = survey.elsewhere(target)
         if places:
-            return "moved", f"it now stands in {', '.join(places)}", explain
+            return "moved", f"it is now in {', '.join(places)}", explain
         what = "the file is gone" if views[path].current is None else "the symbol is gone"
         return "absent", what, explain
     if print_.startswith("?"):
@@ -226,13 +226,13 @@ def _why(
         return "drifted", detail, restore
     edits = [edit for edit in page.patch.edits if edit.target == target]
     versions = dict.fromkeys(version for edit in edits for version in edit.pins)
-    return "drifted", f"its text is none of those known ({', '.join(versions)})", explain
+    return "drifted", f"its text matches no known version ({', '.join(versions)})", explain
 
 
 def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) -> Verdict:
     file = views[edit.path]
     who = "the wheel's RECORD" if file.origin == "record" else "the commit"
-    detail = file.story or f"{edit.path} differs from {who} outside of the target"
+    detail = file.story or f"{edit.path} differs from {who} outside the target"
     kind = page.patch.kind
     return Verdict(
         page.name, kind, "foreign", edit.target, detail, next=restoring(tree, views[edit.path])

@@ -9,19 +9,19 @@ from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt
 from cppmega.overlay.compute import rewritten
 from cppmega.overlay.receipt import Receipt
-from cppmega.overlay.recovery import Mended
+from cppmega.overlay.recovery import RestoredTree
 from cppmega.overlay.verbs import Session
 from cppmega.tree import wheels
 from cppmega.tree.installed import Tree, reinstall, sha256
 
 _LINES = 40
-"""Lines of a diff that are shown; a longer one belongs in a pager."""
+"""The most lines of a diff that a message shows."""
 
 
 def difference(
     session: Session, applied: Receipt, path: str, pristine: bytes | None, now: bytes | None
 ) -> str:
-    """Describe an edit, by a diff where the right text is available.
+    """Describe an edit, with a diff if the expected text is available.
 
     Args:
         path: the file, relative to ROOT.
@@ -31,10 +31,10 @@ def difference(
     if now is None:
         return "the file is gone."
     if pristine is None:
-        return "no copy of upstream's text is on this machine to show the edit."
+        return "the edit cannot be shown, as this machine has no copy of upstream's text."
     wanted = _as_applied(session, applied, path, pristine)
     if wanted is None:
-        return "its patched text cannot be computed again with these pages to show the edit."
+        return "the edit cannot be shown, as these pages do not reproduce the patched text."
     lines = list(
         difflib.unified_diff(
             wanted.decode(errors="replace").splitlines(),
@@ -46,8 +46,8 @@ def difference(
         )
     )
     if not lines and wanted != now:
-        return "only its line ends, or bytes that are not UTF-8, differ."
-    more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
+        return "only line endings, or bytes that are not UTF-8, differ."
+    more = [f"... and {len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
     return "the edit:\n" + "\n".join(lines[:_LINES] + more)
 
 
@@ -72,10 +72,10 @@ def restore(tree: Tree, path: str) -> str:
 
 
 def _as_applied(session: Session, applied: Receipt, path: str, pristine: bytes) -> bytes | None:
-    """The text of a file with the pages of the receipt; None where it cannot be reproduced."""
+    """Compute the text of a file with the receipt's pages; None if it cannot be reproduced."""
     if path not in applied.files:
         return pristine
-    tree = Mended(session.read_tree().root, {path: pristine})
+    tree = RestoredTree(session.read_tree().root, {path: pristine})
     try:
         plan = planning.make(
             tree,

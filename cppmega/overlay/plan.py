@@ -1,6 +1,6 @@
-"""All pages on one tree: a verdict each, and what every file must become.
+"""Plan all pages on one tree: a verdict for each page, and the edits for each file.
 
-Result = f(pristine text, active pages). Patched text is never patched again.
+The result depends only on the pristine text and the active pages; patched text is never patched.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from cppmega.tree.installed import Tree, sha256
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work on one file: pages in order, with the edit that fits this tree."""
+    """The edits of one file: its pages in order, each with the edit that fits this tree."""
 
     path: str
     edits: tuple[tuple[Page, Edit], ...]
 
     @property
-    def steps(self) -> list[str]:
-        """As the receipt stores them."""
+    def page_revisions(self) -> list[str]:
+        """`page@revision` for each edit, as the receipt stores them."""
         return [f"{page.name}@{page.revision}" for page, _ in self.edits]
 
 
 @dataclass
 class Plan:
-    """Verdicts and work of one tree."""
+    """The verdicts on one tree, and the edits to make."""
 
     tree: Tree
     loaded: Loaded
@@ -47,7 +47,7 @@ class Plan:
     """Page -> target -> fingerprint of the pristine text."""
     gates: dict[str, str] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Page that is left out -> why."""
+    """Excluded page -> reason."""
     only: list[str] = field(default_factory=list)
     """The pages of `--only`; empty: every page."""
 
@@ -58,26 +58,26 @@ class Plan:
 
     @property
     def finished(self) -> bool:
-        """Nothing is wrong and nothing is left to do."""
+        """Whether no page is in a failure state or pending."""
         return not any(v.state in FAILURES or v.state == "pending" for v in self.verdicts.values())
 
     def up_to_date(self, path: str) -> bool:
-        """The file holds exactly what the work gives, by the receipt; nothing is computed."""
+        """Whether, by the receipt, a file already has the text that its edits produce."""
         entry = self.loaded.receipt.files.get(path)
         file = self.views[path]
         return (
             entry is not None
-            and file.ours
+            and file.patched
             and self.loaded.receipt.engine == engine_revision()
-            and entry.steps == self.work[path].steps
+            and entry.steps == self.work[path].page_revisions
             and entry.after == sha256(file.current or b"")
             and not changed(entry.runs)
         )
 
     def written(self, data: Mapping[str, bytes], receipt: Receipt) -> Plan:
-        """The plan of the same tree after its files and its receipt were written.
+        """Return the plan of the same tree after its files and its receipt were written.
 
-        Nothing is read for it: whoever wrote the files has compared them with what they must hold.
+        Reads nothing: the transaction has already read the files back.
 
         Args:
             data: path -> bytes of the files that were written.
@@ -86,8 +86,8 @@ class Plan:
         for path in {*data, *receipt.files}:
             file = self.views[path]
             current = data.get(path, file.current)
-            ours = path in receipt.files
-            done.views[path] = replace(file, current=current, ours=ours, story="")
+            patched = path in receipt.files
+            done.views[path] = replace(file, current=current, patched=patched, story="")
         kept = {name: v for name, v in self.verdicts.items() if name in self.pages}
         done.verdicts = {
             name: _with_proof(done, _done_or_pending(done, name) if v.state in NEEDED else v)
@@ -109,9 +109,9 @@ def make(
     """Diagnose every page and collect the work; writes nothing and rewrites nothing.
 
     Args:
-        excluded: pages that are left out -> why.
-        interrupted: what transactions that did not finish wrote or were about to write.
-        earlier: what this process learned when it looked before, by hashes of contents.
+        excluded: excluded pages -> reason.
+        interrupted: the writes that unfinished transactions made or were about to make, by path.
+        earlier: an earlier survey of this process, whose answers are reused by content hash.
     """
     cached = loaded.receipt.survey if loaded.receipt.engine == engine_revision() else {}
     survey = Survey(tree, dict(cached))
@@ -123,7 +123,7 @@ def make(
     paths = {edit.path for page in pages.values() for edit in page.patch.edits}
     for path in sorted(paths | set(loaded.receipt.files) | set(interrupted or {})):
         plan.views[path] = view(tree, loaded, path, interrupted or {})
-    survey.pristine = {p: v.pristine for p, v in plan.views.items() if v.ours and v.pristine}
+    survey.pristine = {p: v.pristine for p, v in plan.views.items() if v.patched and v.pristine}
     diagnoses: dict[str, Diagnosis] = {}
     for name, page in sorted(pages.items()):
         off = _off(page, plan.excluded, environment)
@@ -150,7 +150,7 @@ def make(
             gone.kind,
             "pending",
             next(iter(gone.targets), ""),
-            "it is applied, but no longer in the catalogue; apply takes it out",
+            "it is applied, but no longer in the catalogue; the next apply removes it",
         )
     plan.verdicts = {name: _with_proof(plan, v) for name, v in sorted(plan.verdicts.items())}
     return plan
@@ -159,7 +159,7 @@ def make(
 def _off(page: Page, excluded: Mapping[str, str], environment: Mapping[str, str]) -> Verdict | None:
     target = page.patch.edits[0].target
     if page.name in excluded:
-        detail = f"{excluded[page.name]}; `python -m cppmega.apply_patches` brings it back"
+        detail = f"{excluded[page.name]}; `python -m cppmega.apply_patches` applies it again"
         return Verdict(page.name, page.patch.kind, "off", target, detail)
     if not gates.is_on(page, environment):
         detail = f"set {page.patch.gate}=1 to turn it on"
@@ -200,7 +200,7 @@ def comes_after(pages: Mapping[str, Page], later: str, earlier: str) -> bool:
 def _conflicts(
     edits: Mapping[str, Sequence[Edit]], pages: Mapping[str, Page], order: Sequence[str]
 ) -> dict[str, Verdict]:
-    """Pages that edit one symbol, or a class and its method, and declare no order."""
+    """Find pages that edit one symbol, or a class and its method, without a declared order."""
     found: dict[str, Verdict] = {}
     claims = [(name, edit) for name in order for edit in edits.get(name, ())]
     for at, (name, edit) in enumerate(claims):
@@ -210,7 +210,7 @@ def _conflicts(
             if other == name or not overlap or ordered:
                 continue
             for page, rival, target in ((name, other, edit.target), (other, name, theirs.target)):
-                detail = f"{rival} edits it too, and they declare no order, or two"
+                detail = f"{rival} edits it too, and their order is undeclared or contradictory"
                 command = f'add after=("{rival}",) to one of the two pages'
                 kind = pages[page].patch.kind
                 verdict = Verdict(page, kind, "conflict", target, detail, next=command)
@@ -227,7 +227,7 @@ def _overlap(a: Edit, b: Edit) -> bool:
     below = inner.symbol.removeprefix(outer.symbol + ".")
     if below == inner.symbol:
         return False
-    # A subclass leaves alone what it does not override.
+    # A subclass does not affect what it does not override.
     return outer.kind != "class-swap" or below.partition(".")[0] in ("__init__", *outer.overrides)
 
 
@@ -258,10 +258,10 @@ def _done_or_pending(plan: Plan, name: str) -> Verdict:
 
 
 def _what_changed(plan: Plan, page: Page, listed: PatchedPage, sources: Sequence[Edit]) -> str:
-    """Why a page that the receipt lists is not applied as it is now."""
+    """Explain why a page that the receipt lists is pending."""
     files = plan.loaded.receipt.files
     if plan.loaded.problem:
-        return ""  # it is said once, of the receipt
+        return ""  # reported once, for the receipt
     runs = [files[edit.path].runs for edit in sources if edit.path in files]
     other = {name for reached in runs for name in changed(reached)}
     other |= {name for name, code in listed.reached.items() if page.reached.get(name) != code}
@@ -269,7 +269,7 @@ def _what_changed(plan: Plan, page: Page, listed: PatchedPage, sources: Sequence
         return f"code that it reaches changed since it was applied: {', '.join(sorted(other))}"
     if listed.revision != page.revision:
         return "the page changed since it was applied"
-    if any(not plan.views[edit.path].ours for edit in sources):
+    if any(not plan.views[edit.path].patched for edit in sources):
         return "the receipt says applied, but the file is pristine again (reinstalled?)"
     if plan.loaded.receipt.engine != engine_revision():
         return "it was applied by another version of cppmega"

@@ -19,10 +19,10 @@ from cppmega.tree.installed import Tree, sha256
 
 FOLDER = ".cppmega"
 SCHEMA = 2
-"""1 had a digest that left out the kernels and modules that patched text runs."""
+"""The digest of schema 1 does not cover the kernels and modules that patched text runs."""
 
 _LASTING = {"identity", "megatron", "gates", "excluded", "only", "catalogues", "pages", "files"}
-"""Fields that are read of a receipt of any later schema."""
+"""Fields that are read from a receipt of any later schema."""
 
 
 class Prints(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class Prints(msgspec.Struct, frozen=True):
 
 
 class PatchedFile(msgspec.Struct, frozen=True):
-    """One file: hashes before and after, and which page revisions it went through."""
+    """One file: its hashes before and after, and the page revisions that edited it."""
 
     before: str
     after: str
@@ -44,7 +44,7 @@ class PatchedFile(msgspec.Struct, frozen=True):
     inserted: str = ""
     """Hash of the imports and helpers that were inserted before the targets."""
     runs: dict[str, str] = {}
-    """Modules of this package that the new text imports, and all that these reach -> hash."""
+    """Modules of this package that the new text reaches -> hash."""
 
 
 class PatchedPage(msgspec.Struct, frozen=True):
@@ -81,12 +81,12 @@ class Receipt(msgspec.Struct):
     files: dict[str, PatchedFile] = {}
     gates: dict[str, str] = {}
     excluded: list[str] = []
-    """Pages taken out by `revert NAME` or left out by `--only`."""
+    """Pages removed by `revert NAME` or left out by `--only`."""
     only: list[str] = []
     """The pages of `--only`; empty: every page."""
     catalogues: list[str] = []
     catalogue_hashes: dict[str, str] = {}
-    """Catalogue -> hash of its contents, without which it is not loaded again."""
+    """Catalogue -> hash of its contents; it is loaded again only if they still match."""
     stack: dict[str, str] = {}
     proofs: dict[str, ProvedPage] = {}
     survey: dict[str, str] = {}
@@ -95,12 +95,12 @@ class Receipt(msgspec.Struct):
 
     def dump(self) -> bytes:
         """The bytes of the JSON file."""
-        whole = {"schema": SCHEMA, **msgspec.to_builtins(self)}
-        return (json.dumps(whole, indent=1) + "\n").encode()
+        fields = {"schema": SCHEMA, **msgspec.to_builtins(self)}
+        return (json.dumps(fields, indent=1) + "\n").encode()
 
 
 class Written(NamedTuple):
-    """Hashes of a file before and after one of our writes."""
+    """Hashes of a file before and after one write."""
 
     before: str
     after: str
@@ -112,7 +112,7 @@ def folder(tree: Tree) -> Path:
 
 
 def refuse_link(tree: Tree) -> None:
-    """Stop where one of the overlay's own files is a link: it would be read and written elsewhere.
+    """Refuse links among the overlay's own files, which would be read and written elsewhere.
 
     Raises:
         CppmegaError: `linked-receipt`.
@@ -123,9 +123,9 @@ def refuse_link(tree: Tree) -> None:
             raise CppmegaError(
                 "linked-receipt",
                 f"{kept} is a link to {kept.readlink()}.",
-                "Receipt and originals would be read from, and written to, a place of somebody "
-                "else's choice.",
-                f"look at what it points to, remove the link, then python -m cppmega.apply_patches "
+                "The receipt and the originals would be read from, and written to, a place that "
+                "someone else chose.",
+                f"inspect its target, remove the link, then python -m cppmega.apply_patches "
                 f"--megatron {tree.root}",
             )
 
@@ -136,12 +136,12 @@ class Loaded:
 
     receipt: Receipt
     problem: str = ""
-    """Empty; or why the file on disk was not used: the receipt is then a new, empty one."""
+    """Why the file on disk is used only in part or not at all; empty if it is used as it is."""
     exists: bool = False
 
 
 def load(tree: Tree) -> Loaded:
-    """Read the receipt of a tree. A torn one, or another tree's, is as good as none.
+    """Read the receipt of a tree; one that is torn or belongs to another tree counts as missing.
 
     Raises:
         CppmegaError: `linked-receipt`, `receipt-is-a-folder`.
@@ -156,7 +156,7 @@ def load(tree: Tree) -> Loaded:
     except (msgspec.MsgspecError, ValueError) as error:
         return Loaded(Receipt(), f"the receipt cannot be read ({error})", True)
     if receipt.identity != tree.identity:
-        # What depends on hashes of contents only holds for any tree.
+        # Fields that depend only on content hashes are valid for any tree.
         kept = Receipt(
             engine=receipt.engine,
             files=receipt.files,
@@ -165,10 +165,10 @@ def load(tree: Tree) -> Loaded:
             survey=receipt.survey,
             code=receipt.code,
         )
-        said = (
+        problem = (
             f"the receipt was written for another installation (megatron-core {receipt.megatron})"
         )
-        return Loaded(kept, said, True)
+        return Loaded(kept, problem, True)
     return Loaded(receipt, problem, True)
 
 
@@ -176,8 +176,8 @@ def _refuse_folder(path: Path) -> None:
     if path.is_dir():
         raise CppmegaError(
             "receipt-is-a-folder",
-            f"{path} is a folder, and the receipt must be there.",
-            "What was applied to this tree cannot be read, nor written.",
+            f"{path} is a folder, but the receipt is a file of that name.",
+            "What was applied to this tree can be neither read nor recorded.",
             f"mv {path} {path}.moved; then `python -m cppmega.apply_patches`",
         )
 
@@ -194,13 +194,13 @@ def parse(data: bytes) -> Receipt:
 class _Schema(msgspec.Struct):
     schema: Annotated[int, msgspec.Meta(ge=1)]
     pages: msgspec.Raw
-    """Every receipt has pages and files: without them it is not one."""
+    """Required, as `files` is: every receipt has both."""
     files: msgspec.Raw
     tool: msgspec.Raw = msgspec.Raw(b'""')
 
 
 def _parse(data: bytes) -> tuple[Receipt, str]:
-    """A receipt, and what its reader must be told where it is of another schema."""
+    """Decode a receipt; the text warns the user if its schema is another one."""
     outer = msgspec.json.decode(data, type=_Schema)
     if outer.schema == SCHEMA:
         return msgspec.json.decode(data, type=Receipt), ""
@@ -209,19 +209,19 @@ def _parse(data: bytes) -> tuple[Receipt, str]:
             "the receipt was written by an earlier cppmega, and its digest does not cover the "
             "kernels and modules that the patches run: `cppmega apply` writes a new one"
         )
-    # Fields that this version does not know the meaning of are not used. The originals are kept in
-    # the same place by every version.
+    # Fields whose meaning this version does not know are ignored. Every version keeps the originals
+    # in the same place.
     raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     lasting = {key: value for key, value in raw.items() if key in _LASTING}
     tool = msgspec.json.decode(outer.tool)
     return msgspec.json.decode(msgspec.json.encode(lasting), type=Receipt), (
         f"the receipt was written by a newer cppmega ({tool}, schema {outer.schema}): "
-        "only what it says of pages and files is used"
+        "only its pages and files are used"
     )
 
 
 def original(tree: Tree, digest: str | None) -> bytes | None:
-    """The kept pristine bytes with that hash, None where they are missing or damaged."""
+    """Read the pristine bytes kept under a hash; None if they are missing or damaged."""
     if not digest:
         return None
     try:

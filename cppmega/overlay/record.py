@@ -17,11 +17,11 @@ from cppmega.overlay.receipt import Prints, Receipt
 from cppmega.tree import accepted
 
 NONE = "none"
-"""Digest of a tree that nothing was applied to."""
+"""Digest of a tree without patches."""
 
 _OTHER_KIND = (
-    "one of the two digests was made by an earlier cppmega and does not cover the kernels, so only "
-    "the patched texts were compared"
+    "one of the two digests was computed by an earlier cppmega and does not cover the kernels, so "
+    "only the patched texts were compared"
 )
 
 
@@ -34,7 +34,7 @@ class PageRecord(msgspec.Struct, frozen=True):
 
 
 class OverlayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One overlay; earlier releases recorded less of it."""
+    """One overlay; records of earlier releases lack some fields."""
 
     digest: str
     edits: dict[str, str] | UnsetType = UNSET
@@ -47,11 +47,11 @@ class OverlayRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_of(receipt: Receipt, edits: accepted.Edits | None = None) -> OverlayRecord:
-    """Digest, megatron version, gates, each page's revision and text hash, the code reached.
+    """Summarise a receipt: the digest, the gates, the pages, and the code that they reach.
 
     Args:
-        receipt: of the tree.
-        edits: accepted edits of files that are not patched; they name the code as the pages do.
+        receipt: the receipt of the tree.
+        edits: accepted edits of files that are not patched; they extend the digest.
     """
     reached = [page.reached for page in receipt.pages.values()]
     reached += [file.runs for file in receipt.files.values()]
@@ -69,12 +69,12 @@ def record_of(receipt: Receipt, edits: accepted.Edits | None = None) -> OverlayR
 
 
 def dump(record: OverlayRecord) -> str:
-    """One line, for a place that holds only text."""
+    """Encode a record as one line of JSON."""
     return json.dumps(msgspec.to_builtins(record), separators=(",", ":"), sort_keys=True)
 
 
 def parse(text: object) -> OverlayRecord | None:
-    """Parse what `dump` wrote; None for anything else, as in checkpoints of earlier releases."""
+    """Decode the text of `dump`; None for anything else, as in checkpoints of earlier releases."""
     try:
         return msgspec.convert(json.loads(str(text)), OverlayRecord)
     except ValueError:
@@ -103,7 +103,7 @@ def differences(then: OverlayRecord, now: OverlayRecord) -> list[str]:
     for name in sorted({*gates, *other}):
         if gates.get(name, "0") != other.get(name, "0"):
             found.append(f"gate {name}: {gates.get(name, '0')} -> {other.get(name, '0')}")
-    return found or ["the patches are the same, the files around them are not"]
+    return found or ["the patches are the same, but the files around them differ"]
 
 
 def _pages(
@@ -120,17 +120,17 @@ def _pages(
 
 
 def remark_on_checkpoint(then: OverlayRecord | None, now: OverlayRecord) -> str:
-    """A line for the log of a run that resumes from a checkpoint; empty if nothing differs."""
+    """Write a line for the log of a run that resumes from a checkpoint; "" if nothing differs."""
     if then is None:
         return (
-            "cppmega: the checkpoint does not record which overlay it was made under; "
+            "cppmega: the checkpoint does not record the overlay under which it was saved; "
             f"this run has {now.digest}"
         )
     found = differences(then, now)
     if not found:
         return ""
     return (
-        f"cppmega: the checkpoint was made under overlay {then.digest}, this run has "
+        f"cppmega: the checkpoint was saved under overlay {then.digest}, this run has "
         f"{now.digest}: {'; '.join(found)}"
     )
 

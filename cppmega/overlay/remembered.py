@@ -1,8 +1,7 @@
 """Catalogues that a receipt remembers, pinned by their contents.
 
-A page is code, and loading it runs it. A folder that was given once by `--patches` may have been
-removed since and made again by somebody else: what is there now is loaded only if it is what was
-applied.
+Loading a page runs its code. A folder that was once passed as `--patches` may since have been
+replaced by someone else, so it is loaded only if its contents are those that were applied.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from cppmega.tree.installed import sha256
 
 
 def pins(folders: Sequence[Path]) -> dict[str, str]:
-    """Folder -> hash of every file in it that loading its pages may run or read."""
+    """Folder -> one hash of the files that loading its pages may run or read."""
     return {str(folder): _contents(folder) for folder in folders}
 
 
 def refuse_changed(folders: Sequence[Path], pinned: Mapping[str, str], root: Path) -> None:
-    """Stop before anything of a changed folder is loaded.
+    """Refuse changed folders before anything in them is loaded.
 
     Args:
-        pinned: what `pins` said when the catalogues were applied.
+        pinned: the result of `pins` when the catalogues were applied.
 
     Raises:
         CppmegaError: `catalogue-changed`.
@@ -34,10 +33,10 @@ def refuse_changed(folders: Sequence[Path], pinned: Mapping[str, str], root: Pat
         raise CppmegaError(
             "catalogue-changed",
             f"{changed[0]} is not what was applied to {root}: its files have changed"
-            + (", or an older cppmega did not keep their hash." if not pinned else "."),
-            "Its pages are code that would run here, and whoever changed them may be somebody "
-            "else than who named the folder.",
-            f"look at it; then name it again: python -m cppmega.apply_patches{words}",
+            + (", or an older cppmega did not record their hash." if not pinned else "."),
+            "Its pages are code that would run here, and someone other than the person who named "
+            "the folder may have changed them.",
+            f"inspect it, then pass it again: python -m cppmega.apply_patches{words}",
         )
 
 

@@ -1,7 +1,7 @@
-"""Questions about the code of a tree: where is a symbol, what is its fingerprint, is it fixed.
+"""Answer questions about a tree's code: where a symbol is, its fingerprint, whether it is fixed.
 
-Answers depend on the bytes of a file alone, so they are kept by content hash in the receipt; a
-second `apply` and `status` then hash files instead of parsing them.
+Answers depend only on the bytes of a file, so the receipt keeps them by content hash, and a second
+`apply` or `status` hashes files instead of parsing them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MISSING = ""
 
 
 class UnreadableError(Exception):
-    """A page asked about a file that is not Python: there is no answer."""
+    """A page asked about a file that cannot be parsed as Python."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Survey:
     tree: Tree
     cache: dict[str, str] = field(default_factory=dict)
     pristine: Mapping[str, bytes] = field(default_factory=dict)
-    """The pristine bytes of patched files: questions are about upstream's text only."""
+    """The pristine bytes of patched files, since questions concern upstream's text only."""
     used: dict[str, str] = field(default_factory=dict)
     """The answers of this run, which become the cache of the next one."""
     parsed: dict[str, tuple[Text, ast.Module]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Survey:
         return self._answer(key, lambda: self._fingerprint(data, edit))
 
     def fixed(self, page: Page) -> bool:
-        """Whether upstream has the fix, by the page's `fixed_upstream`."""
+        """Whether upstream has the fix, according to the page's `fixed_upstream`."""
         if page.fixed_upstream is None:
             return False
         key = f"fixed {page.name} {page.revision}"
@@ -77,21 +77,21 @@ class Survey:
         return verdict
 
     def _stamp(self, paths: str) -> str:
-        """Paths and one hash of their contents, by which an answer is known to be current."""
+        """Paths and one hash of their contents, which shows whether an answer is current."""
         hashes = [sha256(self.read(path) or b"") for path in paths.split(",") if path]
         return f"{paths} {sha256(' '.join(hashes).encode())[:16]}"
 
     def exists(self, target: str) -> bool:
         """Whether the symbol is defined in the file that the target names.
 
-        Unparsable files count as defining it: absence cannot be shown.
+        A file that cannot be parsed counts as defining it, since absence cannot be shown.
         """
         path, _, symbol = target.partition(":")
         data = self.read(path)
         return data is not None and (not symbol or self._count(data, path, symbol) != "")
 
     def _count(self, data: bytes, path: str, symbol: str) -> str:
-        """How often a file defines a symbol; "" for never, "!" where the file is no Python."""
+        """Count the definitions of a symbol; "" if there are none, "!" if the file is invalid."""
 
         def ask() -> str:
             try:
@@ -119,7 +119,7 @@ class Survey:
         return hits
 
     def source(self, target: str) -> str:
-        """The lines of one definition as upstream's file has them; "" where there is not one."""
+        """The lines of a definition in upstream's file; "" unless there is exactly one."""
         path, _, symbol = target.partition(":")
         data = self.read(path)
         if data is None:
@@ -135,7 +135,7 @@ class Survey:
         return "".join(text.lines[where.start : where.end])
 
     def text(self, target: str) -> str:
-        """For `fixed_upstream`: a symbol's code as `ast.unparse` writes it, docstrings dropped."""
+        """For `fixed_upstream`: a symbol's code as `ast.unparse` writes it, without docstrings."""
         path, _, symbol = target.partition(":")
         self._reads.add(path)
         data = self.read(path)
@@ -160,7 +160,7 @@ class Survey:
         return self.used[key]
 
     def parse(self, data: bytes, path: str) -> tuple[Text, ast.Module]:
-        """Text and syntax tree of a file's bytes; whoever changes the tree takes a copy."""
+        """Parse a file's bytes; the syntax tree is shared, so copy it before changing it."""
         key = sha256(data)
         if key not in self.parsed:
             text = decode(data, path)
@@ -200,14 +200,14 @@ def ask(page: Page, source: Source) -> bool:
     """Ask the page's `fixed_upstream` about some code.
 
     Raises:
-        CppmegaError: `page-failed`, where it answers with neither True nor False.
+        CppmegaError: `page-failed`, also if it does not return a bool.
     """
 
     def failed(what: str) -> CppmegaError:
         return CppmegaError(
             "page-failed",
             f"fixed_upstream of {page.name} {what}.",
-            "Without its answer a missing target cannot be told from a fixed one.",
+            "Without its answer, a missing target cannot be distinguished from a fixed one.",
             "correct the page",
         )
 
@@ -218,12 +218,12 @@ def ask(page: Page, source: Source) -> bool:
         except UnreadableError:
             return False
     if not isinstance(answer, bool):
-        raise failed(f"answers with a {type(answer).__name__}, neither True nor False")
+        raise failed(f"returns {type(answer).__name__}, not True or False")
     return answer
 
 
 def _unparsed(definition: Definition) -> str:
-    """The code of a definition without its docstrings; the shared tree is left as it was."""
+    """Unparse a definition without its docstrings; leaves the shared tree unchanged."""
     inside = [node for node in ast.walk(definition) if isinstance(node, Definition)]
     bodies = [
         (node, node.body) for node in inside if ast.get_docstring(node, clean=False) is not None

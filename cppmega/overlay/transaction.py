@@ -1,8 +1,8 @@
-"""Write a set of files so that no kill at any instant loses anything.
+"""Write a set of files so that a kill at any instant loses nothing.
 
-Everything that needs room on the disk is written before the first file changes: originals, new
-texts under temporary names next to their targets, the new receipt. Then the journal, then nothing
-but renames and unlinks. Whoever finds a journal knows which bytes are ours.
+Everything that needs disk space is written before the first file changes: the originals, the new
+texts under temporary names next to their targets, the new receipt and finally the journal. Only
+renames and unlinks follow. A process that finds a journal knows which bytes cppmega wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ LOCK_SECONDS = 120
 
 
 def fault_point(name: str) -> None:
-    """Called before every step of a transaction; the fault tests put a kill here."""
+    """Do nothing before each step of a transaction; fault tests replace this with a kill."""
+
+
+class ReadOnlyTreeError(CppmegaError):
+    """The tree, or the overlay's folder in it, cannot be written."""
 
 
 @contextmanager
@@ -48,21 +52,21 @@ def locked(tree: Tree, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        # Whoever waits notices that the file is gone, and takes a new one.
+        # A waiting process notices that the file is gone, and creates a new one.
         if not any(entry.name != "lock" for entry in place.iterdir()):
             shutil.rmtree(place, ignore_errors=True)
         os.close(handle)
 
 
 def _acquire(place: Path, say: Callable[[str], None]) -> int:
-    """Open and lock the lock file. A killed process leaves no lock behind.
+    """Open and lock the lock file; a killed process leaves no lock behind.
 
-    `filelock` does not fit here: it keeps the file after the lock is released, and the last process
-    to leave removes the folder with the lock in it, so that a reverted tree has nothing of ours. A
-    lock on a file that has been removed meanwhile must not count, which only its owner can notice.
+    `filelock` does not fit here. It keeps its file, whereas the last process to leave removes the
+    folder with the lock in it, so that a reverted tree contains no trace of cppmega. A lock on a
+    file that has been removed meanwhile must not count, which only its holder can detect.
     """
     began = time.monotonic()
-    said = False
+    announced = False
     while time.monotonic() - began < LOCK_SECONDS:
         try:
             place.mkdir(exist_ok=True)
@@ -74,9 +78,9 @@ def _acquire(place: Path, say: Callable[[str], None]) -> int:
             if os.fstat(handle).st_nlink:
                 return handle
         except BlockingIOError:
-            if not said and time.monotonic() - began > 0.2:
+            if not announced and time.monotonic() - began > 0.2:
                 say(f"waiting for another process that patches {place.parent}")
-                said = True
+                announced = True
         except BaseException:
             os.close(handle)
             raise
@@ -85,19 +89,19 @@ def _acquire(place: Path, say: Callable[[str], None]) -> int:
     raise CppmegaError(
         "locked-tree",
         f"Another process has held {place / 'lock'} for {LOCK_SECONDS} seconds.",
-        "Two writers at once would tear files.",
-        "wait for it, or end it, then run `python -m cppmega.apply_patches` again",
+        "Two processes that write at once would corrupt files.",
+        "wait for that process, or end it, then run `python -m cppmega.apply_patches` again",
     )
 
 
 class _Journal(msgspec.Struct):
-    """What an unfinished transaction has written or was about to write."""
+    """The files that an unfinished transaction has written or was about to write."""
 
     files: dict[str, tuple[Written, ...]]
 
 
 def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
-    """Hashes of what unfinished transactions wrote or were about to write, by path.
+    """Hashes of the texts that unfinished transactions wrote or were about to write, by path.
 
     The journal is put in place by a rename, so it is complete or absent.
     """
@@ -110,8 +114,8 @@ def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
         raise CppmegaError(
             "torn-journal",
             f"{folder(tree) / 'journal.json'} cannot be read: {error}.",
-            "It says which files an interrupted run was writing.",
-            "reinstall megatron-core, remove the folder .cppmega beside it, and apply again",
+            "It records which files an interrupted run was writing.",
+            "reinstall megatron-core, remove the folder .cppmega next to it, and apply again",
         ) from None
 
 
@@ -124,11 +128,11 @@ class FileChange:
 
 
 def commit(tree: Tree, changes: Mapping[str, FileChange], receipt: Receipt | None) -> None:
-    """Replace files, then the receipt; on any failure put everything back.
+    """Replace the files, then the receipt; on any failure, restore everything.
 
     Args:
         changes: path -> new bytes, and the pristine bytes that are kept for later.
-        receipt: the new receipt; None removes it and all that was kept.
+        receipt: the new receipt; None removes the old one and every kept original.
 
     Raises:
         CppmegaError: `disk-full`, `read-only-tree`, `linked-tree`, `write-failed`, `torn-write`,
@@ -164,7 +168,7 @@ def _stage_all(
     receipt: Receipt | None,
     before: Mapping[str, tuple[Written, ...]],
 ) -> None:
-    """Write everything that needs room on the disk; the journal comes last."""
+    """Write everything that needs disk space; the journal comes last."""
     place = folder(tree)
     for path, change in changes.items():
         _refuse_link(tree, path)
@@ -179,7 +183,7 @@ def _stage_all(
     if receipt is not None:
         _write_temporary(place / "receipt.json", receipt.dump())
     fault_point("journal")
-    # What an earlier run left stays in the book until this one is through.
+    # Entries of an interrupted run stay in the journal until this one is complete.
     written = dict(before)
     for path, change in changes.items():
         now = Written(sha256(change.pristine), sha256(change.data))
@@ -192,24 +196,24 @@ def _refuse_link(tree: Tree, path: str) -> None:
     if parent.resolve() != tree.root.resolve() / Path(path).parent:
         raise CppmegaError(
             "linked-tree",
-            f"{parent} is, or lies below, a link: it is {parent.resolve()}.",
-            "Patching through the link would change whoever else uses that folder.",
+            f"{parent} is a link, or lies below one, and leads to {parent.resolve()}.",
+            "Patching through the link would affect everyone else who uses that folder.",
             "install a copy (uv: --link-mode=copy)",
         )
     file = tree.root / path
     if file.is_symlink() and tree.pristine(path)[0] != "record":
-        # An installer may link single files into its cache; there RECORD says what they hold.
+        # An installer may link single files into its cache; RECORD vouches for their contents.
         raise CppmegaError(
             "linked-tree",
-            f"{file} is a link to {file.resolve()}, and no RECORD says what it holds.",
-            "The patch would take the place of the link, and the file behind it would stay as it "
-            "is for everybody who looks there.",
-            f"put a copy in its place: cp --remove-destination {file.resolve()} {file}",
+            f"{file} is a link to {file.resolve()}, and no RECORD vouches for its contents.",
+            "The patch would replace the link, and the file that it points to would stay "
+            "unpatched for everyone who uses it.",
+            f"replace the link with a copy: cp --remove-destination {file.resolve()} {file}",
         )
 
 
 def _clean_up(tree: Tree, before: Iterable[str]) -> None:
-    """Remove what killed runs left: temporary files, and bytecode of what they replaced."""
+    """Remove what killed runs left: temporary files, and bytecode of the files they replaced."""
     for place in (folder(tree), *tree.packages):
         for where, _, files in os.walk(place):
             for name in files:
@@ -250,8 +254,8 @@ def _replace_all(
         if (tree.root / path).read_bytes() != tree.read(path):
             raise CppmegaError(
                 "changed-meanwhile",
-                f"{path} was changed by somebody else while it was being patched.",
-                "Their change would be lost without a trace.",
+                f"{path} was changed by another program while it was being patched.",
+                "That change would be silently lost.",
                 "let pip or the other tool finish, then run `python -m cppmega.apply_patches`",
             )
         replaced.append(path)
@@ -263,7 +267,7 @@ def _replace_all(
         if (tree.root / path).read_bytes() != change.data:
             raise CppmegaError(
                 "torn-write",
-                f"{path} does not hold what was just written to it.",
+                f"{path} does not contain what was just written to it.",
                 "Another process writes the same file, or the disk is failing.",
                 "end the other process and run `python -m cppmega.apply_patches` again",
             )
@@ -287,15 +291,15 @@ def _roll_back(tree: Tree, replaced: Iterable[str], journal: bool) -> None:
     except OSError as error:
         raise CppmegaError(
             "rollback-failed",
-            f"A write failed, and so did putting the files back: {error}.",
-            "Some files are patched and some are not; the journal knows which.",
+            f"A write failed, and so did restoring the files: {error}.",
+            "Some files are patched and some are not; the journal records which.",
             "fix the cause and run `python -m cppmega.apply_patches` again, or `cppmega revert`",
         ) from error
     _unstage(tree, journal)
 
 
 def _forget(place: Path, receipt: Receipt | None) -> None:
-    """Drop the originals that no receipt names any more."""
+    """Remove the originals that the receipt no longer names."""
     named = {file.before for file in receipt.files.values()} if receipt is not None else set()
     for kept in (place / "originals").glob("*"):
         if kept.name not in named:
@@ -334,7 +338,7 @@ def _temporary(target: Path) -> Path:
 def _sync_folder(place: Path) -> None:
     handle = os.open(place, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems sync no folders
+        with contextlib.suppress(OSError):  # some file systems cannot sync folders
             os.fsync(handle)
     finally:
         os.close(handle)
@@ -342,31 +346,31 @@ def _sync_folder(place: Path) -> None:
 
 @contextmanager
 def _named_faults(tree: Tree, done: str = "Nothing was changed.") -> Iterator[None]:
-    """Turn the operating system's refusals into named errors."""
+    """Turn errors of the operating system into named errors."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CppmegaError(
                 "disk-full",
-                f"There is no room left below {tree.root}. {done}",
+                f"There is no disk space left below {tree.root}. {done}",
                 "A half-written file would break the import of megatron.",
                 "free some space and run `python -m cppmega.apply_patches` again",
             ) from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise CppmegaError(
+            raise ReadOnlyTreeError(
                 "read-only-tree",
                 f"{error.filename or tree.root} cannot be written. {done}",
-                "The patches cannot be put where Python imports megatron from.",
-                "use an environment of your own: python -m venv, or copy the tree and pass "
+                "The patches must be written where Python imports megatron from.",
+                "create your own environment with python -m venv, or copy the tree and pass "
                 "--megatron",
             ) from error
         raise CppmegaError(
             "write-failed",
             f"{error.strerror}: {error.filename or tree.root}. {done}",
-            "The patches could not be written as a whole.",
+            "The patches could not be written completely.",
             (
-                f"move {error.filename} away: it stands where a folder of ours must be"
+                f"move {error.filename} away, since cppmega needs a folder there"
                 if isinstance(error, FileExistsError | NotADirectoryError)
                 else "fix the cause"
             )

@@ -1,4 +1,4 @@
-"""The verbs: apply, status, diff and revert on one tree."""
+"""Apply, status, diff and revert on one tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cppmega.tree.installed import Tree, find_root
 
 Say = Callable[[str], None]
 
-NOT_WHOLE = FAILURES | {"pending"}
+BLOCKING = FAILURES | {"pending"}
 """States with which a run must not start."""
 
 
@@ -42,11 +42,11 @@ class Session:
 
     root: Path | None = None
     catalogues: Sequence[Path] | None = None
-    """Folders given by `--patches`; None: those that the receipt remembers."""
+    """Folders passed as `--patches`; None: those that the receipt remembers."""
     say: Say = _silent
     _survey: Survey | None = None
     _pinned: Mapping[str, str] | None = None
-    """Hashes of remembered catalogues; None where the user has named the folders now."""
+    """Hashes of remembered catalogues; None if the user passed the folders now."""
 
     def __post_init__(self) -> None:
         self.root = self.root if self.root is not None else find_root()
@@ -59,7 +59,7 @@ class Session:
         tree.check(written)
         kept = [Path(p) for p in old.catalogues]
         if self.catalogues is None and kept:
-            self.say("also patching from " + ", ".join(map(str, kept)) + " (the receipt)")
+            self.say("also patching from " + ", ".join(map(str, kept)) + " (from the receipt)")
             self._pinned = old.catalogue_hashes
         chosen = kept if self.catalogues is None else self.catalogues
         self.catalogues = [folder.resolve() for folder in chosen]
@@ -69,7 +69,7 @@ class Session:
         """Every page of the catalogues, by name.
 
         Raises:
-            CppmegaError: `catalogue-changed`, and what `catalogue.load` raises.
+            CppmegaError: `catalogue-changed`, and the errors of `catalogue.load`.
         """
         if self._pinned is not None:
             assert self.root is not None
@@ -85,7 +85,7 @@ class Session:
         """Diagnose the tree as it is now.
 
         Args:
-            excluded: pages that are left out -> why; None: those of the receipt.
+            excluded: excluded pages -> reason; None: those of the receipt.
         """
         tree = self.read_tree()
         loaded = recovered(tree, receipt.load(tree), self.pages)
@@ -109,25 +109,25 @@ class Outcome:
     plan: Plan
     digest: str
     changed: list[str] = field(default_factory=list)
-    """Files written (or, with `check`, that would be)."""
+    """Files that were written or, with `check`, would be."""
     receipt_changed: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """One per page, by name."""
+        """One verdict per page, sorted by name."""
         return list(self.plan.verdicts.values())
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it must be."""
+        """Whether the plan is finished and there is nothing to note."""
         return self.plan.finished and not self.notes
 
 
 def status(session: Session) -> Outcome:
-    """The state of every page; writes nothing.
+    """Determine the state of every page; writes nothing.
 
-    Gates are those of the last apply, where there was one: that is what is in the files.
+    Gates are those of the last apply, if there was one, since the files depend on them.
     """
     tree = session.read_tree()
     loaded = receipt.load(tree)
@@ -135,9 +135,9 @@ def status(session: Session) -> Outcome:
     environment = {**os.environ, **loaded.receipt.gates}
     plan = session.plan(None, environment)
     notes = [loaded.problem] if loaded.problem else []
-    whole = loaded.exists and not loaded.problem
-    if whole and loaded.receipt.digest != overlay_digest(loaded.receipt):
-        notes.append("the receipt was changed by hand, or torn: cppmega apply writes it again")
+    intact = loaded.exists and not loaded.problem
+    if intact and loaded.receipt.digest != overlay_digest(loaded.receipt):
+        notes.append("the receipt was edited by hand or damaged: cppmega apply rewrites it")
     if transaction.interrupted(tree):
         notes.append("an apply or revert was interrupted; run it again to finish or undo it")
     notes += [
@@ -153,15 +153,15 @@ def apply(
     check: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> Outcome:
-    """Make the tree f(pristine, active pages), or change nothing at all.
+    """Bring the tree to the state that the active pages define, or change nothing.
 
     Args:
-        only: the active set; empty: every page.
+        only: the active pages; empty: every page.
         check: compute everything, write nothing.
 
     Raises:
-        CppmegaError: anything that makes writing unsafe. Pages in a failure state are no
-            exception: they are in the outcome, and nothing was written.
+        CppmegaError: anything that makes writing unsafe. Pages in a failure state do not raise:
+            they are in the outcome, and nothing is written.
     """
     gates.check(session.pages.values(), environment)
     for name in only:
@@ -169,8 +169,8 @@ def apply(
         if not gates.is_on(page, environment):
             raise CppmegaError(
                 "gate-closed",
-                f"{name} was asked for by name, but its gate {page.patch.gate} is not set.",
-                "What is asked for and not applied must stop the run.",
+                f"{name} was requested by name, but its gate {page.patch.gate} is not set.",
+                "A patch that is requested but not applied must stop the run.",
                 f"export {page.patch.gate}=1",
             )
     others = set(session.pages) - set(only) if only else set()
@@ -179,10 +179,10 @@ def apply(
 
 
 def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
-    """Take pages out, all of them or some, restoring the exact pristine bytes.
+    """Remove some or all pages, restoring the exact pristine bytes.
 
     Raises:
-        CppmegaError: `foreign-edit`, where a patched file was edited since; `unknown-page`.
+        CppmegaError: `foreign-edit`, if a patched file was edited since; `unknown-page`.
     """
     tree = session.read_tree()
     loaded = receipt.load(tree)
@@ -216,7 +216,7 @@ def _revert_all(session: Session) -> Outcome:
 
 
 def _bare_plan(session: Session) -> Plan:
-    """The tree without any page."""
+    """Plan the tree without any page."""
     return session.plan(dict.fromkeys(session.pages, "reverted"), {})
 
 
@@ -226,7 +226,7 @@ def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
             raise CppmegaError(
                 "receipt-missing",
                 f"{path}: {file.story or ORPHANED}.",
-                "Without them nobody can say which part of the file is upstream's.",
+                "Without that record, upstream's part of the file cannot be identified.",
                 restoring(plan.tree, file),
             )
 
@@ -263,7 +263,7 @@ def _refuse(plan: Plan, failures: Sequence[Verdict]) -> None:
         raise CppmegaError(
             f"patch-{verdict.state}",
             f"{verdict.name}: {verdict.target}: {verdict.detail}.",
-            "There is no text to show the change on.",
+            "There is no known text on which to show the change.",
             verdict.next or f"cppmega explain {verdict.name}",
         )
 
@@ -272,7 +272,7 @@ def left_out(chosen: Receipt) -> dict[str, str]:
     """Pages that a receipt leaves out -> why."""
     asked = f"left out: --only asked for {', '.join(chosen.only)}"
     alone = set(chosen.only) or set(chosen.excluded)
-    return {name: "taken out by name" if name in alone else asked for name in chosen.excluded}
+    return {name: "removed by name" if name in alone else asked for name in chosen.excluded}
 
 
 _Choice = tuple[Receipt, Mapping[str, str]]
@@ -285,10 +285,10 @@ def _without(old: Receipt, names: Sequence[str]) -> _Choice:
 
 
 def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bool) -> Outcome:
-    """Bring the tree into the state that the choice asks for.
+    """Bring the tree into the chosen state.
 
     Args:
-        choose: from the receipt as it is when the tree is planned.
+        choose: makes the choice from the receipt, as it is when the tree is planned.
     """
     plan = _planned(session, choose)
     if plan.failures:
@@ -302,7 +302,7 @@ def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bo
         changes, new = changes_of(plan, session.catalogues or ())
         return Outcome(plan, new.digest, sorted(changes), receipt_changed=True)
     with transaction.locked(session.read_tree(), session.say):
-        plan = _planned(session, choose)  # the tree may have changed while we waited
+        plan = _planned(session, choose)  # the tree may have changed during the wait
         if plan.failures:
             return Outcome(plan, "")
         if not _needs_writing(session, plan):
@@ -323,20 +323,18 @@ def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
 
 
 def _settled(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
-    """The plan again, when no other process is writing: half of its work looks foreign."""
+    """Plan again while no other process writes, since a half-written tree looks foreign."""
     if not receipt.folder(session.read_tree()).is_dir():
         return _planned(session, choose)
     try:
         with transaction.locked(session.read_tree(), session.say):
             return _planned(session, choose)
-    except CppmegaError as error:
-        if error.name != "read-only-tree":
-            raise
+    except transaction.ReadOnlyTreeError:
         return _planned(session, choose)
 
 
 def _needs_writing(session: Session, plan: Plan) -> bool:
-    """Cheap: true unless the receipt proves that there is nothing to do."""
+    """Whether there may be something to write; False only if the receipt rules it out."""
     old = plan.loaded.receipt
     done = {v.name for v in plan.verdicts.values() if v.state in DONE}
     return (

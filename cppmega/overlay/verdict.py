@@ -30,13 +30,13 @@ MEANING: dict[PatchState, str] = {
     "pending": "known text; `python -m cppmega.apply_patches` applies it",
     "upstreamed": "upstream has the fix",
     "not-applicable": "the feature does not exist in this tree",
-    "off": "its gate is not set, or it was left out or taken out by name",
+    "off": "its gate is not set, or it was left out or removed by name",
     "drifted": "the text of the target is not known",
-    "moved": "the target stands in another file",
-    "absent": "the target is gone",
+    "moved": "the target is in another file",
+    "absent": "the target does not exist",
     "ambiguous": "the target is defined more than once",
-    "foreign": "the file was edited by somebody else, though the target text is known",
-    "conflict": "two pages edit one symbol without an order",
+    "foreign": "the target's text is known, but the file was edited outside cppmega",
+    "conflict": "two pages edit one symbol without a declared order",
     "too-late": "its module was imported before the patch was armed",
     "stale-reference": "something still holds the original object",
 }
@@ -68,7 +68,7 @@ class Verdict:
     proof: Proof = "unverified"
     targets: tuple[str, ...] = field(default=())
     next: str = ""
-    """The command that helps, for failures."""
+    """The command that resolves a failure; empty otherwise."""
 
     def as_json(self) -> dict[str, Any]:
         """One entry of `patches` in the JSON answer."""
@@ -85,7 +85,7 @@ class Verdict:
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
-    """`12 applied, 1 armed, 2 upstreamed`."""
+    """Count the verdicts by state: `12 applied, 1 armed, 2 upstreamed`."""
     counts: dict[str, int] = {}
     for verdict in verdicts:
         counts[verdict.state] = counts.get(verdict.state, 0) + 1

@@ -12,7 +12,7 @@ from cppmega.recipe import Recipe
 
 
 def wanted_patches(recipe: Recipe, pages: Mapping[str, Page]) -> tuple[str, ...]:
-    """The patches that a recipe names, and those that a value of its fields means nothing without.
+    """List the patches that a recipe names, and those that its field values require.
 
     Raises:
         CppmegaError: `bad-wanted-by`.
@@ -26,7 +26,7 @@ def wanted_patches(recipe: Recipe, pages: Mapping[str, Page]) -> tuple[str, ...]
 
 
 def provided(pages: Iterable[Page], name: str) -> tuple[Any, ...]:
-    """What these pages provide under a name, in the order of the pages."""
+    """The values that these pages provide under a name, in the order of the pages."""
     return tuple(value for page in pages for value in page.patch.provides.get(name, ()))
 
 
@@ -35,12 +35,12 @@ def _wanted(page: str, wanted_by: Callable[[Recipe], bool], recipe: Recipe) -> b
         return CppmegaError(
             "bad-wanted-by",
             f"`wanted_by` of {page} {what}.",
-            f"Whether recipe {recipe.name} may start without the patch is not known.",
-            "correct the page; `wanted_by` gets a recipe and answers True or False",
+            f"It is not known whether recipe {recipe.name} may start without the patch.",
+            "correct the page; `wanted_by` takes a recipe and returns True or False",
         )
 
     with contained(failed):
         answer = wanted_by(recipe)
     if not isinstance(answer, bool):
-        raise failed(f"answers with a {type(answer).__name__}, neither True nor False")
+        raise failed(f"returns {type(answer).__name__}, not True or False")
     return answer

@@ -74,7 +74,7 @@ class Context:
         from cppmega.tree import accepted
 
         named = self.recipe.accepted_edits if self.recipe is not None else ()
-        return accepted.asked(named, self.options.accept)
+        return accepted.merged(named, self.options.accept)
 
     @property
     def is_loop(self) -> bool:

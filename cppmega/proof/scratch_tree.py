@@ -16,7 +16,7 @@ from cppmega.rewriting.rewrite import Step, rewrite
 def build(plan: Plan, root: Path, side: Side) -> None:
     """Write a tree of links to the real one, with the edited files of one side."""
     # Including files that a page edited before and no longer does.
-    changed = {p: v.pristine for p, v in plan.views.items() if v.ours and v.pristine is not None}
+    changed = {p: v.pristine for p, v in plan.views.items() if v.patched and v.pristine is not None}
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None

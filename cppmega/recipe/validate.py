@@ -19,7 +19,7 @@ def check(recipe: Fields) -> None:
         CppmegaError: `recipe-invalid`, `width-not-aligned`, `bad-pattern`, `bad-accept`.
     """
     _arguments(recipe)
-    accepted.of(recipe.accepted_edits)
+    accepted.from_pairs(recipe.accepted_edits)
     _layers(recipe)
     _attention(recipe)
     _experts(recipe)

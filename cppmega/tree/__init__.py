@@ -1,1 +1,1 @@
-"""The tree that holds megatron/: found, named by version, read, accepted edits."""
+"""Find, name and read the tree that holds megatron/, with the edits that a team accepts in it."""

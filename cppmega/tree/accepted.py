@@ -1,8 +1,8 @@
 """A team's own edits of Megatron, accepted by naming file and hash.
 
-Whatever is not upstream's stops a run. An edit that is meant is named with the SHA-256 of the
-whole file, in a recipe (`accepted_edits`) or as an option (`--accept FILE=SHA256`). It then belongs
-to the name of the training code, as the patches do.
+A file that differs from upstream's stops a run. An intended edit is declared with the SHA-256 of
+the complete file, in a recipe (`accepted_edits`) or as an option (`--accept FILE=SHA256`). It then
+becomes part of the digest that identifies the training code, as the patches are.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _ACCEPTED: dict[str, str] = {}
 
 
 def parse(words: Iterable[str]) -> dict[str, str]:
-    """`FILE=SHA256` words of a command line.
+    """Parse the `FILE=SHA256` words of a command line.
 
     Raises:
         CppmegaError: `bad-accept`.
     """
-    return of(tuple(word.rpartition("=")[::2] for word in words))
+    return from_pairs(tuple(word.rpartition("=")[::2] for word in words))
 
 
-def of(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The same for the pairs of a recipe.
+def from_pairs(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Check the (file, SHA-256) pairs of a recipe.
 
     Raises:
         CppmegaError: `bad-accept`.
@@ -45,31 +45,31 @@ def of(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
-def asked(pairs: Iterable[tuple[str, str]], words: Iterable[str]) -> dict[str, str]:
-    """What a recipe and the command line accept together.
+def merged(pairs: Iterable[tuple[str, str]], words: Iterable[str]) -> dict[str, str]:
+    """Merge the edits that a recipe and the command line accept.
 
     Raises:
-        CppmegaError: `bad-accept`, also where they name one file with two hashes.
+        CppmegaError: `bad-accept`, also if they name one file with two hashes.
     """
-    return of((*pairs, *parse(words).items()))
+    return from_pairs((*pairs, *parse(words).items()))
 
 
 def accept(edits: Edits) -> None:
-    """Let this process train these edits.
+    """Accept these edits for the rest of this process.
 
     Raises:
-        CppmegaError: `bad-accept`, where recipe and option name one file with two hashes.
+        CppmegaError: `bad-accept`, if a file was accepted with another hash before.
     """
-    _ACCEPTED.update(of((*_ACCEPTED.items(), *edits.items())))
+    _ACCEPTED.update(from_pairs((*_ACCEPTED.items(), *edits.items())))
 
 
 def in_this_process() -> Edits:
-    """The edits accepted so far."""
+    """The edits that this process has accepted so far."""
     return dict(_ACCEPTED)
 
 
 def name_of_code(digest: str, edits: Edits) -> str:
-    """The overlay's digest, extended where edits are trained with it."""
+    """The overlay's digest, extended by a hash of the accepted edits, if there are any."""
     if not edits:
         return digest
     lines = (f"{path} {edits[path]}" for path in sorted(edits))
@@ -80,6 +80,6 @@ def _bad(what: str) -> CppmegaError:
     return CppmegaError(
         "bad-accept",
         what,
-        "An edit is accepted as a whole file with one content, and no other file with it.",
+        "An accepted edit is one complete file with exactly one content.",
         "--accept megatron/core/FILE.py=SHA256, as `sha256sum FILE.py` prints it in ROOT",
     )

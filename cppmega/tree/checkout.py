@@ -1,8 +1,8 @@
 """Read the commit of a git checkout without git.
 
 Git runs programs that a repository's own configuration names: a file system monitor, hooks,
-filters, the transport of a lazy fetch. Somebody else's checkout would decide what runs here.
-Dulwich reads the objects and knows none of these.
+filters, the transport of a lazy fetch. A checkout of unknown origin would decide what runs here.
+Dulwich reads the objects and runs none of these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Checkout:
     _common: Path
 
     def blob(self, path: str) -> bytes | None:
-        """The committed bytes of a file; None where they are not on this machine."""
+        """Read the committed bytes of a file; None if they are not on this machine."""
         from dulwich.objects import ObjectID
 
         name = self.files[path]
@@ -40,15 +40,15 @@ class Checkout:
             return None
 
 
-def of(folder: Path, below: str) -> Checkout | None:
-    """The checkout that tracks `folder/below`; None where no commit has anything of it.
+def find_checkout(folder: Path, below: str) -> Checkout | None:
+    """Find the checkout that tracks `folder/below`; None if no commit contains any of it.
 
-    A virtual environment inside some other repository is not a checkout: nothing of it is tracked.
+    A virtual environment inside another repository is not a checkout: nothing in it is tracked.
     """
     folder = folder.resolve()
     work = next((p for p in (folder, *folder.parents) if (p / ".git").exists()), None)
     if work is None:
-        return None  # the usual case, without the time that the import takes
+        return None  # the usual case, which avoids the cost of importing dulwich
     try:
         return _read(work, (folder.relative_to(work) / below).as_posix(), below)
     except Exception:  # no commit, an unknown format, objects never fetched: it vouches for nothing
@@ -56,9 +56,9 @@ def of(folder: Path, below: str) -> Checkout | None:
 
 
 def same(data: bytes, blob: str) -> bool:
-    """Whether bytes are a blob's, in the committed line ends or in those of Windows.
+    """Whether bytes are those of a blob, with its line endings or with those of Windows.
 
-    A checkout with `core.autocrlf` has other bytes and the same code.
+    A checkout with `core.autocrlf` has different bytes but the same code.
     """
     return _name(data, blob) == blob or (
         b"\r\n" in data and _name(data.replace(b"\r\n", b"\n"), blob) == blob
@@ -66,7 +66,7 @@ def same(data: bytes, blob: str) -> bool:
 
 
 def as_checked_out(blob: bytes, data: bytes | None) -> bytes:
-    """The committed bytes with the line ends that the file in the working tree has."""
+    """Convert committed bytes to the line endings of the file in the working tree."""
     if data is not None and b"\r\n" in data and b"\r\n" not in blob:
         return blob.replace(b"\n", b"\r\n")
     return blob
@@ -78,12 +78,12 @@ def _name(data: bytes, like: str) -> str:
 
 
 def _read(work: Path, inside: str, below: str) -> Checkout | None:
-    """What HEAD has of a folder.
+    """Read the part of HEAD that lies below one folder.
 
     Args:
         work: the folder of the working tree.
-        inside: the folder that is asked about, relative to it.
-        below: what its files' paths begin with in the answer.
+        inside: the folder to read, relative to `work`.
+        below: the folder with which the resulting paths begin.
     """
     from dulwich.object_store import iter_tree_contents, tree_lookup_path
     from dulwich.objects import Commit
@@ -104,7 +104,7 @@ def _read(work: Path, inside: str, below: str) -> Checkout | None:
 
 
 def _places(work: Path) -> tuple[Path, Path]:
-    """The repository of a working tree, and the one that it shares objects and branches with."""
+    """The repository of a working tree, and the one with which it shares objects and branches."""
     control = work / ".git"
     if control.is_file():  # a worktree or a submodule
         control = work / control.read_text().removeprefix("gitdir: ").rstrip("\r\n")
@@ -113,7 +113,7 @@ def _places(work: Path) -> tuple[Path, Path]:
 
 
 def _objects(common: Path, name: str) -> DiskObjectStore:
-    """The store of a repository, which names its objects by SHA-1 or by SHA-256."""
+    """Open the object store of a repository, which uses either SHA-1 or SHA-256 names."""
     from dulwich.object_format import SHA1, SHA256
     from dulwich.object_store import DiskObjectStore
 

@@ -1,4 +1,4 @@
-"""ROOT: the folder that holds `megatron/`, what is installed there, and what pristine means."""
+"""ROOT, the folder that holds `megatron/`: its distributions and the origin of its files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Origin = Literal["record", "git", "unverified"]
 
 
 def reinstall(root: Path, version: str) -> str:
-    """The command that puts upstream's files back: into ROOT, whichever environment pip has."""
+    """The command that restores upstream's files in ROOT, whichever environment pip belongs to."""
     sites = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     place = "" if root.resolve() in sites else f"--upgrade --target {shlex.quote(str(root))} "
     return f"pip install --force-reinstall --no-deps {place}megatron-core=={version}"
@@ -56,7 +56,7 @@ class Tree:
         self._bytes: dict[str, bytes | None] = {}
 
     def read(self, path: str) -> bytes | None:
-        """Bytes of a file, None where there is none.
+        """Read the bytes of a file; None if it does not exist.
 
         Raises:
             CppmegaError: `outside-root`, `unreadable-file`.
@@ -71,7 +71,7 @@ class Tree:
                 raise CppmegaError(
                     "unreadable-file",
                     f"{self.root / path} cannot be read: {error.strerror}.",
-                    "Nothing can be said about a file that nobody can look at.",
+                    "A file that cannot be read cannot be checked.",
                     "correct its permissions, or run as the user who owns the environment",
                 ) from None
         return self._bytes[path]
@@ -81,7 +81,7 @@ class Tree:
         """Installed distributions by normalised name.
 
         Raises:
-            CppmegaError: `two-distributions`, where one name is installed twice.
+            CppmegaError: `two-distributions`, if one name is installed twice.
         """
         found: dict[str, Distribution] = {}
         for folder in sorted(self.root.glob("*.dist-info")):
@@ -93,7 +93,7 @@ class Tree:
                 raise CppmegaError(
                     "two-distributions",
                     f"{self.root} holds {name} {found[name].version} and {version}.",
-                    "Files of two versions are mixed, and no RECORD tells which is which.",
+                    "Files of two versions are mixed, and no RECORD shows which is which.",
                     f"pip uninstall {name} (twice), then install one version",
                 )
             data = self.read(f"{folder.name}/RECORD") or b""
@@ -102,7 +102,7 @@ class Tree:
 
     @cached_property
     def version(self) -> str:
-        """megatron-core's version, for messages only; `unknown` where nothing tells it."""
+        """megatron-core's version, for messages only; `unknown` if it cannot be determined."""
         if "megatron-core" in self.distributions:
             return self.distributions["megatron-core"].version
         data = self.read("megatron/core/package_info.py")
@@ -124,20 +124,20 @@ class Tree:
 
     @property
     def recorded(self) -> Iterator[str]:
-        """Every file that somebody vouches for, whether it is there or not."""
+        """Every file that a RECORD or the commit lists, whether it exists or not."""
         for distribution in self.distributions.values():
             yield from distribution.record
         yield from self.checkout.files if self.checkout is not None else ()
 
     def has(self, distribution: str) -> bool:
-        """Whether the distribution's files lie below ROOT."""
+        """Whether the distribution's files are below ROOT."""
         folder = PACKAGES[distribution]
         return distribution in self.distributions or (self.root / folder).is_dir()
 
     def pristine(self, path: str) -> tuple[Origin, str | None]:
-        """Who vouches for a file, and its SHA-256.
+        """What vouches for a file, and the SHA-256 of its pristine text.
 
-        None: nobody does; or git does, and a partial clone has never fetched the text.
+        The hash is None if nothing vouches for the file, or a partial clone never fetched the text.
         """
         listed = self.listed(path)
         if listed is not None:
@@ -150,7 +150,7 @@ class Tree:
         return "git", sha256(blob) if blob is not None else None
 
     def vouched(self, path: str) -> bool:
-        """Whether a file is as a wheel's RECORD or the checkout's commit has it."""
+        """Whether a file is as a wheel's RECORD or the checkout's commit lists it."""
         data = self.read(path)
         if data is None:
             return False
@@ -163,9 +163,9 @@ class Tree:
         return blob is not None and checkout.same(data, blob)
 
     def listed(self, path: str) -> tuple[str, str] | None:
-        """The distribution that installed a file, and the SHA-256 that its RECORD has for it.
+        """The distribution that installed a file, and the SHA-256 that its RECORD lists for it.
 
-        Where megatron-core has files, no other distribution's list counts.
+        In parts where megatron-core has files, the lists of other distributions are ignored.
         """
         for name, distribution in self.distributions.items():
             if path in distribution.record:
@@ -175,9 +175,9 @@ class Tree:
         return self._others.get(path) if self.read(path) is not None else None
 
     def has_origin(self, path: str) -> bool:
-        """Whether somebody vouches for files in the part of a package that a path belongs to.
+        """Whether any file is vouched for in the part of a package that a path belongs to.
 
-        There, a file that nobody vouches for was added by hand.
+        In such a part, a file that nothing vouches for was added by hand.
         """
         return part_of(path) in self._vouched_parts
 
@@ -195,7 +195,7 @@ class Tree:
         return records.of_packages(self.root, tuple(PACKAGES.values()))
 
     def git_blob(self, path: str) -> bytes | None:
-        """The committed bytes of a file, in its line ends here; None outside of a checkout."""
+        """The committed bytes of a file, with its line endings on disk; None without a checkout."""
         if self.checkout is None or path not in self.checkout.files:
             return None
         from cppmega.tree import checkout
@@ -210,14 +210,14 @@ class Tree:
             return None
         from cppmega.tree import checkout
 
-        return checkout.of(self.root, "megatron")
+        return checkout.find_checkout(self.root, "megatron")
 
     @cached_property
     def identity(self) -> str:
-        """What a receipt must agree on to belong to this tree: the installed megatron-core.
+        """A hash of the installed megatron-core, by which a receipt belongs to this tree.
 
-        An upgrade of another package is no reason to forget what was done here: every single file
-        is compared with its own hashes anyway.
+        An upgrade of another package does not invalidate the receipt, since every file is compared
+        with its own hashes anyway.
         """
         core = self.distributions.get("megatron-core")
         record = core.record_hash if core is not None else ""
@@ -230,7 +230,7 @@ class Tree:
 
     @cached_property
     def python_files(self) -> list[str]:
-        """Every Python file of the packages we know, relative to ROOT."""
+        """Every Python file of the packages that pages may target, relative to ROOT."""
         found: list[str] = []
         for package in self.packages:
             for where, folders, files in os.walk(package):
@@ -243,7 +243,7 @@ class Tree:
         """Refuse a tree that cannot be patched safely, whatever the patches are.
 
         Args:
-            written: path -> SHA-256 hashes of what we wrote ourselves.
+            written: path -> SHA-256 hashes of the texts that cppmega wrote.
 
         Raises:
             CppmegaError: `no-megatron`, `linked-tree`, `mixed-versions`, `two-distributions`.
@@ -252,7 +252,7 @@ class Tree:
         if not (package / "core").is_dir():
             raise CppmegaError(
                 "no-megatron",
-                f"{self.root} holds no megatron/core.",
+                f"{self.root} does not contain megatron/core.",
                 "There is nothing to patch.",
                 "pass the folder that holds megatron/: --megatron ROOT",
             )
@@ -261,7 +261,7 @@ class Tree:
                 raise CppmegaError(
                     "linked-tree",
                     f"{folder} is a link to {folder.resolve()}.",
-                    "Patching through the link would change whoever else uses that folder.",
+                    "Patching through the link would affect everyone else who uses that folder.",
                     "install a copy (uv: --link-mode=copy), or pass the real folder as --megatron",
                 )
         self._check_training(written)
@@ -270,7 +270,7 @@ class Tree:
         training = self.root / "megatron" / "training"
         core = self.distributions.get("megatron-core")
         if not (core is not None and core.record) and self.checkout is None:
-            return  # nobody vouches for any file: a RECORD that is gone is no other version
+            return  # without a RECORD or a commit, no file can be attributed to a version
         files = sorted(f"megatron/training/{path.name}" for path in training.glob("*.py"))
         strange = [path for path in files if not self.vouched(path)]
         strange = [p for p in strange if sha256(self.read(p) or b"") not in written.get(p, ())]
@@ -278,8 +278,8 @@ class Tree:
             raise CppmegaError(
                 "mixed-versions",
                 f"megatron/training in {self.root} does not belong to megatron-core "
-                f"{self.version}: {len(strange)} of its {len(files)} files are others.",
-                "core and training of two versions call each other with the wrong arguments.",
+                f"{self.version}: {len(strange)} of its {len(files)} files differ.",
+                "core and training of different versions call each other with wrong arguments.",
                 "remove megatron/training, or use a checkout of one version as ROOT",
             )
 
@@ -294,21 +294,21 @@ PACKAGES = {
 
 
 _HAND_EDITED = 5
-"""One file of so many may be edited by hand; more are another version's."""
+"""If more than one file in this many differs, the folder belongs to another version."""
 
 
 def _refuse_outside(root: Path, path: str) -> None:
     if path.startswith("/") or ".." in path.split("/"):
         raise CppmegaError(
             "outside-root",
-            f"{path} does not lie below {root}.",
-            "A page speaks of the packages in ROOT; what is elsewhere is nobody's to patch.",
+            f"{path} is not below {root}.",
+            "Pages may only target the packages in ROOT.",
             "write the path below ROOT, with forward slashes: megatron/core/x.py",
         )
 
 
 def find_root() -> Path:
-    """The folder that holds the megatron that Python would import, found without importing it.
+    """Find the folder of the megatron that Python would import, without importing it.
 
     Raises:
         CppmegaError: `no-megatron`, `several-megatrons`.
@@ -320,19 +320,19 @@ def find_root() -> Path:
     if not holding:
         raise CppmegaError(
             "no-megatron",
-            "Python finds no megatron package.",
+            "Python cannot find a megatron package.",
             "There is nothing to patch.",
             "pip install megatron-core==0.19.2, or pass --megatron ROOT",
         )
     if len(holding) > 1:
-        said = [f"megatron.{part} from {folder}" for folder in holding for part in _parts(folder)]
+        parts = [f"megatron.{part} from {folder}" for folder in holding for part in _parts(folder)]
         raise CppmegaError(
             "several-megatrons",
             f"Python would merge {len(holding)} folders into one megatron package: "
-            + ", ".join(said)
-            + "; where a name stands twice, the first one wins.",
-            "Patches would go into one tree while parts of the other train.",
-            "take one of them off PYTHONPATH and the working directory, or pass --megatron ROOT",
+            + ", ".join(parts)
+            + "; where a name occurs twice, the first one wins.",
+            "The patches would go into one tree, while a run also imports parts of the other.",
+            "remove one of them from PYTHONPATH and the working directory, or pass --megatron ROOT",
         )
     first = next(f for f in folders if f.resolve() == holding[0])
     return first.parent
@@ -345,5 +345,5 @@ def part_of(path: str) -> str:
 
 
 def _parts(folder: Path) -> list[str]:
-    """Sub-packages of a megatron folder that our patches or Megatron's trainer live in."""
+    """Sub-packages of a megatron folder that patches or Megatron's trainer use."""
     return [name for name in ("core", "training", "legacy", "rl") if (folder / name).is_dir()]

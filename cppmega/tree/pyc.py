@@ -1,8 +1,8 @@
-"""Bytecode on disk: would Python take it for a source, and is it what the source compiles to?
+"""Check bytecode on disk: whether Python would use it, and whether its source compiles to it.
 
-Python compares a second and a size, and nothing at all where the bytecode says so. Only compiling
-tells, which takes a second for all of Megatron: what was compared once is remembered by its hash,
-in the user's cache folder.
+Python compares only the source's size and its time in seconds, or nothing at all if the bytecode is
+marked as unchecked. The only proof is to compile the source, which takes a second for all of
+Megatron, so bytecode that matched once is remembered by its hash in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cppmega.tree.installed import sha256
 HEADER = 16
 _LEDGER = "bytecode-1"
 _MOST = 20_000
-"""Lines of the ledger after which it starts anew."""
+"""The number of lines after which the ledger is started over."""
 
 
 def trusted(data: bytes, source: Path, text: bytes) -> bool:
-    """Whether Python would use bytecode without looking at the source's text.
+    """Whether Python would run bytecode instead of compiling the source.
 
     Args:
         data: the bytes of the `.pyc`.
@@ -32,7 +32,7 @@ def trusted(data: bytes, source: Path, text: bytes) -> bool:
     if len(data) < HEADER or data[:4] != importlib.util.MAGIC_NUMBER:
         return False
     flags = int.from_bytes(data[4:8], "little")
-    if flags & 1:  # by hash; it is only compared where the second bit says so
+    if flags & 1:  # hash-based; the hash is checked only if the second bit is set
         return not flags & 2 or data[8:HEADER] == importlib.util.source_hash(text)
     there = source.stat()
     return (int.from_bytes(data[8:12], "little"), int.from_bytes(data[12:16], "little")) == (
@@ -42,7 +42,7 @@ def trusted(data: bytes, source: Path, text: bytes) -> bool:
 
 
 def same(data: bytes, code: CodeType) -> bool:
-    """Whether bytecode holds that code."""
+    """Whether bytecode contains that code."""
     try:
         return bool(marshal.loads(data[HEADER:]) == code)
     except (EOFError, ValueError, TypeError):
@@ -50,12 +50,12 @@ def same(data: bytes, code: CodeType) -> bool:
 
 
 def compiled(text: bytes, source: Path, optimize: int = -1) -> CodeType:
-    """What a source compiles to; `optimize` as `compile` takes it."""
+    """Compile a source; `optimize` is that of the built-in `compile`."""
     return compile(text, str(source), "exec", dont_inherit=True, optimize=optimize)
 
 
 class Ledger:
-    """Bytecode that was compared with its source and is the same."""
+    """Bytecode that was compared with its source and matches it."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / _LEDGER
@@ -68,11 +68,11 @@ class Ledger:
         return key in self._known or key in self._new
 
     def add(self, data: bytes, text: bytes) -> None:
-        """Remember a comparison."""
+        """Remember that this bytecode matches this source."""
         self._new.add(_key(data, text))
 
     def save(self) -> None:
-        """Keep what is new. Without a cache folder the next process compares again."""
+        """Write the new entries; without a cache folder, the next process compares again."""
         if not self._new:
             return
         text = "".join(f"{key}\n" for key in sorted(self._new))
@@ -87,7 +87,7 @@ class Ledger:
 
     def _read(self) -> set[str]:
         try:
-            # What others may write in says nothing.
+            # A file that other users can write to proves nothing.
             if self._file.stat().st_uid != os.geteuid() or self._file.stat().st_mode & 0o022:
                 return set()
             return set(self._file.read_text().split())
@@ -96,5 +96,5 @@ class Ledger:
 
 
 def _key(data: bytes, text: bytes) -> str:
-    """The header is left out: Python compares it, and a copied tree has another one."""
+    """Hash a comparison without the header, which Python checks and a copied tree changes."""
     return sha256(f"{sys.flags.optimize} {sha256(data[HEADER:])} {sha256(text)}".encode())[:32]

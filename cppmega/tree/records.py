@@ -1,4 +1,4 @@
-"""RECORD, the list of its files that every installed wheel leaves: who owns a file, and its hash.
+"""RECORD, the list of files that every installed wheel has: the owner and the hash of each file.
 
 `megatron` has no `__init__.py`: several distributions install below it, each with its own list.
 """
@@ -22,14 +22,14 @@ def hashes(data: bytes) -> Mapping[str, str]:
             try:
                 found[row[0]] = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()
             except ValueError:
-                found[row[0]] = "torn"  # equal to no hash: the file counts as edited
+                found[row[0]] = "torn"  # matches no hash, so that the file counts as edited
     return found
 
 
 def of_packages(root: Path, packages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
-    """Path -> (distribution, SHA-256) for the files of some packages, over every RECORD of ROOT.
+    """Path -> (distribution, SHA-256) for the files of some packages, from every RECORD in ROOT.
 
-    Most lists do not mention them, and some have ten thousand lines: only what fits is parsed.
+    Most lists do not mention them, and some have ten thousand lines, so only matches are parsed.
     """
     found: dict[str, tuple[str, str]] = {}
     wanted = tuple(f"{package}/".encode() for package in packages)

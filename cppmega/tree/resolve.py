@@ -1,4 +1,4 @@
-"""A Megatron as people name it: a version, a wheel, or a folder that holds `megatron/`."""
+"""Resolve the name of a Megatron: a version, a wheel, or a folder that holds `megatron/`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from cppmega.tree.installed import Tree
 VERSION = re.compile(r"\d+(\.\d+)+[\w.+!-]*\Z")
 
 
-def is_version(given: str) -> bool:
+def is_version(name: str) -> bool:
     """Whether a name is a version, not a path: `0.19.2` is, `trees/0.19.2` is not."""
     separators = [os.sep, os.altsep] if os.altsep else [os.sep]
-    is_path = given.endswith(".whl") or any(separator in given for separator in separators)
-    return not is_path and VERSION.match(given) is not None
+    is_path = name.endswith(".whl") or any(separator in name for separator in separators)
+    return not is_path and VERSION.match(name) is not None
 
 
-def tree_of(given: str, scratch: Path, say: Callable[[str], None]) -> Tree:
-    """The tree that a name stands for; nothing below it is ever written.
+def tree_of(name: str, scratch: Path, say: Callable[[str], None]) -> Tree:
+    """Open the tree that a name refers to; it is never written to.
 
     Args:
-        scratch: where a wheel given as a file is unpacked.
+        scratch: the folder in which a wheel file is unpacked.
 
     Raises:
         CppmegaError: `no-such-megatron`, `no-megatron`, `no-wheel`.
     """
-    path = Path(given).expanduser()
-    if is_version(given):
-        root = wheels.unpacked(given, say)
-    elif given.endswith(".whl"):
+    path = Path(name).expanduser()
+    if is_version(name):
+        root = wheels.unpacked(name, say)
+    elif name.endswith(".whl"):
         root = scratch / path.stem
         if not root.is_dir():
             say(f"unpacking {path.name}")
@@ -43,14 +43,14 @@ def tree_of(given: str, scratch: Path, say: Callable[[str], None]) -> Tree:
     else:
         raise CppmegaError(
             "no-such-megatron",
-            f"{given} is neither a version, nor a .whl file, nor an existing folder.",
+            f"{name} is neither a version, nor a .whl file, nor an existing folder.",
             "There is nothing to compare with.",
             "pass a version such as 0.19.2, a wheel, or the folder that holds megatron/",
         )
     if not (root / "megatron" / "core").is_dir():
         raise CppmegaError(
             "no-megatron",
-            f"{given} holds no megatron/core.",
+            f"{name} does not contain megatron/core.",
             "There is nothing to compare with.",
             "pass a version such as 0.19.2, a wheel, or the folder that holds megatron/",
         )
@@ -60,7 +60,7 @@ def tree_of(given: str, scratch: Path, say: Callable[[str], None]) -> Tree:
 def label_of(tree: Tree) -> str:
     """The label under which texts of a tree are pinned: its version, or the folder of an export.
 
-    An export says the version that it is going to be, and would be taken for that release.
+    An export declares the version that it will become, and would be mistaken for that release.
     """
     if "megatron-core" in tree.distributions:
         return tree.version
@@ -68,5 +68,5 @@ def label_of(tree: Tree) -> str:
 
 
 def _is_the_package(folder: Path) -> bool:
-    """Whether the folder is `megatron` itself: its parent is meant."""
+    """Whether the folder is `megatron` itself, so that its parent is meant."""
     return folder.name == "megatron" and not (folder / "megatron").is_dir()

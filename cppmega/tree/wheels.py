@@ -27,9 +27,9 @@ def cache() -> Path:
 
 
 def unpacked(version: str, say: Callable[[str], None]) -> Path:
-    """ROOT of the unpacked wheel of a version; downloads it with pip when it is not there yet.
+    """ROOT of the unpacked wheel of a version; downloads it with pip if necessary.
 
-    The folder is shared and must stay pristine: copy it before you patch.
+    The folder is shared and must stay pristine: copy it before patching.
 
     Raises:
         CppmegaError: `no-wheel`.
@@ -52,7 +52,7 @@ def unpack(wheel: Path, where: Path) -> None:
     """Unpack a wheel into a folder.
 
     Raises:
-        CppmegaError: `no-wheel`, when the file is none.
+        CppmegaError: `no-wheel`, if the file is not a wheel.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -88,7 +88,7 @@ ACTS = {
     "at exit": (
         "import atexit\ndef last(): pass\nlast.__module__ = '_cppmega_pages_x'\n"
         "atexit.register(last)",
-        "leaves a function for the end of the process",
+        "registers a function to run when the process ends",
     ),
     "thread": (
         "import os, threading\n"
@@ -178,8 +178,8 @@ def test_a_recipe_that_acts(tmp_path: Path, act: tuple[str, str]) -> None:
         (lambda args: 1 / 0, "raises ZeroDivisionError"),
         (lambda args: sys.exit(0), "raises SystemExit"),
         (lambda args: os._exit(0), "ends the process"),
-        (lambda args: "yes", "answers with a str"),
-        (lambda args: None, "answers with a NoneType"),
+        (lambda args: "yes", "returns str"),
+        (lambda args: None, "returns NoneType"),
     ],
 )
 def test_when_answers_or_is_an_error(when, said: str) -> None:
@@ -190,7 +190,7 @@ def test_when_answers_or_is_an_error(when, said: str) -> None:
 
 def test_fixed_upstream_answers_true_or_false(lab: Lab) -> None:
     lab.page(fixed='"x + x"', pins={"1": "0" * 16})
-    assert "answers with a str" in refused(lab).what
+    assert "returns str" in refused(lab).what
 
 
 # -- what does not end --------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_code_that_does_not_end_is_interrupted(lab: Lab, how: str, where: str) -
     assert done.returncode == 1
     error = json.loads(done.stdout)["error"]
     assert error["name"] == ("page-failed" if where == "load" else "bad-edit")
-    assert "has not come to an end after 0.3 seconds" in error["what"]
+    assert "has not finished after 0.3 seconds" in error["what"]
     assert snapshot(lab.root) == before
 
 

@@ -266,6 +266,30 @@ def _steps(lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: Any)
     return names
 
 
+@pytest.mark.parametrize(
+    ("number", "reported"), [(errno.EROFS, "drifted"), (errno.EIO, "write-failed")]
+)
+def test_failing_page_is_reported_where_the_lock_cannot_be_taken(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, number: int, reported: str
+) -> None:
+    """No other process can be writing to a read-only tree, so its pages are judged unlocked."""
+    lab.wheel()
+    lab.page()
+    lab.apply()
+    lab.change(A, b"2 * x", b"4 * x")
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(transaction, "_acquire", refuse)
+    if reported == "drifted":
+        assert lab.refused().state == reported
+    else:
+        with pytest.raises(CppmegaError) as caught:
+            lab.apply()
+        assert caught.value.name == reported
+
+
 @pytest.mark.parametrize("verb", ["apply", "revert"])
 @pytest.mark.parametrize(
     ("number", "name"),

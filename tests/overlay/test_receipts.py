@@ -127,7 +127,7 @@ def test_only_is_not_taken_out_by_name(applied: Lab) -> None:
     assert "--only asked for page, third" in outcome.plan.verdicts["other"].detail
     assert applied.status().plan.verdicts["other"].detail == outcome.plan.verdicts["other"].detail
     applied.revert("third")
-    assert "taken out by name" in applied.verdict("third").detail
+    assert "removed by name" in applied.verdict("third").detail
     assert "--only" in applied.verdict("other").detail
     assert "reverted" in applied.revert().plan.verdicts["page"].detail
 

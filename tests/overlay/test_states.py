@@ -353,7 +353,7 @@ def test_a_version_that_is_pinned_in_one_of_two_targets_is_refused(lab: Lab) -> 
     lab.page(edits=f"{double}, {tail}")
     lab.export()
     verdict = lab.refused()
-    assert verdict.state == "drifted" and "no version has them together" in verdict.detail
+    assert verdict.state == "drifted" and "no pinned version combines them" in verdict.detail
 
 
 def test_text_that_is_left_alone_is_known(lab: Lab) -> None:
@@ -729,7 +729,7 @@ def test_edit_of_patched_text_is_drifted(lab: Lab) -> None:
     lab.change(A, b"2 * x", b"4 * x")
     assert lab.refused().state == "drifted"
     for name in ("page", "fixed"):
-        assert "edited after we patched it" in lab.verdict(name).detail
+        assert "edited after cppmega patched it" in lab.verdict(name).detail
 
 
 # -- the receipt ---------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_what_a_checkpoint_says_of_its_overlay() -> None:
     kept = overlay_record.parse(overlay_record.dump(then))
     assert kept == then
     line = overlay_record.remark_on_checkpoint(kept, now)
-    assert "made under overlay aaaa, this run has bbbb: patch removed: one" in line
+    assert "saved under overlay aaaa, this run has bbbb: patch removed: one" in line
     assert overlay_record.remark_on_checkpoint(kept, then) == ""
     for odd in (None, "", "[]", "{}", "{"):
         assert overlay_record.parse(odd) is None
@@ -509,7 +509,7 @@ def test_what_the_preflight_has_found_is_not_sought_again(
 
     def checks(context: Context, recipe: str) -> dict[str, str]:
         assert context.data and context.receipt and context.accepted == {}
-        assert sorted(set(calls)) == ["asked", "check_data", "load"]
+        assert sorted(set(calls)) == ["check_data", "load", "merged"]
         calls.clear()
         return {"data": "ok"}
 
@@ -517,7 +517,7 @@ def test_what_the_preflight_has_found_is_not_sought_again(
     for module, name in (
         (requirements, "check_data"),
         (receipt, "load"),
-        (accepted, "asked"),
+        (accepted, "merged"),
         (trainer_options, "read"),
     ):
         counted(module, name)

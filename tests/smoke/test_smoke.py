@@ -217,6 +217,6 @@ def test_a_loop_that_is_lost_says_where_and_nothing_saved_is_lost(
     assert out["folder"] == finished
     assert out["steps"] == [None, 1, 2, None, 3, None]
     said = done.stdout.partition("SAID")[2].partition("THAT")[0]
-    assert "made under overlay none, this run has another: patch added: x" in said
+    assert "saved under overlay none, this run has another: patch added: x" in said
     assert out["attention"] < 1e-6, "documents are attended to one by one"
     assert out["shares"][0] == 4 and out["shares"][1].startswith("wrong-world-size")

@@ -133,7 +133,7 @@ def test_target_outside_of_its_package_is_refused(lab: Lab) -> None:
         lab.page(target=f"{path}:double")
         assert "not below megatron/" in _fails(lab, "bad-page").what
     lab.page(more={"distribution": "'numpy'"})
-    assert "'numpy' is none of" in _fails(lab, "bad-page").what
+    assert "'numpy' is not one of" in _fails(lab, "bad-page").what
 
 
 def test_question_about_a_file_outside_of_root_is_refused(lab: Lab, tmp_path: Path) -> None:

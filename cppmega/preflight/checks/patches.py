@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError, did_you_mean
-from cppmega.overlay.verbs import NOT_WHOLE
+from cppmega.overlay.verbs import BLOCKING
 from cppmega.overlay.verdict import MEANING, Verdict, summary
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
@@ -44,7 +44,7 @@ def _missing_patches(context: Context) -> Iterator[CppmegaError]:
             )
             continue
         state = verdicts[name].state
-        if state not in IN_THE_CODE and state not in NOT_WHOLE:
+        if state not in IN_THE_CODE and state not in BLOCKING:
             assert context.recipe is not None
             yield CppmegaError(
                 "patch-missing",
@@ -59,7 +59,7 @@ def _unsound_patches(verdicts: Iterable[Verdict]) -> Iterator[CppmegaError]:
     """Patches with which every rank would refuse to start, one error for each reason."""
     alike: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        if verdict.state in NOT_WHOLE:
+        if verdict.state in BLOCKING:
             reason = (verdict.state, verdict.detail, verdict.next)
             alike.setdefault(reason, []).append(verdict)
     for first, *others in alike.values():  # after an upgrade all of them are pending for one reason
