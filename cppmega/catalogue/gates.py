@@ -8,7 +8,7 @@ from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
 from cppmega.host import env
-from cppmega.loading.containment import contained
+from cppmega.host.containment import contained
 from cppmega.page import Page
 
 NOT_IN_THIS_RELEASE = {

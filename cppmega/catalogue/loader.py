@@ -15,8 +15,7 @@ from typing import Any
 
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError, did_you_mean
-from cppmega.host import env, paths
-from cppmega.loading import load_file
+from cppmega.host import env, load_file, paths
 from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
 from cppmega.tree.installed import PACKAGES

@@ -23,8 +23,7 @@ from cppmega.cli import runs as cli_runs
 from cppmega.cli import tree as cli_tree
 from cppmega.cli.group import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
-from cppmega.host import console
-from cppmega.loading import containment
+from cppmega.host import console, containment
 
 STOPPED = 130
 """Exit status of a process killed by SIGINT, as shells report it."""

@@ -1,1 +1,1 @@
-"""This machine: processes, console, files, installed packages. Knows nothing of Megatron."""
+"""This machine: processes, console, files, packages, and code that is loaded by path and watched."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.host.load_file import FromSource
 from cppmega.live import file_facts
 from cppmega.live.compiled import nested
 from cppmega.live.file_facts import Facts
 from cppmega.live.pinned import MISSING, Change, Pin, changes, is_fixed, layers, pin, runs
-from cppmega.loading.load_file import FromSource
 from cppmega.tree.installed import sha256
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cppmega.errors import CppmegaError
-from cppmega.loading.containment import contained
+from cppmega.host.containment import contained
 from cppmega.page import Edit, Page, Source
 from cppmega.rewriting.source import (
     Definition,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.loading.containment import contained
+from cppmega.host.containment import contained
 from cppmega.page import Page
 from cppmega.recipe import Recipe
 

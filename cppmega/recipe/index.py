@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError, did_you_mean
-from cppmega.host import paths
-from cppmega.loading import load_file
+from cppmega.host import load_file, paths
 from cppmega.recipe import Recipe
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import libcst as cst
 
 from cppmega.errors import CppmegaError
-from cppmega.loading.containment import contained
+from cppmega.host.containment import contained
 from cppmega.page import Edit, Page
 from cppmega.rewriting import (
     code_text,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
-from cppmega.loading.containment import contained
+from cppmega.host.containment import contained
 from cppmega.page import Page
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse

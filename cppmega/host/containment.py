@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cppmega.errors import CppmegaError
-from cppmega.loading.footprint import OF_FILES, Footprint
+from cppmega.host.footprint import OF_FILES, Footprint
 
 LIMIT = 30.0
 """Seconds that a page has for one answer, which should take milliseconds."""

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from cppmega.loading.containment import Failed, contained
+from cppmega.host.containment import Failed, contained
 
 
 class FromSource(SourceFileLoader):

@@ -18,7 +18,7 @@ import pytest
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
-from cppmega.loading import containment
+from cppmega.host import containment
 from cppmega.recipe import index as recipes_index
 from cppmega.rewriting import rewrite
 from tests.support.lab import Lab
@@ -195,9 +195,7 @@ def test_fixed_upstream_answers_true_or_false(lab: Lab) -> None:
 
 # -- what does not end --------------------------------------------------------------------------
 
-_SLOW = (
-    "from cppmega.loading import containment\ncontainment.LIMIT = 0.3\ncontainment.GRACE = 0.3\n"
-)
+_SLOW = "from cppmega.host import containment\ncontainment.LIMIT = 0.3\ncontainment.GRACE = 0.3\n"
 ENDLESS = {
     "sleep": "import time; time.sleep(600)",
     "loop": "while True: pass",
