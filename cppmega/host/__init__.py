@@ -1,1 +1,1 @@
-"""This machine: processes, console, files, packages, and code that is loaded by path and watched."""
+"""This machine: processes, console, files, packages, and code loaded by path under watch."""
