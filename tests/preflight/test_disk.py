@@ -243,7 +243,7 @@ def test_originals_that_are_no_folder(lab: Lab) -> None:
 def test_line_ends_are_an_edit_that_a_diff_does_not_show(broken: Path) -> None:
     path = broken / "megatron/core/transformer/multi_token_prediction.py"
     write(path, path.read_bytes().replace(b"\n", b"\r\n"))
-    assert "line ends" in refuses("patched_files", "file-changed", launch(root=broken)).what
+    assert "line endings" in refuses("patched_files", "file-changed", launch(root=broken)).what
 
 
 def test_a_wheel_that_lost_its_record_is_no_other_version(broken: Path) -> None:
