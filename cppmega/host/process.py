@@ -49,12 +49,16 @@ def _control(option: int, value: int) -> None:
 
 
 def end_children() -> None:
-    """End every process below this one, including those that others have left behind."""
-    while below := children(os.getpid()):
+    """End every process below this one, including those that others have left behind.
+
+    A child that has ended counts until it is waited for: its own children are inherited when it
+    ends, and a list taken at that moment may show neither them nor it as alive.
+    """
+    while below := psutil.Process().children():
         for child in below:
-            send(child, signal.SIGKILL)
+            send(child.pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(child, 0)
+                os.waitpid(child.pid, 0)
 
 
 def of_a_rank(environ: Mapping[str, str]) -> list[str]:

@@ -13,16 +13,18 @@ import pytest
 from cppmega.host import env, process
 
 _PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+_SLEEPER = [sys.executable, "-c", "print('up', flush=True); input()", "a word"]
 
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits for its standard input, in a session of its own."""
+    """A process that runs and waits for its standard input, in a session of its own."""
     place = {**os.environ, env.RUN.name: "/runs/one"}
-    command = [sys.executable, "-c", "input()", "a word"]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, env=place, start_new_session=True
+        _SLEEPER, stdin=pipe, stdout=pipe, env=place, start_new_session=True
     ) as running:
+        assert running.stdout is not None and running.stdout.readline() == b"up\n"
         yield running
         running.kill()
 
@@ -42,7 +44,7 @@ def test_a_process_is_identified_by_its_number_and_its_start(
 
 
 def test_what_is_known_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
-    assert process.command(sleeper.pid) == [sys.executable, "-c", "input()", "a word"]
+    assert process.command(sleeper.pid) == _SLEEPER
     assert process.environment(sleeper.pid)[env.RUN.name] == "/runs/one"
     assert process.ancestors(sleeper.pid)[0] == os.getpid()
     assert sleeper.pid in process.children(os.getpid())
