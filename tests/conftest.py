@@ -28,9 +28,13 @@ LONGEST = (
 """Begun first, so that no process is left alone with one of them at the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, then those that import Megatron, then the others."""
     items.sort(key=_place)
+    for item in items:
+        if {"configurations", "upstream_patches"} & set(item.path.parts):
+            item.add_marker(pytest.mark.slow)  # models, in processes of their own
 
 
 def _place(item: pytest.Item) -> int:

@@ -73,6 +73,7 @@ def test_every_module_named_in_a_string_exists(path: Path) -> None:
     assert [name for name in sorted(named) if missing(name)] == []
 
 
+@pytest.mark.slow
 def test_names_that_users_import_stay() -> None:
     code = "\n".join(f"from cppmega.{m} import {', '.join(names)}" for m, names in PUBLIC.items())
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

@@ -22,6 +22,8 @@ from cppmega.tree.installed import Tree, sha256
 from tests.support import NOT_NEEDED, VERSIONS, copy, laws, pristine
 from tests.support.made import leftovers
 
+pytestmark = pytest.mark.slow
+
 every_page = pytest.mark.parametrize("name", laws.names())
 supported = pytest.mark.parametrize("version", VERSIONS)
 every_version = pytest.mark.parametrize("version", laws.EVERY)

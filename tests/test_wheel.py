@@ -20,6 +20,8 @@ from cppmega.smoke import corpus
 from tests.support import REPOSITORY, VERSIONS, copy
 from tests.support.made import snapshot
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = ("cppmega", "upstream_patches", "recipes", "benchmarks/results")
 FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
 Run = Callable[..., subprocess.CompletedProcess[str]]

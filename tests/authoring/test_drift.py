@@ -28,6 +28,8 @@ from cppmega.tree import resolve as given
 from cppmega.tree.installed import Tree
 from tests.support import REPOSITORY, VERSIONS, made, pristine
 
+pytestmark = pytest.mark.slow
+
 FILE = "megatron/core/work.py"
 OLD = """\
 def work(x, scale=1):

@@ -27,6 +27,8 @@ from cppmega.tree.installed import Tree
 from tests.authoring.test_drift import command
 from tests.support import REPOSITORY, made, pristine
 
+pytestmark = pytest.mark.slow
+
 TARGET = "megatron/core/thing.py:double"
 STOCK = "def double(x):\n    return x\n"
 LATER = "def double(x):\n    x = +x\n    return x\n"

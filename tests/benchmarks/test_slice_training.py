@@ -172,6 +172,7 @@ def test_a_line_being_written_is_not_read(tmp_path: Path) -> None:
     assert a_bench(tmp_path).rows("stock") == [{"step": 1}]
 
 
+@pytest.mark.slow
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "result.json"

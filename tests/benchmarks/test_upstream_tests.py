@@ -15,6 +15,8 @@ from click.testing import CliRunner
 from cppmega.errors import CppmegaError
 from tests.support import REPOSITORY, made
 
+pytestmark = pytest.mark.slow
+
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 command = importlib.import_module("upstream_tests")
 report = importlib.import_module("upstream_tests_report")

@@ -85,6 +85,7 @@ def refused(name: str, load: Path, **how: Any) -> str:
     return caught.value.what
 
 
+@pytest.mark.slow
 def test_what_megatron_writes(written: Path) -> None:
     found = checkpoint_files.read(written)
     assert (found.step, found.summed) == ("7", True)

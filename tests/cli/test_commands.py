@@ -355,6 +355,7 @@ def _seconds(*command: str, **environment: str) -> float:
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
+@pytest.mark.slow
 def test_speed_on_the_real_tree(tmp_path: Path) -> None:
     """A cold apply of every page in 2 s, a second one and status in 0.4 s, as whole processes.
 

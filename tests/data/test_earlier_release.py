@@ -53,6 +53,7 @@ def test_a_reading_is_written_as_before(folder: Path) -> None:
     assert json.loads(file.read_text()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.filterwarnings("ignore")  # of torch, which the builder imports
 def test_a_preparation_is_resumed(folder: Path) -> None:

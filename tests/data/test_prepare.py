@@ -140,6 +140,7 @@ def test_a_run_killed_at_any_rename_goes_on_and_ends_the_same(
     assert deaths > 10
 
 
+@pytest.mark.slow
 def test_kill_9_in_a_process_of_its_own(tmp_path: Path, sources: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
@@ -211,6 +212,7 @@ def test_missing_and_empty_inputs_are_named(tmp_path: Path, sources: Path) -> No
     refused("no-documents", tmp_path / "out", [empty], BYTES)  # again: nothing pretends to be done
 
 
+@pytest.mark.slow
 def test_our_own_sources_make_a_corpus(tmp_path: Path) -> None:
     """Through the script, as a user types it: progress on stderr, the answer on stdout."""
     command = [sys.executable, "-W", "ignore", str(REPOSITORY / "scripts" / "prepare_data.py")]

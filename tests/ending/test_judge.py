@@ -15,6 +15,8 @@ from cppmega.runs.folder import Run
 from tests.rank.test_guard import Bench
 from tests.support import REPOSITORY, made
 
+pytestmark = pytest.mark.slow
+
 MEGATRON = {
     "megatron/training/__init__.py": "",
     "megatron/training/global_vars.py": (

@@ -249,6 +249,7 @@ def test_an_exit_that_was_kept_is_refused_later(lab: Lab) -> None:
     assert error.name == "bad-edit" and "ends the process" in error.what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DEAF)
 def test_code_that_hears_nothing_ends_with_its_process(lab: Lab, how: str) -> None:
     code, said = DEAF[how]

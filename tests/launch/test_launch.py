@@ -17,7 +17,7 @@ from cppmega.runs.folder import Run
 from tests.launch.test_supervise import needs_tmux, until
 from tests.support import REPOSITORY, patched
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 PAGES = ("mtp_roll_packed_sequences", "dataset_helpers_prebuilt")
 """What the recipe needs, and no more: the preflight proves each of them."""

@@ -30,6 +30,8 @@ from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Node, Run
 from tests.support import REPOSITORY, free_port
 
+pytestmark = pytest.mark.slow
+
 needs_tmux = pytest.mark.skipif(
     shutil.which("tmux") is None,
     reason="tmux is not installed; scripts/test.sh installs it where it may",

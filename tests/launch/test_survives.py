@@ -25,6 +25,8 @@ from cppmega.runs.status import Failure, Status
 from tests.launch.test_supervise import Bench, bench, gone, ranks, ready, until
 from tests.support import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["bench"]
 
 

@@ -18,6 +18,8 @@ import pytest
 from tests.rank.test_guard import Bench
 from tests.support import made
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 FILES = {
     "megatron/core/thing.py": """\

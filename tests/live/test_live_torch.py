@@ -10,6 +10,8 @@ import pytest
 from tests.rank.test_guard import Bench
 from tests.support import made
 
+pytestmark = pytest.mark.slow
+
 NET = """\
 import torch
 

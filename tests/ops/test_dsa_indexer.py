@@ -24,6 +24,8 @@ from cppmega.ops.dsa_indexer import (  # noqa: E402
 )
 from tests.support.host_sync import no_host_sync  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 CAUSAL = Bounds()
 
 

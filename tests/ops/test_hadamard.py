@@ -15,6 +15,8 @@ from torch import Tensor  # noqa: E402
 from cppmega.ops.hadamard import walsh_hadamard  # noqa: E402
 from tests.support.host_sync import no_host_sync  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def matrix(n: int) -> Tensor:
     """H in natural order: the sign of (i, j) is the parity of the bits that i and j share."""

@@ -36,6 +36,8 @@ from cppmega.ops.linear_cross_entropy_chunks import (  # noqa: E402
     softmax_of,
 )
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 UPSTREAMS = ("weighted-scalar", "arbitrary")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

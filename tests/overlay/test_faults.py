@@ -22,6 +22,8 @@ from cppmega.overlay import transaction
 from tests.support.lab import FILES, REPOSITORY, A, B, Lab
 from tests.support.made import leftovers, snapshot
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:

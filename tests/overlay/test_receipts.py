@@ -207,6 +207,7 @@ def test_two_reverts_by_name_take_both_out(applied: Lab, monkeypatch: pytest.Mon
 # -- the next command ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_next_commands_carry_the_catalogues(lab: Lab, tmp_path: Path) -> None:
     """Without them `cppmega explain NAME` knows no such page, and apply takes it out."""
     lab.wheel()

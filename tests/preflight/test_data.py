@@ -23,6 +23,8 @@ from tests.preflight.contexts import SLICE, SMOKE, holds, launch, parsed, refuse
 from tests.support import REPOSITORY, patched, pristine
 from tests.support.datasets import write
 
+pytestmark = pytest.mark.slow
+
 BYTES = {"kind": "byte", "vocab_size": 257, "eod": 256}
 
 

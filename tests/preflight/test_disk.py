@@ -33,6 +33,8 @@ from tests.preflight.contexts import (
 from tests.support import patched, pristine
 from tests.support.lab import Lab
 
+pytestmark = pytest.mark.slow
+
 ROUTER = "megatron/core/transformer/moe/router.py"
 UNTOUCHED = "megatron/core/transformer/mlp.py"
 

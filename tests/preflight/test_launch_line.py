@@ -132,7 +132,7 @@ def line(parsed: dict[str, ParsedLine]) -> Any:
     return of
 
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 
 def test_lines_that_the_parser_takes(line: Any) -> None:

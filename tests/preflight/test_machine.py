@@ -46,6 +46,8 @@ from tests.preflight.contexts import (
 from tests.support import REPOSITORY, patched
 from tests.support.lab import Lab
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 H200 = Device("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-1")
 GB10 = Device("NVIDIA GB10", (12, 1), 120 * GIB, 119 * GIB)

@@ -26,6 +26,8 @@ from cppmega.recipe.run_options import RunOptions
 from tests.preflight.contexts import launch
 from tests.support import REPOSITORY, patched
 
+pytestmark = pytest.mark.slow
+
 WRONG = CppmegaError("some-error", "What.", "Why.", "next")
 PATH = {**launch().environ, "PYTHONPATH": str(REPOSITORY)}
 

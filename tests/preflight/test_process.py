@@ -14,6 +14,8 @@ from tests.preflight.contexts import SMOKE, holds, launch, own_tree, refuses, sa
 from tests.support import REPOSITORY, patched, pristine
 from tests.support.lab import Lab
 
+pytestmark = pytest.mark.slow
+
 WORKER = """
 import sys
 from pathlib import Path

@@ -18,6 +18,8 @@ from cppmega.proof import verify
 from tests import forkserver
 from tests.support import VERSIONS, copy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", VERSIONS)

@@ -20,6 +20,8 @@ from cppmega.proof import needs, proof_file, proof_process, verify
 from cppmega.rewriting import fingerprint
 from tests.support import made
 
+pytestmark = pytest.mark.slow
+
 _THING = "megatron/core/thing.py"
 _DOUBLE = "def double(x):\n    # upstream forgot to double\n    return x\n"
 

@@ -16,6 +16,8 @@ from cppmega.rank import child_processes
 from tests.rank.test_guard import Bench, finish
 from tests.support import free_port, made
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 import multiprocessing, os, subprocess, sys, time
 from cppmega import guard

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support import REPOSITORY, free_port, made
 
+pytestmark = pytest.mark.slow
+
 LOOP = """
 import os, sys
 from cppmega import guard

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 TARGET = """
 import dataclasses, functools
 

@@ -183,6 +183,7 @@ def built_by_megatron() -> dict[str, Any]:
     return answer(pristine("0.19.2"), BUILD)
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", CASES)
 def test_the_built_model_has_exactly_as_many_parameters(built: dict[str, Any], name: str) -> None:
@@ -206,6 +207,7 @@ def test_what_stock_megatron_reports_is_known(built: dict[str, Any], name: str) 
     assert megatron_flops(recipe) == pytest.approx(built[name]["megatron"], rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_the_overlay_makes_megatron_count_what_we_count() -> None:
     """But for small change: its formulas know no router, hybrid ones no MTP projection."""

@@ -15,6 +15,8 @@ from cppmega.recipe.render import missing, release_line, render
 from cppmega.recipe.run_options import RunOptions
 from tests.support import patched, python
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
 RUN = RunOptions(data=("corpus",))
 

@@ -22,6 +22,8 @@ from cppmega.rewriting.rewrite import Step
 from tests.support.lab import FILES, TARGET, A, Lab
 from tests.support.made import pin, snapshot
 
+pytestmark = pytest.mark.slow
+
 QUICK = settings(
     max_examples=100,
     deadline=None,

@@ -14,7 +14,7 @@ from cppmega.overlay.verbs import Session
 from tests import forkserver
 from tests.support import REPOSITORY, copy, pristine, python
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 STEPS = 4
 

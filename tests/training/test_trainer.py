@@ -21,6 +21,8 @@ from cppmega.training.step import check_first_loss, expected_first_loss
 from tests.recipe.test_arithmetic import BASE, EXPERTS, GPT
 from tests.support import REPOSITORY, pristine, python
 
+pytestmark = pytest.mark.slow
+
 SLICE = recipes_index.load("nam56r_h200_slice")
 END = 9
 

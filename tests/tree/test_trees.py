@@ -546,6 +546,7 @@ cli.main(sys.argv[1:])
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patched", [False, True])
 def test_read_only_tree(lab: Lab, stranger: dict[str, object], patched: bool) -> None:
     """A system-wide installation: everything can be looked at, and a write is refused by name."""

@@ -113,6 +113,7 @@ def test_a_damaged_repository_vouches_for_nothing(lab: Lab, damage: str) -> None
 # -- the working directory ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["status"], ["verify"], ["apply_patches"]])
 def test_modules_of_the_working_directory_are_not_imported(
     tmp_path: Path, command: list[str]
