@@ -88,7 +88,7 @@ class Patch:
     """Called with the run's arguments, and the shapes of the tensors from which it resumes (empty
     for a fresh start): the errors for what the page does not support, reported by the preflight."""
     needs: tuple[str, ...] = ("cpu",)
-    """What `verify` needs: cpu, cuda, sm_90, te, triton, tilelang, or an importable module."""
+    """Requirements of `verify`: cpu, cuda, sm_90, te, triton, tilelang, an importable module."""
     gate: str | None = None
     """A `CPPMEGA_*` variable that turns the patch on; None: always on."""
     variables: tuple[str, ...] = ()

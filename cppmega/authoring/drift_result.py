@@ -1,4 +1,4 @@
-"""What an upgrade would do: to the targets of a page, to the page, and to all pages."""
+"""The effects of an upgrade on the targets of a page, on the page, and on all pages."""
 
 from __future__ import annotations
 

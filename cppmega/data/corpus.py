@@ -31,7 +31,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What `prepare_data` records next to a dataset."""
+    """The record that `prepare_data` writes next to a dataset."""
 
     tokenizer: TokenizerRecord
     documents: Count

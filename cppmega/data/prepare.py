@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class PrepareProgress(msgspec.Struct):
-    """What is finished so far."""
+    """The progress so far."""
 
     settings: Settings
     shards: list[str] = []

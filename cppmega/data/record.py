@@ -34,7 +34,7 @@ Position = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """What identifies a file without reading all of it."""
+    """The identity of a file, known without reading all of it."""
 
     size: Position
     changed: int
@@ -43,7 +43,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a complete dataset contains."""
+    """The contents of a complete dataset."""
 
     lowest: int
     lowest_at: Position

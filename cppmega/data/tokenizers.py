@@ -19,7 +19,7 @@ BYTES = 256
 
 
 class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What identifies a tokenizer, as a dataset's card keeps it."""
+    """The identity of a tokenizer, as a dataset's card keeps it."""
 
     kind: str = ""
     vocab_size: Annotated[int, msgspec.Meta(ge=1)]
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         """Token ids of each document, without the end; UnicodeDecodeError if one is not a text."""
 
     def describe(self) -> TokenizerRecord:
-        """What identifies it, as the data's card keeps it."""
+        """Its identity, as the dataset's card keeps it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a launched rank leaves when it has reached its end: a status of 0 alone proves nothing.
+"""The record of a launched rank that has reached its end: a status of 0 alone proves nothing.
 
 `os._exit(0)` bypasses every check that a process could make at its end, so the process in charge of
 a run looks for the records of its ranks.

@@ -91,7 +91,7 @@ STYLES: Mapping[Style, Mapping[str, Any]] = {
     "waiting": {"fg": "yellow"},
     "note": {"fg": "cyan"},
 }
-"""What a style looks like: arguments of `click.style`."""
+"""The arguments of `click.style` for each style."""
 
 
 def styled(text: str, style: Style | None) -> str:

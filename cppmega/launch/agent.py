@@ -163,7 +163,7 @@ def _message(failure: Any) -> str:
 
 
 def _error_file(failure: Any) -> _Message:
-    """What the rank wrote; empty if a signal ended it or it exited by itself."""
+    """The error that the rank wrote; empty if a signal ended it or it exited by itself."""
     try:
         raw = json.loads(Path(failure.error_file).read_text())
     except (OSError, ValueError, TypeError):

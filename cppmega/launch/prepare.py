@@ -192,7 +192,7 @@ def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
 
 
 def environment_of(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks will see."""
+    """The environment of the ranks."""
     environment = dict(environ)
     environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it warns of
     for name, value in recipe.environment:

@@ -1,4 +1,4 @@
-"""What a launch is: the request of the command line, and the launch that a preflight has passed."""
+"""A launch as requested on the command line, and as the preflight has passed it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cppmega.runs.manifest import DataRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What the command line asks for."""
+    """The request of the command line."""
 
     recipe: str
     """A shipped name or a path."""
@@ -39,7 +39,7 @@ class ValidatedLaunch:
     recipe: Recipe
     """With the changes of `--set` and the arguments after `--`."""
     context: Context
-    """What the preflight has inspected: its answers are used and not sought again."""
+    """The context of the preflight, whose answers are reused."""
     folder: Path
     nproc: int
     """Ranks on each host."""
@@ -58,5 +58,5 @@ class ValidatedLaunch:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the ranks will see."""
+        """The environment of the ranks."""
         return self.context.environ

@@ -1,4 +1,4 @@
-"""What a launch takes over from the run that it resumes."""
+"""The settings that a launch takes over from the run that it resumes."""
 
 from __future__ import annotations
 

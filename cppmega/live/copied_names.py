@@ -42,13 +42,13 @@ class Names:
         self.right[id(thing)] = Pin(thing)
 
     def claimed(self, thing: Any) -> list[Pin]:
-        """What a function or class must be, by its module and name; [] if that is not patched."""
+        """The objects that a function or class may be, by its name; [] if it is not patched."""
         if thing.__module__ not in self.modules:
             return []
         return self.definitions.get(thing.__qualname__, {}).get(thing.__module__, [])
 
     def imported(self, module: types.ModuleType, name: str, thing: Any) -> list[Pin]:
-        """What a name must be if the module's text imports it from a patched module."""
+        """The objects that a name may be if the module imports it from a patched module."""
         if id(thing) in self.right or getattr(thing, "__module__", None) == module.__name__:
             return []
         for _ in range(10):  # packages re-export names in their `__init__`

@@ -36,7 +36,7 @@ from cppmega.ops.dsa_indexer_problem import Bounds, Loss
 
 
 class IndexerOutput(NamedTuple):
-    """What `indexer_loss` returns.
+    """The result of `indexer_loss`.
 
     Attributes:
         loss: one number in fp32 (fp64 for fp64 inputs).

@@ -21,7 +21,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of `indexer_loss` asks for, but for its tensors of queries and keys."""
+    """The arguments of one `indexer_loss` call, except its tensors of queries and keys."""
 
     topk: int
     loss: Loss

@@ -1,4 +1,4 @@
-"""What a call of the indexer asks for: which keys a query may see, and what the loss is."""
+"""The terms of an indexer call: which keys a query may see, and the definition of its loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What the loss of one call is.
+    """The definition of a call's loss.
 
     Attributes:
         softmax_scale: of the attention's products.
@@ -43,7 +43,7 @@ class Loss:
         return target
 
     def factor(self, rows: Tensor | None, like: Tensor) -> Tensor:
-        """What the sum over rows is multiplied by: one number, where the rows are."""
+        """The factor of the sum over rows: one number, on the device of the rows."""
         if rows is None or self.per_token:
             count = 1 if self.per_token else max(like.numel(), 1)
             return like.new_full((), self.coefficient / count)

@@ -1,4 +1,4 @@
-"""What a gradient G of the index scores is worth in q, k and the head weights, on CUDA.
+"""The gradients of q, k and the head weights from a gradient G of the index scores, on CUDA.
 
 G is `[b, queries, keys]` in whole tiles, in fp16, times 2**15 (|G| <= 1 in both losses, and what
 lies below fp16's normal range adds nothing), for as many queries at a time as `G_BYTES` allows. A

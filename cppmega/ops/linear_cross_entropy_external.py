@@ -26,7 +26,7 @@ LIGER_MINIMUM = "0.8.5"
 
 
 class Request(NamedTuple):
-    """What the caller requests besides hidden, weight and targets.
+    """The request of a caller besides hidden, weight and targets.
 
     Attributes:
         tensor_parallel: the vocabulary is split over more than one rank.

@@ -1,1 +1,1 @@
-"""What can be known to be wrong before a launch: the checks, and what they may inspect."""
+"""The checks of a launch before it happens, and the context that they inspect."""

@@ -1,4 +1,4 @@
-"""What a preflight check may inspect: one launch, before it happens.
+"""The context of the preflight checks: one launch, before it happens.
 
 A check is one file of `cppmega/preflight/checks/`: a docstring that states what must hold, `AFTER`
 (the checks that must hold before it can answer) and `check(context)`, which returns a line of

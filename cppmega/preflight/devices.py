@@ -75,7 +75,7 @@ def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:
 
 
 def _kernel_modules(recipe: Recipe | None) -> list[str]:
-    """What a run imports late, when its first layer is built or its first kernel is compiled."""
+    """The modules that a run imports late, with its first layer or its first kernel."""
     modules = ["triton", "transformer_engine.pytorch", "cppmega.ops.linear_cross_entropy_triton"]
     if recipe is not None and recipe.uses_tilelang:
         variant = "megatron.core.transformer.experimental_attention_variant"

@@ -40,7 +40,7 @@ class Preflight:
 
     @property
     def failures(self) -> list[Finding]:
-        """What must be fixed, the first cause first."""
+        """The failures, root causes first."""
         return [finding for finding in self.findings if finding.state == "failed"]
 
     def as_json(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cppmega.recipe.run_options import RunOptions
 
 @dataclass(frozen=True, slots=True)
 class LaunchLine:
-    """What is launched."""
+    """The command line that is launched."""
 
     argv: tuple[str, ...]
     """For Megatron's parser."""

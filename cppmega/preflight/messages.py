@@ -11,7 +11,7 @@ from cppmega.errors import CppmegaError
 
 
 class Order(Struct, frozen=True, kw_only=True):
-    """What a child process is asked to do."""
+    """An order to a child process."""
 
     parent: int | None = None
     """Process that waits for the answer; set by `ask`."""
@@ -64,7 +64,7 @@ class ParsedLine(Struct, frozen=True, kw_only=True):
 
 
 class RankAnswer(Struct, frozen=True, kw_only=True):
-    """What a process like a rank found."""
+    """The findings of a process that imports what a rank imports."""
 
     problems: list[Problem]
     imported: str = ""
@@ -135,7 +135,7 @@ class SharedMemory(Struct, frozen=True):
 
 
 class ParityAnswer(Struct, frozen=True):
-    """What the kernels computed, and what they were compiled to."""
+    """The results of the kernels, and the code they were compiled to."""
 
     kernels: list[KernelParity]
     shared: list[SharedMemory]

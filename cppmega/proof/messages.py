@@ -1,4 +1,4 @@
-"""What `verify` and the process that runs the proofs send each other, as JSON."""
+"""The messages between `verify` and the process that runs the proofs, as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TextOrder(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is to do; it reads this on stdin."""
+    """The order of a worker, read on its stdin."""
 
     root: str
     """The tree that the worker imports."""

@@ -1,4 +1,4 @@
-"""What the proofs of pages need, and whether this machine has it."""
+"""The requirements of proofs, and whether this machine meets them."""
 
 from __future__ import annotations
 

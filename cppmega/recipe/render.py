@@ -118,7 +118,7 @@ def render(
 
 
 def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
-    """What the recipe needs and that release lacks; empty if it can be trained there."""
+    """The features that the recipe needs and the release lacks; empty if it can be trained."""
     line = release_line(version)
     found: list[Missing] = []
     if recipe.kind == "hybrid":

@@ -26,7 +26,7 @@ class _Margin(str):
     __slots__ = ()
 
 
-class _State(CodegenState):
+class _Printer(CodegenState):
     """Prints all of a node."""
 
     def record_syntactic_position(
@@ -35,7 +35,7 @@ class _State(CodegenState):
         return _NO_POSITION
 
 
-class _TwoTexts(_State):
+class _TwoTexts(_Printer):
     """Prints all of a node and records which of its tokens the bare text leaves out."""
 
     def __init__(self, indent: str, newline: str, margin: str = "") -> None:
@@ -107,7 +107,7 @@ def _is_plain_string(node: cst.CSTNode) -> bool:
 
 def text(node: cst.CSTNode, indent: str = INDENT, newline: str = "\n") -> str:
     """The complete text of a node."""
-    state = _State(indent, newline)
+    state = _Printer(indent, newline)
     node._codegen(state)
     return "".join(state.tokens)
 

@@ -29,7 +29,7 @@ Pair = tuple[float | None, float | None]
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What identifies one of the two runs."""
+    """The identity of one of the two runs."""
 
     name: str
     state: RunState

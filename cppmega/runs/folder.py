@@ -81,7 +81,7 @@ class Node:
         return Run(self.path.parent.parent)
 
     def status(self) -> Status | None:
-        """What the process in charge wrote last; None before it did, and if it is damaged."""
+        """The last state that the process in charge wrote; None if missing or damaged."""
         return run_status.read(self.status_file)
 
     def write(self, status: Status) -> None:
@@ -134,12 +134,12 @@ class Run:
 
     @property
     def outline(self) -> Outline:
-        """What can be read of the manifest."""
+        """The readable part of the manifest."""
         return self._read[0]
 
     @property
     def problem(self) -> str:
-        """What is wrong with the manifest; empty if it can be read."""
+        """The reason why the manifest cannot be read; empty if it can."""
         return self._read[1]
 
     @property

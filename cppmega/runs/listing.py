@@ -69,7 +69,7 @@ def row_of(run: Run) -> Row:
 
 
 def _silence(run: Run) -> str:
-    """What suggests that a run on another machine is not alive."""
+    """A sign that a run on another machine is not alive; empty if there is none."""
     for node in run.nodes():
         status, silent = node.status(), liveness.silence(node.status_file)
         if silent and status and node.state() in LIVE and not liveness.in_charge(status):

@@ -65,7 +65,7 @@ class DataRecord(_Part, frozen=True, kw_only=True):
 
 
 class Outline(_Part, frozen=True, kw_only=True):
-    """What is needed to list, follow and stop a run; every field may be missing."""
+    """The fields needed to list, follow and stop a run; each may be missing."""
 
     created: float | None = None
     tmux: str | None = None

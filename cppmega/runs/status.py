@@ -33,7 +33,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process in charge wrote last. Only `host` is always there."""
+    """The last state that the process in charge wrote. Only `host` is always present."""
 
     host: str
     boot: str = ""

@@ -31,7 +31,7 @@ from cppmega.tree import accepted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What belongs to one start of a recipe and not to the recipe."""
+    """The settings of one start, as opposed to those of the recipe."""
 
     data: Path
     """Folder of the indexed dataset; built there if it is missing."""

@@ -1,4 +1,4 @@
-"""What a smoke run leaves on disk: its curve, and a summary that two runs are compared by."""
+"""The files of a smoke run: its curve, and the summary by which two runs are compared."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def comparing_overlays(
 
 
 def _record(plan: TrainingPlan) -> overlay_record.OverlayRecord:
-    """What a checkpoint records of the code that wrote it."""
+    """The record of the code that writes a checkpoint."""
     active = guard.active()
     if active is not None:
         return overlay_record.record_of(active.receipt, accepted.in_this_process())

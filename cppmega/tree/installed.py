@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cppmega.tree.checkout import Checkout
 
 Origin = Literal["record", "git", "unverified"]
-"""What vouches for the pristine text: a wheel's RECORD, a checkout's HEAD, or nothing."""
+"""The source that vouches for pristine text: a wheel's RECORD, a checkout's HEAD, or nothing."""
 
 
 def reinstall(root: Path, version: str) -> str:
@@ -135,7 +135,7 @@ class Tree:
         return distribution in self.distributions or (self.root / folder).is_dir()
 
     def pristine(self, path: str) -> tuple[Origin, str | None]:
-        """What vouches for a file, and the SHA-256 of its pristine text.
+        """The source that vouches for a file, and the SHA-256 of its pristine text.
 
         The hash is None if nothing vouches for the file, or a partial clone never fetched the text.
         """

@@ -27,7 +27,7 @@ _PER_RANK = 6 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What this host allows a process, and what is free."""
+    """The limits of a process on this host, and the memory that is free."""
 
     files: int
     """Soft limit of open files, which nothing in a rank raises."""

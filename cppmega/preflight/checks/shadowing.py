@@ -86,7 +86,7 @@ def _unlisted(free: Mapping[str, Path], folder: Path) -> list[str]:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """What can be imported from a folder or an archive, by name.
+    """The modules that can be imported from a folder or an archive, by name.
 
     A folder without an `__init__` is a namespace, which is used where no other path has the name.
     """

@@ -82,7 +82,7 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
 
 
 def _modules(root: Path, receipt: Receipt) -> list[str]:
-    """What a rank imports: Megatron's training loop, and every patched module."""
+    """The modules that a rank imports: Megatron's training loop, and every patched module."""
     from cppmega.rank import swaps
 
     targets = [
