@@ -20,10 +20,8 @@ from cppmega.ops.hadamard_triton import butterflies
 if TYPE_CHECKING:
     from cppmega.ops.dsa_indexer_prologue import Inputs, Rotary
 
-ELEMENTS = 2048
-"""Elements of one tile."""
-
-WARPS = 4
+ELEMENTS = 1024
+"""Elements of one tile, which is one warp's: the exchanges then need no barrier."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,6 +59,13 @@ def _exchanged(x, ROWS: tl.constexpr, D: tl.constexpr, APART: tl.constexpr):  # 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _transposed(x, ROWS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each M * N columns, as a matrix `[M, N]`, become its transpose."""
+    matrices = tl.reshape(x, (ROWS, D // (M * N), M, N))
+    return tl.reshape(tl.permute(matrices, (0, 1, 3, 2)), (ROWS, D))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _turn_rows(  # type: ignore[no-untyped-def]
     x, out, cos, sin, bounds, tile, tokens, batch, step, step_batch, step_head, documents, steps,
     length, rank, mscale, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
@@ -84,28 +89,24 @@ def _turn_rows(  # type: ignore[no-untyped-def]
         tl.load(sin + at, mask=known, other=0.0)
         * tl.where((angle & APART) != 0, mscale, -mscale)[None, :]
     )
-    # Where a column is before the rotation.
-    place = d
-    if GATHERED:
-        odd = angle >= WIDTH // 2
-        between = FIRST + 2 * (angle - tl.where(odd, WIDTH // 2, 0)) + odd.to(tl.int32)
-        place = tl.where(turned, between, d)
     theirs = token.to(tl.int64) * step + b.to(tl.int64) * step_batch + head.to(tl.int64) * step_head
     ours = row.to(tl.int64)[:, None] * D
     full = here[:, None] & (d < D)[None, :]
     scale: tl.constexpr = D**-0.5
+    y = tl.load(x + theirs[:, None] + d[None, :], mask=full, other=0.0).to(tl.float32)
     if BACKWARD:
-        y = tl.load(x + theirs[:, None] + d[None, :], mask=full, other=0.0).to(tl.float32)
         if STAGES:
             y = butterflies(y, ROWS, D_PAD, STAGES) * scale
         y = y * c + _exchanged(y * s, ROWS, D_PAD, APART)
-        tl.store(out + ours + place[None, :], y.to(out.dtype.element_ty), mask=full)
+        if GATHERED:
+            y = tl.where(turned[None, :], _transposed(y, ROWS, D_PAD, 2, WIDTH // 2), y)
     else:
-        y = tl.load(x + theirs[:, None] + place[None, :], mask=full, other=0.0).to(tl.float32)
+        if GATHERED:
+            y = tl.where(turned[None, :], _transposed(y, ROWS, D_PAD, WIDTH // 2, 2), y)
         y = y * c + _exchanged(y, ROWS, D_PAD, APART) * s
         if STAGES:
             y = butterflies(y, ROWS, D_PAD, STAGES) * scale
-        tl.store(out + ours + d[None, :], y.to(out.dtype.element_ty), mask=full)
+    tl.store(out + ours + d[None, :], y.to(out.dtype.element_ty), mask=full)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -172,6 +173,6 @@ def turn(
         FIRST=rotary.first, WIDTH=angles.size(-1), RANKS=rotary.ranks[0],
         PACKED=rotary.documents is not None, GATHERED=rotary.gathered, ADJACENT=rotary.adjacent,
         STAGES=d.bit_length() - 1 if hadamard else 0, BACKWARD=backward, TILE=ELEMENTS,
-        num_warps=WARPS,
+        num_warps=1,
     )  # fmt: skip
     return (out[0], out[1], out[2])
