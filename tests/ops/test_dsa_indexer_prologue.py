@@ -24,6 +24,8 @@ from tests.ops.dsa_indexer_prologue_checks import angles, check_prologue, tensor
 from tests.ops.test_dsa_indexer import Operators, Recorder  # noqa: E402
 from tests.support.host_sync import no_host_sync  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = torch.tensor([0, 4, 4, 12, 24], dtype=torch.int32)
 FILLED = torch.tensor([0, 4, 12, 24], dtype=torch.int32)  # Megatron cannot pair columns of no row
 
