@@ -1,12 +1,13 @@
 """The DSA indexer on one GPU: our kernels against Megatron's reference path and its TileLang path.
 
-usage: python benchmarks/dsa_indexer.py --megatron ROOT [--out benchmarks/results]
+usage: python benchmarks/dsa_indexer.py --megatron ROOT [--out benchmarks/results] [--only NAME]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); TileLang must be installed. All sides run in
 this process on the same inputs, with the functions that Megatron's DSA layer calls. Medians of 10
 (of 3 where one takes a second) with CUDA events, host time included; the peak is above the inputs;
 launches are what the profiler saw. Before any time, our loss and gradients are compared with
-Megatron's, and our choice with that of its scores. Writes dsa_indexer_h200.json and .md.
+Megatron's, and our choice with that of its scores. Writes dsa_indexer_h200.json and .md; with
+--only, the cases whose name begins so are measured and the others kept as they are in the file.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cppmega.ops.dsa_indexer import Loss, choose_keys, indexer_loss
+from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs
+from cppmega.ops.hadamard import walsh_hadamard
 
 NAM56R = {"sequence": 4096, "heads": 32, "width": 64, "topk": 256, "attention": (32, 128)}
 DEEPSEEK = {"heads": 64, "width": 128, "topk": 2048, "attention": (128, 576)}
@@ -48,9 +53,13 @@ class _Alone:
     def size() -> int:
         return 1
 
+    @staticmethod
+    def rank() -> int:
+        return 0
+
 
 class _Groups:
-    tp = _Alone()
+    tp = cp = _Alone()
 
 
 def inputs(
@@ -159,6 +168,24 @@ class Megatron:
 
         return call
 
+    def prologue(self, rotary: Rotary) -> Callable[..., Tensors]:
+        """Unfused rotary embedding, and the Hadamard transform that our page puts in."""
+        self.dsa.hadamard_transform = walsh_hadamard
+        layer = SimpleNamespace(qk_pos_emb_head_dim=rotary.angles.size(-1), pg_collection=_Groups)
+        layer.config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False)
+        layer.config.dsa_indexer_rope_interleaved = rotary.gathered
+        documents = None if rotary.documents is None else rotary.documents[0]
+
+        def call(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Tensors:
+            layer.index_head_dim = q.size(-1)
+            turn = lambda x: self.dsa.rotate_activation(  # noqa: E731
+                self.dsa.DSAIndexer._apply_rope(layer, x, rotary.angles, 1.0, documents)
+            )
+            scaled = w * q.size(2) ** -0.5 * q.size(3) ** -0.5
+            return turn(q), turn(k.unsqueeze(2)).squeeze(2), scaled
+
+        return call
+
     def choice(self, tensors: Tensors, topk: int) -> Call:
         """TileLang's scores and torch's top-k, in Megatron's loop."""
         bounds = self.bounds(tensors[0].size(0))
@@ -180,9 +207,12 @@ class Megatron:
         return each
 
 
-def agreement(found: Tensors, want: Tensors) -> dict[str, float]:
+LOSS = ("loss", "dq", "dk", "dweights")
+PREPARED = ("q", "k", "weights", "dq", "dk", "dweights")
+
+
+def agreement(found: Tensors, want: Tensors, names: tuple[str, ...] = LOSS) -> dict[str, float]:
     """Relative L2 differences."""
-    names = ("loss", "dq", "dk", "dweights")
     return {
         name: float(f"{float((a.double() - b.double()).norm() / b.double().norm()):.2e}")
         for name, a, b in zip(names, found, want, strict=True)
@@ -239,6 +269,42 @@ def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) ->
     return row
 
 
+def both_ways(call: Callable[..., Tensors], tensors: Tensors, upstream: Tensors) -> Call:
+    """What the scores take, and gradients from theirs."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+
+    def step() -> Tensors:
+        out = call(*leaves)
+        found = torch.autograd.grad(out, leaves, upstream)
+        return (*(x.detach() for x in out), *found)
+
+    return step
+
+
+def prologues(
+    theirs: Megatron, batch: int, shape: dict[str, Any], documents: int = 0
+) -> dict[str, Any]:
+    """Rotary embedding, Hadamard transform and head weights, forward and backward."""
+    tensors = inputs(batch, **shape)[:3]
+    upstream = tuple(torch.randn_like(x) for x in tensors)
+    length = 4096 // max(documents, 1)
+    angles = torch.outer(torch.arange(length).float(), 1e4 ** -torch.linspace(0, 1, 32)).cuda()
+    angles = torch.cat((angles, angles), -1)[:, None, None]
+    ends = torch.arange(documents + 1, device="cuda", dtype=torch.int32) * length
+    rotary = Rotary(angles=angles, documents=(ends, ends) if documents else None)
+    sides = {
+        "ours": both_ways(lambda *x: prepare_index_inputs(*x, rotary), tensors, upstream),
+        "reference path": both_ways(theirs.prologue(rotary), tensors, upstream),
+    }
+    differences = agreement(*(side() for side in sides.values()), names=PREPARED)
+    traffic = 4 * sum(x.numel() * x.element_size() for x in tensors)
+    return {
+        "floor": round(1e3 * traffic / COPY, 3),
+        **{name: measured(side) for name, side in sides.items()},
+        "difference from reference path": differences,
+    }
+
+
 def clocks() -> str:
     """SM clock, temperature and power at this moment."""
     fields = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw"
@@ -254,10 +320,11 @@ def table(result: dict[str, Any]) -> str:
         f"Written by `benchmarks/dsa_indexer.py`. {result['gpu']}, torch {result['torch']}, triton "
         f"{result['triton']}, tilelang {result['tilelang']}, megatron-core "
         f"{result['megatron-core']}, {result['date']}. SM clock, its maximum, temperature and "
-        f"power before and after: {result['clocks'][0]}; {result['clocks'][1]}.",
+        f"power before and after each run: {'; '.join(result['clocks'])}.",
         "",
-        "Losses are from q, k and the head weights to their gradients, the choice included. The "
-        "floor is the products at 790 TFLOP/s and, for the choice, one write of the scores.",
+        "Losses are from q, k and the head weights to their gradients, the choice included; a "
+        "prologue is rotary embedding, Hadamard transform and head weights, both ways. The floor "
+        "is the products at 790 TFLOP/s, a write of the scores, or a prologue's reads and writes.",
         "",
         "| case | side | ms | of ours | peak GiB | launches |",
         "|---|---|---|---|---|---|",
@@ -278,37 +345,52 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def cases(theirs: Megatron) -> dict[str, Call]:
+    """All cases by name."""
+    found: dict[str, Call] = {}
+    for batch in (1, 8):
+        found[f"prologue, 4096 x {batch}, 32 x 64"] = partial(prologues, theirs, batch, NAM56R)
+    found["prologue, 4096 x 1, 32 x 64, 16 documents"] = partial(prologues, theirs, 1, NAM56R, 16)
+    deepseek = {"sequence": 4096, **DEEPSEEK}
+    found["prologue, 4096 x 1, 64 x 128"] = partial(prologues, theirs, 1, deepseek)
+    for batch in (1, 8):
+        name = f"choice, 4096 x {batch}, 32 x 64, top-k 256"
+        found[name] = partial(choices, theirs, batch, NAM56R)
+    for sparse, name in ((True, "sparse"), (False, "dense")):
+        for batch in (1, 8):
+            found[f"{name} loss, 4096 x {batch}"] = partial(losses, theirs, sparse, batch, NAM56R)
+    for sequence in (4096, 16384, 32768):
+        name = f"choice, {sequence} x 1, 64 x 128, top-k 2048"
+        found[name] = partial(choices, theirs, 1, {"sequence": sequence, **DEEPSEEK})
+    found["sparse loss, 4096 x 1, DeepSeek-V3.2"] = partial(losses, theirs, True, 1, deepseek)
+    return found
+
+
 def main() -> None:
-    """Run every case and write the table."""
+    """Run the cases and write the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--megatron", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", default="", help="begin of the names of cases to measure")
     options = parser.parse_args()
     sys.path.insert(0, str(options.megatron))
     theirs = Megatron()
     before = clocks()
-    cases: dict[str, Any] = {
-        f"choice, 4096 x {batch}, 32 x 64, top-k 256": choices(theirs, batch, NAM56R)
-        for batch in (1, 8)
-    }
-    for sparse, name in ((True, "sparse"), (False, "dense")):
-        for batch in (1, 8):
-            cases[f"{name} loss, 4096 x {batch}"] = losses(theirs, sparse, batch, NAM56R)
-    for sequence in (4096, 16384, 32768):
-        shape = {"sequence": sequence, **DEEPSEEK}
-        cases[f"choice, {sequence} x 1, 64 x 128, top-k 2048"] = choices(theirs, 1, shape)
-    shape = {"sequence": 4096, **DEEPSEEK}
-    cases["sparse loss, 4096 x 1, DeepSeek-V3.2"] = losses(theirs, True, 1, shape)
+    report = options.out / "dsa_indexer_h200.json"
+    last = json.loads(report.read_text()) if options.only else {"clocks": [], "cases": {}}
+    every = cases(theirs)
+    found = last["cases"]
+    found |= {name: case() for name, case in every.items() if name.startswith(options.only)}
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         **{name: metadata.version(name) for name in ("torch", "triton", "tilelang")},
         "megatron-core": metadata.version("megatron-core"),
-        "clocks": [before, clocks()],
-        "cases": cases,
+        "clocks": [*last["clocks"], before, clocks()],
+        "cases": {name: found[name] for name in every if name in found},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "dsa_indexer_h200.json").write_text(json.dumps(result, indent=1) + "\n")
+    report.write_text(json.dumps(result, indent=1) + "\n")
     (options.out / "dsa_indexer_h200.md").write_text(table(result))
     print(table(result))
 

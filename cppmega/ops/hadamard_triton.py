@@ -20,6 +20,17 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def butterflies(x, ROWS: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`x @ H` for a tile `[ROWS, N]` in registers, N = 2**STAGES."""
+    for stage in tl.static_range(STAGES):
+        pairs = tl.reshape(x, (ROWS, N >> (stage + 1), 2, 1 << stage))
+        low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        sums = tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2))
+        x = tl.reshape(sums, (ROWS, N))
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _transform_kernel(  # type: ignore[no-untyped-def]
     source, out, scale, rows, N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr
 ):
@@ -27,11 +38,7 @@ def _transform_kernel(  # type: ignore[no-untyped-def]
     at = row[:, None] * N + tl.arange(0, N)[None, :]
     inside = row[:, None] < rows
     x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    for stage in tl.static_range(STAGES):
-        pairs = tl.reshape(x, (ROWS, N >> (stage + 1), 2, 1 << stage))
-        low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        sums = tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2))
-        x = tl.reshape(sums, (ROWS, N))
+    x = butterflies(x, ROWS, N, STAGES)
     tl.store(out + at, (x * scale).to(out.dtype.element_ty), mask=inside)
 
 
