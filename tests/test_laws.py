@@ -107,7 +107,8 @@ def _all_left_alone(page: Page, version: str) -> bool:
 
 def _assert_missing(tree: Tree, detail: str) -> None:
     """The symbol that the verdict names is defined nowhere; found without the engine."""
-    said = re.fullmatch(r"there is no (\S+\.py):(\S+)|(\S+) is not installed here", detail)
+    missing, absent = r"(\S+\.py):(\S+) does not exist in this tree", r"(\S+) is not installed here"
+    said = re.fullmatch(f"{missing}|{absent}", detail)
     assert said, detail
     path, symbol, distribution = said.groups()
     if distribution:

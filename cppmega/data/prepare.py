@@ -278,13 +278,16 @@ def _write_shards(
     for document in islice(stream, state.read):
         advance(document.took)
     shard = _Shard(parts, f"{len(state.shards):06d}", tokenizer)
-    for batch in _batches(stream):
-        shard.add(batch, state.skipped)
-        advance(sum(document.took for document in batch))
-        if shard.tokens >= shard_tokens:
-            shard.finish(state)
-            shard = _Shard(parts, f"{len(state.shards):06d}", tokenizer)
-    shard.finish(state)
+    try:
+        for batch in _batches(stream):
+            shard.add(batch, state.skipped)
+            advance(sum(document.took for document in batch))
+            if shard.tokens >= shard_tokens:
+                shard.finish(state)
+                shard = _Shard(parts, f"{len(state.shards):06d}", tokenizer)
+        shard.finish(state)
+    finally:
+        shard.close()
 
 
 def _batches(stream: Iterator[Document]) -> Iterator[list[Document]]:
@@ -327,6 +330,10 @@ class _Shard:
         self.read += len(batch)
         for problem, count in counts.items():
             skipped[problem] = skipped.get(problem, 0) + count
+
+    def close(self) -> None:
+        """Close the data file; one that is not finished is removed by the next call."""
+        self._builder.data_file.close()
 
     def finish(self, state: PrepareProgress) -> None:
         """Close the files, give them their names, then record that they are complete."""

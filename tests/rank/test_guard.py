@@ -28,7 +28,7 @@ from megatron.core.thing import double, half
 {before}
 for step in guard.steps(range(3), {args}):
     {body}
-print("trained", guard.active() is not None)
+print(f"trained {{guard.active() is not None}}\\n", end="")  # one write: ranks share the pipe
 """
 TRAINING = """
 from megatron.core.thing import double
