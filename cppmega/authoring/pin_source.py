@@ -15,21 +15,9 @@ from cppmega.page import Page
 _WIDTH = 100
 _COPIES = itertools.count()
 
-Pins = dict[tuple[int, str], str]
-"""(Index of the edit, version) -> fingerprint."""
-
 
 class PinsNotFoundError(CppmegaError):
     """The page does not write the pins of an edit as a dict of its own."""
-
-
-def pins_of(page: Page) -> Pins:
-    """Every pin of a page."""
-    return {
-        (index, version): pin
-        for index, edit in enumerate(page.patch.edits)
-        for version, pin in edit.pins.items()
-    }
 
 
 def copy_with(page: Page, data: bytes, scratch: Path) -> Page:

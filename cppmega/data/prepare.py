@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from cppmega.data.corpus import Card, Count, digest, with_suffix
 from cppmega.data.tokenizers import Tokenizer, TokenizerRecord
 from cppmega.errors import CppmegaError
+from cppmega.host import durable
 
 SHARD_TOKENS = 1 << 24
 """Tokens after which a shard is finished, and the most that a kill can cost."""
@@ -262,9 +263,7 @@ def _load(parts: Path, saved: Path) -> PrepareProgress:
 
 
 def _save(parts: Path, state: PrepareProgress) -> None:
-    new = parts / "state.json.new"
-    new.write_text(json.dumps(msgspec.to_builtins(state)))
-    new.replace(parts / "state.json")
+    durable.replace(parts / "state.json", json.dumps(msgspec.to_builtins(state)).encode())
 
 
 def _write_shards(
