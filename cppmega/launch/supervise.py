@@ -38,7 +38,7 @@ from cppmega.runs.status import Failure, Status
 _PERIOD = 0.2
 _AGAIN = 1.0
 """Seconds after which another Ctrl-C counts as a second one."""
-_KILLED = 10.0
+_KILLED = 30.0
 """Seconds that torchrun has to notice that its ranks were killed."""
 _WRITE_AGAIN = 5.0
 """Seconds between two attempts to write what could not be written."""
@@ -122,6 +122,7 @@ class Supervisor:
         return console
 
     def _torchrun(self, console: FileIO) -> int:
+        process.adopt_orphans()  # the ranks of a torchrun that is killed
         try:
             agent = subprocess.Popen(
                 self.command(),
@@ -143,6 +144,8 @@ class Supervisor:
                 agent.kill()
             self._give_sign_of_life()
             time.sleep(_PERIOD)
+        if agent.returncode < 0:
+            self._see_orphans()
         return agent.returncode
 
     def command(self) -> list[str]:
@@ -205,6 +208,19 @@ class Supervisor:
             place = process.environment(int(next(iter(known))))
             if "RANK" in place:  # not before it has become python
                 self._update(first_rank=int(place["RANK"]) - int(place["LOCAL_RANK"]))
+
+    def _see_orphans(self) -> None:
+        """Record the ranks of a killed torchrun that were started since the last look.
+
+        A disk that takes seconds to write the status delays that look by as much. A rank that has
+        ended already is known by its helpers, which are in its session.
+        """
+        run = str(self.node.run.path)
+        inherited = process.children(os.getpid())
+        of_run = (pid for pid in inherited if process.environment(pid).get(env.RUN.name) == run)
+        ranks = {str(process.session(pid)) for pid in of_run}
+        known = {pid: process.started(int(pid)) for pid in ranks - set(self.status.workers)}
+        self._update(workers={**self.status.workers, **known})
 
     def _end_orphans(self) -> None:
         """End the ranks that torchrun left behind because it was killed; they have time to save."""

@@ -362,6 +362,23 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
         run_control.stop(first, now=False, wait=1)
 
 
+def test_helpers_of_ranks_that_nobody_had_seen_end_too(bench: Bench) -> None:
+    """The process in charge may wait for a slow disk while torchrun starts, and is killed."""
+    run = bench.run("unseen", "helped")
+    (in_charge,) = bench.start(run)
+    until(lambda: bool(run.nodes()[0].status() and run.nodes()[0].status().agent), 100, run)
+    in_charge.send_signal(signal.SIGSTOP)
+    until(lambda: ready(run) and (run.path / "helper").exists(), 200, run)
+    status = run.nodes()[0].status()
+    assert not status.workers
+    os.kill(status.agent, signal.SIGKILL)
+    until(lambda: gone(run), 100, run)  # they end with torchrun
+    in_charge.send_signal(signal.SIGCONT)
+    until(lambda: run.state() == "crashed", 100, run)
+    assert not process.started(int((run.path / "helper").read_text()))
+    assert run.checkpoint() is not None  # there was time to save
+
+
 def test_only_a_second_ctrl_c_means_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100, 200, 5))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
