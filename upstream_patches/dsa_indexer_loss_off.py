@@ -46,37 +46,18 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from types import SimpleNamespace
-
     import torch
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+
+    from ._dsa_layer import layer
 
     def forward(coefficient):
         torch.manual_seed(0)
-        layer = DSAttention.__new__(DSAttention)
-        torch.nn.Module.__init__(layer)
-        tp = SimpleNamespace(size=lambda: 1)
-        layer.softmax_scale, layer.layer_number = 1.0, None
-        layer.config = SimpleNamespace(
-            dsa_indexer_loss_coeff=coefficient, dsa_indexer_use_sparse_loss=False, num_layers=1
-        )
-        # Further attributes that 0.19 reads.
-        layer.index_topk, layer.index_share, layer.skip_topk = 2, False, False
-        layer.cp_comm_type, layer.pg_collection = "p2p", SimpleNamespace(tp=None, cp=None)
-        layer.config.sequence_parallel = layer.config.calculate_per_token_loss = False
-        layer.config.attention_backend, layer.config.dsa_indexer_scoring_relu = "unfused", True
         q, k, w = (torch.randn(4, 1, *shape) for shape in ((2, 4), (4,), (2,)))
-        scores = torch.einsum("sbhd,tbd,sbh->bst", q, k, w).tril() - torch.ones(4, 4).triu(1) * 1e9
-        layer.indexer = SimpleNamespace(
-            index_topk=2,
-            pg_collection=SimpleNamespace(tp=tp),
-            forward_before_topk=lambda *inputs: (q, k, w),
-            forward_with_scores=lambda *inputs, **named: (scores, scores.topk(2)[1]),
-        )
+        attention = layer(q, k, w, 2, dsa_indexer_loss_coeff=coefficient)
         query, key, value = (torch.randn(4, 1, 2, 4, requires_grad=True) for _ in range(3))
         x = torch.randn(4, 1, 8)
-        output = layer(query, key, value, None, x, x, attn_mask_type=AttnMaskType.causal)
+        output = attention(query, key, value, None, x, x, attn_mask_type=AttnMaskType.causal)
         return output.detach(), *torch.autograd.grad(output.sum(), (query, key, value))
 
     for off, zero in zip(forward(None), forward(0.0), strict=True):

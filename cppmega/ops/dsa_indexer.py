@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cppmega.ops import dsa_indexer_reference as reference
 from cppmega.ops.dsa_indexer_problem import Bounds, Loss
@@ -125,7 +126,7 @@ def indexer_loss(
         query: of the attention, `[sq, b, attention heads of this rank, d]`; no gradient.
         key: `[sk, b, attention heads or 1, d]`; no gradient.
         topk: how many keys are chosen.
-        loss: its definition.
+        loss: its definition; with a coefficient of 0, loss and gradients are zeros.
         bounds: which keys a query may see; causal without.
         rows: `[b, sq]`, which rows count; all without.
         use_relu: of the products.
@@ -133,7 +134,7 @@ def indexer_loss(
     bounds = bounds or Bounds()
     if loss.coefficient == 0:
         indices = choose_keys(q, k, weights, topk, bounds=bounds, use_relu=use_relu)
-        return IndexerOutput(reference.wide(q.new_empty(0)).sum(), indices)
+        return IndexerOutput(_NoLoss.apply(q, k, weights), indices)  # type: ignore[no-untyped-call]
     topk = min(topk, k.size(0))
     if obstacle(q, k, key if loss.sparse else None) is None:
         from cppmega.ops.dsa_indexer_autograd import Call, indexer_loss_on_cuda
@@ -141,6 +142,20 @@ def indexer_loss(
         call = Call(topk, loss, bounds, rows, use_relu)
         return IndexerOutput(*indexer_loss_on_cuda(q, k, weights, query, key, call))
     return _reference_loss(q, k, weights, query, key, topk, loss, bounds, rows, use_relu)
+
+
+class _NoLoss(torch.autograd.Function):
+    """A loss of 0 with gradients of 0, which a bucketed gradient reduction waits for."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.like = [x.new_empty(()).expand_as(x) for x in inputs]
+        return torch.zeros((), dtype=reference.wide(inputs[0][:0]).dtype, device=inputs[0].device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in ctx.like)
 
 
 def _reference_loss(

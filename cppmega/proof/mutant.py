@@ -28,7 +28,8 @@ def of_sources(edits: Sequence[Edit]) -> Edit:
     """
 
     def nothing(stock: Any) -> Any:
-        return merged(stock, reduce(lambda node, edit: edit.edit(node), edits, stock))
+        done = merged(stock, reduce(lambda node, edit: edit.edit(node), edits, stock))
+        return _with_place_for(edits[0].mark, done)
 
     helpers = dict.fromkeys(helper for edit in edits for helper in edit.helpers)
     imports = dict.fromkeys(line for edit in edits for line in edit.imports)
@@ -49,6 +50,18 @@ def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:
     holder, new = cast(cst.ClassDef, stock), cast(cst.ClassDef, patched)
     # Bases and decorators are behavior too, so those of stock stay.
     return holder.with_changes(body=cst.IndentedBlock(_merged_body(holder, new)))
+
+
+def _with_place_for(mark: str | None, mutant: cst.CSTNode) -> cst.CSTNode:
+    """Define the inner function that carries a mark if only the patch defines it; never called."""
+    if not mark or not isinstance(mutant, cst.FunctionDef):
+        return mutant
+    statements = _statements(mutant.body)
+    if any(isinstance(s, cst.FunctionDef) and s.name.value == mark for s in statements):
+        return mutant
+    inner = cst.parse_statement(f"def {mark}():\n    pass\n")
+    at = 1 if statements and is_docstring(statements[0]) else 0
+    return mutant.with_changes(body=cst.IndentedBlock([*statements[:at], inner, *statements[at:]]))
 
 
 def _merged_body(stock: cst.ClassDef, patched: cst.ClassDef) -> list[cst.BaseStatement]:

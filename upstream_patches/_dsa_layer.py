@@ -1,0 +1,63 @@
+"""A DSA layer for proofs on CPU: `DSAttention` with given inputs of the index scores."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
+    """Build a layer in training whose indexer has projected its inputs already.
+
+    Args:
+        q: `[sq, b, index heads, d]`.
+        k: `[sk, b, d]`.
+        weights: `[sq, b, index heads]`.
+        topk: keys per query.
+        config: fields of Megatron's configuration.
+    """
+    import torch
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    attention = dsa.DSAttention.__new__(dsa.DSAttention)
+    torch.nn.Module.__init__(attention)
+    defaults = {
+        "dsa_indexer_loss_coeff": 1.0,
+        "dsa_indexer_use_sparse_loss": False,
+        "dsa_indexer_scoring_relu": True,
+        "num_layers": 1,
+        "sequence_parallel": False,
+        "calculate_per_token_loss": False,
+        "attention_backend": "unfused",
+        "dsa_kernel_backend": "none",
+    }
+    attention.config = SimpleNamespace(**{**defaults, **config})
+    attention.softmax_scale, attention.layer_number = 1.0, None  # None: the loss is not logged
+    attention.pg_collection = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
+    attention.indexer = SimpleNamespace(
+        index_topk=topk,
+        pg_collection=attention.pg_collection,
+        forward_before_topk=lambda *inputs: (q, k, weights),
+        forward_with_scores=_with_scores(q, k, weights, topk),
+    )
+    # Attributes that 0.19 added.
+    attention.index_topk, attention.index_share, attention.skip_topk = topk, False, False
+    attention.cp_comm_type = "p2p"
+    return attention
+
+
+def _with_scores(q: Any, k: Any, weights: Any, topk: int) -> Any:
+    """The method of an indexer, which the page `dsa_indexer_kernels` gives a parameter in 0.16."""
+
+    def forward_with_scores(
+        *inputs: Any, before_topk: bool = False, mask: Any = None, **_: Any
+    ) -> Any:
+        import torch
+
+        if before_topk:
+            return q, k, weights
+        scores = torch.einsum("sbht,sbh->bst", torch.einsum("sbhd,tbd->sbht", q, k).relu(), weights)
+        scores = scores + mask
+        return scores, scores.topk(topk)[1]
+
+    return forward_with_scores
