@@ -218,6 +218,7 @@ PATCH = Patch(
     reached="forward",
     when=uses_dsa,
     feature=(TARGET,),
+    provides={"dsa_dense_indexer_loss": ("fused",)},
 )
 
 

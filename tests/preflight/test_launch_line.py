@@ -193,17 +193,21 @@ def test_dsa_backends_that_would_decline(line: Any) -> None:
     assert "tilelang supports" in holds("dsa_backend", line("v3.2"))
     assert "unfused, as the line asks" in holds("dsa_backend", line("slice"))
     assert "tilelang supports" in holds("dsa_backend", line("fused"))
-    found = refuses("dsa_backend", "dsa-backend-declines", line("tilelang"))
-    assert "dense" in found.what and "GiB" in found.what
+    for name in ("tilelang", "dense loss"):
+        assert "tilelang supports" in holds("dsa_backend", line(name))
     unpatched = launch(FUSED, MOCK, root=patched("0.19.2", "dataset_helpers_prebuilt"))
     unpatched.__dict__["process"] = line("fused").process
     found = refuses("dsa_backend", "dsa-backend-declines", unpatched)
     assert "128 and 64" in found.what and "dsa_sparse_mla_widths" in found.what
+    assert "GiB" in found.what
     found = refuses("dsa_backend", "dsa-backend-declines", line("unfused backend"))
     assert "--attention-backend" in found.what
     said = " ".join(one.what for one in preflight.answers("dsa_backend", line("heads and keys")))
     assert "24 heads" in said and "200 keys" in said
-    assert "dense" in refuses("dsa_backend", "dsa-backend-declines", line("dense loss")).what
+    dense = launch(V32.with_(dsa_indexer_use_sparse_loss=False), MOCK, root=unpatched.root)
+    dense.__dict__["process"] = line("dense loss").process
+    found = refuses("dsa_backend", "dsa-backend-declines", dense)
+    assert "dense" in found.what and "dsa_indexer_kernels" in found.what
     refuses("dsa_backend", "dsa-unfused", line("no backend"))
     refuses("dsa_backend", "dsa-unfused", line("recipe without backend"))
     says_nothing("dsa_backend", line("raw"))

@@ -7,7 +7,7 @@ then holds `[batch, heads, seq, seq]` scores in fp32.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.errors import CppmegaError
@@ -20,6 +20,8 @@ from cppmega.training.requirements import IN_THE_CODE
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
+_DENSE_LOSS = "dsa_dense_indexer_loss"
+"""Name under which a page provides the indexer's loss over all keys for every backend but cudnn."""
 _TILE, _BLOCK = 16, 64
 """Fewest heads of a kernel of Megatron's, and the keys that it processes at a time."""
 
@@ -45,26 +47,25 @@ def check(context: Context) -> str:
                 "--dsa-kernel-backend tilelang at sizes that it supports, or none",
             )
         return f"unfused, as the line asks; {_scores(args)}"
-    refuse(_declined(backend, args, _wideners(context)))
+    refuse(_declined(backend, args, context))
     return f"{backend} supports these sizes"
 
 
-def _wideners(context: Context) -> tuple[list[Page], list[Page]]:
-    """Pages that provide further widths: those in the code, and the others."""
+def _providers(context: Context, name: str) -> tuple[list[Page], list[Page]]:
+    """Pages that provide something by that name: those in the code, and the others."""
     verdicts = context.plan.verdicts
     inside: list[Page] = []
     outside: list[Page] = []
-    for name, page in context.session.pages.items():
-        if dsa_widths.TILELANG in page.patch.provides:
-            applied = name in verdicts and verdicts[name].state in IN_THE_CODE
+    for page in context.session.pages.values():
+        if name in page.patch.provides:
+            verdict = verdicts.get(page.name)
+            applied = verdict is not None and verdict.state in IN_THE_CODE
             (inside if applied else outside).append(page)
     return inside, outside
 
 
-def _declined(
-    backend: str, args: Namespace, wideners: tuple[list[Page], list[Page]]
-) -> Iterator[CppmegaError]:
-    inside, outside = wideners
+def _declined(backend: str, args: Namespace, context: Context) -> Iterator[CppmegaError]:
+    inside, outside = _providers(context, dsa_widths.TILELANG)
     widths = args.kv_lora_rank + args.qk_pos_emb_head_dim, args.kv_lora_rank
     reasons, supported = [], dsa_widths.supported(backend, provided(inside, dsa_widths.TILELANG))
     if str(getattr(args, "attention_backend", None)).endswith("unfused"):
@@ -78,7 +79,7 @@ def _declined(
         ]
         reasons.append(
             f"query and value widths of {widths[0]} and {widths[1]}; it supports {known}"
-            + (f" without the patch {' or '.join(lacking)}" if lacking else "")
+            + _without(lacking)
         )
     if backend == "tilelang":
         heads = args.num_attention_heads // args.tensor_model_parallel_size
@@ -91,8 +92,10 @@ def _declined(
                 f"{args.dsa_indexer_topk} keys per query; it supports multiples of {_BLOCK}"
             )
     dense = args.dsa_indexer_loss_coeff and not args.dsa_indexer_use_sparse_loss
-    if backend == "tilelang" and dense:
-        reasons.append("the indexer's dense loss; it only has the sparse one")
+    inside, outside = _providers(context, _DENSE_LOSS)
+    if backend == "tilelang" and dense and not inside:
+        lacking = [page.name for page in outside]
+        reasons.append(f"the indexer's dense loss; it only has the sparse one{_without(lacking)}")
     for reason in reasons:
         yield CppmegaError(
             "dsa-backend-declines",
@@ -101,6 +104,10 @@ def _declined(
             "A run recorded as fused would be stock's unfused one.",
             "--set dsa_kernel_backend=none, or sizes and a loss that it supports",
         )
+
+
+def _without(pages: Sequence[str]) -> str:
+    return f" without the patch {' or '.join(pages)}" if pages else ""
 
 
 def _scores(args: Namespace) -> str:
