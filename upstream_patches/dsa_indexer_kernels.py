@@ -219,6 +219,12 @@ PATCH = Patch(
     reached="forward",
     when=uses_dsa,
     feature=(TARGET,),
+    # TileLang's own indexer has the sparse loss alone, and Megatron then holds all scores.
+    wanted_by=lambda recipe: (
+        recipe.uses_tilelang
+        and recipe.dsa_indexer_loss_coeff > 0
+        and not recipe.dsa_indexer_use_sparse_loss
+    ),
     provides={"dsa_dense_indexer_loss": ("fused",)},
 )
 
