@@ -28,7 +28,8 @@ def of_sources(edits: Sequence[Edit]) -> Edit:
     """
 
     def nothing(stock: Any) -> Any:
-        return merged(stock, reduce(lambda node, edit: edit.edit(node), edits, stock))
+        patched = reduce(lambda node, edit: edit.edit(node), edits, stock)
+        return _with_place_of_mark(merged(stock, patched), edits[0].mark)
 
     helpers = dict.fromkeys(helper for edit in edits for helper in edit.helpers)
     imports = dict.fromkeys(line for edit in edits for line in edit.imports)
@@ -49,6 +50,16 @@ def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:
     holder, new = cast(cst.ClassDef, stock), cast(cst.ClassDef, patched)
     # Bases and decorators are behavior too, so those of stock stay.
     return holder.with_changes(body=cst.IndentedBlock(_merged_body(holder, new)))
+
+
+def _with_place_of_mark(mutant: cst.CSTNode, mark: str | None) -> cst.CSTNode:
+    """Define an empty inner function of the name that carries the mark of a function."""
+    if not mark or not isinstance(mutant, cst.FunctionDef):
+        return mutant
+    empty = cst.ensure_type(cst.parse_statement(f"def {mark}():\n    pass\n"), cst.FunctionDef)
+    body = _statements(mutant.body)
+    at = 1 if body and is_docstring(body[0]) else 0
+    return mutant.with_changes(body=cst.IndentedBlock([*body[:at], empty, *body[at:]]))
 
 
 def _merged_body(stock: cst.ClassDef, patched: cst.ClassDef) -> list[cst.BaseStatement]:
