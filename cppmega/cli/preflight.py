@@ -10,9 +10,11 @@ from pathlib import Path
 import click
 
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_options
+from cppmega.cli.reports.option import Reports, report_option
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})
+@report_option
 @tree_options
 @click.argument("recipe", required=False)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
@@ -43,6 +45,7 @@ def preflight(
     verbose: bool,
     nodes: int,
     arguments: Sequence[str],
+    reports: Reports,
 ) -> None:
     """Check everything that can be checked before a launch.
 
@@ -52,6 +55,7 @@ def preflight(
     The exit status is 0 only if every check holds.
     """
     from cppmega.cli import findings as cli_findings
+    from cppmega.cli.reports import answers
     from cppmega.host import console
     from cppmega.preflight import examine as checks
     from cppmega.preflight.context import Context
@@ -88,4 +92,5 @@ def preflight(
             console.print_json({**console.ENVELOPE, **found.as_json()})
         else:
             cli_findings.print_findings(found.findings, verbose)
+    reports.write(lambda: answers.of_findings("preflight", found.findings))
     sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
+from cppmega.cli.reports.option import Reports, report_option
 
 if TYPE_CHECKING:
+    from cppmega.cli.reports.entries import Report
+    from cppmega.overlay.verbs import Outcome
     from cppmega.page import Page
 
 
@@ -108,8 +111,9 @@ def _cited_results(doc: str) -> list[Path]:
 
 
 @cli.command()
+@report_option
 @tree_options
-def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+def status(root: Path | None, patches: Sequence[Path], as_json: bool, reports: Reports) -> None:
     """Show the state of every patch; write nothing."""
     from cppmega.overlay import verbs as overlay
     from cppmega.overlay import verdict as state
@@ -119,7 +123,14 @@ def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     closing = state.summary(outcome.verdicts)
     if outcome.digest:
         closing += f"; overlay {outcome.digest}"
+    reports.write(lambda: _report(outcome, patches))
     answer(session, outcome, as_json, outcome.ok, closing)
+
+
+def _report(outcome: Outcome, patches: Sequence[Path]) -> Report:
+    from cppmega.cli.reports import answers
+
+    return answers.of_status(outcome, patches)
 
 
 @cli.command()
