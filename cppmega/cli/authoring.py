@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, json_option, patches_option
 from cppmega.cli.reports.option import Reports, report_option
 
@@ -85,7 +86,7 @@ def drift(
 
 
 @cli.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completion.patches)
 @click.argument("version")
 @click.option(
     "--from",

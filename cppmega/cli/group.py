@@ -38,6 +38,7 @@ _SECTIONS = {
         "compare",
     ),
     "Writing patches": ("new", "pin"),
+    "This shell": ("completion",),
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_options
 from cppmega.cli.reports.option import Reports, report_option
 
@@ -25,7 +26,7 @@ _verbose = click.option(
 @cli.command(context_settings={"ignore_unknown_options": True})
 @report_option
 @tree_options
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=completion.recipes)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
 @click.option(
     "--accept",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, cli, session_of, tree_options
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.host.console import Style
@@ -16,7 +17,7 @@ _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "stale": "bad"}
 
 
 @cli.command()
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, shell_complete=completion.patches)
 @report_option
 @tree_options
 @click.option(

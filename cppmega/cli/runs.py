@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, cli, json_option
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training.options import options
@@ -21,12 +22,17 @@ _runs = click.option(
 
 
 @cli.command()
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=completion.recipes)
 @options
 @_runs
 @click.option("--name", help="Name of the run folder (default: recipe and time).")
 @click.option("--tmux", metavar="NAME", help="Run in a tmux session of that name, detached.")
-@click.option("--resume", metavar="RUN", help="Resume from the newest checkpoint of another run.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    help="Resume from the newest checkpoint of another run.",
+    shell_complete=completion.runs,
+)
 @click.option(
     "--nproc", type=click.IntRange(1), help="Ranks per host (default: the recipe's GPUs; CPU: 2)."
 )
@@ -107,7 +113,7 @@ def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
 def attach(run: str | None, folder: Path | None) -> None:
     """Attach to the tmux session of a run.
@@ -122,7 +128,7 @@ def attach(run: str | None, folder: Path | None) -> None:
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
 @click.option("-f", "--follow", is_flag=True, help="Follow the output until the run ends.")
 @click.option("--rank", type=int, help="Print one rank's own output instead of the terminal's.")
@@ -139,7 +145,7 @@ def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
 @click.option("--now", is_flag=True, help="End at once, without a checkpoint.")
 @click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds to wait.")
@@ -155,8 +161,8 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 
 
 @cli.command()
-@click.argument("one")
-@click.argument("other")
+@click.argument("one", shell_complete=completion.runs)
+@click.argument("other", shell_complete=completion.runs)
 @_runs
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves into this file."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
 from cppmega.cli.reports.option import Reports, report_option
 
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 
 @cli.command()
 @tree_options
-@click.option("--only", multiple=True, metavar="NAME", help="Apply only this patch; repeatable.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Apply only this patch; repeatable.",
+    shell_complete=completion.patches,
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
 def apply(
     root: Path | None, patches: Sequence[Path], as_json: bool, only: Sequence[str], check: bool
@@ -79,7 +86,7 @@ def _title(page: Page) -> str:
 
 
 @cli.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completion.patches)
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
     """Explain one patch: what it does, why, and the texts it is pinned to."""
@@ -134,7 +141,7 @@ def _report(outcome: Outcome, patches: Sequence[Path]) -> Report:
 
 
 @cli.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=completion.patches)
 @tree_options
 def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     """Show the changes to Megatron, of all patches or of one.
@@ -156,7 +163,7 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
 
 
 @cli.command()
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, shell_complete=completion.patches)
 @tree_options
 def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     """Restore upstream's exact bytes, or remove single patches.
