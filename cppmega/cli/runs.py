@@ -86,21 +86,65 @@ def launch(
 
 
 @cli.command()
+@click.argument("names", metavar="[RUN]...", nargs=-1, shell_complete=completion.runs)
 @_runs
 @click.option(
     "--all", "everything", is_flag=True, help="Include runs older than the newest twenty."
 )
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Watch the live runs, or those named, until they end: a table in a terminal, lines "
+    "elsewhere.",
+)
+@click.option(
+    "--every",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two lines of a watched run that goes well.",
+)
+@click.option(
+    "--stalled-after",
+    type=click.FloatRange(1),
+    default=10.0,
+    show_default=True,
+    metavar="TIMES",
+    help="A watched run stalls when no step comes for so many times the usual.",
+)
 @json_option
-def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
-    """List runs, the newest first.
+def runs(
+    names: tuple[str, ...],
+    folder: Path | None,
+    everything: bool,
+    watch: bool,
+    every: float,
+    stalled_after: float,
+    as_json: bool,
+) -> None:
+    """List runs, the newest first, or watch them.
 
     State, exit status, step, loss, the newest checkpoint, and the error of a run that crashed.
+    RUN is a name, the start of a name, a tmux session, or a folder; all runs by default.
+
+    With --watch: step, loss, gradient norm and throughput, the time until the next checkpoint and
+    until the end. A run without a step for too long is named as stalled, with the rank of this
+    host that is behind; a loss or gradient norm far above the usual as a spike. The exit status
+    is 1 if a watched run crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file, listing
 
-    found = run_folder.everyone(run_folder.root(folder))
+    root = run_folder.root(folder)
+    found = [run_folder.find(root, name) for name in names] or run_folder.everyone(root)
+    if watch:
+        if as_json:
+            raise click.UsageError("--watch prints lines; cppmega runs --json is one look at them")
+        from cppmega.cli import runs_watch
+
+        sys.exit(runs_watch.watch(found, bool(names), every, stalled_after))
     shown = found if everything or as_json else found[:20]
     rows = [listing.row_of(run) for run in shown]
     if as_json:
