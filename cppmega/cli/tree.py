@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,15 +60,34 @@ def apply(
 
 
 @cli.command(name="list")
+@click.option(
+    "--upstream",
+    is_flag=True,
+    help="Show the pull requests of each patch, what became of them, and when the patch retires.",
+)
 @patches_option
 @json_option
-def list_pages(patches: Sequence[Path], as_json: bool) -> None:
-    """List every patch of the catalogue with its title."""
+def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
+    """List every patch of the catalogue with its title.
+
+    With --upstream: what upstream has of each, by the pages' own words and without network, with
+    the newest release that needs it; what retires first is at the top.
+
+    
+    released  a release has it: the patch is for older ones
+    merged    a branch has it, and no release: the patch retires with one of the next
+    open      upstream has not decided; closed: upstream declined it
+    unstated  the page does not say what became of it
+    not-sent  there is no pull request, for the reason that is shown
+    """
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
     from cppmega.host.table import Row, table
 
     pages = catalogue.load(patches)
+    if upstream:
+        _list_upstream(pages, as_json)
+        return
     if as_json:
         rows = [
             {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
@@ -78,6 +97,23 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
         return
     for line in table(Row((name, _title(page))) for name, page in sorted(pages.items())):
         click.echo(line)
+
+
+def _list_upstream(pages: Mapping[str, Page], as_json: bool) -> None:
+    import msgspec
+
+    from cppmega.authoring import upstream
+    from cppmega.cli import upstream_list
+    from cppmega.host import console
+
+    rows = upstream.ledger(pages)
+    if as_json:
+        answer = {"ok": True, "patches": msgspec.to_builtins(rows)}
+        console.print_json({**console.ENVELOPE, **answer})
+        return
+    for line in upstream_list.lines(rows):
+        click.echo(line)
+    console.say(upstream_list.closing(rows))
 
 
 def _title(page: Page) -> str:
