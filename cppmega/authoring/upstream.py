@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from cppmega.page import Page, left_alone
 
 State = Literal["released", "merged", "open", "closed", "unstated", "not-sent"]
-MEANING: Mapping[State, str] = {
-    "released": "a release has it: the page is for older ones",
-    "merged": "a branch has it, and no release: the page retires with one of the next",
-    "open": "upstream has not decided",
-    "closed": "upstream declined it",
-    "unstated": "the page does not say what became of it",
-    "not-sent": "there is no pull request",
-}
-_ORDER: tuple[State, ...] = tuple(MEANING)
+STATES: tuple[State, ...] = get_args(State)
+"""What retires first comes first."""
 
 _REFERENCE = re.compile(
     r"(?:https://github\.com/(?P<repository>[\w.-]+/[\w.-]+)/(?P<kind>pull|issues)/|#)"
@@ -67,7 +60,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def ledger(pages: Mapping[str, Page]) -> list[Row]:
     """One row for each page, those that retire first at the top."""
     rows = [row_of(page) for _, page in sorted(pages.items())]
-    return sorted(rows, key=lambda row: _ORDER.index(row.state))
+    return sorted(rows, key=lambda row: STATES.index(row.state))
 
 
 def row_of(page: Page) -> Row:
@@ -77,7 +70,7 @@ def row_of(page: Page) -> Row:
     edits = [edit for edit in page.patch.edits if edit.edit is not left_alone]
     return Row(
         name=page.name,
-        state=max((one.state for one in found), key=_ORDER.index, default="not-sent"),
+        state=max((one.state for one in found), key=STATES.index, default="not-sent"),
         needed_in=tuple(in_order(version for edit in edits for version in edit.pins)),
         references=found,
         upstream=text,

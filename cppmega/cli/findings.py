@@ -11,8 +11,6 @@ from cppmega.preflight.findings import Finding
 _STYLES: dict[str, Style] = {"ok": "good", "failed": "bad", "not-run": "waiting"}
 STATE_WIDTH = 14
 """Wide enough for every state, so that the summary and the table below it line up."""
-
-
 _OTHER = ("does not concern this launch", "do not concern this launch")
 """What is said of checks that do not apply, of one and of several."""
 
@@ -44,7 +42,7 @@ def _rows(finding: Finding) -> Iterator[Row]:
             yield Row(("", "", f"{label + ':':<5} " + text.replace("\n", f"\n{'':<6}")))
 
 
-def _summary(findings: list[Finding], singular_plural: tuple[str, str]) -> Iterator[Row]:
+def _summary(findings: list[Finding], not_applicable: tuple[str, str]) -> Iterator[Row]:
     names: dict[str, list[str]] = {}
     for one in findings:
         names.setdefault(one.state, []).append(one.check)
@@ -52,7 +50,7 @@ def _summary(findings: list[Finding], singular_plural: tuple[str, str]) -> Itera
         verb = "holds" if len(ok) == 1 else "hold"
         yield Row(("ok", f"{_count(ok)} {verb}: {', '.join(ok)}"), _STYLES["ok"])
     if other := names.get("not-applicable"):
-        verb = singular_plural[len(other) > 1]
+        verb = not_applicable[len(other) > 1]
         text = f"{_count(other)} {verb} (-v lists them)"
         yield Row(("not-applicable", text))
     if waiting := names.get("not-run"):

@@ -73,7 +73,7 @@ def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
     With --upstream: what upstream has of each, by the pages' own words and without network, with
     the newest release that needs it; what retires first is at the top.
 
-    
+    \b
     released  a release has it: the patch is for older ones
     merged    a branch has it, and no release: the patch retires with one of the next
     open      upstream has not decided; closed: upstream declined it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from cppmega.authoring.upstream import MEANING, Reference, Row, State
+from cppmega.authoring.upstream import STATES, Reference, Row, State
 from cppmega.host import table
 from cppmega.host.console import Style
 
@@ -38,7 +38,7 @@ def _needed(versions: Sequence[str]) -> str:
 def closing(rows: Sequence[Row]) -> str:
     """Count the pages by state."""
     counts = Counter(row.state for row in rows)
-    stated = (f"{counts[state]} {state}" for state in MEANING if counts[state])
+    stated = (f"{counts[state]} {state}" for state in STATES if counts[state])
     return (
         f"{', '.join(stated)}. This is what the pages say; cppmega drift OLD NEW --prove tells by "
         "proof what a new release retires"

@@ -86,7 +86,7 @@ def listed(*words: str) -> Result:
 
 def test_what_retires_first_is_at_the_top() -> None:
     states = [line.split()[0] for line in listed().stdout.splitlines()[::2]]
-    order = list(upstream.MEANING)
+    order = upstream.STATES
     assert states == sorted(states, key=order.index) and {"released", "merged"} <= set(states)
 
 

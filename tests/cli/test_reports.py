@@ -220,6 +220,24 @@ def test_verify_and_preflight_report_every_proof_and_check() -> None:
     assert checked.entries[1].rule == "no-data" and "nothing to read" in checked.entries[1].text
 
 
+def test_a_proof_that_fails_is_shown_at_its_page(tmp_path: Path) -> None:
+    entry = Entry(name="a", rule="failed", result="failed", page=tmp_path / "patches" / "a.py")
+    run = sarif_rules.checked(sarif.written(Report("verify", (entry,)), tmp_path))
+    (result,) = run.results
+    assert result.locations[0].physical_location.artifact_location.uri == "patches/a.py"
+    assert result.related_locations == []
+
+
+def test_a_tree_that_is_not_as_apply_left_it_is_reported(lab: Lab) -> None:
+    lab.wheel()
+    lab.page("one")
+    lab.apply()
+    (lab.root / ".cppmega" / "receipt.json").write_text("{")
+    assert command("status", "--megatron", str(lab.root), "--report", "sarif=s.sarif") == 1
+    results = sarif_rules.checked(Path("s.sarif").read_text()).results
+    assert "unsound" in {result.rule_id for result in results}
+
+
 def test_an_error_of_the_command_is_reported_too(lab: Lab) -> None:
     words = ("--report", "junit=s.xml", "--report", "sarif=s.sarif")
     assert command("status", "--megatron", "nowhere", *words) == 1

@@ -39,7 +39,8 @@ _PROOFS: Mapping[str, str] = {
     "failed": "the proof does not hold",
     "stale": "the recorded proof is of another text",
 }
-_APPLY = "python -m cppmega.apply_patches"
+_UNSOUND = "unsound"
+"""The rule of what is wrong with a tree or its receipt, and not with one patch."""
 
 
 def of_error(command: str, error: CppmegaError) -> Report:
@@ -60,15 +61,16 @@ def of_status(outcome: Outcome, catalogues: Sequence[Path]) -> Report:
     """The states of all patches, and what is wrong with the tree."""
     patches = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
     notes = (
-        Entry(name="tree", rule="note", result="failed", message=note) for note in outcome.notes
+        Entry(name="tree", rule=_UNSOUND, result="failed", message=note) for note in outcome.notes
     )
-    return Report("status", (*patches, *notes), _by_name(MEANING))
+    meanings = {**_by_name(MEANING), _UNSOUND: "the tree or its receipt is not as apply left it"}
+    return Report("status", (*patches, *notes), meanings)
 
 
 def _of_verdict(verdict: Verdict, plan: Plan, catalogues: Sequence[Path]) -> Entry:
     wrong = verdict.state in FAILURES or verdict.state == "pending"
     done: Result = "passed" if verdict.state in DONE else "skipped"
-    command = verdict.next or (_APPLY if verdict.state == "pending" else "")
+    command = verdict.next or (drift_report.APPLY if verdict.state == "pending" else "")
     meaning = MEANING[verdict.state]
     return Entry(
         name=verdict.name,

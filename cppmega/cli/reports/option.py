@@ -25,7 +25,7 @@ _FORMATS = ("sarif", "junit", "github")
 class _Sink:
     """One report that was asked for."""
 
-    format: str
+    kind: str
     file: Path | None
     """None: stderr, which GitHub Actions reads."""
 
@@ -60,7 +60,7 @@ class Reports:
         if self.sinks:
             answer = report()
             for sink in self.sinks:
-                _put(_written(sink.format, answer), sink)
+                _put(_written(sink.kind, answer), sink)
 
 
 def report_option(command: F) -> F:
@@ -93,12 +93,12 @@ def _report_error(reports: Reports, command: str, error: CppmegaError) -> None:
     reports.write(lambda: of_error(command, error))
 
 
-def _written(format: str, report: Report) -> str:  # noqa: A002
-    if format == "junit":
+def _written(kind: str, report: Report) -> str:
+    if kind == "junit":
         from cppmega.cli.reports import junit
 
         return junit.written(report)
-    if format == "sarif":
+    if kind == "sarif":
         from cppmega.cli.reports import sarif
 
         return sarif.written(report, Path.cwd())
@@ -120,5 +120,5 @@ def _put(text: str, sink: _Sink) -> None:
             "report-not-written",
             f"{sink.file} cannot be written: {error.strerror}.",
             "A CI job would read an old report, or none.",
-            f"--report {sink.format}=FILE with a file that can be written",
+            f"--report {sink.kind}=FILE with a file that can be written",
         ) from error

@@ -144,15 +144,15 @@ def _result(entry: Entry, report: Report, rules: list[str], folder: Path) -> _Re
         rule_index=rules.index(entry.rule),
         level=_LEVELS[entry.result],
         message=_message(entry.text),
-        locations=tuple(_locations(entry, folder)),
-        related_locations=tuple(_page(entry, folder)),
+        locations=tuple(_code(entry, folder)) or tuple(_page(entry, folder)),
+        related_locations=tuple(_page(entry, folder)) if entry.place is not None else (),
         # Code scanning follows a result through commits by it; lines of upstream's code move.
         partial_fingerprints={"cppmega/v1": f"{report.command}:{entry.name}:{entry.rule}"},
         properties={"name": entry.name, "next": entry.next},
     )
 
 
-def _locations(entry: Entry, folder: Path) -> Iterator[_Location]:
+def _code(entry: Entry, folder: Path) -> Iterator[_Location]:
     if entry.place is not None:
         yield _Location(physical_location=_physical(entry.place, folder))
 
