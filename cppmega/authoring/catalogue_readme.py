@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from cppmega.authoring.upstream import in_order, references
 from cppmega.catalogue import loader as catalogue
 from cppmega.page import Page
 
@@ -43,13 +44,9 @@ def _row(page: Page) -> str:
 
 def versions(page: Page) -> list[str]:
     """Return the versions that the page pins, oldest first."""
-    pinned = {version for edit in page.patch.edits for version in edit.pins}
-    return sorted(pinned, key=lambda v: [int(n) for n in re.findall(r"\d+", v)[:3]])
+    return in_order(version for edit in page.patch.edits for version in edit.pins)
 
 
 def _upstream(text: str) -> str:
-    links = re.findall(r"https://\S+?/(?:pull|issues)/(\d+)", text)
-    if not links:
-        return "not sent" if text.startswith("Not sent") else text.partition(" ")[0]
-    urls = re.findall(r"https://\S+?/(?:pull|issues)/\d+", text)
-    return ", ".join(f"[#{n}]({url})" for n, url in zip(links, urls, strict=True))
+    links = ", ".join(f"[#{one.number}]({one.url})" for one in references(text))
+    return links or ("not sent" if text.startswith("Not sent") else text.partition(" ")[0])

@@ -146,9 +146,9 @@ def lines(drift: Drift) -> Iterator[str]:
             word = f"upstreamed{_proof(page)}" if retired else page.word
             quiet.setdefault(word, []).append(page.page.name)
             continue
-        yield f"{_word(page)} {page.page.name:<{width}}  {_summary(page, drift)}".rstrip()
+        yield f"{_word(page)} {page.page.name:<{width}}  {summary(page, drift)}".rstrip()
         for target in page.targets:
-            yield from _target_lines(target, page)
+            yield from target_lines(target, page)
         sentence, command = advice(page, drift)
         if sentence != "nothing":
             yield f"    to do: {sentence}"
@@ -171,7 +171,8 @@ def _word(page: PageDrift) -> str:
     return styled(f"{page.word:<15}", "alarm" if "lost" in page.word else style)
 
 
-def _summary(page: PageDrift, drift: Drift) -> str:
+def summary(page: PageDrift, drift: Drift) -> str:
+    """Return what happened to a patch, in one sentence."""
     old, new = drift.old.label, drift.new.label
     if page.word == "lost-again":
         if page.safe:
@@ -192,7 +193,8 @@ def _summary(page: PageDrift, drift: Drift) -> str:
     return MEANING[page.word]
 
 
-def _target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
+def target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
+    """Yield what happened to one symbol, with a diff."""
     if page.word in ("upstreamed", "not-fixed") or (
         page.word == "not-applicable" and not target.nearest
     ):

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, json_option, patches_option
+from cppmega.cli.reports.option import Reports, report_option
 
 
 @cli.command()
 @click.argument("old")
 @click.argument("new")
+@report_option
 @patches_option
 @click.option(
     "--prove",
@@ -22,7 +25,14 @@ from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, json_optio
     "it.",
 )
 @json_option
-def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: bool) -> None:
+def drift(
+    old: str,
+    new: str,
+    patches: Sequence[Path],
+    prove: bool,
+    as_json: bool,
+    reports: Reports,
+) -> None:
     """Show what an upgrade of Megatron would do to every patch.
 
     OLD and NEW are each a version such as 0.19.2 (its wheel is downloaded with pip, once), a .whl
@@ -45,6 +55,7 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
     from cppmega.authoring import drift as drifting
     from cppmega.authoring import drift_report
     from cppmega.catalogue import loader as catalogue
+    from cppmega.cli.reports import answers
     from cppmega.host import console
     from cppmega.tree import resolve
 
@@ -70,11 +81,12 @@ def drift(old: str, new: str, patches: Sequence[Path], prove: bool, as_json: boo
             if any(target.changes for page in found.pages for target in page.targets):
                 console.say(drift_report.LEGEND)
             console.say(drift_report.closing(found))
+        reports.write(lambda: answers.of_drift(found, patches))
     sys.exit(FINE if found.safe else NOT_AS_IT_MUST_BE)
 
 
 @cli.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completion.patches)
 @click.argument("version")
 @click.option(
     "--from",

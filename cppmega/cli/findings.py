@@ -9,23 +9,28 @@ from cppmega.host.table import Row, table
 from cppmega.preflight.findings import Finding
 
 _STYLES: dict[str, Style] = {"ok": "good", "failed": "bad", "not-run": "waiting"}
-_STATE_WIDTH = 14
+STATE_WIDTH = 14
 """Wide enough for every state, so that the summary and the table below it line up."""
+_OTHER = ("does not concern this launch", "do not concern this launch")
+"""What is said of checks that do not apply, of one and of several."""
 
 
-def print_findings(findings: Iterable[Finding], verbose: bool = False) -> None:
+def print_findings(
+    findings: Iterable[Finding], verbose: bool = False, other: tuple[str, str] = _OTHER
+) -> None:
     """Print the checks that hold in one line, then remarks, and failures in full last.
 
     Args:
         verbose: print a line for every check instead, in their order.
+        other: what is said of checks that do not apply, of one and of several.
     """
     shown = list(findings)
     if not verbose:
-        for line in table(_summary(shown), widths=(_STATE_WIDTH,)):
+        for line in table(_summary(shown, other), widths=(STATE_WIDTH,)):
             print(line)
         shown = [one for one in shown if one.state == "failed" or one.is_remark]
         shown.sort(key=lambda one: one.state == "failed")
-    for line in table([row for one in shown for row in _rows(one)], widths=(_STATE_WIDTH,)):
+    for line in table([row for one in shown for row in _rows(one)], widths=(STATE_WIDTH,)):
         print(line)
 
 
@@ -37,7 +42,7 @@ def _rows(finding: Finding) -> Iterator[Row]:
             yield Row(("", "", f"{label + ':':<5} " + text.replace("\n", f"\n{'':<6}")))
 
 
-def _summary(findings: list[Finding]) -> Iterator[Row]:
+def _summary(findings: list[Finding], not_applicable: tuple[str, str]) -> Iterator[Row]:
     names: dict[str, list[str]] = {}
     for one in findings:
         names.setdefault(one.state, []).append(one.check)
@@ -45,8 +50,8 @@ def _summary(findings: list[Finding]) -> Iterator[Row]:
         verb = "holds" if len(ok) == 1 else "hold"
         yield Row(("ok", f"{_count(ok)} {verb}: {', '.join(ok)}"), _STYLES["ok"])
     if other := names.get("not-applicable"):
-        verb = "does" if len(other) == 1 else "do"
-        text = f"{_count(other)} {verb} not concern this launch (-v lists them)"
+        verb = not_applicable[len(other) > 1]
+        text = f"{_count(other)} {verb} (-v lists them)"
         yield Row(("not-applicable", text))
     if waiting := names.get("not-run"):
         verb = "waits" if len(waiting) == 1 else "wait"

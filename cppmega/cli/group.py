@@ -26,8 +26,19 @@ FINE, NOT_AS_IT_MUST_BE, INTERNAL = 0, 1, 2
 
 _SECTIONS = {
     "Patches": ("apply", "list", "explain", "status", "diff", "verify", "drift", "revert"),
-    "Training": ("recipes", "preflight", "launch", "runs", "attach", "logs", "stop", "compare"),
+    "Training": (
+        "doctor",
+        "recipes",
+        "preflight",
+        "launch",
+        "runs",
+        "attach",
+        "logs",
+        "stop",
+        "compare",
+    ),
     "Writing patches": ("new", "pin"),
+    "This shell": ("completion",),
 }
 
 
@@ -57,7 +68,7 @@ def cli() -> None:
 
 _NEXT = re.compile(
     r"(python -m cppmega\.apply_patches|cppmega "
-    r"(?:apply|list|explain|status|diff|verify|revert|drift|pin|preflight))\b"
+    r"(?:apply|list|explain|status|diff|verify|revert|drift|pin|preflight|doctor))\b"
 )
 
 

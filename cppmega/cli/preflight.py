@@ -1,4 +1,4 @@
-"""The command that checks a launch before it starts: preflight."""
+"""The commands that check before anything starts: preflight for a launch, doctor for a machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_options
+from cppmega.cli.reports.option import Reports, report_option
+
+if TYPE_CHECKING:
+    from cppmega.preflight.context import Context
+    from cppmega.preflight.examine import Preflight
+
+_verbose = click.option(
+    "-v", "--verbose", is_flag=True, help="Print a line for every check, with its reason."
+)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})
+@report_option
 @tree_options
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=completion.recipes)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
 @click.option(
     "--accept",
@@ -27,9 +39,7 @@ from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_optio
     is_flag=True,
     help="Also compare every kernel with its reference on this GPU (minutes).",
 )
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Print a line for every check, with its reason."
-)
+@_verbose
 @click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Number of hosts.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def preflight(
@@ -43,6 +53,7 @@ def preflight(
     verbose: bool,
     nodes: int,
     arguments: Sequence[str],
+    reports: Reports,
 ) -> None:
     """Check everything that can be checked before a launch.
 
@@ -53,7 +64,6 @@ def preflight(
     """
     from cppmega.cli import findings as cli_findings
     from cppmega.host import console
-    from cppmega.preflight import examine as checks
     from cppmega.preflight.context import Context
     from cppmega.recipe import index as recipes_index
     from cppmega.training import options as trainer_options
@@ -79,13 +89,78 @@ def preflight(
         nodes=nodes,
         deep=deep,
     )
-    with console.Progress("preflight") as progress:
-        found = checks.examine(context, progress)
-    with_catalogues = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
-    found = replace(found, findings=tuple(with_catalogues))
+    found = _examined("preflight", context, patches)
     with console.answering():
         if as_json:
             console.print_json({**console.ENVELOPE, **found.as_json()})
         else:
             cli_findings.print_findings(found.findings, verbose)
+    _finish("preflight", found, reports)
+
+
+@cli.command()
+@report_option
+@tree_options
+@_verbose
+@click.option(
+    "--deep",
+    is_flag=True,
+    help="Also compare every kernel with its reference on this GPU (minutes).",
+)
+def doctor(
+    root: Path | None,
+    patches: Sequence[Path],
+    as_json: bool,
+    verbose: bool,
+    deep: bool,
+    reports: Reports,
+) -> None:
+    """Check this machine, without a recipe.
+
+    Shows the machine, its GPUs and the installed packages, and runs the checks of the preflight
+    that need no recipe: the patches and their files, the environment, the packages, the GPUs, the
+    disk of the run folders, and what a training process would import. It writes nothing. The exit
+    status is 0 only if every check holds; no GPU is not a failure.
+    """
+    import msgspec
+
+    from cppmega.cli import findings as cli_findings
+    from cppmega.host import console
+    from cppmega.host.table import Row, table
+    from cppmega.preflight import machine
+    from cppmega.preflight.context import Context
+    from cppmega.runs import folder as run_folder
+
+    runs = run_folder.root()
+    here = machine.inspect(runs)
+    context = Context(root=root, catalogues=patches or None, folder=runs, deep=deep)
+    if not as_json:
+        for line in table(map(Row, machine.described(here)), widths=(cli_findings.STATE_WIDTH,)):
+            click.echo(line)
+    found = _examined("doctor", context, patches)
+    with console.answering():
+        if as_json:
+            facts = {"machine": msgspec.to_builtins(here)}
+            console.print_json({**console.ENVELOPE, **found.as_json(), **facts})
+        else:
+            other = ("needs a recipe or a GPU", "need a recipe or a GPU")
+            cli_findings.print_findings(found.findings, verbose, other)
+    _finish("doctor", found, reports)
+
+
+def _examined(command: str, context: Context, patches: Sequence[Path]) -> Preflight:
+    """Run every check; the next commands in the answers name the user's catalogues."""
+    from cppmega.host import console
+    from cppmega.preflight import examine as checks
+
+    with console.Progress(command) as progress:
+        found = checks.examine(context, progress)
+    with_catalogues = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
+    return replace(found, findings=tuple(with_catalogues))
+
+
+def _finish(command: str, found: Preflight, reports: Reports) -> NoReturn:
+    from cppmega.cli.reports import answers
+
+    reports.write(lambda: answers.of_findings(command, found.findings))
     sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, cli, session_of, tree_options
+from cppmega.cli.reports.option import Reports, report_option
 from cppmega.host.console import Style
 
 _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "stale": "bad"}
 
 
 @cli.command()
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, shell_complete=completion.patches)
+@report_option
 @tree_options
 @click.option(
     "--record",
@@ -24,7 +27,12 @@ _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "stale": "bad"}
     "cannot run them.",
 )
 def verify(
-    names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool, record: bool
+    names: Sequence[str],
+    root: Path | None,
+    patches: Sequence[Path],
+    as_json: bool,
+    record: bool,
+    reports: Reports,
 ) -> None:
     """Prove every patch, or those named.
 
@@ -32,6 +40,7 @@ def verify(
     text without its behavior. Where upstream has the fix, it must pass on stock. Without NAMES the
     exit status is also 1 if a patch is in a failure state, which `cppmega status` shows.
     """
+    from cppmega.cli.reports import answers
     from cppmega.host import console
     from cppmega.host.table import Row, table
     from cppmega.proof import verify as proofs
@@ -53,4 +62,5 @@ def verify(
             click.echo(line)
         for path in recorded:
             console.say(f"recorded in {path}: commit it with the pages")
+    reports.write(lambda: answers.of_verify(proved, session.pages))
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)

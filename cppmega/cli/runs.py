@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import FINE, cli, json_option
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training.options import options
@@ -21,12 +22,17 @@ _runs = click.option(
 
 
 @cli.command()
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=completion.recipes)
 @options
 @_runs
 @click.option("--name", help="Name of the run folder (default: recipe and time).")
 @click.option("--tmux", metavar="NAME", help="Run in a tmux session of that name, detached.")
-@click.option("--resume", metavar="RUN", help="Resume from the newest checkpoint of another run.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    help="Resume from the newest checkpoint of another run.",
+    shell_complete=completion.runs,
+)
 @click.option(
     "--nproc", type=click.IntRange(1), help="Ranks per host (default: the recipe's GPUs; CPU: 2)."
 )
@@ -80,21 +86,65 @@ def launch(
 
 
 @cli.command()
+@click.argument("names", metavar="[RUN]...", nargs=-1, shell_complete=completion.runs)
 @_runs
 @click.option(
     "--all", "everything", is_flag=True, help="Include runs older than the newest twenty."
 )
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Watch the live runs, or those named, until they end: a table in a terminal, lines "
+    "elsewhere.",
+)
+@click.option(
+    "--every",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two lines of a watched run that goes well.",
+)
+@click.option(
+    "--stalled-after",
+    type=click.FloatRange(1),
+    default=10.0,
+    show_default=True,
+    metavar="TIMES",
+    help="A watched run stalls when no step comes for so many times the usual.",
+)
 @json_option
-def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
-    """List runs, the newest first.
+def runs(
+    names: tuple[str, ...],
+    folder: Path | None,
+    everything: bool,
+    watch: bool,
+    every: float,
+    stalled_after: float,
+    as_json: bool,
+) -> None:
+    """List runs, the newest first, or watch them.
 
     State, exit status, step, loss, the newest checkpoint, and the error of a run that crashed.
+    RUN is a name, the start of a name, a tmux session, or a folder; all runs by default.
+
+    With --watch: step, loss, gradient norm and throughput, the time until the next checkpoint and
+    until the end. A run without a step for too long is named as stalled, with the rank of this
+    host that is behind; a loss or gradient norm far above the usual as a spike. The exit status
+    is 1 if a watched run crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file, listing
 
-    found = run_folder.everyone(run_folder.root(folder))
+    root = run_folder.root(folder)
+    found = [run_folder.find(root, name) for name in names] or run_folder.everyone(root)
+    if watch:
+        if as_json:
+            raise click.UsageError("--watch prints lines; cppmega runs --json is one look at them")
+        from cppmega.cli import runs_watch
+
+        sys.exit(runs_watch.watch(found, bool(names), every, stalled_after))
     shown = found if everything or as_json else found[:20]
     rows = [listing.row_of(run) for run in shown]
     if as_json:
@@ -107,7 +157,7 @@ def runs(folder: Path | None, everything: bool, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
 def attach(run: str | None, folder: Path | None) -> None:
     """Attach to the tmux session of a run.
@@ -122,7 +172,7 @@ def attach(run: str | None, folder: Path | None) -> None:
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
 @click.option("-f", "--follow", is_flag=True, help="Follow the output until the run ends.")
 @click.option("--rank", type=int, help="Print one rank's own output instead of the terminal's.")
@@ -139,7 +189,7 @@ def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
 @click.option("--now", is_flag=True, help="End at once, without a checkpoint.")
 @click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds to wait.")
@@ -155,7 +205,7 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the kinds into this file."
@@ -187,8 +237,8 @@ def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bo
 
 
 @cli.command()
-@click.argument("one")
-@click.argument("other")
+@click.argument("one", shell_complete=completion.runs)
+@click.argument("other", shell_complete=completion.runs)
 @_runs
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves into this file."

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from cppmega.cli import completion
 from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
+from cppmega.cli.reports.option import Reports, report_option
 
 if TYPE_CHECKING:
+    from cppmega.cli.reports.entries import Report
+    from cppmega.overlay.verbs import Outcome
     from cppmega.page import Page
 
 
 @cli.command()
 @tree_options
-@click.option("--only", multiple=True, metavar="NAME", help="Apply only this patch; repeatable.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Apply only this patch; repeatable.",
+    shell_complete=completion.patches,
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
 def apply(
     root: Path | None, patches: Sequence[Path], as_json: bool, only: Sequence[str], check: bool
@@ -50,15 +60,34 @@ def apply(
 
 
 @cli.command(name="list")
+@click.option(
+    "--upstream",
+    is_flag=True,
+    help="Show the pull requests of each patch, what became of them, and when the patch retires.",
+)
 @patches_option
 @json_option
-def list_pages(patches: Sequence[Path], as_json: bool) -> None:
-    """List every patch of the catalogue with its title."""
+def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
+    """List every patch of the catalogue with its title.
+
+    With --upstream: what upstream has of each, by the pages' own words and without network, with
+    the newest release that needs it; what retires first is at the top.
+
+    \b
+    released  a release has it: the patch is for older ones
+    merged    a branch has it, and no release: the patch retires with one of the next
+    open      upstream has not decided; closed: upstream declined it
+    unstated  the page does not say what became of it
+    not-sent  there is no pull request, for the reason that is shown
+    """
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
     from cppmega.host.table import Row, table
 
     pages = catalogue.load(patches)
+    if upstream:
+        _list_upstream(pages, as_json)
+        return
     if as_json:
         rows = [
             {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
@@ -70,13 +99,30 @@ def list_pages(patches: Sequence[Path], as_json: bool) -> None:
         click.echo(line)
 
 
+def _list_upstream(pages: Mapping[str, Page], as_json: bool) -> None:
+    import msgspec
+
+    from cppmega.authoring import upstream
+    from cppmega.cli import upstream_list
+    from cppmega.host import console
+
+    rows = upstream.ledger(pages)
+    if as_json:
+        answer = {"ok": True, "patches": msgspec.to_builtins(rows)}
+        console.print_json({**console.ENVELOPE, **answer})
+        return
+    for line in upstream_list.lines(rows):
+        click.echo(line)
+    console.say(upstream_list.closing(rows))
+
+
 def _title(page: Page) -> str:
     gate = f" [{page.patch.gate}=1]" if page.patch.gate else ""
     return page.doc.strip().splitlines()[0] + gate
 
 
 @cli.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completion.patches)
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
     """Explain one patch: what it does, why, and the texts it is pinned to."""
@@ -108,8 +154,9 @@ def _cited_results(doc: str) -> list[Path]:
 
 
 @cli.command()
+@report_option
 @tree_options
-def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
+def status(root: Path | None, patches: Sequence[Path], as_json: bool, reports: Reports) -> None:
     """Show the state of every patch; write nothing."""
     from cppmega.overlay import verbs as overlay
     from cppmega.overlay import verdict as state
@@ -119,11 +166,18 @@ def status(root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     closing = state.summary(outcome.verdicts)
     if outcome.digest:
         closing += f"; overlay {outcome.digest}"
+    reports.write(lambda: _report(outcome, patches))
     answer(session, outcome, as_json, outcome.ok, closing)
 
 
+def _report(outcome: Outcome, patches: Sequence[Path]) -> Report:
+    from cppmega.cli.reports import answers
+
+    return answers.of_status(outcome, patches)
+
+
 @cli.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=completion.patches)
 @tree_options
 def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     """Show the changes to Megatron, of all patches or of one.
@@ -145,7 +199,7 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
 
 
 @cli.command()
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, shell_complete=completion.patches)
 @tree_options
 def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
     """Restore upstream's exact bytes, or remove single patches.

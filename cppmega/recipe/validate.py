@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from cppmega.errors import CppmegaError
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
 from cppmega.tree import accepted
@@ -280,6 +278,14 @@ def _machine(recipe: Fields) -> None:
         if not re.fullmatch(r"sm_\d{2,3}", architecture):
             what = f"{architecture!r} is not a CUDA architecture (expected e.g. sm_90)."
             raise invalid(recipe, what, "No GPU would match it.")
+    _stack(recipe)
+
+
+def _stack(recipe: Fields) -> None:
+    if not recipe.stack:
+        return
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # every command would wait
+
     for name, versions in recipe.stack:
         try:
             SpecifierSet(versions)

@@ -235,6 +235,21 @@ class Run:
         """The last logged step."""
         return metrics.last_step(self._metrics)
 
+    def last_steps(self) -> list[LoggedStep]:
+        """The last logged steps, a hundred or more."""
+        return metrics.last_steps(self._metrics)
+
+    def last_logged(self) -> float:
+        """When a step or a header was last logged, in seconds since the epoch; 0 if never."""
+        try:
+            return self._metrics.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def first_start(self) -> Start | None:
+        """The header that its ranks wrote when they first started."""
+        return metrics.first_start(self._metrics)
+
     def checkpoint(self) -> int | None:
         """Step of the newest complete checkpoint."""
         return checkpoint_tracker.newest_step(self.checkpoints)

@@ -77,7 +77,7 @@ def _silence(run: Run) -> str:
     for node in run.nodes():
         status, silent = node.status(), liveness.silence(node.status_file)
         if silent and status and node.state() in LIVE and not liveness.in_charge(status):
-            return f"no sign of life from {place(status)} for {_duration(silent)}"
+            return f"no sign of life from {place(status)} for {duration(silent)}"
     return ""
 
 
@@ -103,7 +103,7 @@ def _cells(row: Row) -> host_table.Row:
     cells = (
         *(row.state, row.name, _or_dash(row.exit), _or_dash(row.step)),
         *("-" if row.loss is None else f"{row.loss:.4f}", _or_dash(row.checkpoint)),
-        *(_duration(row.seconds), row.overlay, row.tmux or "-"),
+        *(duration(row.seconds), row.overlay, row.tmux or "-"),
     )
     return host_table.Row(cells, _STYLES.get(row.state))
 
@@ -116,7 +116,8 @@ def _seconds(created: float | None, until: float) -> float | None:
     return None if created is None else max(0.0, until - created)  # clocks are set back, too
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """Seconds as hours, minutes and seconds."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(int(seconds), 60)

@@ -13,7 +13,7 @@ import msgspec
 from cppmega.runs import json_file
 
 _LAST = 2**16
-"""Bytes at the end of the file that hold the last step."""
+"""Bytes at the end of the file that hold the last steps."""
 
 T = TypeVar("T")
 
@@ -28,6 +28,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the data as the ranks found it."""
     mock_data: bool = False
     load: str | None = None
+    train_iters: int | None = None
+    """The last step of the training; None: an earlier release wrote the header."""
 
 
 class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,16 +74,36 @@ def _records(path: Path, kind: type[T]) -> Iterator[T]:
 
 def last_step(path: Path) -> LoggedStep | None:
     """Read the last logged step without reading a file that grew for weeks."""
+    decoded = (_decode(line, LoggedStep) for line in reversed(_last_lines(path)))
+    return next((step for step in decoded if step is not None), None)
+
+
+def last_steps(path: Path) -> list[LoggedStep]:
+    """Read the last logged steps, a hundred or more, without reading all of a long file."""
+    decoded = (_decode(line, LoggedStep) for line in _last_lines(path))
+    return [step for step in decoded if step is not None]
+
+
+def first_start(path: Path) -> Start | None:
+    """Read the first header, which is the first line."""
     if not path.is_file():
         return None
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LAST))
-            lines = file.read().decode(errors="replace").split("\n")[:-1]
+        with path.open(errors="replace") as file:
+            return _decode(file.readline(_LAST), Start)
     except OSError:
         return None
-    decoded = (_decode(line, LoggedStep) for line in reversed(lines))
-    return next((step for step in decoded if step is not None), None)
+
+
+def _last_lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST))
+            return file.read().decode(errors="replace").split("\n")[:-1]
+    except OSError:
+        return []
 
 
 def _decode(line: str, kind: type[T]) -> T | None:

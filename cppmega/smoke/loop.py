@@ -21,8 +21,9 @@ from cppmega.host import env
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
-from cppmega.runs import metrics
+from cppmega.runs import metrics, rank_progress
 from cppmega.runs.metrics import LoggedStep, Start
+from cppmega.runs.spikes import Spikes
 from cppmega.smoke import checkpoint as smoke_checkpoint
 from cppmega.smoke.records import CurvePoint
 from cppmega.training.nonfinite import Watch
@@ -119,6 +120,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     batches = smoke_packs.packs(loop.data / "train", plan, recipe.seed)
     mine = islice(batches, outcome.first * world + rank, None, world)
     args = SimpleNamespace(**arguments(plan))
+    marks, spikes = rank_progress.of_this_rank(), Spikes()
     started, saved, step = time.monotonic(), outcome.first, outcome.first
     profiler = StepProfiler(
         loop.options,
@@ -131,10 +133,13 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     )
     for step in guard.steps(range(outcome.first + 1, loop.steps + 1), args):
         begun = time.monotonic()
+        marks.begin_step()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(plan, step)
+        batch = next(mine)
+        marks.read_batch()
         with profiler.step():
-            point = train_step(plan, step, model, ddp, optimizer, next(mine), watch)
+            point = train_step(plan, step, model, ddp, optimizer, batch, watch)
         point = over_ranks(point, world)
         if step == 1:
             _check_first_loss(point.loss, plan)
@@ -142,6 +147,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
         tokens = recipe.global_batch_size * recipe.seq_length
         profiled = profiler.took_disturbed()
         _log(loop, point, tokens, begun, started, outcome.first, rank, profiled)
+        _mark_spike(point, spikes, rank)
         ended = stop.wanted()
         if loop.save and (ended or (loop.save_interval and step % loop.save_interval == 0)):
             smoke_checkpoint.save(loop.save, model, optimizer, step, _record())
@@ -214,7 +220,9 @@ def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> 
     )
     if loop.metrics is not None:
         load = str(loop.load) if loop.load else None
-        start = Start(start=recipe.name, overlay=digest, data=data, load=load)
+        start = Start(
+            start=recipe.name, overlay=digest, data=data, load=load, train_iters=loop.steps
+        )
         metrics.append(loop.metrics, start)
 
 
@@ -273,6 +281,12 @@ def _log(
                 profiled=profiled,
             ),
         )
+
+
+def _mark_spike(point: CurvePoint, spikes: Spikes, rank: int) -> None:
+    spike = spikes.remark(point.loss, point.grad_norm)
+    if spike and rank == 0:
+        print(f"cppmega: SPIKE at step {point.step}: {spike}", flush=True)
 
 
 def train(recipe: Recipe, options: RunOptions) -> None:

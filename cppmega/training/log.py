@@ -14,6 +14,7 @@ from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import flops
 from cppmega.runs import metrics as run_metrics
 from cppmega.runs.metrics import LoggedStep, Start
+from cppmega.runs.spikes import Spikes
 from cppmega.training.nonfinite import check_step
 
 MOCK = "MOCK DATA"
@@ -68,6 +69,7 @@ class Log:
         self._profiled = profiled
         self.recipe, self.world_size, self.mock = recipe, world_size, mock
         self._squares, self._peak, self._metrics = squares, peak, metrics
+        self._spikes = Spikes()
 
     def around(
         self, print_last: Callable[[str], None], writes: Callable[[], bool]
@@ -122,4 +124,6 @@ class Log:
             f" peak memory (GiB): {step.peak_gib:.1f} |"
         )
         numbers += f" {PROFILED} |" * step.profiled
+        spike = self._spikes.remark(step.loss, step.grad_norm)
+        numbers += f" SPIKE: {spike} |" if spike else ""
         return (f" {MOCK} |" if self.mock else "") + message + numbers + (f" {MOCK}" * self.mock)

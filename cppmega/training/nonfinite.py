@@ -126,15 +126,21 @@ def gradient_error(models: Iterable[Any], what: str) -> CppmegaError:
     )
 
 
-def around_train_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
+def around_train_step(
+    train_step: Callable[..., Any], begin: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
     """Wrap Megatron's `train_step`, whose gradient check names the bucket but not the layer.
 
     Its arguments begin with (forward_step, data_iterator, model chunks) in every release.
+
+    Args:
+        begin: called before every step.
     """
     import functools
 
     @functools.wraps(train_step)
     def named(*args: Any, **kwargs: Any) -> Any:
+        begin()
         try:
             return train_step(*args, **kwargs)
         except RuntimeError as error:

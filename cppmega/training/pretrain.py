@@ -17,7 +17,7 @@ from cppmega.live import live_code
 from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
-from cppmega.runs import metrics
+from cppmega.runs import metrics, rank_progress
 from cppmega.training import nonfinite, requirements
 from cppmega.training.batch import dataset_provider
 from cppmega.training.log import MOCK, Log, TrainingStart
@@ -146,8 +146,9 @@ def _install_hooks(
     )
     replaced = log.around(training.print_rank_last, last_rank)
     live_code.replace(training, "print_rank_last", replaced)
-    train_step = profiler.around(nonfinite.around_train_step(training.train_step))
-    live_code.replace(training, "train_step", train_step)
+    begin = rank_progress.of_this_rank().begin_step
+    named = nonfinite.around_train_step(training.train_step, begin)
+    live_code.replace(training, "train_step", profiler.around(named))
     # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
     live_code.replace(checkpointing, "check_checkpoint_args", check)
@@ -219,6 +220,7 @@ def _announce(plan: TrainingPlan) -> None:
                 mock_data=plan.options.mock_data,
                 parameters=count.total,
                 load=str(plan.options.load) if plan.options.load else None,
+                train_iters=recipe.train_iters,
                 arguments=plan.rendered.argv,
             ),
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
+from cppmega.runs import rank_progress
 from cppmega.training.batch import next_batch
 from cppmega.training.nonfinite import Watch, loss_error
 
@@ -38,6 +39,7 @@ class ForwardStep:
         self.squares: list[float] = []
         """Of every micro-batch since `taken_squares` was last called, for the FLOPs."""
         self._watch = Watch()
+        self._marks = rank_progress.of_this_rank()
 
     def __call__(
         self, data_iterator: Iterator[dict[str, torch.Tensor]], model: Any
@@ -49,6 +51,7 @@ class ForwardStep:
         timers("batch-generator", log_level=2).start()
         batch = next_batch(self.recipe, data_iterator, self.eod, self.device)
         timers("batch-generator").stop()
+        self._marks.read_batch()
         self.squares.append(batch.squares)
         if batch.packed_seq_params is not None:
             _count_for_megatron(batch.packed_seq_params.cu_seqlens_q)

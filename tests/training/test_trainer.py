@@ -166,6 +166,16 @@ def test_a_profiled_step_is_marked(tmp_path: Path) -> None:
     assert [row["profiled"] for row in rows] == [True, False]
 
 
+def test_a_spike_is_marked_in_its_line(tmp_path: Path) -> None:
+    said, say = log(tmp_path)
+    for _ in range(20):
+        say(LINE)
+    say(LINE.replace("4.310", "43.10"))
+    say(LINE)
+    assert [at for at, line in enumerate(said) if "SPIKE" in line] == [20]
+    assert "| SPIKE: grad norm 43.1 (median of the last 20: 4.31) |" in said[20]
+
+
 @pytest.mark.parametrize("number", ["1.112345E+01", "4.310"])
 def test_a_logged_nan_is_kept_and_stops_the_run(number: str, tmp_path: Path) -> None:
     said, say = log(tmp_path)

@@ -44,7 +44,7 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
             f"--metrics {metrics / 'metrics.jsonl'}",
         )
     for purpose, folder, room in _written_folders(context):
-        there = _nearest(folder)
+        there = nearest(folder)
         if not there.is_dir() or not _takes_files(there):
             yield CppmegaError(
                 "folder-not-writable",
@@ -116,7 +116,7 @@ def _takes_files(folder: Path) -> bool:
         return False
 
 
-def _nearest(folder: Path) -> Path:
+def nearest(folder: Path) -> Path:
     """The folder, or the first above it that exists."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:

@@ -1,0 +1,1 @@
+"""Results of commands for other programs: SARIF, JUnit XML, and annotations of GitHub Actions."""
