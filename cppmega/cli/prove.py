@@ -32,11 +32,12 @@ def verify(
     text without its behavior. Where upstream has the fix, it must pass on stock. Without NAMES the
     exit status is also 1 if a patch is in a failure state, which `cppmega status` shows.
     """
-    from cppmega.host import console
+    from cppmega.host import console, interpreter
     from cppmega.host.table import Row, table
     from cppmega.proof import verify as proofs
 
     session = session_of(root, patches)
+    interpreter.require_torch(session.root, "cppmega verify")
     recorded: list[Path] = []
     proved = proofs.verify(session, names, recorded if record else None)
     ok = all(one.proof not in ("failed", "stale") for one in proved)
