@@ -43,8 +43,13 @@ def errors() -> error_index.Index:
     return error_index.index()
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def constructions(path: Path) -> list[ast.Call]:
-    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    calls = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
     return [
         call
         for call in calls
@@ -64,7 +69,7 @@ def test_every_error_that_a_docstring_promises_is_in_the_index() -> None:
     promised = {
         name
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef)
         for raises in re.findall(r"CppmegaError: (.*(?:\n {8,}.*)*)", ast.get_docstring(node) or "")
         for name in DOCUMENTED.findall(raises)
