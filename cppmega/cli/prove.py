@@ -37,7 +37,7 @@ def verify(
     from cppmega.proof import verify as proofs
 
     session = session_of(root, patches)
-    interpreter.require_torch(session.root, "cppmega verify")
+    interpreter.require_torch(session.read_tree().root, "cppmega verify")
     recorded: list[Path] = []
     proved = proofs.verify(session, names, recorded if record else None)
     ok = all(one.proof not in ("failed", "stale") for one in proved)

@@ -9,7 +9,9 @@ import sys
 from pathlib import PurePosixPath
 
 import pytest
+from packaging.version import Version
 
+from cppmega import __version__
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import error_index
 from cppmega.cli.main import cli
@@ -135,3 +137,18 @@ def test_transcripts_are_what_the_commands_print(tmp_path_factory: pytest.TempPa
         assert text.startswith("$ ") and str(REPOSITORY) not in text, name
     assert all(page in shown["list"] for page in list(catalogue.load())[:10])
     assert "SIGKILL" in shown["runs"] and "error: no-logs" in shown["logs"]
+
+
+def test_a_deprecated_name_stays_until_the_release_that_is_promised(pages: dict[str, str]) -> None:
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| `([\w.]+)` \| (\S+) \|$", pages["upgrades.md"], re.MULTILINE
+    )
+    promised = [
+        path.stem
+        for path in (REPOSITORY / "cppmega").rglob("*.py")
+        if "eprecated" in path.read_text().partition('"""')[2].partition('"""')[0]
+    ]
+    assert rows and len(rows) == len(promised)
+    for old, new, until in rows:
+        assert Version(__version__) < Version(until), f"{old} was to be removed in {until}"
+        assert importlib.import_module(old).__doc__ and importlib.import_module(new)

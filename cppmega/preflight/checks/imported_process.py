@@ -24,6 +24,7 @@ def check(context: Context) -> str:
         CppmegaError: what `guard.start`, `imported.check`, `provenance.judge` and `swaps.check`
             find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`; `no-torch`.
     """
-    interpreter.require_torch(context.session.root, "cppmega preflight", or_below=True)
+    root = context.session.read_tree().root
+    interpreter.require_torch(root, "cppmega preflight", or_below=True)
     refuse(problem.as_error() for problem in context.process.problems)
     return f"a process of its own imports {context.process.imported}"
