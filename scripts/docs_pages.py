@@ -52,7 +52,7 @@ OTHER_COMMANDS = {
     "data.command": ("cppmega.data.command", "main"),
     "check_data": ("cppmega.check_data", "main"),
 }
-"""Commands that are modules: `python -m cppmega.NAME`."""
+"""Commands that are modules, started with `python -m`."""
 _MOVED = {
     "CONTRIBUTING.md": "write-a-patch.md",
     "README.md": "index.md",

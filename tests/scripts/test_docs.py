@@ -113,6 +113,16 @@ def test_every_command_of_a_transcript_is_one_that_exists(words: str) -> None:
     cli.commands[name].make_context(name, rest)  # raises what the console would print
 
 
+def test_every_command_that_a_page_tells_the_reader_to_type_exists() -> None:
+    typed = {
+        word: path.name
+        for path in (REPOSITORY / "docs").glob("*.md")
+        for word in re.findall(r"(?:\$ |`)cppmega ([a-z]+)", path.read_text())
+    }
+    assert len(typed) > 10
+    assert {word: page for word, page in typed.items() if word not in cli.commands} == {}
+
+
 def test_recorded_transcripts_name_what_exists() -> None:
     """They need torch, and are recorded anew when what they show is renamed."""
     recorded = transcripts.recorded()
