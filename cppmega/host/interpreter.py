@@ -26,17 +26,22 @@ def require_torch(root: Path, module: str, *, or_below: bool = False) -> None:
     """
     if packages.package("torch") is not None or (or_below and _holds_torch(root)):
         return
-    trains = of_environment(root)
-    command = f"{trains or 'PYTHON'} -m {module}"
     raise CppmegaError(
         "no-torch",
         f"The interpreter of this command, {sys.executable}, has no torch.",
         "Megatron cannot be imported there. A result would be about this environment, not about "
         "the one that trains.",
-        f"{command}, after `{trains} -m pip install cppmega`"
-        if trains is not None
-        else f"{command}, where PYTHON is the interpreter that trains",
+        _instead(of_environment(root), module),
     )
+
+
+def _instead(trains: Path | None, module: str) -> str:
+    """The command to type, with the interpreter that trains."""
+    if trains is None:
+        return f"PYTHON -m {module}, where PYTHON is the interpreter that trains"
+    if trains.parent.parent.samefile(sys.prefix):
+        return f"{trains} -m pip install torch"
+    return f"{trains} -m {module}, after `{trains} -m pip install cppmega`"
 
 
 def of_environment(root: Path) -> Path | None:

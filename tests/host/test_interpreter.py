@@ -45,6 +45,14 @@ def test_a_tree_of_no_environment_has_none(environment: Path) -> None:
     assert refused(site(environment, OURS)).startswith("PYTHON -m cppmega verify")
 
 
+def test_the_environment_of_the_tree_may_be_this_one(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    python = environment / "bin" / "python"
+    assert refused(site(environment, OURS)) == f"{python} -m pip install torch"
+
+
 def test_torch_next_to_megatron_counts_where_it_is_imported(environment: Path) -> None:
     for root in (site(environment, OURS), site(environment, "python3.1"), environment / "unpacked"):
         (root / "torch").mkdir(parents=True)
