@@ -1,6 +1,6 @@
 """The former name of `cppmega.recipe.index`, which recipes kept in run folders import.
 
-To be removed in the release after the next one.
+Deprecated: removed in 0.3.
 """
 
 from cppmega.recipe.index import load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import re
@@ -53,6 +54,42 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+def test_two_builds_give_the_same_bytes(tmp_path: Path) -> None:
+    """In other folders, at other times, under another umask; and the sdist gives the same wheel."""
+    first, second = tmp_path / "first", tmp_path / "a" / "second"
+    for place in (first, second):
+        for name in SHIPPED:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / name, place / name, ignore=ignored)
+        for name in (*FILES, ".gitignore"):
+            shutil.copyfile(REPOSITORY / name, place / name)
+    for path in second.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+        os.utime(path, (0, 0))
+    one, other = build(first), build(second)
+    assert one == other and {Path(name).suffix for name in one} == {".whl", ".gz"}
+    (sdist,) = (first / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+    assert build(unpacked, "wheel").items() <= one.items()
+
+
+def build(source: Path, *targets: str) -> dict[str, str]:
+    """Build distributions of a source tree: file name -> hash."""
+    chosen = [word for target in targets or ("sdist", "wheel") for word in ("--target", target)]
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--directory", "dist", *chosen],
+        check=True,
+        cwd=source,
+        env={**os.environ, "SOURCE_DATE_EPOCH": "1700000000"},
+        capture_output=True,
+    )
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (source / "dist").iterdir()
+    }
+
+
 @pytest.fixture
 def run(installed: Path, tmp_path: Path) -> Run:
     """Start Python in an empty folder, with the wheel in the place of the checkout."""
@@ -84,6 +121,45 @@ def test_it_applies_and_reverts_every_patch(run: Run, installed: Path, tmp_path:
     assert done.returncode == 0, done.stdout
     assert run("-m", "cppmega", "status", "--megatron", str(root)).returncode == 0
     assert run("-m", "cppmega", "revert", "--megatron", str(root)).returncode == 0
+    assert snapshot(root) == before
+
+
+NO_TORCH = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def without_torch(name, path=None, target=None):
+    return None if name in ("torch", "megatron") else find(name, path, target)
+PathFinder.find_spec = without_torch
+"""
+
+
+def test_without_torch_it_reads_and_patches_and_names_the_interpreter_that_trains(
+    installed: Path, tmp_path: Path
+) -> None:
+    """As a tool of its own (`uv tool install`), with the tree of another environment."""
+    root = copy(VERSIONS[-1], tmp_path / "env" / "lib" / "python3.12" / "site-packages")
+    before = snapshot(root)
+    trains = tmp_path / "env" / "bin" / "python"
+    trains.parent.mkdir()
+    trains.symlink_to(sys.executable)
+    (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}:{installed}"}
+        command = [sys.executable, "-m", "cppmega", *words, "--megatron", str(root)]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    name = "dataset_helpers_prebuilt"
+    assert run("apply", "--only", name).returncode == 0
+    assert run("status").returncode == 0
+    assert "_cppmega_reached" in run("diff", name).stdout
+    refused = run("verify", name, "--json")
+    error = json.loads(refused.stdout)["error"]
+    assert refused.returncode == 1 and error["name"] == "no-torch"
+    assert error["next"].startswith(f"{trains} -m cppmega verify")
+    assert run("revert").returncode == 0
     assert snapshot(root) == before
 
 

@@ -41,11 +41,12 @@ def verify(
     exit status is also 1 if a patch is in a failure state, which `cppmega status` shows.
     """
     from cppmega.cli.reports import answers
-    from cppmega.host import console
+    from cppmega.host import console, interpreter
     from cppmega.host.table import Row, table
     from cppmega.proof import verify as proofs
 
     session = session_of(root, patches)
+    interpreter.require_torch(session.read_tree().root, "cppmega verify")
     recorded: list[Path] = []
     proved = proofs.verify(session, names, recorded if record else None)
     ok = all(one.proof not in ("failed", "stale") for one in proved)

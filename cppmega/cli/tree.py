@@ -15,6 +15,7 @@ from cppmega.cli.group import answer, cli, json_option, patches_option, session_
 from cppmega.cli.reports.option import Reports, report_option
 
 if TYPE_CHECKING:
+    from cppmega.cli.error_index import Cause
     from cppmega.cli.reports.entries import Report
     from cppmega.overlay.verbs import Outcome
     from cppmega.page import Page
@@ -125,10 +126,19 @@ def _title(page: Page) -> str:
 @click.argument("name", shell_complete=completion.patches)
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
-    """Explain one patch: what it does, why, and the texts it is pinned to."""
+    """Explain one patch, or one error by its name.
+
+    A patch: what it does, why, and the texts it is pinned to. An error: what causes it, why it
+    matters, and the next command. What only a run knows is in <angle brackets>.
+    """
     from cppmega.catalogue import loader as catalogue
 
-    page = catalogue.get(catalogue.load(patches), name)
+    pages = {} if "-" in name else catalogue.load(patches)  # no page has one in its name
+    if name not in pages and (causes := _causes(name, patches)):
+        for cause in causes:
+            click.echo(f"{name}: {cause.title}\n{cause.render()}\n")
+        return
+    page = catalogue.get(pages, name)
     click.echo(f"{name} ({page.patch.kind}), revision {page.revision}\n")
     click.echo(page.doc.strip() + "\n")
     for result in _cited_results(page.doc):
@@ -140,6 +150,15 @@ def explain(name: str, patches: Sequence[Path]) -> None:
         click.echo(f"Target:   {edit.target}")
         for version, pin in edit.pins.items():
             click.echo(f"          {version:<14} {pin}")
+
+
+def _causes(name: str, patches: Sequence[Path]) -> list[Cause]:
+    from cppmega.cli import error_index
+
+    errors = error_index.index(patches)
+    if "-" not in name and name not in errors:
+        return []  # a misspelled page
+    return error_index.look_up(name, errors)
 
 
 def _cited_results(doc: str) -> list[Path]:

@@ -11,6 +11,7 @@ card's hash as long as the documents are in order; GPT datasets do not use docum
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,7 +214,15 @@ def _parts(
 
 def _numbers(index: Index, dtype: str, at: int, count: int) -> np.ndarray[Any, Any]:
     """Read numbers; mapping them would turn a file that shrinks into a SIGBUS."""
-    import numpy as np
+    try:
+        import numpy as np
+    except ModuleNotFoundError:
+        raise CppmegaError(
+            "no-numpy",
+            f"The interpreter of this command, {sys.executable}, has no numpy.",
+            f"{index.path} is read with it, as Megatron does.",
+            "the same command with the interpreter that trains; or pip install numpy",
+        ) from None
 
     with readable(index.path):
         found = np.fromfile(index.path, dtype=dtype, count=count, offset=at)

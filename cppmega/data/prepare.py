@@ -24,7 +24,8 @@ from filelock import FileLock, Timeout
 from cppmega.data.corpus import Card, Count, digest, with_suffix
 from cppmega.data.tokenizers import Tokenizer, TokenizerRecord
 from cppmega.errors import CppmegaError
-from cppmega.host import durable
+from cppmega.host import durable, interpreter
+from cppmega.tree.installed import find_root
 
 SHARD_TOKENS = 1 << 24
 """Tokens after which a shard is finished, and the most that a kill can cost."""
@@ -348,8 +349,11 @@ class _Shard:
 
 
 def _builder(path: Path, vocab_size: int) -> Any:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
+    try:
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    except ModuleNotFoundError:
+        interpreter.require_torch(find_root(), "cppmega.data.command")
+        raise
     return IndexedDatasetBuilder(str(path), dtype=DType.optimal_dtype(vocab_size))
 
 

@@ -71,7 +71,7 @@ def returned(stop: SystemExit | None) -> int:
         The exit status.
 
     Raises:
-        CppmegaError: `child-refused`, and what `guard.finish` raises.
+        CppmegaError: what `guard.finish` raises, and the error that refused a child process.
     """
     assert _END is not None
     status = _status(stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,11 @@ def test_a_file_that_is_cut_off_is_found(
     whole = path.read_bytes()
     path.write_bytes(whole[: cut.draw(st.integers(0, len(whole) - 1))])
     said(prefix)
+
+
+def test_without_numpy_it_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment of its own, cppmega has no numpy."""
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(CppmegaError) as error:
+        corpus.open_(Path(__file__).parent / "made_before" / "small")
+    assert error.value.name == "no-numpy" and sys.executable in error.value.what

@@ -6,6 +6,7 @@ its file.
 
 from __future__ import annotations
 
+from cppmega.host import interpreter
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 
@@ -21,7 +22,9 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: what `guard.start`, `imported.check`, `provenance.judge` and `swaps.check`
-            find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`.
+            find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`; `no-torch`.
     """
+    root = context.session.read_tree().root
+    interpreter.require_torch(root, "cppmega preflight", or_below=True)
     refuse(problem.as_error() for problem in context.process.problems)
     return f"a process of its own imports {context.process.imported}"

@@ -1,0 +1,60 @@
+"""The interpreter that trains: commands that import torch and Megatron need that one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from cppmega.errors import CppmegaError
+from cppmega.host import packages
+
+_LIBRARIES = re.compile(r"(.+)/lib(?:64)?/python(3\.\d+)/(?:site|dist)-packages\Z")
+"""Where the packages of an environment are, and the Python version that they are for."""
+
+
+def require_torch(root: Path, module: str, *, or_below: bool = False) -> None:
+    """Refuse to start processes that could not import torch.
+
+    Args:
+        root: the folder that holds megatron/.
+        module: the command, as `python -m` names it.
+        or_below: the processes also import from that folder, where torch may be.
+
+    Raises:
+        CppmegaError: `no-torch`.
+    """
+    if packages.package("torch") is not None or (or_below and _holds_torch(root)):
+        return
+    raise CppmegaError(
+        "no-torch",
+        f"The interpreter of this command, {sys.executable}, has no torch.",
+        "Megatron cannot be imported there. A result would be about this environment, not about "
+        "the one that trains.",
+        _instead(of_environment(root), module),
+    )
+
+
+def _instead(trains: Path | None, module: str) -> str:
+    """The command to type, with the interpreter that trains."""
+    if trains is None:
+        return f"PYTHON -m {module}, where PYTHON is the interpreter that trains"
+    if trains.parent.parent.samefile(sys.prefix):
+        return f"{trains} -m pip install torch"
+    return f"{trains} -m {module}, after `{trains} -m pip install cppmega`"
+
+
+def of_environment(root: Path) -> Path | None:
+    """The interpreter of the environment whose packages are in a folder; None if there is none."""
+    found = _LIBRARIES.match(str(root.absolute()))
+    if found is None:
+        return None
+    interpreter = Path(found[1], "bin", "python")
+    return interpreter if interpreter.exists() else None
+
+
+def _holds_torch(root: Path) -> bool:
+    """Whether this Python could import torch from the folder that holds megatron/."""
+    found = _LIBRARIES.match(str(root.absolute()))
+    ours = ".".join(map(str, sys.version_info[:2]))
+    return (root / "torch" / "__init__.py").is_file() and (found is None or found[2] == ours)

@@ -1,0 +1,304 @@
+"""The pages of the site: those of docs/ with their parts put in, and those that are generated."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import architecture
+import docs_transcripts
+
+from cppmega.authoring.catalogue_readme import readme as catalogue_table
+from cppmega.authoring.catalogue_readme import versions
+from cppmega.catalogue import loader as catalogue
+from cppmega.cli import error_index
+from cppmega.cli.main import cli
+from cppmega.overlay.verdict import FAILURES, MEANING
+from cppmega.page import Page
+
+REPOSITORY = architecture.REPOSITORY
+DOCS = REPOSITORY / "docs"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+_INCLUDE = re.compile(r"^<!-- include (\w+)(?: (.+?))? -->$", re.MULTILINE)
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
+_COMMENT = re.compile(r"^<!-- /?\w+(?:: written by [^>]*)? -->\n", re.MULTILINE)
+
+ORDER = (
+    ("Start in five minutes", "index.md"),
+    ("In your environment", "environment.md"),
+    ("My run was refused", "refused.md"),
+    ("I upgrade Megatron", "upgrade-megatron.md"),
+    ("I upgrade cppmega", "upgrades.md"),
+    ("I write a patch", "write-a-patch.md"),
+    ("Training", "training.md"),
+    ("Data", "data.md"),
+    ("Threat model", "threat-model.md"),
+    ("Architecture", "architecture.md"),
+    ("Errors", "errors.md"),
+    ("Changelog", "changelog.md"),
+)
+OTHER_COMMANDS = {
+    "run": ("cppmega.run", "run"),
+    "data.command": ("cppmega.data.command", "main"),
+    "check_data": ("cppmega.check_data", "main"),
+}
+"""Commands that are modules, started with `python -m`."""
+_MOVED = {
+    "CONTRIBUTING.md": "write-a-patch.md",
+    "README.md": "index.md",
+    "#train": "training.md",
+    "upstream_patches/README.md": "patches/index.md",
+}
+
+
+@cache
+def pages() -> dict[str, str]:
+    """Every page of the site: its path -> its text."""
+    return dict(_pages())
+
+
+def _pages() -> Iterator[tuple[str, str]]:
+    for path in sorted(DOCS.glob("*.md")):
+        yield path.name, _INCLUDE.sub(_included, path.read_text())
+    yield "errors.md", _errors_page()
+    yield "changelog.md", _moved((REPOSITORY / "CHANGELOG.md").read_text())
+    yield from _patch_pages()
+    yield from _command_pages()
+    for path in sorted(RESULTS.glob("*.md")):
+        text = _moved(path.read_text(), "benchmarks/results", "results")
+        yield f"results/{path.name}", text if text.startswith("# ") else f"# {path.stem}\n\n{text}"
+
+
+def pictures() -> dict[str, Path]:
+    """Every picture of the site: its path -> the file."""
+    return {f"results/{path.name}": path for path in sorted(RESULTS.glob("*.png"))}
+
+
+def navigation() -> list[Any]:
+    """The navigation: the pages in their order, the catalogue, the commands, and the results."""
+    listed = {name for _, name in ORDER}
+    rest = sorted(pages().keys() - listed)
+
+    def below(folder: str) -> list[str]:
+        return [name for name in rest if name.startswith(f"{folder}/")]
+
+    start: list[Any] = [{title: name} for title, name in ORDER]
+    sections = [("Commands", "commands"), ("Patches", "patches"), ("Results", "results")]
+    return start[:-2] + [{title: below(folder)} for title, folder in sections] + start[-2:]
+
+
+def _included(match: re.Match[str]) -> str:
+    kind, argument = match[1], match[2] or ""
+    return _KINDS[kind](argument).strip()
+
+
+def section(document: str, title: str) -> str:
+    """What a document of the repository says under a heading, with links that fit the site."""
+    text = (REPOSITORY / document).read_text()
+    found = re.search(
+        rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,2}} |\Z)", text, re.MULTILINE | re.DOTALL
+    )
+    if found is None:
+        raise ValueError(f"{document} has no section {title!r}")
+    return _moved(_COMMENT.sub("", found[2]))
+
+
+def _moved(text: str, home: str = ".", page: str = ".") -> str:
+    """A text with its links changed from files of the repository to pages of the site.
+
+    A link to a file that is not on the site keeps its text alone.
+
+    Args:
+        home: the folder of the text in the repository.
+        page: the folder of the page on the site.
+    """
+
+    def change(match: re.Match[str]) -> str:
+        target = _MOVED.get(match[3]) or _on_the_site(match[3], home)
+        if not target:
+            return "" if match[1] else match[2]
+        up = "../" if page != "." and not target.startswith("#") else ""
+        return f"{match[1]}[{match[2]}]({up}{target})"
+
+    return _LINK.sub(change, text)
+
+
+def _on_the_site(link: str, home: str) -> str:
+    target, _, anchor = link.partition("#")
+    if not target:
+        return link
+    full = PurePosixPath(home, target)
+    if (name := str(full)) in _MOVED:
+        return _MOVED[name]
+    if full.parts[:2] == ("benchmarks", "results") and full.suffix in (".md", ".png"):
+        return f"results/{full.name}" + (f"#{anchor}" if anchor else "")
+    if full.parts[:1] == ("upstream_patches",) and full.suffix == ".py":
+        return f"patches/{full.stem}.md"
+    return ""
+
+
+def _patch_pages() -> Iterator[tuple[str, str]]:
+    yield "patches/index.md", _moved(catalogue_table(), "upstream_patches", "patches")
+    for name, page in catalogue.load().items():
+        yield f"patches/{name}.md", _patch_page(page)
+
+
+def _patch_page(page: Page) -> str:
+    title = page.doc.strip().partition("\n")[0].rstrip(".")
+    head = [f"# {page.name}", "", f"{title}.", ""]
+    body = [f"**{label}.** {_one_line(text)}\n" for label, text in page.labels.items()]
+    gate = f"`{page.patch.gate}=1`" if page.patch.gate else "always on"
+    rows = [
+        ("kind", page.patch.kind),
+        ("switch", gate),
+        ("a run must reach it", page.patch.reached),
+        ("its proof needs", ", ".join(page.patch.needs)),
+        ("versions", ", ".join(versions(page))),
+    ]
+    targets = [
+        (f"`{edit.target}`", "<br>".join(f"{v}: `{pin}`" for v, pin in edit.pins.items()))
+        for edit in page.patch.edits
+    ]
+    show = f"```console\n$ cppmega diff {page.name}\n$ cppmega verify {page.name}\n```"
+    pins = ["", "## Targets and pins", "", _table(("target", "texts"), targets), ""]
+    return "\n".join([*head, *body, _table(("", ""), rows), *pins, show, ""])
+
+
+def _one_line(text: str) -> str:
+    """A label's text as one paragraph, with links."""
+    joined = " ".join(text.split())
+    joined = re.sub(r"benchmarks/results/([\w.]+?\.md)", r"[\1](../results/\1)", joined)
+    return re.sub(r"(?<![(<\"`])(https?://[^\s)]+[\w/])", r"<\1>", joined)
+
+
+def _command_pages() -> Iterator[tuple[str, str]]:
+    transcripts = {**docs_transcripts.live(), **docs_transcripts.recorded()}
+    called = {name: (f"cppmega {name}", command) for name, command in cli.commands.items()}
+    for name, (module, attribute) in OTHER_COMMANDS.items():
+        called[name] = f"python -m {module}", getattr(importlib.import_module(module), attribute)
+    for name, (title, command) in called.items():
+        yield f"commands/{name}.md", _command_page(title, command, transcripts.get(name))
+
+
+def _command_page(name: str, command: click.Command, transcript: str | None) -> str:
+    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    parts = [f"# {name}", "", _fenced(command.get_help(context))]
+    if transcript is not None:
+        parts += ["", "## Transcript", "", _fenced(transcript, "console")]
+    return "\n".join([*parts, ""])
+
+
+def _errors_page() -> str:
+    text = ["# Errors", "", "What only a run knows is in &lt;angle brackets&gt;.", ""]
+    for name, causes in error_index.index().items():
+        text += [f"## {_escaped(name)} {{: #{_anchor(name)} }}", ""]
+        for (why, cures), whats in _alike(causes).items():
+            lines = [f"what: {what}" for what in whats]
+            lines += [f"why:  {why}", f"next: {cures[0]}", *(f"  or: {cure}" for cure in cures[1:])]
+            text += [f"*{_escaped(causes_title(causes, why))}*", "", _fenced("\n".join(lines)), ""]
+    return "\n".join(text)
+
+
+def causes_title(causes: Iterable[error_index.Cause], why: str) -> str:
+    """What the module is for that raises an error with this reason."""
+    return next(cause.title for cause in causes if cause.why == why)
+
+
+def _alike(
+    causes: Iterable[error_index.Cause],
+) -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for cause in causes:
+        found.setdefault((cause.why, cause.next), []).append(cause.what)
+    return found
+
+
+def _anchor(name: str) -> str:
+    return re.sub(r"[<>]", "", name)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _states(_: str) -> str:
+    rows = [
+        (f"`{state}`", "**failure**" if state in FAILURES else "", meaning)
+        for state, meaning in MEANING.items()
+    ]
+    return _table(("state", "", "meaning"), rows)
+
+
+def _words(command: str) -> str:
+    """The list of words in a command's help."""
+    text = inspect.cleandoc(cli.commands[command].help or "")
+    block = text.partition("\b\n")[2].partition("\n\n")[0]
+    rows: list[list[str]] = []
+    for line in block.splitlines():
+        word, _, meaning = line.partition("  ")
+        if word.strip():
+            rows.append([f"`{word.strip()}`", meaning.strip()])
+        else:
+            rows[-1][1] += f" {meaning.strip()}"
+    return _table(("word", "meaning"), rows)
+
+
+def _results(_: str) -> str:
+    rows = []
+    for path in sorted(RESULTS.glob("*.md")):
+        title = _LINK.sub(r"\2", path.read_text().lstrip().partition("\n")[0].lstrip("# "))
+        rows.append((f"[{path.stem}](results/{path.name})", title))
+    return _table(("result", "what"), rows)
+
+
+def _deprecated(_: str) -> str:
+    """The modules whose docstring says until when they stay."""
+    rows = []
+    for path in sorted((REPOSITORY / "cppmega").glob("*.py")):
+        text = path.read_text()
+        if (until := re.search(r"Deprecated: removed in (\d+\.\d+)", text)) is not None:
+            use = re.search(r"former name of `([\w.]+)`", text)
+            rows.append((f"`cppmega.{path.stem}`", f"`{use[1]}`" if use else "", until[1]))
+    return _table(("name", "use instead", "removed in"), rows)
+
+
+def _file(argument: str) -> str:
+    name, _, language = argument.partition(" ")
+    return _fenced((REPOSITORY / name).read_text(), language)
+
+
+def _transcript(name: str) -> str:
+    known = {**docs_transcripts.live(), **docs_transcripts.recorded()}
+    return _fenced(known[name], "console")
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    titles = list(head)
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+_KINDS: dict[str, Callable[[str], str]] = {
+    "readme": lambda title: section("README.md", title),
+    "contributing": lambda title: section("CONTRIBUTING.md", title),
+    "transcript": _transcript,
+    "states": _states,
+    "words": _words,
+    "results": _results,
+    "deprecated": _deprecated,
+    "file": _file,
+}

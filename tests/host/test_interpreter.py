@@ -1,0 +1,68 @@
+"""Commands that need torch refuse where there is none, and name the interpreter that has it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cppmega.errors import CppmegaError
+from cppmega.host import interpreter, packages
+
+OURS = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment with an interpreter; this process has no torch."""
+    monkeypatch.setattr(packages, "package", lambda name: None)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    return tmp_path
+
+
+def site(environment: Path, python: str) -> Path:
+    return environment / "lib" / python / "site-packages"
+
+
+def refused(root: Path, *, or_below: bool = False) -> str:
+    with pytest.raises(CppmegaError) as error:
+        interpreter.require_torch(root, "cppmega verify", or_below=or_below)
+    assert error.value.name == "no-torch" and sys.executable in error.value.what
+    return error.value.next
+
+
+def test_it_names_the_interpreter_of_the_tree(environment: Path) -> None:
+    python = environment / "bin" / "python"
+    wanted = f"{python} -m cppmega verify, after `{python} -m pip install cppmega`"
+    assert refused(site(environment, OURS)) == wanted
+
+
+def test_a_tree_of_no_environment_has_none(environment: Path) -> None:
+    assert refused(environment / "unpacked").startswith("PYTHON -m cppmega verify, where PYTHON")
+    (environment / "bin" / "python").unlink()
+    assert refused(site(environment, OURS)).startswith("PYTHON -m cppmega verify")
+
+
+def test_the_environment_of_the_tree_may_be_this_one(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    python = environment / "bin" / "python"
+    assert refused(site(environment, OURS)) == f"{python} -m pip install torch"
+
+
+def test_torch_next_to_megatron_counts_where_it_is_imported(environment: Path) -> None:
+    for root in (site(environment, OURS), site(environment, "python3.1"), environment / "unpacked"):
+        (root / "torch").mkdir(parents=True)
+        (root / "torch" / "__init__.py").touch()
+        refused(root)
+    interpreter.require_torch(site(environment, OURS), "cppmega preflight", or_below=True)
+    interpreter.require_torch(environment / "unpacked", "cppmega preflight", or_below=True)
+    refused(site(environment, "python3.1"), or_below=True)
+
+
+def test_an_interpreter_with_torch_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "package", lambda name: tmp_path / name)
+    interpreter.require_torch(tmp_path, "cppmega verify")

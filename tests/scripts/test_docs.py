@@ -1,0 +1,164 @@
+"""The pages of the site, without mkdocs: complete, their links resolved, their transcripts true."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import sys
+from pathlib import PurePosixPath
+
+import pytest
+from packaging.version import Version
+
+from cppmega import __version__
+from cppmega.catalogue import loader as catalogue
+from cppmega.cli import error_index
+from cppmega.cli.main import cli
+from cppmega.preflight.checks import ORDER
+from tests.support import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+docs = importlib.import_module("docs_pages")
+transcripts = importlib.import_module("docs_transcripts")
+
+HELP_ALONE = {"attach", "run"}
+"""Commands without a transcript: they need a terminal, or are a process of torchrun."""
+SHOWN = {**transcripts.LIVE, **transcripts.WITH_TORCH}
+CHEAP = ("list", "runs", "logs")
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """Every page; what commands print is left to the build."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(transcripts, "live", lambda: dict.fromkeys(transcripts.LIVE, "$ command\n"))
+    docs.pages.cache_clear()
+    yield docs.pages()
+    patch.undo()
+    docs.pages.cache_clear()
+
+
+def test_every_part_of_a_page_is_put_in(pages: dict[str, str]) -> None:
+    for name, text in pages.items():
+        assert "<!-- include" not in text, name
+        assert re.match(r"(<!-- Generated.*\n)?# \w", text), name
+
+
+def test_every_command_patch_and_error_has_its_place(pages: dict[str, str]) -> None:
+    commands = {*cli.commands, *docs.OTHER_COMMANDS}
+    assert {f"commands/{name}.md" for name in commands} <= pages.keys()
+    assert {f"patches/{name}.md" for name in catalogue.load()} <= pages.keys()
+    for name in error_index.index():
+        assert f"{{: #{re.sub('[<>]', '', name)} }}" in pages["errors.md"]
+    for name, page in catalogue.load().items():
+        for label in page.labels:
+            assert f"**{label}.** " in pages[f"patches/{name}.md"]
+    assert commands - SHOWN.keys() == HELP_ALONE
+
+
+def test_the_navigation_has_every_page_once(pages: dict[str, str]) -> None:
+    listed = []
+    for entry in docs.navigation():
+        for target in entry.values():
+            listed += [target] if isinstance(target, str) else target
+    assert sorted(listed) == sorted(pages)
+
+
+def test_every_link_leads_to_a_page_and_a_heading(pages: dict[str, str]) -> None:
+    wrong = []
+    for name, text in pages.items():
+        for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", without_code(text)):
+            target, _, anchor = link.partition("#")
+            place = resolved(name, target) if target else name
+            if place in docs.pictures():
+                continue
+            if place not in pages or (anchor and anchor not in anchors(pages[place])):
+                wrong.append(f"{name}: {link}")
+    assert wrong == []
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def resolved(page: str, link: str) -> str:
+    parts: list[str] = []
+    for part in (PurePosixPath(page).parent / link).parts:
+        parts = parts[:-1] if part == ".." else [*parts, part]
+    return "/".join(parts)
+
+
+def anchors(text: str) -> set[str]:
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        title, _, explicit = heading.partition("{: #")
+        plain = re.sub(r"[^\w\s-]", "", title).strip().lower()
+        found.add(explicit.removesuffix(" }") or re.sub(r"[-\s]+", "-", plain))
+    return found
+
+
+def test_no_page_names_this_machine(pages: dict[str, str]) -> None:
+    texts = {**pages, **transcripts.recorded()}
+    assert [name for name, text in texts.items() if str(REPOSITORY) in text] == []
+    assert [name for name, text in texts.items() if re.search(r"/tmp/|/root/|/home/\w", text)] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [one.words for commands in SHOWN.values() for one in commands if one.words.startswith("cppm")],
+)
+def test_every_command_of_a_transcript_is_one_that_exists(words: str) -> None:
+    _, name, *rest = shlex.split(words)
+    cli.commands[name].make_context(name, rest)  # raises what the console would print
+
+
+def test_every_command_that_a_page_tells_the_reader_to_type_exists() -> None:
+    typed = {
+        word: path.name
+        for path in (REPOSITORY / "docs").glob("*.md")
+        for word in re.findall(r"(?:\$ |`)cppmega ([a-z]+)", path.read_text())
+    }
+    assert len(typed) > 10
+    assert {word: page for word, page in typed.items() if word not in cli.commands} == {}
+
+
+def test_recorded_transcripts_name_what_exists() -> None:
+    """They need torch, and are recorded anew when what they show is renamed."""
+    recorded = transcripts.recorded()
+    for name, commands in transcripts.WITH_TORCH.items():
+        shown = [line[2:] for line in recorded[name].splitlines() if line.startswith("$ ")]
+        assert shown == [one.words for one in commands], "run python scripts/docs.py record"
+    named = re.findall(r"checks (?:hold|wait[\w ]+): (.*)", recorded["preflight"])
+    assert len(named) >= 3
+    assert {check for line in named for check in line.split(", ")} <= set(ORDER)
+    refusals = re.findall(r"^failed +(\w+) +([\w-]+)$", recorded["preflight"], re.MULTILINE)
+    assert refusals and {check for check, _ in refusals} <= set(ORDER)
+    assert all(error_index.look_up(error, error_index.index()) for _, error in refusals)
+    assert re.findall(r"^passed +(\w+)", recorded["verify"], re.MULTILINE)[0] in catalogue.load()
+
+
+@pytest.mark.slow
+def test_transcripts_are_what_the_commands_print(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Those that take a moment; the build runs them all, and fails if one ends otherwise."""
+    with transcripts.workplace(stock=False) as place:
+        shown = {name: transcripts.transcript(transcripts.LIVE[name], place) for name in CHEAP}
+    for name, text in shown.items():
+        assert text.startswith("$ ") and str(REPOSITORY) not in text, name
+    assert all(page in shown["list"] for page in list(catalogue.load())[:10])
+    assert "SIGKILL" in shown["runs"] and "error: no-logs" in shown["logs"]
+
+
+def test_a_deprecated_name_stays_until_the_release_that_is_promised(pages: dict[str, str]) -> None:
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| `([\w.]+)` \| (\S+) \|$", pages["upgrades.md"], re.MULTILINE
+    )
+    promised = [
+        path.stem
+        for path in (REPOSITORY / "cppmega").rglob("*.py")
+        if "eprecated" in path.read_text().partition('"""')[2].partition('"""')[0]
+    ]
+    assert rows and len(rows) == len(promised)
+    for old, new, until in rows:
+        assert Version(__version__) < Version(until), f"{old} was to be removed in {until}"
+        assert importlib.import_module(old).__doc__ and importlib.import_module(new)
