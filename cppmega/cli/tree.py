@@ -13,6 +13,7 @@ import click
 from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
 
 if TYPE_CHECKING:
+    from cppmega.catalogue.decisions import Decision
     from cppmega.page import Page
 
 
@@ -75,15 +76,63 @@ def _title(page: Page) -> str:
     return page.doc.strip().splitlines()[0] + gate
 
 
-@cli.command()
+@cli.command(context_settings={"ignore_unknown_options": True})  # arguments of Megatron are names
 @click.argument("name")
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
-    """Explain one patch: what it does, why, and the texts it is pinned to."""
-    from cppmega.catalogue import loader as catalogue
+    """Explain a patch, a variable, or something that is not here under its name.
 
-    page = catalogue.get(catalogue.load(patches), name)
-    click.echo(f"{name} ({page.patch.kind}), revision {page.revision}\n")
+    For a patch: what it does, why, and the texts it is pinned to. A name may also be one of
+    upstream_patches/NOT.md: a variable, argument or script of the earlier overlay.
+    """
+    from cppmega.catalogue import decisions
+    from cppmega.catalogue import loader as catalogue
+    from cppmega.host import env
+
+    pages = catalogue.load(patches)
+    variable = name.partition("=")[0]
+    readers = [page for _, page in sorted(pages.items()) if variable in _variables(page)]
+    if name in pages:
+        _explain_page(pages[name])
+    elif readers or variable in env.NAMES:
+        _explain_variable(variable, readers)
+    elif rows := decisions.find(name):
+        for row, decision in rows.items():
+            _explain_decision(row, decision)
+    else:
+        raise catalogue.unknown(name, [*pages, *env.NAMES, *decisions.names()], "requested by name")
+
+
+def _variables(page: Page) -> tuple[str, ...]:
+    """The variables that a page declares."""
+    return (*filter(None, [page.patch.gate]), *page.patch.variables)
+
+
+def _explain_variable(name: str, readers: Sequence[Page]) -> None:
+    from cppmega.host import env
+
+    own = {variable.name: variable.meaning for variable in env.VARIABLES}
+    if name in own:
+        click.echo(f"{name}: {own[name]}")
+    for page in readers:
+        click.echo(f"{name} is read by {page.name}: {page.doc.strip().splitlines()[0]}")
+        click.echo(f"See `cppmega explain {page.name}`.")
+
+
+def _explain_decision(name: str, row: Decision) -> None:
+    click.echo(f"{name}: {row.title}\n")
+    said = [("Decision", row.decision), ("Why", row.why), ("Instead", row.instead)]
+    said += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
+    said += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
+    said += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
+    for label, text in said:
+        if text:
+            click.echo(f"{label + ':':<14}{text}")
+    click.echo()
+
+
+def _explain_page(page: Page) -> None:
+    click.echo(f"{page.name} ({page.patch.kind}), revision {page.revision}\n")
     click.echo(page.doc.strip() + "\n")
     for result in _cited_results(page.doc):
         click.echo(f"Result:   {result}")
