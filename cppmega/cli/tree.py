@@ -99,6 +99,8 @@ def explain(name: str, patches: Sequence[Path]) -> None:
     elif rows := decisions.find(name):
         for row, decision in rows.items():
             _explain_decision(row, decision)
+    elif name.startswith("-"):
+        raise click.NoSuchOption(name)
     else:
         raise catalogue.unknown(name, [*pages, *env.NAMES, *decisions.names()], "requested by name")
 
@@ -120,8 +122,10 @@ def _explain_variable(name: str, readers: Sequence[Page]) -> None:
 
 
 def _explain_decision(name: str, row: Decision) -> None:
+    from cppmega.catalogue.decisions import VERDICTS
+
     click.echo(f"{name}: {row.title}\n")
-    said = [("Decision", row.decision), ("Why", row.why), ("Instead", row.instead)]
+    said = [("Decision", VERDICTS[row.decision]), ("Why", row.why), ("Instead", row.instead)]
     said += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
     said += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
     said += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
