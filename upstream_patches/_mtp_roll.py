@@ -67,14 +67,18 @@ def _cppmega_roll_documents(tensor, cu_seqlens, cu_seqlens_padded, cp_group, fil
 
 ONE_TOKEN = 'assert shifts == -1, "Packed sequence roll only supports a single-token left shift."\n'
 WHOLE_PIECES = """\
-# Each document must have been split into 2n equal pieces (or one token per rank); a pack that
-# was split as one sequence would be shifted across its documents.
-lengths, ranks = bounds.diff(), cp_group.size()
+# The boundaries are those of the whole pack, not of this rank's share: a share ends where its
+# tokens do. Each document must have been split into 2n equal pieces (or one token per rank); a pack
+# that was split as one sequence would be shifted across its documents. The device looks, so that
+# the host does not wait.
+lengths, ranks, tokens = bounds.diff(), cp_group.size(), {tensor}.size(-1)
+whole = ((lengths % (2 * ranks) == 0) | (lengths == ranks)).all()
+whole &= (bounds[-1] <= ranks * tokens) & ((bounds[-1] != tokens) | (tokens == 0))
 torch._assert_async(
-    ((lengths % (2 * ranks) == 0) | (lengths == ranks)).all(),
-    "mtp_roll_packed_sequences: MTP under context parallelism needs documents padded to "
-    "multiples of 2 * CP and split one by one; --dataloader-inter-document-masking splits "
-    "the whole sequence",
+    whole,
+    "mtp_roll_packed_sequences: MTP under context parallelism needs the cu_seqlens of the whole "
+    "pack, not of a rank's share, with documents padded to multiples of 2 * CP and split one by "
+    "one; --dataloader-inter-document-masking splits the whole sequence",
 )
 """
 PACKED = f"""\
@@ -84,12 +88,12 @@ assert cu_seqlens is not None, "Packed sequence parameters must provide cu_seqle
 padded = packed_seq_params.cu_seqlens_q_padded
 if cp_group is not None and cp_group.size() > 1:
     bounds = cu_seqlens if padded is None else padded
-{indent(WHOLE_PIECES, " " * 4)}\
+{indent(WHOLE_PIECES.format(tensor="tensor"), " " * 4)}\
 rolled_tensor = _cppmega_roll_documents(tensor, cu_seqlens, padded, cp_group)
 """
 PACKED_ON_DEV = f"""\
 bounds = cu_seqlens
-{WHOLE_PIECES}\
+{WHOLE_PIECES.format(tensor="tensors[0]")}\
 return [
     _cppmega_roll_documents(tensor, bounds, None, cp_group, fill_value)
     for tensor, fill_value in zip(tensors, fill_values)

@@ -215,7 +215,7 @@ PATCH = Patch(
             mark="cppmega_indexer",
         ),
     ),
-    after=("dsa_indexer_loss_off",),
+    after=("dsa_indexer_loss_off", "dsa_indexer_prologue"),
     reached="forward",
     when=uses_dsa,
     feature=(TARGET,),

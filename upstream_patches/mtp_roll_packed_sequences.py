@@ -3,9 +3,9 @@
 What: `roll_tensor` finds each token's successor from the padded boundaries on the device, and under
     context parallelism exchanges all boundary tokens at once within the group. Tokens without a
     real successor (a document's last token, padding, the tail of the pack) become 0 and are not
-    counted. Under context parallelism, a pack that was split as one sequence and not document by
-    document is rejected on the device. On 0.15 this adds packed sequences to MTP, which rejects
-    them there.
+    counted. Under context parallelism, boundaries of a rank's share instead of the whole pack, and
+    a pack that was split as one sequence and not document by document, are rejected on the device,
+    without waiting for it. On 0.15 this adds packed sequences to MTP, which rejects them there.
 Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and padded=[0,4,8] becomes
     2 3 0 4 0 5 P P, so that a padding slot is trained on 4, token 4 on nothing, and token 5 on
     itself. 100 documents cost 1302 operators and 400 host syncs per roll, and now 32 and none
@@ -14,7 +14,9 @@ Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and pad
     messages per document. The dev branch is correct without context parallelism, and has all of the
     latter problems with it.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6205 (padding) and
-    https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); dev fixed CP=1.
+    https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); dev fixed CP=1. The assertion that the
+    boundaries are global was asked for in a review of
+    https://github.com/NVIDIA/Megatron-LM/pull/2043.
 Remove: when a release reads the padded boundaries, sends within the group and does not loop over
     the documents.
 Numerics: changes results: MTP labels, masks and token counts of padded packs and of tails. Packs

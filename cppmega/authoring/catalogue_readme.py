@@ -25,6 +25,8 @@ Each patch is one page, and the file has its name. `cppmega explain NAME` prints
 {rows}
 
 Versions that are not pinned are patched as well if the replaced text is the same.
+
+[NOT.md](NOT.md) lists what is not here under its name, and why.
 """
 
 

@@ -6,26 +6,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from cppmega.catalogue import decisions
 from cppmega.errors import CppmegaError, closest, suggestion
 from cppmega.host import env
 from cppmega.host.containment import contained
 from cppmega.page import Page
-
-NOT_IN_THIS_RELEASE = {
-    "CPPMEGA_INDEX_CACHE",
-    "CPPMEGA_LEMYX_DSA",
-    "CPPMEGA_FP8_PARAM_GATHER",
-    "CPPMEGA_DUALPIPEV",
-    "CPPMEGA_MTP_NATIVE_HOPPER_CE",
-    "CPPMEGA_MAMBA3_P1",
-    "CPPMEGA_PREFER_NATIVE_HOPPER_CE",
-}
-"""Switches of the earlier overlay that launch scripts may still set."""
-
-GIVES_NAN = {
-    "CPPMEGA_MTP_NATIVE_HOPPER_CE": "it filled the gradients of the MTP heads with NaN",
-}
-"""Switches of the earlier overlay known to break runs."""
 
 _ON, _OFF = {"1", "true", "on", "yes"}, {"", "0", "false", "off", "no"}
 
@@ -54,19 +39,28 @@ def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[
     for name in sorted(environment):
         if not name.startswith(env.PREFIX) or name in known:
             continue
-        near = closest(name, known)
-        if name in NOT_IN_THIS_RELEASE:
-            hint = " It is a switch of an earlier overlay and not in this release."
-        elif near:
-            hint = suggestion(near)
-        else:
-            hint = " No page declares it."
-        yield CppmegaError(
-            "unknown-variable",
-            f"{name} is set, and nothing reads it.{hint}",
-            "The switch would seem to be on, but it does nothing.",
-            f"unset {name}" + (f"; export {near[0]}={environment[name]}" if near else ""),
-        )
+        row = decisions.of_variable(name)
+        yield _declined(name, row) if row is not None else _unknown(name, environment[name], known)
+
+
+def _declined(name: str, row: decisions.Decision) -> CppmegaError:
+    return CppmegaError(
+        "unknown-variable",
+        f"{name} is set, and nothing reads it. {row.sentences()}",
+        "The switch would seem to be on, but it does nothing.",
+        f"unset {name}; {row.instead}; cppmega explain {name}",
+    )
+
+
+def _unknown(name: str, value: str, known: Iterable[str]) -> CppmegaError:
+    near = closest(name, known)
+    return CppmegaError(
+        "unknown-variable",
+        f"{name} is set, and nothing reads it."
+        + (suggestion(near) if near else " No page declares it."),
+        "The switch would seem to be on, but it does nothing.",
+        f"unset {name}" + (f"; export {near[0]}={value}" if near else ""),
+    )
 
 
 def is_on(page: Page, environment: Mapping[str, str]) -> bool:

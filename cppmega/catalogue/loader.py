@@ -61,7 +61,7 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
     for page in pages.values():
         for other in page.patch.after:
             if other not in pages:
-                raise _unknown(other, pages, f"{page.name} declares after={other!r}")
+                raise unknown(other, pages, f"{page.name} declares after={other!r}")
     _refuse_cycle(pages)
     return pages
 
@@ -96,11 +96,12 @@ def page_files(folder: Path) -> list[tuple[str, Path]]:
 def get(pages: dict[str, Page], name: str) -> Page:
     """Look up a page by name; the error for a misspelled name suggests the closest ones."""
     if name not in pages:
-        raise _unknown(name, pages, "requested by name")
+        raise unknown(name, pages, "requested by name")
     return pages[name]
 
 
-def _unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
+def unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
+    """The error for a page that does not exist; it suggests the closest names."""
     return CppmegaError(
         "unknown-page",
         f"There is no page {name} ({who})." + did_you_mean(name, pages, 3),

@@ -15,6 +15,7 @@ from cppmega.cli.group import answer, cli, json_option, patches_option, session_
 from cppmega.cli.reports.option import Reports, report_option
 
 if TYPE_CHECKING:
+    from cppmega.catalogue.decisions import Decision
     from cppmega.cli.error_index import Cause
     from cppmega.cli.reports.entries import Report
     from cppmega.overlay.verbs import Outcome
@@ -122,24 +123,71 @@ def _title(page: Page) -> str:
     return page.doc.strip().splitlines()[0] + gate
 
 
-@cli.command()
+@cli.command(context_settings={"ignore_unknown_options": True})  # arguments of Megatron are names
 @click.argument("name", shell_complete=completion.patches)
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
-    """Explain one patch, or one error by its name.
+    """Explain a patch, an error, a variable, or something that is not here under its name.
 
     A patch: what it does, why, and the texts it is pinned to. An error: what causes it, why it
-    matters, and the next command. What only a run knows is in <angle brackets>.
+    matters, and the next command; what only a run knows is in <angle brackets>. A name may also be
+    one of upstream_patches/NOT.md: a variable, argument or script of the earlier overlay.
     """
+    from cppmega.catalogue import decisions
     from cppmega.catalogue import loader as catalogue
+    from cppmega.host import env
 
-    pages = {} if "-" in name else catalogue.load(patches)  # no page has one in its name
-    if name not in pages and (causes := _causes(name, patches)):
+    pages = catalogue.load(patches)
+    variable = name.partition("=")[0]
+    readers = [page for _, page in sorted(pages.items()) if variable in _variables(page)]
+    if name in pages:
+        _explain_page(pages[name])
+    elif readers or variable in env.NAMES:
+        _explain_variable(variable, readers)
+    elif rows := decisions.find(name):
+        for row, decision in rows.items():
+            _explain_decision(row, decision)
+    elif name.startswith("-"):
+        raise click.NoSuchOption(name)
+    elif causes := _causes(name, patches):
         for cause in causes:
             click.echo(f"{name}: {cause.title}\n{cause.render()}\n")
-        return
-    page = catalogue.get(pages, name)
-    click.echo(f"{name} ({page.patch.kind}), revision {page.revision}\n")
+    else:
+        raise catalogue.unknown(name, [*pages, *env.NAMES, *decisions.names()], "requested by name")
+
+
+def _variables(page: Page) -> tuple[str, ...]:
+    """The variables that a page declares."""
+    return (*filter(None, [page.patch.gate]), *page.patch.variables)
+
+
+def _explain_variable(name: str, readers: Sequence[Page]) -> None:
+    from cppmega.host import env
+
+    own = {variable.name: variable.meaning for variable in env.VARIABLES}
+    if name in own:
+        click.echo(f"{name}: {own[name]}")
+    for page in readers:
+        click.echo(f"{name} is read by {page.name}: {page.doc.strip().splitlines()[0]}")
+        click.echo(f"See `cppmega explain {page.name}`.")
+
+
+def _explain_decision(name: str, row: Decision) -> None:
+    from cppmega.catalogue.decisions import VERDICTS
+
+    click.echo(f"{name}: {row.title}\n")
+    said = [("Decision", VERDICTS[row.decision]), ("Why", row.why), ("Instead", row.instead)]
+    said += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
+    said += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
+    said += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
+    for label, text in said:
+        if text:
+            click.echo(f"{label + ':':<14}{text}")
+    click.echo()
+
+
+def _explain_page(page: Page) -> None:
+    click.echo(f"{page.name} ({page.patch.kind}), revision {page.revision}\n")
     click.echo(page.doc.strip() + "\n")
     for result in _cited_results(page.doc):
         click.echo(f"Result:   {result}")

@@ -164,3 +164,18 @@ class TilelangAnswer(Struct, frozen=True):
     """The kernels in the order of paths and lines."""
 
     kernels: list[TilelangKernel]
+
+
+class FirstKernelOrder(Order, frozen=True, kw_only=True):
+    """Run a TileLang kernel as the first one of a process."""
+
+    device: str
+
+
+class FirstKernelAnswer(Struct, frozen=True, kw_only=True):
+    """The output of the kernel."""
+
+    largest: float | None = None
+    """Largest absolute value; None where one is not finite."""
+    missing: str = ""
+    """Why the kernel cannot be imported; empty where it can."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from cppmega.preflight import examine as preflight
+from cppmega.preflight.checks import dsa_backend
 from cppmega.preflight.context import Context
 from cppmega.preflight.messages import ParsedLine, RankAnswer
 from cppmega.recipe import Recipe
@@ -78,6 +79,9 @@ CASES = {
     "small graphs": Case(FULL.with_(pattern="DE/D-"), (MOCK,)),
     "overlap": Case(SLICE, (MOCK, OVERLAP)),
     "overlap of one": Case(SLICE.with_(pattern="DE/D-"), (MOCK, OVERLAP)),
+    "overlap of a gpt": Case(None, (*RAW, *BF16, OVERLAP)),
+    "fused down projection": Case(SLICE, (MOCK, "--mla-down-proj-fusion")),
+    "nothing to fuse": Case(SLICE.with_(pattern="DE/D-"), (MOCK, "--mla-down-proj-fusion")),
     "fp8 heads": Case(None, (*RAW, *BF16, "--fp8-format", "hybrid")),
     "fp8 recipe": Case(SLICE.with_(precision="fp8"), (MOCK,)),
 }
@@ -163,6 +167,9 @@ def test_arguments_without_effect(line: Any) -> None:
     found = refuses("ineffective_arguments", "argument-without-effect", line("scope"))
     assert "--cuda-graph-modules" in found.what and "--cuda-graph-impl" in found.what
     refuses("ineffective_arguments", "argument-without-effect", line("groups"))
+    holds("ineffective_arguments", line("fused down projection"))
+    found = refuses("ineffective_arguments", "argument-without-effect", line("nothing to fuse"))
+    assert "--mla-down-proj-fusion" in found.what
 
 
 def test_nan_checks(line: Any) -> None:
@@ -219,9 +226,27 @@ def test_cuda_graphs_that_do_not_fit(line: Any) -> None:
     says_nothing("cuda_graphs", line("slice"))
 
 
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [("0.1.8", False), ("0.1.9", True), ("0.1.10+cuda.git0", True), ("0.1.11", False)],
+)
+def test_compilers_that_merge_shared_memory_in_use(
+    line: Any, monkeypatch: pytest.MonkeyPatch, version: str, wrong: bool
+) -> None:
+    monkeypatch.setattr(dsa_backend.stack, "version", {"tilelang": version}.get)
+    holds("dsa_backend", line("slice"))  # TileLang is installed, and nothing uses it
+    if not wrong:
+        holds("dsa_backend", line("fused"))
+        return
+    found = refuses("dsa_backend", "tilelang-miscompiles", line("fused"))
+    assert version in found.what and "tilelang==0.1.8" in found.next
+
+
 def test_expert_overlap(line: Any) -> None:
     refuses("expert_overlap", "expert-overlap-with-mtp", line("overlap"))
-    assert "1 MTP" in holds("expert_overlap", line("overlap of one"))
+    found = refuses("expert_overlap", "expert-overlap-in-hybrid", line("overlap of one"))
+    assert "182 TFLOP/s" in found.what and "cppmega explain" in found.next
+    assert "0 MTP" in holds("expert_overlap", line("overlap of a gpt"))
     says_nothing("expert_overlap", line("slice"))
 
 

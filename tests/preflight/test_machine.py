@@ -17,11 +17,13 @@ import msgspec
 import pytest
 
 from cppmega.checkpoints.tracker import TRACKER
+from cppmega.errors import CppmegaError
 from cppmega.host import gpus, process
 from cppmega.host import packages as stack
 from cppmega.host.gpus import Gpu
 from cppmega.preflight import examine as preflight
-from cppmega.preflight.checks import kernel_parity, limits
+from cppmega.preflight.ask import ask
+from cppmega.preflight.checks import kernel_parity, limits, tilelang_first_kernel
 from cppmega.preflight.checks.limits import Host
 from cppmega.preflight.context import Context, gpu_here
 from cppmega.preflight.devices import Devices
@@ -29,6 +31,8 @@ from cppmega.preflight.messages import (
     Device,
     DevicesAnswer,
     DevicesOrder,
+    FirstKernelAnswer,
+    FirstKernelOrder,
     ParityAnswer,
     SharedMemory,
 )
@@ -456,6 +460,63 @@ def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_90"})] == ["kernel-differs"]
     small = [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_121"})]
     assert small == ["kernel-differs", "shared-memory-too-large"]
+
+
+MAMBA3 = """
+import torch
+
+class Mamba3(torch.nn.Module):
+    def __init__(self, d_model, is_mimo, mimo_rank, chunk_size, device, dtype):
+        super().__init__()
+        self.factor = {factor}
+
+    def forward(self, tokens):
+        return tokens * self.factor
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"), [("2.0", "the largest output"), ("0.0", "zeros"), ("1e40", "not finite")]
+)
+def test_the_first_kernel_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: str, says: str
+) -> None:
+    """The worker in a process of its own, with a stand-in for Mamba-3 on CPU."""
+    modules = tmp_path / "mamba_ssm" / "modules"
+    modules.mkdir(parents=True)
+    (modules / "mamba3.py").write_text(MAMBA3.format(factor=factor))
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    worker = "cppmega.preflight.workers.first_kernel"
+    answer = ask(worker, FirstKernelOrder(device="cpu"), FirstKernelAnswer, environ)
+    if factor == "2.0":
+        assert says in tilelang_first_kernel.judge(answer)
+        return
+    with pytest.raises(CppmegaError) as refused:
+        tilelang_first_kernel.judge(answer)
+    assert refused.value.name == "tilelang-first-kernel" and says in refused.value.what
+    assert "cppmega explain tilelang_3071" in refused.value.next
+
+
+def test_where_the_first_kernel_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    any_gpu = SLICE.with_(architectures=())
+    says_nothing("tilelang_first_kernel", on(H200))
+    monkeypatch.setattr(tilelang_first_kernel.stack, "package", lambda name: None)
+    says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
+    (tmp_path / "ops" / "tilelang" / "mamba3").mkdir(parents=True)
+    monkeypatch.setattr(tilelang_first_kernel.stack, "package", lambda name: tmp_path)
+    asked: list[str] = []
+
+    def answer(worker: str, order: Any, kind: Any, environ: Any) -> FirstKernelAnswer:
+        asked.append(environ["TILELANG_CACHE_DIR"])
+        assert order.device == "cuda" and not list(Path(asked[-1]).iterdir())
+        return FirstKernelAnswer(missing="" if len(asked) == 1 else "no scan", largest=0.0)
+
+    monkeypatch.setattr(tilelang_first_kernel, "ask", answer)
+    refuses("tilelang_first_kernel", "tilelang-first-kernel", on(GB10, recipe=any_gpu))
+    assert "no scan" in says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
+    assert len(set(asked)) == 2, "each time without a cache"
 
 
 @pytest.mark.gpu

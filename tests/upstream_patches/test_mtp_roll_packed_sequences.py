@@ -140,7 +140,10 @@ def packs(multiple: int = 1, seed: int = 0) -> Iterator[Pack]:
             documents.append((draw.randint(0, slots), slots))
         if multiple > 1 and draw.random() < 0.3:  # a local piece of one token
             documents.append((multiple, multiple))
-        yield Pack(documents, tail=draw.choice((0, 0, 2 * multiple)))
+        pack = Pack(documents, tail=draw.choice((0, 0, 2 * multiple)))
+        # Documents that fill exactly one rank's share look like the boundaries of a share.
+        if multiple == 1 or pack.size == 0 or pack.ends[-1] * multiple != pack.size:
+            yield pack
 
 
 def full(documents: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -306,6 +309,7 @@ def on_every_rank(roll: Callable[..., Any], stock: Callable[..., Any], backport:
         context_parallel(roll, pairs[me % 2], seed=me % 2)
     as_before(roll, stock, everybody, backport)
     refuses_a_pack_split_as_one_sequence(roll, everybody)
+    refuses_the_boundaries_of_a_share(roll, everybody)
     stock_breaks_on_one_token(stock, everybody)  # it leaves messages behind: last
 
 
@@ -345,6 +349,25 @@ def refuses_a_pack_split_as_one_sequence(roll: Callable[..., Any], group: Any) -
     mine = torch.arange(documents.size // size)
     with pytest.raises(RuntimeError, match="mtp_roll_packed_sequences: MTP under context"):
         roll(mine, cp_group=group, packed_seq_params=documents.params)
+
+
+def refuses_the_boundaries_of_a_share(roll: Callable[..., Any], group: Any) -> None:
+    """They are as divisible as those of the whole pack, and end at half of its documents."""
+    from tests.support.host_sync import no_host_sync
+
+    size = group.size()
+    whole = Pack([(2 * size**2, 2 * size**2)] * 2, padded=False)
+    mine = torch.arange(whole.size // size)
+    share = SimpleNamespace(
+        cu_seqlens_q=whole.params.cu_seqlens_q // size, cu_seqlens_q_padded=None
+    )
+    with pytest.raises(RuntimeError, match="cu_seqlens of the whole pack"), no_host_sync():
+        roll(mine, cp_group=group, packed_seq_params=share)
+    beyond = SimpleNamespace(
+        cu_seqlens_q=whole.params.cu_seqlens_q * size, cu_seqlens_q_padded=None
+    )
+    with pytest.raises(RuntimeError, match="cu_seqlens of the whole pack"):
+        roll(mine, cp_group=group, packed_seq_params=beyond)
 
 
 @contextmanager

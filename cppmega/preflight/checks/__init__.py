@@ -11,6 +11,7 @@ ORDER: tuple[str, ...] = (
     *("recipe_complete", "stack_versions", "stack_pairs", "packages"),
     *("hosts", "network", "limits"),
     *("gpus", "gpus_free", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
+    "tilelang_first_kernel",
     # the launch, without a process
     *("owned_arguments", "data", "folders", "save_folder"),
     # a process like a rank

@@ -9,8 +9,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
+from packaging.specifiers import SpecifierSet
+
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.errors import CppmegaError
+from cppmega.host import packages as stack
 from cppmega.overlay.wanted import provided
 from cppmega.page import Page
 from cppmega.preflight.context import Context
@@ -22,6 +25,9 @@ AFTER: tuple[str, ...] = ("line_parses",)
 
 _DENSE_LOSS = "dsa_dense_indexer_loss"
 """Name under which a page provides the indexer's loss over all keys for every backend but cudnn."""
+
+_MERGES_WRONGLY = SpecifierSet(">=0.1.9.dev0,<0.1.11")
+
 _TILE, _BLOCK = 16, 64
 """Fewest heads of a kernel of Megatron's, and the keys that it processes at a time."""
 
@@ -30,7 +36,7 @@ def check(context: Context) -> str:
     """Compare sizes and loss with what the backends support.
 
     Raises:
-        CppmegaError: `dsa-backend-declines`, `dsa-unfused`.
+        CppmegaError: `dsa-backend-declines`, `dsa-unfused`, `tilelang-miscompiles`.
     """
     line, args = context.launch_line, context.megatron_args
     if not uses_dsa(args):
@@ -47,7 +53,7 @@ def check(context: Context) -> str:
                 "--dsa-kernel-backend tilelang at sizes that it supports, or none",
             )
         return f"unfused, as the line asks; {_scores(args)}"
-    refuse(_declined(backend, args, context))
+    refuse([*_declined(backend, args, context), *_miscompiled(backend)])
     return f"{backend} supports these sizes"
 
 
@@ -108,6 +114,19 @@ def _declined(backend: str, args: Namespace, context: Context) -> Iterator[Cppme
 
 def _without(pages: Sequence[str]) -> str:
     return f" without the patch {' or '.join(pages)}" if pages else ""
+
+
+def _miscompiled(backend: str) -> Iterator[CppmegaError]:
+    installed = stack.version("tilelang") if backend == "tilelang" else None
+    if installed is not None and _MERGES_WRONGLY.contains(installed, prereleases=True):
+        yield CppmegaError(
+            "tilelang-miscompiles",
+            f"tilelang {installed}: from 0.1.9 until it was fixed in 0.1.11, the compiler merges "
+            "shared memory that is still in use (https://github.com/tile-ai/tilelang/pull/2204), "
+            "and Megatron builds the backward kernel of its sparse attention with that merging.",
+            "Gradients would be wrong without an error.",
+            "pip install 'tilelang>=0.1.11', or tilelang==0.1.8, which mamba-ssm demands",
+        )
 
 
 def _scores(args: Namespace) -> str:

@@ -47,6 +47,11 @@ def _no_mtp(args: Namespace) -> bool:
     return not has_mtp(args) and "/" not in layer_pattern(args)
 
 
+def _no_fused_down_projection(args: Namespace) -> bool:
+    """Hybrid stacks build it since 0.19, for the letter of MLA, which older releases lack."""
+    return bool(layer_pattern(args)) and "+" not in layer_pattern(args)
+
+
 _IDLE = (
     Idle(
         ("--cuda-graph-scope", "--cuda-graph-modules"),
@@ -87,6 +92,11 @@ _IDLE = (
         ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--v-head-dim"),
         _without("multi_latent_attention"),
         "they are only read with --multi-latent-attention",
+    ),
+    Idle(
+        ("--mla-down-proj-fusion",),
+        _no_fused_down_projection,
+        "a hybrid model fuses the down projections of its MLA layers (+, since 0.19) only",
     ),
     Idle(
         ("--num-query-groups",),

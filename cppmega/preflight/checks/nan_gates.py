@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppmega.catalogue import gates
+from cppmega.catalogue import decisions
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
@@ -16,14 +16,15 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `gate-gives-nan`.
     """
+    breaking = decisions.breaking_variables()
     refuse(
         CppmegaError(
             "gate-gives-nan",
             f"{name}={context.environ[name]}: {why}. It is not in this release.",
             "Every measurement with it was made on NaN gradients.",
-            f"unset {name}",
+            f"unset {name}; cppmega explain {name}",
         )
-        for name, why in gates.GIVES_NAN.items()
+        for name, why in breaking.items()
         if context.environ.get(name, "0").lower() not in ("", "0", "false", "off", "no")
     )
-    return "none of " + ", ".join(gates.GIVES_NAN)
+    return "none of " + ", ".join(breaking)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cppmega.catalogue import gates
+from cppmega.catalogue import decisions, gates
 from cppmega.errors import CppmegaError
 from cppmega.host import env, process
 from cppmega.preflight.context import Context
@@ -20,8 +20,8 @@ def check(context: Context) -> str:
     """Compare the environment with what pages and package declare.
 
     Raises:
-        CppmegaError: `unknown-variable` (with "not in this release" for the earlier overlay's
-            switches), `leftover-variable` (also a rank's or torchrun's own), `bad-gate-value`.
+        CppmegaError: `unknown-variable` (with the decision about a switch of the earlier
+            overlay), `leftover-variable` (also a rank's or torchrun's own), `bad-gate-value`.
     """
     refuse(_wrong_variables(context))
     set_ = sorted(name for name in context.environ if name.startswith(env.PREFIX))
@@ -30,9 +30,8 @@ def check(context: Context) -> str:
 
 def _wrong_variables(context: Context) -> Iterator[CppmegaError]:
     pages = context.session.pages.values()
-    rest = {
-        n: v for n, v in context.environ.items() if n not in (*gates.GIVES_NAN, *env.OF_ONE_RUN)
-    }
+    judged_elsewhere = {*decisions.breaking_variables(), *env.OF_ONE_RUN}
+    rest = {n: v for n, v in context.environ.items() if n not in judged_elsewhere}
     yield from gates.problems(pages, rest)
     gates.values(pages, context.environ)  # raises on a value that is neither on nor off
     for name in env.OF_ONE_RUN:
