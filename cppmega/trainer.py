@@ -39,6 +39,7 @@ def train(
     options = RunOptions(**values).resuming()
     changed = recipes_index.with_text(recipes_index.load(recipe), options.changes).plus(*arguments)
     accepted.accept(accepted.merged(changed.accepted_edits, options.accept))
+    requirements.check_profile(changed, options)
     if changed.kind == "loop" and not dry_run:
         from cppmega.smoke import loop as smoke_loop
 

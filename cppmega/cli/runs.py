@@ -1,4 +1,4 @@
-"""Commands on runs: launch, runs, attach, logs, stop, compare."""
+"""Commands on runs: launch, runs, attach, logs, stop, profile, compare."""
 
 from __future__ import annotations
 
@@ -155,6 +155,38 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 
 
 @cli.command()
+@click.argument("run", required=False)
+@_runs
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the kinds into this file."
+)
+@json_option
+def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bool) -> None:
+    """Show the profile of a run that was launched with --profile STEPS.
+
+    RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default.
+    The step's time by kind of kernel, how long the device waited for the host, and for what. The
+    trace next to it, profile/trace.json.gz, opens in ui.perfetto.dev. `cppmega compare` shows two
+    profiles side by side.
+    """
+    from cppmega.host import console
+    from cppmega.runs import folder as run_folder
+    from cppmega.runs import json_file
+    from cppmega.runs import profile as run_profile
+
+    found = run_folder.find(run_folder.root(folder), run)
+    read = run_profile.read(found)
+    if as_json:
+        console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(read)})
+    else:
+        for line in run_profile.lines(read):
+            click.echo(line)
+    if plot is not None:
+        run_profile.plot([(found.name, read)], plot)
+        console.say(f"profile: {plot}")
+
+
+@cli.command()
 @click.argument("one")
 @click.argument("other")
 @_runs
@@ -171,6 +203,7 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     from cppmega.runs import compare as comparing
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file
+    from cppmega.runs import profile as profiling
 
     root = run_folder.root(folder)
     first, second = run_folder.find(root, one), run_folder.find(root, other)
@@ -179,6 +212,8 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
         console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
     else:
         for line in comparing.lines(found):
+            click.echo(line)
+        for line in profiling.of_both(first, second):
             click.echo(line)
     if plot is not None:
         comparing.plot(first, second, plot)

@@ -22,6 +22,7 @@ from cppmega.runs import folder as run_folder
 from cppmega.runs import tmux
 from cppmega.runs.folder import Run
 from cppmega.runs.manifest import DataRecord
+from cppmega.training import requirements
 
 _LOOP_RANKS = 2
 """So that a launch on CPU has what one on GPUs has: process groups, and ranks that must agree."""
@@ -47,6 +48,7 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
         request = replace(request, resume=old.name if old.path.parent == runs else str(old.path))
     options = _options(request, recipe, folder, old)
     _refuse_finished(recipe, options.load)
+    requirements.check_profile(recipe.plus(*request.arguments), options)
     _check_loop(recipe, options, nproc * request.nodes)
     context = Context(
         root=options.root,
@@ -157,6 +159,7 @@ def _options(request: LaunchRequest, recipe: Recipe, folder: Path, old: Run | No
         options,
         save=options.save or folder / "checkpoints",
         metrics=options.metrics or folder / "metrics.jsonl",
+        profile_folder=options.profile_folder or (folder / "profile" if options.profile else None),
         data=data,
     ).resuming()  # as the trainer will; the manifest must record it
 

@@ -80,6 +80,7 @@ class Supervisor:
             pid=os.getpid(),
             since=process.started(os.getpid()),
             started=time.time(),
+            profiled_steps=node.run.profiled_steps or UNSET,
         )
 
     def run(self) -> int:

@@ -41,6 +41,12 @@ class RunOptions:
     wandb_name: str = ""
     metrics: Path | None = None
     """File for one JSON object per logged step."""
+    profile: int | None = None
+    """How many steps are profiled; None: none."""
+    profile_after: int = 10
+    """How many steps warm up before them."""
+    profile_folder: Path | None = None
+    """Folder for trace and summary of the profile."""
     accept: tuple[str, ...] = ()
     """Edited files of Megatron that may be trained, as `FILE=SHA256`."""
     root: Path | None = None

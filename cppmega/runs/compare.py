@@ -8,10 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from cppmega.errors import CppmegaError
 from cppmega.host import table as host_table
 from cppmega.overlay import record as overlay_record
-from cppmega.runs import json_file
+from cppmega.runs import json_file, plotting
 from cppmega.runs.folder import Run, RunState
 from cppmega.runs.manifest import Manifest
 from cppmega.runs.metrics import LoggedStep
@@ -21,7 +20,7 @@ _WARM = 2
 """First steps that a mean throughput leaves out: they compile and fill caches."""
 _OWN_PLACES = ("--save", "--load", "--metrics", "--data-cache-path", "--tensorboard-dir")
 """Arguments that are different for every run."""
-_OWN_OPTIONS = ("save", "load", "metrics", "changes", "data")
+_OWN_OPTIONS = ("save", "load", "metrics", "changes", "data", "profile_folder")
 """Options that are different for every run, or are compared elsewhere."""
 
 Curve = dict[int, LoggedStep]
@@ -37,10 +36,12 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     overlay: str
     megatron: str
     mock_data: bool
+    profiled_steps: int = 0
 
     def line(self) -> str:
         """One line of text."""
         mock = ", MOCK DATA" if self.mock_data else ""
+        mock += f", {self.profiled_steps} steps profiled" if self.profiled_steps else ""
         return (
             f"{self.name} ({self.state}): recipe {self.recipe}, overlay {self.overlay}, "
             f"megatron-core {self.megatron}{mock}"
@@ -164,18 +165,7 @@ def plot(one: Run, other: Run, target: Path) -> None:
     Raises:
         CppmegaError: `package-missing`.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise CppmegaError(
-            "package-missing",
-            "matplotlib is not installed.",
-            "It draws the curves; the table does not need it.",
-            "pip install matplotlib, or leave --plot out",
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotting.pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for run, colour in zip((one, other), ("#c44e52", "#4c72b0"), strict=True):
         rows = sorted(curve(run).items())
@@ -202,6 +192,7 @@ def _head(run: Run) -> Head:
         overlay=manifest.digest,
         megatron=manifest.megatron.version,
         mock_data=manifest.data.mock,
+        profiled_steps=run.profiled_steps,
     )
 
 
@@ -311,8 +302,9 @@ def _largest(common: Sequence[int], a: Curve, b: Curve) -> float | None:
 
 
 def _throughput(steps: Curve) -> float | None:
-    """Mean over the steps after the first ones, weighted by time."""
+    """Mean over the steps after the first ones without the profiled ones, weighted by time."""
     rows = [steps[step] for step in sorted(steps)][_WARM:]
+    rows = [row for row in rows if not row.profiled]
     seconds = sum(row.seconds for row in rows)
     tokens = sum(row.seconds * (row.tokens_per_second or 0.0) for row in rows)
     return tokens / seconds if seconds else None

@@ -6,6 +6,7 @@ RUNS/NAME/
     receipt.json          what was applied to Megatron
     metrics.jsonl         one object per logged step
     checkpoints/          unless --save names another folder
+    profile/              trace and summary of the profiled steps, with --profile
     nodes/0/              one for each host of the launch
         status.json       the process in charge, its workers, the exit status
         failure.json      the rank that failed first, until the status has it
@@ -26,6 +27,7 @@ from typing import Literal
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import durable, env
+from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import json_file, liveness, metrics
 from cppmega.runs import manifest as run_manifest
 from cppmega.runs import status as run_status
@@ -170,6 +172,22 @@ class Run:
     def checkpoints(self) -> Path:
         """Where it saves; its own folder first, which may have been moved."""
         return _first_existing(self.path / "checkpoints", self.outline.save)
+
+    @property
+    def profile(self) -> Path:
+        """Where its profile is; its own folder first, which may have been moved."""
+        recorded = self._options and self._options.profile_folder
+        return _first_existing(self.path / "profile", str(recorded) if recorded else None)
+
+    @property
+    def profiled_steps(self) -> int:
+        """How many of its steps it was launched to profile."""
+        return (self._options and self._options.profile) or 0
+
+    @property
+    def _options(self) -> RunOptions | None:
+        outline = self.outline
+        return outline.options if isinstance(outline, Manifest) else None
 
     @property
     def _metrics(self) -> Path:

@@ -43,6 +43,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str | None, ...]
     error: str
     folder: str
+    profiled_steps: int = 0
+    """Their throughput is not a benchmark."""
 
 
 def row_of(run: Run) -> Row:
@@ -65,6 +67,7 @@ def row_of(run: Run) -> Row:
         hosts=tuple(status.host if status is not None else None for status in statuses),
         error=run.problem or failures.in_one_line(run) or _silence(run),
         folder=str(run.path),
+        profiled_steps=run.profiled_steps,
     )
 
 
@@ -83,13 +86,16 @@ def place(status: Status) -> str:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each run, and its error on a second one."""
+    """A line for each run, with its error and its profile on further ones."""
     lines = host_table.table([_HEAD, *map(_cells, rows)], _WIDTHS, _RIGHT)
     yield next(lines)
     for row, line in zip(rows, lines, strict=True):
         yield line
         if row.error:
             yield f"{'':<{_WIDTHS[0]}}  {row.error}"
+        if row.profiled_steps:
+            profiled = f"profiled: {row.profiled_steps} steps, see cppmega profile {row.name}"
+            yield f"{'':<{_WIDTHS[0]}}  {profiled}"
 
 
 def _cells(row: Row) -> host_table.Row:

@@ -40,6 +40,8 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float | None = None
     losses: dict[str, float] = {}
     mock_data: bool = False
+    profiled: bool = False
+    """Slower for the profiler: not a throughput to quote."""
 
 
 def append(path: Path, record: Start | LoggedStep) -> None:

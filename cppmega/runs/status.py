@@ -57,6 +57,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     exit: int | None = None
     failure: Failure | UnsetType = UNSET
     note: str | UnsetType = UNSET
+    profiled_steps: int | UnsetType = UNSET
+    """How many steps the run was launched to profile: they are slower than others."""
 
 
 def read(path: Path) -> Status | None:

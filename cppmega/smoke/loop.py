@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.smoke import checkpoint as smoke_checkpoint
 from cppmega.smoke.records import CurvePoint
 from cppmega.training.nonfinite import Watch
+from cppmega.training.profiler import StepProfiler
 from cppmega.tree import accepted
 
 
@@ -43,6 +44,8 @@ class Loop:
     exit_interval: int | None = None
     log_interval: int = 20
     metrics: Path | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+    """Of the command line, for the profile."""
 
 
 @dataclass(slots=True)
@@ -117,17 +120,28 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     mine = islice(batches, outcome.first * world + rank, None, world)
     args = SimpleNamespace(**arguments(plan))
     started, saved, step = time.monotonic(), outcome.first, outcome.first
+    profiler = StepProfiler(
+        loop.options,
+        outcome.first + 1,
+        rank=rank,
+        on_gpu=False,
+        recipe=recipe.name,
+        overlay=_record().digest,
+        world_size=world,
+    )
     for step in guard.steps(range(outcome.first + 1, loop.steps + 1), args):
         begun = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(plan, step)
-        point = train_step(plan, step, model, ddp, optimizer, next(mine), watch)
+        with profiler.step():
+            point = train_step(plan, step, model, ddp, optimizer, next(mine), watch)
         point = over_ranks(point, world)
         if step == 1:
             _check_first_loss(point.loss, plan)
         outcome.curve.append(point)
         tokens = recipe.global_batch_size * recipe.seq_length
-        _log(loop, point, tokens, begun, started, outcome.first, rank)
+        profiled = profiler.took_disturbed()
+        _log(loop, point, tokens, begun, started, outcome.first, rank, profiled)
         ended = stop.wanted()
         if loop.save and (ended or (loop.save_interval and step % loop.save_interval == 0)):
             smoke_checkpoint.save(loop.save, model, optimizer, step, _record())
@@ -235,6 +249,7 @@ def _log(
     started: float,
     first: int,
     rank: int,
+    profiled: bool,
 ) -> None:
     if rank != 0:
         return
@@ -255,6 +270,7 @@ def _log(
                 grad_norm=point.grad_norm,
                 losses={"lm loss": point.loss}
                 | ({} if point.mtp is None else {"mtp loss": point.mtp}),
+                profiled=profiled,
             ),
         )
 
@@ -275,6 +291,7 @@ def train(recipe: Recipe, options: RunOptions) -> None:
         exit_interval=options.exit_interval,
         log_interval=options.log_interval,
         metrics=options.metrics,
+        options=options,
     )
     run(recipe, loop)
 

@@ -17,6 +17,7 @@ from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.training.nonfinite import check_step
 
 MOCK = "MOCK DATA"
+PROFILED = "PROFILED"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+)\s*\|")
 _VALUE = re.compile(r"\|?\s*([A-Za-z][^|:]*?)\s*(?:\([^|)]*\))?:\s+([-+.\dEe]+|nan|inf)\s*\|")
 _ELAPSED = "elapsed time per iteration"
@@ -51,6 +52,7 @@ class Log:
         squares: Callable[[], float | None],
         peak: Callable[[], float],
         metrics: Path | None,
+        profiled: Callable[[], bool] = lambda: False,
     ) -> None:
         """Create the log.
 
@@ -61,7 +63,9 @@ class Log:
             squares: mean document length since the last line, see `ForwardStep.taken_squares`.
             peak: most GPU memory allocated so far on this rank, GiB.
             metrics: file for one JSON object per step; None: none.
+            profiled: whether a step since the last line was slower for the profiler.
         """
+        self._profiled = profiled
         self.recipe, self.world_size, self.mock = recipe, world_size, mock
         self._squares, self._peak, self._metrics = squares, peak, metrics
 
@@ -107,6 +111,7 @@ class Log:
             grad_norm=values.get("grad norm"),
             losses={key: value for key, value in values.items() if key.endswith("loss")},
             mock_data=self.mock,
+            profiled=self._profiled(),
         )
 
     def line(self, message: str, step: TrainingStep) -> str:
@@ -116,4 +121,5 @@ class Log:
             f" tokens/s: {step.tokens_per_second:.0f} |"
             f" peak memory (GiB): {step.peak_gib:.1f} |"
         )
+        numbers += f" {PROFILED} |" * step.profiled
         return (f" {MOCK} |" if self.mock else "") + message + numbers + (f" {MOCK}" * self.mock)

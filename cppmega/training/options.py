@@ -51,6 +51,24 @@ _OPTIONS = (
     click.option("--wandb-name", default="", help="Name of the run there (default: the recipe's)."),
     click.option("--metrics", type=_FOLDER, help="File for one JSON object per logged step."),
     click.option(
+        "--profile",
+        type=_STEPS,
+        metavar="STEPS",
+        help="Profile so many steps on rank 0; their throughput is not a benchmark.",
+    ),
+    click.option(
+        "--profile-after",
+        type=_STEPS,
+        default=10,
+        show_default=True,
+        help="Steps that warm up before the profiled ones.",
+    ),
+    click.option(
+        "--profile-folder",
+        type=_FOLDER,
+        help="Folder for the profile (default: profile/ in the run folder, or here).",
+    ),
+    click.option(
         "--accept",
         multiple=True,
         metavar="FILE=SHA256",

@@ -23,6 +23,7 @@ from cppmega.training.batch import dataset_provider
 from cppmega.training.log import MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
 from cppmega.training.plan import TrainingPlan
+from cppmega.training.profiler import StepProfiler
 from cppmega.training.step import ForwardStep
 from cppmega.tree import accepted
 
@@ -133,6 +134,7 @@ def _install_hooks(
     def last_rank() -> bool:
         return bool(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
 
+    profiler = _profiler(plan)
     log = Log(
         plan.recipe,
         int(os.environ.get("WORLD_SIZE", "1")),
@@ -140,13 +142,29 @@ def _install_hooks(
         squares=step.taken_squares,
         peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
         metrics=plan.options.metrics,
+        profiled=profiler.took_disturbed,
     )
     replaced = log.around(training.print_rank_last, last_rank)
     live_code.replace(training, "print_rank_last", replaced)
-    live_code.replace(training, "train_step", nonfinite.around_train_step(training.train_step))
+    train_step = profiler.around(nonfinite.around_train_step(training.train_step))
+    live_code.replace(training, "train_step", train_step)
     # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
     live_code.replace(checkpointing, "check_checkpoint_args", check)
+
+
+def _profiler(plan: TrainingPlan) -> StepProfiler:
+    done, _ = requirements.steps_of(plan.recipe, plan.options)
+    return StepProfiler(
+        plan.options,
+        done + 1,
+        rank=int(os.environ.get("RANK", "0")),
+        on_gpu=True,
+        recipe=plan.recipe.name,
+        overlay=plan.overlay,
+        megatron=plan.rendered.version,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
 
 
 def comparing_overlays(

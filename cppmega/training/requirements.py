@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from cppmega.checkpoints import files as checkpoint_files
+from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.data import corpus, tokenizers
 from cppmega.data import reading as data_reading
 from cppmega.data import record as data_record
@@ -91,6 +92,41 @@ def check_patches(recipe: Recipe, session: Session) -> str:
                 "python -m cppmega.apply_patches",
             )
     return applied.digest or "none"
+
+
+def check_profile(recipe: Recipe, options: RunOptions) -> None:
+    """Check that the steps to be profiled are among those of the run.
+
+    Raises:
+        CppmegaError: `profile-beyond-run`, `profiled-twice`.
+    """
+    if options.profile is None:
+        return
+    done, last = steps_of(recipe, options)
+    needed = options.profile_after + options.profile
+    if done + needed > last:
+        raise CppmegaError(
+            "profile-beyond-run",
+            f"--profile {options.profile} --profile-after {options.profile_after} takes {needed} "
+            f"steps; this run has {max(last - done, 0)}, from {done + 1} to {last}.",
+            "It would end without a profile.",
+            f"--set train_iters={done + needed}, another --exit-interval, or fewer steps",
+        )
+    if "--profile" in recipe.arguments:
+        raise CppmegaError(
+            "profiled-twice",
+            "--profile is among Megatron's own arguments, too.",
+            "Two profilers cannot record at the same time.",
+            "leave one of the two out",
+        )
+
+
+def steps_of(recipe: Recipe, options: RunOptions) -> tuple[int, int]:
+    """The steps that a start finds done, and the one after which it ends."""
+    loaded = options.load and checkpoint_tracker.newest_step(options.load)
+    done, every = loaded or 0, options.exit_interval
+    last = recipe.train_iters if every is None else (done // every + 1) * every
+    return done, min(last, recipe.train_iters)
 
 
 def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
