@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cppmega.host import console
 from cppmega.host import table as host_table
@@ -43,7 +44,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str | None, ...]
     error: str
     folder: str
-    profiled_steps: int = 0
+    profiled_steps: int | UnsetType = UNSET
     """Their throughput is not a benchmark."""
 
 
@@ -67,7 +68,7 @@ def row_of(run: Run) -> Row:
         hosts=tuple(status.host if status is not None else None for status in statuses),
         error=run.problem or failures.in_one_line(run) or _silence(run),
         folder=str(run.path),
-        profiled_steps=run.profiled_steps,
+        profiled_steps=run.profiled_steps or UNSET,
     )
 
 

@@ -56,7 +56,7 @@ _KERNELS: tuple[tuple[str, str, str], ...] = (
         "",
     ),
     (_EXPERTS, _PRODUCT, r"Grouped(Linear|MLP|Gemm)|grouped_(gemm|mm)"),
-    (_EXPERTS, r"[gG]rouped?_?(gemm|Gemm|GEMM|mm|Problem)", ""),
+    (_EXPERTS, r"[gG]roup(ed)?_?(gemm|Gemm|GEMM|mm|Problem)", ""),
     (PRODUCTS, _PRODUCT, ""),
     (_SORTING, r"[tT]op_?[kK]|[rR]adix|bitonicSort|MergeSort|segmented_sort|DigitC", ""),
     (

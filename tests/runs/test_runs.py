@@ -431,6 +431,7 @@ def asked(runs: Path, **how: Any) -> LaunchRequest:
         ({"recipe": "nam56r_h200_slice", "nproc": 2}, "wrong-world-size"),
         ({"resume": "nothing"}, "no-runs"),
         ({"rdzv": "h:1"}, "rendezvous-of-one"),
+        ({"profile": 2, "profile_after": 199}, "profile-beyond-run"),
         ({"changes": ("name=mine",)}, "bad-assignment"),
         ({"changes": ("lr=1e999",)}, "recipe-invalid"),
         ({"changes": ("lr=-1",)}, "recipe-invalid"),
@@ -566,6 +567,7 @@ def test_the_line_of_a_recipe_for_gpus(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert " --set gpus=4 " in line and " --mock-data " in line
     assert f"--save {folder}/checkpoints" in line and f"--metrics {folder}/metrics.jsonl" in line
+    assert "--profile-folder" not in line, "nothing is profiled"
     assert line.endswith(" -- --log-params-norm")
     assert "--exit-signal-handler" in made.argv  # what `stop` relies on
     assert made.argv[-1] == "--log-params-norm"
@@ -766,6 +768,7 @@ def test_what_the_ranks_see() -> None:
 def test_options_become_the_same_options_again(tmp_path: Path) -> None:
     line = ["--set", "lr=1", "--set", "seed=2", "--data", "a", "--data", "b", "--mock-data"]
     line += ["--save", str(tmp_path), "--exit-interval", "3", "--wandb-project", "p"]
+    line += ["--profile", "2", "--profile-after", "5", "--profile-folder", "there"]
     read, rest = trainer_options.read([*line, "--lr", "1"])
     assert trainer_options.read(read.words()) == (read, ())
     assert rest == ("--lr", "1")

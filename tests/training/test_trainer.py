@@ -249,6 +249,7 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "incomplete fp8": ("recipe-not-complete", ["nam56r_h200_8gpu_fp8", *own[1:]], {}),
         "loop": ("not-supported", ["smoke_cpu", "--mock-data"], {}),
         "unpatched": ("patch-missing", own, {}),
+        "profile": ("profile-beyond-run", [*own, "--profile", "41"], {}),
     }
 
 
@@ -635,10 +636,12 @@ for name, (kind, argv, rows) in json.loads(os.environ["CASES"]).items():
 
 # The hand-over itself, with Megatron's pretrain replaced by a function of the same signature.
 import functools
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import megatron.training
+from cppmega.errors import CppmegaError
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training import pretrain
@@ -668,6 +671,14 @@ line = render(recipe, os.environ["VERSION"], options, 256)
 plan = TrainingPlan(recipe, options, line, DataTokens(65536, 256, "abc"), None, "d1g3st")
 global_vars.unset_global_variables()
 original = megatron.training.training.print_rank_last
+profiled = replace(plan, options=replace(options, profile=1, metrics=None))
+with mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
+    sys.stdout = open(os.devnull, "w")
+    try:
+        pretrain.pretrain(profiled)
+    except CppmegaError as error:
+        without_cuda = error.name
+    sys.stdout = sys.__stdout__
 with mock.patch.object(megatron.training, "pretrain", stand_in), \
         mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
     sys.stdout = open(os.devnull, "w")
@@ -678,6 +689,7 @@ out["launch"] = {
     "positions": seen["positions"], "fresh": step._check_first, "device": str(step.device),
     "datasets": seen["datasets"],
     "listens": megatron.training.training.print_rank_last is not original,
+    "profiled without CUDA": without_cuda,
     "header": json.loads(metrics.read_text())}
 if "PretrainConfigContainer" in seen:
     container = seen["PretrainConfigContainer"]
@@ -727,6 +739,7 @@ def test_every_release_builds_the_models_and_is_handed_the_run(
     assert launch["fresh"] and launch["device"] == "cuda:0" and launch["listens"]
     assert launch["header"]["overlay"] == "d1g3st" and launch["header"]["data"] == "abc"
     assert launch["header"]["mock_data"] is False
+    assert launch["profiled without CUDA"] == "profiler-missing"
     if version != "0.17.1":
         wanted = "NoneType" if version == "0.18.2" else "HybridModelConfig"
         assert (launch["model"], launch["overlay"]) == (wanted, "d1g3st")
