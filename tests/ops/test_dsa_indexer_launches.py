@@ -1,0 +1,186 @@
+"""How much one layer's indexer launches, counted on CPU: kernels by recorders, torch's by dispatch.
+
+Megatron 0.19 launches 731 kernels forward and about 300 backward at a batch of 8: it loops over the
+batch and over chunks of 512 rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from cppmega import ops  # noqa: E402
+from cppmega.ops import dsa_indexer, dsa_indexer_prologue, linear_cross_entropy_triton  # noqa: E402
+from cppmega.ops.dsa_indexer_problem import Bounds, Loss  # noqa: E402
+from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
+from tests.ops.dsa_indexer_prologue_checks import angles  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 25
+"""Launches of one layer's indexer, forward and backward each."""
+MODULES = [
+    importlib.import_module(f"cppmega.ops.{found.name}")
+    for found in pkgutil.iter_modules(ops.__path__)
+    if found.name.startswith("dsa_indexer") and found.name.endswith("_triton")
+]
+FREE = re.compile(
+    "alias|as_strided|detach|(new_)?empty(_like|_strided)?|expand|permute|select|slice|split|"
+    "squeeze|t|transpose|unbind|unsqueeze|_?(unsafe_)?view"
+)
+"""Operators of torch that launch nothing."""
+TWICE = frozenset({"sum", "mean", "amax", "max", "cumsum"})
+"""Reductions: a large one clears its semaphores first."""
+WAITING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "unique"})
+
+
+class Launches(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the launches of kernels and of torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def recorder(self, name: str) -> Any:
+        """What stands for a Triton kernel."""
+        names = self.names
+
+        class Recorder:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                assert all(0 < size < 2**31 for size in grid) and all(
+                    size < 2**16 for size in grid[1:]
+                ), f"CUDA refuses the grid {grid} of {name}"
+                return lambda *arguments, **options: names.append(name)
+
+        return Recorder()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in WAITING, f"{name} waits for the GPU"
+        if not FREE.fullmatch(name):
+            self.names += [name] * (2 if name in TWICE else 1)
+        return func(*args, **(kwargs or {}))
+
+    def taken(self) -> list[str]:
+        """The names since the last call."""
+        names, self.names[:] = list(self.names), []
+        return names
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """The kernels' path, without a GPU."""
+    counted = Launches()
+    for module in (*MODULES, linear_cross_entropy_triton):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, counted.recorder(name))
+    for module in (dsa_indexer, dsa_indexer_prologue):
+        monkeypatch.setattr(module, "obstacle", lambda *call: None)
+    return counted
+
+
+def bounds_of(kind: str, sq: int, batch: int) -> Bounds:
+    """Causal, or packed documents with the bounds of each row, as Megatron's int64."""
+    if kind == "causal":
+        return Bounds()
+    row = torch.arange(sq)
+    starts, ends = row // 5 * 5, row + 1
+    if kind == "packed":
+        return Bounds(starts, ends)
+    return Bounds(starts.expand(batch, sq), ends.expand(batch, sq))
+
+
+def layer(
+    launches: Launches, sq: int, batch: int, bounds: Bounds, how: dict[str, Any] | None
+) -> tuple[list[str], list[str]]:
+    """One layer's indexer, prologue and loss included: what it launches forward and backward.
+
+    The tensors are not filled: large ones cost no memory.
+
+    Args:
+        launches: the recorders.
+        sq: length of the sequence, for keys as well.
+        batch: number of sequences.
+        bounds: valid keys.
+        how: of the loss; None: the choice alone, as in evaluation.
+    """
+    heads, width = 32, 64
+    like: dict[str, Any] = {"dtype": torch.bfloat16}
+    made = (
+        torch.empty(sq, batch, heads, width, **like).requires_grad_(),
+        torch.empty(sq, batch, width, **like).requires_grad_(),
+        torch.empty(sq, batch, heads, **like).requires_grad_(),
+    )
+    query, key = torch.empty(sq, batch, 32, 128, **like), torch.empty(sq, batch, 1, 128, **like)
+    rotary = Rotary(angles=angles(sq, 32))
+    rows = torch.ones(batch, sq, dtype=torch.bool)
+    launches.taken()
+    with launches:
+        ready = prepare_index_inputs(*made, rotary)
+        if how is None:
+            dsa_indexer.choose_keys(*ready, 256, bounds=bounds)
+            return launches.taken(), []
+        loss = Loss(softmax_scale=1.0, coefficient=1.0, **how)
+        found = dsa_indexer.indexer_loss(*ready, query, key, 256, loss, bounds=bounds, rows=rows)
+        forward = launches.taken()
+        torch.autograd.grad(found.loss, made, torch.ones(()))
+        return forward, [name for name in launches.taken() if name != "ones"]
+
+
+CALLS: dict[str, dict[str, Any] | None] = {
+    "choice": None,
+    "sparse": {"sparse": True},
+    "sparse, repeatable": {"sparse": True, "repeatable": True},
+    "dense": {"sparse": False},
+    "dense, per token": {"sparse": False, "per_token": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["causal", "packed", "packed by sequence"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_layer_launches_the_same_few_kernels_at_any_batch(
+    call: str, kind: str, launches: Launches
+) -> None:
+    alone = layer(launches, 40, 1, bounds_of(kind, 40, 1), CALLS[call])
+    assert 0 < len(alone[0]) <= LIMIT and len(alone[1]) <= LIMIT, alone
+    assert bool(alone[1]) == (call != "choice")
+    for sq, batch in ((40, 3), (40, 8), (1000, 3)):
+        assert layer(launches, sq, batch, bounds_of(kind, sq, batch), CALLS[call]) == alone
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_at_the_size_of_the_slice(call: str, launches: Launches) -> None:
+    few = layer(launches, 40, 1, Bounds(), CALLS[call])
+    assert layer(launches, 4096, 8, Bounds(), CALLS[call]) == few
+
+
+@pytest.mark.parametrize(("sq", "batch"), [(4096, 64), (32768, 1)])
+def test_beyond_half_a_gigabyte_the_dense_loss_is_computed_in_parts(
+    sq: int, batch: int, launches: Launches
+) -> None:
+    one, backward = layer(launches, 40, 1, Bounds(), CALLS["dense"])
+    several, same = layer(launches, sq, batch, Bounds(), CALLS["dense"])
+    parts = 2 * batch * sq * sq // 2**29
+    by_part = Counter(_tile_kernel=1, _query_kernel=1, _key_kernel=1)
+    more = {name: count * (parts - 1) for name, count in by_part.items()}
+    assert Counter(several) - Counter(one) == more and same == backward
+
+
+def test_every_kernel_is_launched_by_one_of_these_calls(launches: Launches) -> None:
+    seen = set()
+    for how in CALLS.values():
+        for names in layer(launches, 40, 1, Bounds(), how):
+            seen |= set(names)
+    kernels = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
+    assert kernels <= seen, "a kernel that this test cannot see would not be counted"
