@@ -25,7 +25,7 @@ COLUMNS = {
 
 
 def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Curves and medians of one run.
+    """Curves of one run, and medians of its steps that were not profiled.
 
     Raises:
         ClickException: a loss or gradient is not finite, so the throughput means nothing.
@@ -39,10 +39,11 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in steps:
         if not all(math.isfinite(row[key] or math.nan) for key in ("loss", "grad_norm")):
             raise click.ClickException(f"step {row['step']}: {row['loss']=} {row['grad_norm']=}")
-    if len(steps) <= WARM:
+    warm = [row for row in steps[WARM:] if not row.get("profiled", False)]
+    if not warm:
         raise click.ClickException(f"{len(steps)} steps are too few: {WARM} warm up")
-    seconds = statistics.median(row["seconds"] for row in steps[WARM:])
-    middle = min(steps[WARM:], key=lambda row: abs(row["seconds"] - seconds))
+    seconds = statistics.median(row["seconds"] for row in warm)
+    middle = min(warm, key=lambda row: abs(row["seconds"] - seconds))
     return {
         "overlay": start["overlay"],
         "steps": len(steps),

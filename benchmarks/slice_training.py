@@ -57,7 +57,7 @@ def main() -> None:
     """Stock against overlay on a GPU."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """The folders, and what all runs have in common."""
 

@@ -1,0 +1,283 @@
+"""The DSA indexer's kernels in training: the NAM56R slice with and without them, in turns.
+
+    python benchmarks/dsa_indexer_slices.py --site SITE --work SCRATCH --out DIR [--only PART,...]
+
+Parts, on one GPU:
+
+    fused8, fused2   TileLang's sparse attention, sparse loss, micro-batch 8 and 2: tokens/s of the
+                     overlay without the indexer's pages ("before") and of all of it ("after")
+    dense8           the same with the dense loss, micro-batch 8
+    curves           20 steps of Megatron's own path twice ("stock", "again"), and of ours, with the
+                     dense and the sparse loss: whether ours is within the noise of the other two
+
+Every run is a process; the sides of a part take turns (before, after, after, before), and the last
+run of each side is profiled after its measured steps. After each run DIR/PART.json is written, and
+DIR/report.md from all parts. A run that is in there is not repeated (`--again` does), so a call
+that came to the end of --minutes is continued by the same command.
+
+SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
+copied and never changed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import sides
+import slice_training
+from slice_report import WARM, measured
+from slice_training import STARTS, Bench, environment, prepare
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from dsa_indexer_slices_report import report  # noqa: E402
+
+from cppmega.recipe import index as recipes_index  # noqa: E402
+from cppmega.runs.profile import SUMMARY  # noqa: E402
+
+PAGES = ("dsa_indexer_kernels", "dsa_indexer_prologue")
+"""The pages whose worth is measured."""
+REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
+"""Patches of stock in the curves: to start, and to log the indexer loss by the same measure."""
+_TILELANG = ("--dsa-kernel-backend", "tilelang")
+_SPARSE = ("--dsa-indexer-use-sparse-loss",)
+_TURNS = ("before", "after", "after", "before")
+_CURVES = ("stock", "again", "after")
+_PROFILED = 2
+_FIRST_GUESS = 150.0
+"""Seconds that a run may take, until one has shown how many."""
+_FOLDER = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Runs of one configuration."""
+
+    batch: int
+    arguments: tuple[str, ...] = ()
+    """Megatron's own: as fields, they would make the recipe ask for the pages left out."""
+    turns: tuple[str, ...]
+    linear: bool = True
+    """The heads' losses without logits, which a micro-batch of 8 needs."""
+
+
+PARTS = {
+    "fused8": Part(batch=8, arguments=_TILELANG + _SPARSE, turns=_TURNS),
+    "fused2": Part(batch=2, arguments=_TILELANG + _SPARSE, turns=_TURNS),
+    "dense8": Part(batch=8, arguments=_TILELANG, turns=_TURNS),
+    "curves_dense": Part(batch=1, turns=_CURVES, linear=False),
+    "curves_sparse": Part(batch=1, arguments=_SPARSE, turns=_CURVES, linear=False),
+}
+
+
+@dataclass
+class Turns:
+    """One call: the runs that are left, as long as there is time."""
+
+    bench: Bench
+    deadline: float
+    steps: int
+    curve_steps: int
+    without: tuple[str, ...] = PAGES
+    again: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+    taken: list[float] = field(default_factory=list)
+    """Seconds of each run so far."""
+
+    def part(self, name: str) -> None:
+        """Run what is left of a part.
+
+        Raises:
+            ClickException: a run has failed; it is repeated by the next call.
+        """
+        target = self.bench.out / f"{name}.json"
+        result = {} if self.again or not target.is_file() else json.loads(target.read_text())
+        result = {**result, **self.facts, "part": name}
+        runs = result.setdefault("runs", {})
+        for run, side, last in _runs(PARTS[name]):
+            if run in runs or _full(runs, side):
+                continue
+            left = self.deadline - time.monotonic()
+            if left < 1.2 * max(self.taken, default=_FIRST_GUESS):
+                print(f"{name} {run}: {left:.0f} s are left, it is not started", file=sys.stderr)
+                break
+            runs[run] = {"side": side, **self.run(name, run, side, last)}
+            target.write_text(json.dumps(result, indent=1) + "\n")
+
+    def run(self, name: str, run: str, side: str, last: bool) -> dict[str, Any]:
+        """One run, measured."""
+        part, label = PARTS[name], f"{name}-{run}"
+        self.bench.clear(label)
+        self.bench.timeout = max(1.0, self.deadline - time.monotonic())
+        started = time.monotonic()
+        options = [*self.options(part, label, last), "--", *part.arguments]
+        try:
+            self.bench.wait(label, self.bench.start(label, self.tree(side), *options))
+        except MemoryError:
+            return {"out_of_memory": True}
+        finally:
+            self.taken.append(time.monotonic() - started)
+        rows = self.bench.rows(label)
+        if part.turns == _CURVES:
+            return {"losses": _losses(rows)}
+        found = measured(rows)
+        found["seconds"] = [row["seconds"] for row in rows if _counts(row)]
+        return found | ({"profile": f"{label}-profile"} if last else {})
+
+    def options(self, part: Part, label: str, last: bool) -> Iterator[str]:
+        """The trainer's options of a run."""
+        curve = part.turns == _CURVES
+        # The profiler starts one step before the first profiled one.
+        steps = self.curve_steps if curve else WARM + self.steps + (1 + _PROFILED) * last
+        batch = str(part.batch)
+        changes = {"micro_batch_size": batch, "global_batch_size": batch, "train_iters": str(steps)}
+        if part.linear:
+            changes["cross_entropy_fusion_impl"] = "linear"
+        for key, value in changes.items():
+            yield from ("--set", f"{key}={value}")
+        if last and not curve:
+            yield from ("--profile", str(_PROFILED), "--profile-after", str(steps - _PROFILED))
+            yield from ("--profile-folder", str(self.bench.out / f"{label}-profile"))
+
+    def tree(self, side: str) -> Path:
+        """A copy of the pristine megatron with a side's patches."""
+        if side == "after":
+            return self.bench.tree("after")
+        pages = REFERENCE if side in ("stock", "again") else self._others()
+        root = self.bench.work / "trees" / ("stock" if side == "again" else side)
+        if not root.is_dir():
+            sides.copy(self.bench.site, root)
+        apply(root, pages)
+        return root
+
+    def _others(self) -> tuple[str, ...]:
+        """What is applied in the whole overlay, but for the pages left out."""
+        states = applied(self.bench.tree("after"))
+        missing = [name for name in self.without if name not in states]
+        if missing:
+            raise click.ClickException(f"not applied, so there is no difference: {missing}")
+        return tuple(name for name in states if name not in self.without)
+
+
+def apply(root: Path, pages: Sequence[str]) -> None:
+    """Apply these pages, and no others, to a tree."""
+    only = [word for page in pages for word in ("--only", page)]
+    command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root), *only]
+    subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
+
+
+def applied(root: Path) -> tuple[str, ...]:
+    """The pages that are in the code of a tree."""
+    command = [sys.executable, "-m", "cppmega", "status", "--megatron", str(root), "--json"]
+    done = subprocess.run(command, check=True, env=environment(), capture_output=True)
+    patches = json.loads(done.stdout)["patches"]
+    return tuple(one["name"] for one in patches if one["state"] in ("applied", "armed"))
+
+
+def _runs(part: Part) -> Iterator[tuple[str, str, bool]]:
+    """Name and side of each run, and whether it is the last one of its side."""
+    for at, side in enumerate(part.turns):
+        number = part.turns[: at + 1].count(side)
+        yield f"{side}{number}", side, side not in part.turns[at + 1 :]
+
+
+def _full(runs: dict[str, Any], side: str) -> bool:
+    """Whether a side has run out of memory, which it would do again."""
+    return any("out_of_memory" in run for run in runs.values() if run["side"] == side)
+
+
+def _counts(row: dict[str, Any]) -> bool:
+    return row.get("step", 0) > WARM and not row.get("profiled", False)
+
+
+def _losses(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Each logged loss by step, the gradient's norm among them."""
+    found: dict[str, dict[int, float]] = {}
+    for row in (row for row in rows if "step" in row):
+        for name, value in {**row["losses"], "grad norm": row["grad_norm"]}.items():
+            found.setdefault(name, {})[row["step"]] = value
+    return found
+
+
+def profiles(out: Path, part: dict[str, Any]) -> dict[str, Path]:
+    """The profile of each side of a part."""
+    found = {
+        run["side"]: out / run["profile"] / SUMMARY
+        for run in part["runs"].values()
+        if "profile" in run
+    }
+    return {side: file for side, file in found.items() if file.is_file()}
+
+
+def write_report(out: Path) -> str:
+    """Write the report of all parts that have a result."""
+    parts = {
+        name: json.loads((out / f"{name}.json").read_text())
+        for name in PARTS
+        if (out / f"{name}.json").is_file()
+    }
+    text = report(parts, {name: profiles(out, part) for name, part in parts.items()})
+    (out / "report.md").write_text(text)
+    return text
+
+
+@click.command()
+@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
+@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
+@click.option("--out", type=_FOLDER, required=True, help="Results, logs and profiles.")
+@click.option("--data", type=_FOLDER, help="Prepared dataset [Python's own sources].")
+@click.option("--only", default=",".join(PARTS), show_default=True, help="Parts, in this order.")
+@click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
+@click.option("--steps", default=12, show_default=True, help="Measured steps of a run.")
+@click.option("--curve-steps", default=20, show_default=True, help="Steps of a curve.")
+@click.option(
+    "--without", multiple=True, default=PAGES, show_default=True, help="Pages that `before` lacks."
+)
+@click.option("--again", is_flag=True, help="Repeat the runs that have a result.")
+def main(
+    site: Path,
+    work: Path,
+    out: Path,
+    data: Path | None,
+    only: str,
+    minutes: float,
+    steps: int,
+    curve_steps: int,
+    without: tuple[str, ...],
+    again: bool,
+) -> None:
+    """Run what is left of the parts, and print the report."""
+    deadline = time.monotonic() + 60 * minutes
+    chosen = only.split(",")
+    unknown = sorted(set(chosen) - set(PARTS))
+    if unknown:
+        raise click.BadParameter(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    prefix = data or prepare(work / "data" / "corpus", (), site)
+    recipe = recipes_index.load("nam56r_h200_slice")
+    bench = Bench(recipe, (), site.resolve(), work.resolve(), out.resolve(), prefix.resolve(), 1.0)
+    facts = {**slice_training.header(bench), "benchmark": "dsa_indexer_slices"}
+    turns = Turns(bench, deadline, steps, curve_steps, without, again, facts=facts)
+    failed = False
+    for name in chosen:
+        try:
+            turns.part(name)
+        except click.ClickException as error:  # the other parts may still have their time
+            failed = True
+            print(f"{name}: {error.message}", file=sys.stderr)
+    print(write_report(out))
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""The benchmark of the indexer in training: turns, time limit, ratios, curves; without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.run_options import RunOptions
+from cppmega.runs import json_file
+from cppmega.training.options import read
+from cppmega.training.requirements import check_profile
+from tests.runs.test_profile import made_profile
+from tests.support import REPOSITORY, pristine
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+training = importlib.import_module("slice_training")
+slices = importlib.import_module("dsa_indexer_slices")
+report = importlib.import_module("dsa_indexer_slices_report")
+
+MILLISECONDS = {"before": 1000, "after": 700, "stock": 300, "again": 300}
+TRAINER = """
+import json, sys
+metrics, side, out_of_memory, steps, milliseconds, profiled = json.loads(sys.argv[1])
+if out_of_memory:
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory.")
+with open(metrics, "a") as file:
+    def write(row):
+        print(json.dumps(row), file=file)
+    write({"start": "nam56r_h200_slice", "overlay": side, "mock_data": False})
+    for step in range(1, steps + 1):
+        seconds = (milliseconds + step % 3) / 1000
+        loss = 11 - step / 100 + {"again": 1e-4, "after": 1.5e-4}.get(side, 0)
+        indexer = 1 + {"again": 1e-6, "after": 1e-3}.get(side, 0)
+        write({"step": step, "seconds": seconds, "tokens_per_second": 4096 / seconds,
+               "tflops_per_gpu": 1.0, "tflops_per_gpu_by_megatron": 1.0, "peak_gib": 50.0,
+               "loss": loss, "grad_norm": 1.0, "mock_data": False,
+               "losses": {"lm loss": loss, "indexer loss": indexer},
+               "profiled": step > steps - profiled})
+"""
+
+
+class Bench(training.Bench):  # type: ignore[misc, name-defined]
+    """Runs a stand-in for the trainer; keeps the options that it was started with."""
+
+    full: tuple[str, ...] = ()
+    started: dict[str, RunOptions]
+
+    def start(self, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
+        parsed, _ = read(options)
+        self.started[name] = parsed
+        changes = dict(change.split("=") for change in parsed.changes)
+        side = tree.name
+        if parsed.profile:
+            assert parsed.profile_folder is not None
+            parsed.profile_folder.mkdir(exist_ok=True)
+            file = parsed.profile_folder / slices.SUMMARY
+            json_file.write(file, json_file.plain(made_profile()))
+        recipe = recipes_index.with_text(self.recipe, parsed.changes)
+        check_profile(recipe, parsed)
+        call = [str(self.metrics(name)), side, name.split("-")[0] in self.full and side == "before"]
+        call += [int(changes["train_iters"]), MILLISECONDS[side], 3 * bool(parsed.profile)]
+        log = (self.out / f"{name}.log").open("ab")
+        with log:
+            command = [sys.executable, "-c", TRAINER, json.dumps(call)]
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def turns(tmp_path: Path, seconds: float = 600.0, **how: Any) -> Any:
+    recipe = recipes_index.load("nam56r_h200_slice")
+    bench = Bench(recipe, (), tmp_path, tmp_path, tmp_path, tmp_path / "data", 20.0)
+    bench.started = {}
+    facts = {"stack": {"gpu": "H200"}, "date": "2026-01-01"}
+    made = slices.Turns(bench, time.monotonic() + seconds, 4, 5, facts=facts, **how)
+    made.tree = lambda side: tmp_path / "trees" / side
+    return made
+
+
+def part(tmp_path: Path, name: str) -> Any:
+    return json.loads((tmp_path / f"{name}.json").read_text())
+
+
+def test_sides_take_turns_and_are_profiled_last(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.part("fused2")
+    runs = part(tmp_path, "fused2")["runs"]
+    assert list(runs) == ["before1", "after1", "after2", "before2"]
+    assert [name for name, run in runs.items() if "profile" in run] == ["after2", "before2"]
+    assert {len(run["seconds"]) for run in runs.values()} == {4}, "profiled steps do not count"
+    options = made.bench.started["fused2-after2"]
+    assert "micro_batch_size=2" in options.changes and options.profile == 2
+    text = slices.write_report(tmp_path)
+    assert re.search(r"after over before: 1\.4\d\d \(1\.4\d\d to 1\.4\d\d\)", text)
+    assert "the target of 1.4 is met" in text
+    assert "Profile, before:" in text and "A is before, B after:" in text
+    assert (tmp_path / "report.md").read_text() == text
+
+
+def test_a_call_continues_where_the_last_one_ended(tmp_path: Path) -> None:
+    first = turns(tmp_path, seconds=100)
+    first.part("fused8")  # a run may take longer than that
+    assert not (tmp_path / "fused8.json").exists() and first.bench.started == {}
+    second = turns(tmp_path)
+    second.part("fused8")
+    stamps = part(tmp_path, "fused8")
+    third = turns(tmp_path)
+    third.part("fused8")
+    assert third.bench.started == {} and part(tmp_path, "fused8") == stamps
+    del stamps["runs"]["after2"]
+    (tmp_path / "fused8.json").write_text(json.dumps(stamps))
+    third.part("fused8")
+    assert list(third.bench.started) == ["fused8-after2"]
+    again = turns(tmp_path, again=True)
+    again.part("fused8")
+    assert len(again.bench.started) == 4
+
+
+def test_out_of_memory_is_a_result_and_not_repeated(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.bench.full = ("dense8",)
+    made.part("dense8")
+    made.part("fused8")
+    assert list(made.bench.started)[:3] == ["dense8-before1", "dense8-after1", "dense8-after2"]
+    assert part(tmp_path, "dense8")["runs"]["before1"] == {"side": "before", "out_of_memory": True}
+    text = slices.write_report(tmp_path)
+    assert "| before1 |  | out of memory |" in text and "No ratio" in text
+    assert "dense over sparse loss: 1.000" in text and "the target of 0.9 is met" in text
+
+
+def test_curves_are_judged_by_the_noise_of_two_stock_runs(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.part("curves_sparse")
+    assert made.bench.started["curves_sparse-after1"].profile is None
+    rows = {
+        line.split("|")[1].strip(): line for line in slices.write_report(tmp_path).splitlines()
+        if line.startswith("| ")
+    }  # fmt: skip
+    assert "1.00e-04 | 5.00e-05 | within the noise" in rows["lm loss"]
+    assert "1.00e-06 | 9.99e-04 | **beyond the noise**" in rows["indexer loss"]
+    assert "0.00e+00 | 0.00e+00 | within the noise" in rows["grad norm"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 11.5])
+def test_ours_is_not_within_the_noise_by_accident(value: float) -> None:
+    gap = report.from_both(11.0, 11.1, value)
+    assert gap >= 0.4
+    stock, again = {1: 11.0, 2: 10.0}, {1: 11.1, 2: 10.0}
+    assert report._verdict(stock, again, {1: value, 2: 10.0})[-1] == "**beyond the noise**"
+    assert "other steps" in report._verdict(stock, again, {1: 11.0})[-1]
+
+
+def test_a_ratio_has_the_spread_of_any_two_runs() -> None:
+    middle, low, high = report.ratio([130.0, 120.0], [100.0, 90.0])
+    assert (middle, low, high) == pytest.approx((125 / 95, 1.2, 130 / 90))
+    assert report.ratio([], [1.0]) is None
+
+
+def test_a_part_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    words = ["--site", "s", "--work", str(tmp_path), "--out", str(tmp_path), "--only", "fused9"]
+    done = CliRunner().invoke(slices.main, words)
+    assert done.exit_code == 2 and "fused9: the parts are fused8, fused2" in done.output
+
+
+def test_before_is_the_whole_overlay_but_for_the_named_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = turns(tmp_path, without=("two",))
+    del made.tree
+    made.bench.tree = lambda name: tmp_path / name
+    asked = []
+    monkeypatch.setattr(slices, "applied", lambda root: {"after": ("one", "two", "six")}[root.name])
+    monkeypatch.setattr(slices, "apply", lambda root, pages: asked.append((root.name, pages)))
+    monkeypatch.setattr(slices.sides, "copy", lambda site, root: None)
+    for side in ("before", "again"):
+        made.tree(side)
+    assert asked == [("before", ("one", "six")), ("stock", slices.REFERENCE)]
+    made.without = ("no_such_page",)
+    with pytest.raises(click.ClickException, match="no_such_page"):
+        made.tree("before")
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_only_the_named_pages_are_applied(tmp_path: Path) -> None:
+    slices.sides.copy(pristine("0.19.2"), tmp_path / "stock")
+    slices.apply(tmp_path / "stock", slices.REFERENCE)
+    assert set(slices.applied(tmp_path / "stock")) == set(slices.REFERENCE)
