@@ -166,12 +166,15 @@ def lines(profile: Profile) -> Iterator[str]:
 def _head(profile: Profile) -> Iterator[str]:
     first, last = profile.steps[0].step, profile.steps[-1].step
     changes = f" ({', '.join(profile.changes)})" if profile.changes else ""
-    packages = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
+    versions = dict(profile.versions)
+    if profile.megatron:  # the one that was imported
+        versions["megatron-core"] = profile.megatron
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield (
         f"profile of {profile.recipe}{changes}, steps {first} to {last}, rank {profile.rank} of "
         f"{profile.world_size}, {profile.device}"
     )
-    yield f"megatron-core {profile.megatron or '-'}, overlay {profile.overlay or '-'}, {packages}"
+    yield f"overlay {profile.overlay or '-'}, {packages}"
     before = profile.unprofiled_step_ms
     without = "" if before is None else f" ({before:.1f} without the profiler)"
     yield (

@@ -26,7 +26,7 @@ HEADS = "products of the heads"
 _OWN_HEADS = r"^(DeferredScalar|Recompute)(Backward)?$"
 """Nodes of `linear_cross_entropy_autograd`."""
 _MEGATRON_LINEAR = r"^LinearWithGradAccumulationAndAsyncCommunication(Backward)?$"
-_TRANSFORMER_ENGINE = re.compile(r"^_(LayerNorm)?(Grouped)?Linear(Backward)?$")
+_TRANSFORMER_ENGINE = re.compile(r"^_(LayerNorm|Grouped)?(Linear|MLP)(Backward)?$")
 _PRODUCT = (
     r"nvjet|gemm|gemv|cutlass|cublas|splitKreduce|_xmma_|dot_kernel|reduce_1Block_kernel|"
     r"triton_tem_"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from cppmega.training.trace import Span, Trace, Work
 
 PYTHON = "Python between operators"
-LAUNCHED = "nothing: the kernel was launched, and had not started"
+LAUNCHED = "launch latency"
+"""The next kernel had been launched already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,10 @@ def gaps(work: Sequence[Work], start: int, end: int) -> Iterator[Idle]:
 
 
 def explained(idle: Idle, trace: Trace) -> dict[str, int]:
-    """What the host did in a gap -> nanoseconds; they add up to the gap."""
+    """What the host did in a gap -> nanoseconds; they add up to the gap.
+
+    The host is the thread that launched the next kernel, and the training loop's after the last.
+    """
     after = idle.after
     thread = after.thread if after is not None and after.launched is not None else trace.thread
     until = idle.end

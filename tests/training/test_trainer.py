@@ -151,6 +151,21 @@ def test_mock_data_marks_every_line_with_a_throughput(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "m.jsonl").read_text())["mock_data"] is True
 
 
+def test_a_profiled_step_is_marked(tmp_path: Path) -> None:
+    said: list[str] = []
+    disturbed = iter([True, False])
+    own = Log(
+        SLICE, 1, mock=False, squares=lambda: None, peak=lambda: 61.5,
+        metrics=tmp_path / "m.jsonl", profiled=lambda: next(disturbed),
+    )  # fmt: skip
+    say = own.around(said.append, lambda: True)
+    say(LINE)
+    say(LINE)
+    assert [line.endswith(" PROFILED |") for line in said] == [True, False]
+    rows = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert [row["profiled"] for row in rows] == [True, False]
+
+
 @pytest.mark.parametrize("number", ["1.112345E+01", "4.310"])
 def test_a_logged_nan_is_kept_and_stops_the_run(number: str, tmp_path: Path) -> None:
     said, say = log(tmp_path)
@@ -644,7 +659,7 @@ import megatron.training
 from cppmega.errors import CppmegaError
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import pretrain
+from cppmega.training import pretrain, profiler
 from cppmega.training.batch import DataTokens
 from cppmega.training.plan import TrainingPlan
 from cppmega.training.step import ForwardStep
@@ -671,6 +686,7 @@ line = render(recipe, os.environ["VERSION"], options, 256)
 plan = TrainingPlan(recipe, options, line, DataTokens(65536, 256, "abc"), None, "d1g3st")
 global_vars.unset_global_variables()
 original = megatron.training.training.print_rank_last
+stepping = megatron.training.training.train_step
 profiled = replace(plan, options=replace(options, profile=1, metrics=None))
 with mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
     sys.stdout = open(os.devnull, "w")
@@ -679,7 +695,10 @@ with mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
     except CppmegaError as error:
         without_cuda = error.name
     sys.stdout = sys.__stdout__
+plan = replace(plan, options=replace(profiled.options, metrics=metrics,
+                                     profile_folder=metrics.parent / "profile"))
 with mock.patch.object(megatron.training, "pretrain", stand_in), \
+        mock.patch.object(profiler, "check_profiler", lambda on_gpu: None), \
         mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
     sys.stdout = open(os.devnull, "w")
     pretrain.pretrain(plan)
@@ -690,6 +709,7 @@ out["launch"] = {
     "datasets": seen["datasets"],
     "listens": megatron.training.training.print_rank_last is not original,
     "profiled without CUDA": without_cuda,
+    "profiles": megatron.training.training.train_step.__wrapped__.__wrapped__ is stepping,
     "header": json.loads(metrics.read_text())}
 if "PretrainConfigContainer" in seen:
     container = seen["PretrainConfigContainer"]
@@ -739,7 +759,7 @@ def test_every_release_builds_the_models_and_is_handed_the_run(
     assert launch["fresh"] and launch["device"] == "cuda:0" and launch["listens"]
     assert launch["header"]["overlay"] == "d1g3st" and launch["header"]["data"] == "abc"
     assert launch["header"]["mock_data"] is False
-    assert launch["profiled without CUDA"] == "profiler-missing"
+    assert launch["profiled without CUDA"] == "profiler-missing" and launch["profiles"]
     if version != "0.17.1":
         wanted = "NoneType" if version == "0.18.2" else "HybridModelConfig"
         assert (launch["model"], launch["overlay"]) == (wanted, "d1g3st")
