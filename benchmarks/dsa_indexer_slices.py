@@ -7,8 +7,8 @@ Parts, on one GPU:
     fused8, fused2   TileLang's sparse attention, sparse loss, micro-batch 8 and 2: tokens/s of the
                      overlay without the indexer's pages ("before") and of all of it ("after")
     dense8           the same with the dense loss, micro-batch 8
-    curves           20 steps of Megatron's own path twice ("stock", "again"), and of ours, with the
-                     dense and the sparse loss: whether ours is within the noise of the other two
+    curves_dense     20 steps of Megatron's own path twice ("stock", "again"), and of ours, with the
+    curves_sparse    dense and the sparse loss: whether ours is within the noise of the other two
 
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
 run of each side is profiled after its measured steps. After each run DIR/PART.json is written, and

@@ -19,6 +19,7 @@ TRACE, SUMMARY = "trace.json.gz", "summary.json"
 OTHER = "other"
 """The kind of kernels whose names no rule knows; they are listed by name."""
 
+_SHOWN_KERNELS = 10
 _SHOWN_WAITS = 8
 _SHOWN_NAME = 60
 """Characters of a kernel's name in a table."""
@@ -150,6 +151,9 @@ def lines(profile: Profile) -> Iterator[str]:
     yield from _head(profile)
     yield ""
     yield from _kinds(profile)
+    yield ""
+    yield "longest kernels"
+    yield from _kernels(profile)
     yield from _others(profile)
     yield ""
     yield "while the device waited, the host was in"
@@ -194,6 +198,16 @@ def _kinds(profile: Profile) -> Iterator[str]:
         )
     rows.append(("waiting", f"{profile.waiting_ms:.1f}", _percent(profile.waiting_share), "", ""))
     return host_table.table([host_table.Row(cells) for cells in rows], right=(1, 2, 3))
+
+
+def _kernels(profile: Profile) -> Iterator[str]:
+    named = [(one.ms, one, kind.kind) for kind in profile.kinds for one in kind.kernels]
+    longest = sorted(named, key=lambda row: -row[0])[:_SHOWN_KERNELS]
+    rows = [
+        host_table.Row((f"{ms:.1f}", f"{one.launches:.0f} x", short(one.name), kind))
+        for ms, one, kind in longest
+    ]
+    return (f"  {line}" for line in host_table.table(rows, right=(0, 1)))
 
 
 def _others(profile: Profile) -> Iterator[str]:

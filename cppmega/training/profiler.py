@@ -27,7 +27,7 @@ from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import json_file
 from cppmega.runs.profile import SUMMARY, TRACE, Profile, lines
 from cppmega.training import step_profile
-from cppmega.training.trace import CPU, parse
+from cppmega.training.trace import CPU, Trace, parse
 
 _BEFORE = 2
 """First steps that the time without the profiler leaves out: they compile and fill caches."""
@@ -197,7 +197,7 @@ def write(
         export(str(raw))
         data = raw.read_bytes()
         trace = parse(data)
-        _check_kernels(trace.device, on_gpu)
+        _check(trace, on_gpu)
         profile = step_profile.profile_of(trace, first_step, **facts)
         durable.replace(folder / TRACE, gzip.compress(data, _COMPRESSION))
         json_file.write(folder / SUMMARY, json_file.plain(profile))
@@ -211,8 +211,10 @@ def write(
     return profile
 
 
-def _check_kernels(device: str, on_gpu: bool) -> None:
-    if on_gpu and device == CPU:
+def _check(trace: Trace, on_gpu: bool) -> None:
+    if not trace.steps:
+        raise msgspec.DecodeError("no step is in it")
+    if on_gpu and trace.device == CPU:
         raise CppmegaError(
             "profile-without-kernels",
             "The profiler recorded no kernel of the GPU.",

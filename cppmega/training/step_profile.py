@@ -21,7 +21,7 @@ from cppmega.training.kernel_kinds import Kinds
 from cppmega.training.timeline import Idle
 from cppmega.training.trace import Span, Trace, Work
 
-_LONGEST_KERNELS = 5
+_LONGEST_KERNELS = 10
 _LONGEST_GAPS = 10
 _NANOSECONDS = 1e6
 """In a millisecond."""

@@ -26,10 +26,10 @@ _CONTAINER = re.compile(
 )
 """What only contains other operators: "in the backward pass" would explain no wait."""
 _BLOCKING = re.compile(
-    r"cuda(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|cudaMemcpy$|cudaMalloc|"
-    r"cudaFree|cuMem(Create|Map|Unmap|Release)"
+    r"cuda(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|"
+    r"cuda(Memcpy|Malloc|Free)$"
 )
-"""Calls in which the host can wait for the device."""
+"""Calls in which the host waits for the device."""
 
 
 class _Arguments(msgspec.Struct, frozen=True):

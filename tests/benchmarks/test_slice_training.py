@@ -51,6 +51,14 @@ def test_warm_up_is_left_out_of_the_medians() -> None:
     assert len(row["curve"]) == 20
 
 
+def test_profiled_steps_are_left_out_of_the_medians() -> None:
+    made = rows()
+    for row in made[-6:]:
+        row |= {"seconds": 9.0, "tokens_per_second": 1.0, "profiled": True}
+    row = report.measured(made)
+    assert (row["milliseconds"], row["tokens_per_second"]) == (500.0, 8192.0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"loss": float("nan")}, {"grad_norm": float("inf")}, {"grad_norm": None}, {"mock_data": True}],

@@ -54,6 +54,7 @@ def test_the_table_says_where_the_step_went() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["products", "0.5", "50.0", "%", "1", "nvjet_tst_128x256", "0.5"] in rows
     assert ["waiting", "0.4", "40.0", "%"] in rows
+    assert ["0.1", "1", "x", "strange", "other"] in rows
     assert "0.10 ms, 1 x void own::strange<3>(int)" in text, "what no rule knows is named"
     assert "1 gaps  SparseIndexerKLLoss" in text
     assert "after strange: Python between operators" in text

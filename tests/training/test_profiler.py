@@ -66,6 +66,13 @@ def test_trace_and_summary_are_written_and_nothing_else(tmp_path: Path) -> None:
     assert (found.device, found.steps[0].step) == ("NVIDIA H200", 7)
 
 
+def without_kernels() -> MadeTrace:
+    made = MadeTrace()
+    made.steps(0, 100)
+    made.operator("aten::mm", 10, 20)
+    return made
+
+
 def full(path: str) -> None:
     Path(path).write_bytes(b"{")
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -77,7 +84,8 @@ def full(path: str) -> None:
         (full, "profile-not-written", "No space left"),
         (exporting(b'{"traceEvents": ['), "profile-not-written", "incomplete"),
         (lambda path: None, "profile-not-written", "No such file"),
-        (exporting(MadeTrace().data()), "profile-without-kernels", "Another profiler"),
+        (exporting(MadeTrace().data()), "profile-not-written", "no step"),
+        (exporting(without_kernels().data()), "profile-without-kernels", "Another profiler"),
     ],
 )
 def test_a_profile_that_cannot_be_written_is_named(
