@@ -87,7 +87,8 @@ def explain(name: str, patches: Sequence[Path]) -> None:
     """
     from cppmega.catalogue import loader as catalogue
 
-    pages = {} if "-" in name else catalogue.load(patches)  # no page has one in its name
+    is_error = "-" in name and not patches  # no page has one in its name
+    pages = {} if is_error else catalogue.load(patches)
     if name not in pages and (causes := _causes(name, patches)):
         for cause in causes:
             click.echo(f"{name}: {cause.title}\n{cause.render()}\n")
