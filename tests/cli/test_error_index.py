@@ -44,12 +44,14 @@ def errors() -> error_index.Index:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    """The functions, classes and calls of a file."""
+    kinds = ast.FunctionDef | ast.ClassDef | ast.Call
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
 
 def constructions(path: Path) -> list[ast.Call]:
-    calls = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
+    calls = (node for node in nodes(path) if isinstance(node, ast.Call))
     return [
         call
         for call in calls
@@ -69,7 +71,7 @@ def test_every_error_that_a_docstring_promises_is_in_the_index() -> None:
     promised = {
         name
         for path in SOURCES
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef)
         for raises in re.findall(r"CppmegaError: (.*(?:\n {8,}.*)*)", ast.get_docstring(node) or "")
         for name in DOCUMENTED.findall(raises)
@@ -96,13 +98,13 @@ def test_every_error_is_built_from_four_parts_in_their_order() -> None:
     classes = {
         node.name
         for path in SOURCES
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef) and "CppmegaError" in map(ast.unparse, node.bases)
     }
     otherwise = {
         call.func.id
         for path in SOURCES
-        for call in ast.walk(parsed(path))
+        for call in nodes(path)
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Name)
         and call.func.id in {"CppmegaError", *classes}
