@@ -154,7 +154,6 @@ def test_without_torch_it_reads_and_patches_and_names_the_interpreter_that_train
     name = "dataset_helpers_prebuilt"
     assert run("apply", "--only", name).returncode == 0
     assert run("status").returncode == 0
-    assert "_cppmega_reached" in run("diff", name).stdout
     refused = run("verify", name, "--json")
     error = json.loads(refused.stdout)["error"]
     assert refused.returncode == 1 and error["name"] == "no-torch"

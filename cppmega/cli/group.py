@@ -35,6 +35,7 @@ _SECTIONS = {
         "attach",
         "logs",
         "stop",
+        "profile",
         "compare",
     ),
     "Writing patches": ("new", "pin"),

@@ -44,12 +44,14 @@ def errors() -> error_index.Index:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    """The functions, classes and calls of a file."""
+    kinds = ast.FunctionDef | ast.ClassDef | ast.Call
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
 
 def constructions(path: Path) -> list[ast.Call]:
-    calls = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
+    calls = (node for node in nodes(path) if isinstance(node, ast.Call))
     return [
         call
         for call in calls
@@ -69,7 +71,7 @@ def test_every_error_that_a_docstring_promises_is_in_the_index() -> None:
     promised = {
         name
         for path in SOURCES
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef)
         for raises in re.findall(r"CppmegaError: (.*(?:\n {8,}.*)*)", ast.get_docstring(node) or "")
         for name in DOCUMENTED.findall(raises)
@@ -89,6 +91,27 @@ def test_every_name_that_is_not_a_literal_is_known_to_this_test() -> None:
     assert found == PASSING_ON
     composed = {"law-<name>", "patch-<state>", "target-ambiguous", "target-absent"}
     assert composed | {"data-unfinished", "data-not-found"} <= errors().keys()
+
+
+def test_every_error_is_built_from_four_parts_in_their_order() -> None:
+    """The index reads nothing else; a subclass that words itself is read in its constructor."""
+    classes = {
+        node.name
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.ClassDef) and "CppmegaError" in map(ast.unparse, node.bases)
+    }
+    otherwise = {
+        call.func.id
+        for path in SOURCES
+        for call in nodes(path)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id in {"CppmegaError", *classes}
+        and (len(call.args) != 4 or call.keywords)
+    }
+    assert len(classes) > 5 and otherwise == {"EditMismatchError"}
+    assert "edit-mismatch" in errors()
 
 
 def test_every_cause_has_its_parts_in_words() -> None:
@@ -183,3 +206,12 @@ def test_the_errors_of_a_users_catalogue_are_explained_too(tmp_path: Path) -> No
     assert [cause.what for cause in found["own-error"]] == ["It kept <path>.", "It kept nothing."]
     assert {cause.next for cause in found["own-error"]} == {("a", "b")}
     assert found.keys() - errors().keys() == {"own-refusal", "own-error"}
+
+
+def test_a_catalogue_that_cannot_be_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "page.py").write_text("def (")
+    with pytest.raises(SystemExit) as done:
+        main(["explain", "own-error", "--patches", str(tmp_path)])
+    assert done.value.code == 1 and "error: page-failed" in capsys.readouterr().err
