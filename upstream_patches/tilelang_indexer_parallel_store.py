@@ -6,7 +6,7 @@ Why: The released kernel stores them in serial loops, which all 512 threads of a
     the 16 warps stores every score, one after the other (read in the CUDA code that TileLang 0.1.8
     generates). Here a thread stores 2 of the 1024 scores of a tile, and a warp 32 neighbors. What
     this gains has not been measured.
-Upstream: Not sent: the review of https://github.com/NVIDIA/Megatron-LM/pull/6279 names it.
+Upstream: Not sent: the review of #6279, its port to dev, names it.
 Remove: when the kernel stores its scores in a loop over `T.Parallel`.
 Numerics: none (bitwise): the same values are stored in the same places.
 """
