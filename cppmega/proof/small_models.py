@@ -122,6 +122,66 @@ def hybrid(tied: bool = False, **options: Any) -> Any:
         )
 
 
+class Projection(torch.nn.Linear):
+    """A linear layer that is built and called as Megatron's."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, **ignored: Any) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return the product, and no bias."""
+        return super().forward(x), None
+
+
+class Norm(torch.nn.LayerNorm):
+    """A layer norm that is built as Megatron's."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        fp32 = getattr(config, "dsa_indexer_k_norm_fp32", False)
+        super().__init__(hidden_size, eps, dtype=torch.float32 if fp32 else config.params_dtype)
+
+
+def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
+    """A DSAIndexer in bf16, with 4 heads of 32 of which 8 columns are rotated.
+
+    Args:
+        dsa: the module that has the class; None: the one of the tree.
+        options: fields of the configuration.
+    """
+    cpu_shims.init_distributed()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    options = {
+        **{"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "q_lora_rank": 32},
+        **{"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16},
+        **{"add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloat16},
+        **{"rope_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0},
+        **{"apply_rope_fusion": False, "experimental_attention_variant": "dsa"},
+        **{"dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 8},
+    } | options
+    if dsa is None:
+        from megatron.core.transformer.experimental_attention_variant import dsa
+    torch.manual_seed(0)
+    return dsa.DSAIndexer(
+        MLATransformerConfig(**options),
+        dsa.DSAIndexerSubmodules(Projection, Projection, Norm, Projection),
+        ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def dsa_index_inputs(indexer: Any, hidden: Any, latent: Any, packed: Any = None) -> Any:
+    """The queries, keys and head weights of a DSAIndexer's scores, in any release."""
+    if hasattr(indexer, "forward_before_topk"):
+        return indexer.forward_before_topk(hidden, latent, packed)
+    with mock.patch.object(
+        indexer, "_compute_index_scores", side_effect=lambda q, w, k: torch.zeros(1, len(q), len(q))
+    ) as scores:
+        indexer.forward_with_scores(hidden, latent)
+    q, weights, k = scores.call_args.args
+    return q, k, weights
+
+
 def arguments(model: Any, **given: Any) -> dict[str, Any]:
     """A batch for a model, without what its `forward` does not take (0.16: the loss mask).
 
