@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,9 @@ def gpu_of(device: torch.device) -> Gpu:
     """The GPU of a device; the interpreter, on CPU, counts as an H100."""
     if device.type != "cuda":
         return Gpu((9, 0), 227 * 1024)
-    found = torch.cuda.get_device_properties(device)
-    return Gpu((found.major, found.minor), found.shared_memory_per_block_optin)
+    found: Any = torch.cuda.get_device_properties(device)  # without the property on ROCm
+    shared = getattr(found, "shared_memory_per_block_optin", 0)
+    return Gpu((found.major, found.minor), shared)
 
 
 def gpu_obstacle(device: torch.device) -> str | None:

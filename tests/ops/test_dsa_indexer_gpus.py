@@ -20,6 +20,9 @@ pytestmark = pytest.mark.slow
 LIMITS = {80: 163, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block may have, by architecture; NVIDIA's tuning guides."""
 
+LARGEST = {"_key_kernel", "_query_kernel"}
+"""The kernels that more than 99 KiB may make a difference to: they have the largest tiles."""
+
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -125,8 +128,9 @@ def test_shared_memory_of_every_kernel(arch: int, monkeypatch: pytest.MonkeyPatc
     taken = {
         kernel.__name__: shared_memory(kernel, given, arch)
         for kernel, given in launches(monkeypatch)
+        if limit == device.LEAST_SHARED or kernel.__name__ in LARGEST
     }
-    assert len(taken) == 8
+    assert len(taken) == (8 if limit == device.LEAST_SHARED else len(LARGEST))
     assert {name: bytes_ for name, bytes_ in taken.items() if bytes_ > limit} == {}
 
 
