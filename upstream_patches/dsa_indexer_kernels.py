@@ -215,7 +215,7 @@ PATCH = Patch(
             mark="cppmega_indexer",
         ),
     ),
-    after=("dsa_indexer_loss_off", "dsa_indexer_prologue"),
+    after=("dsa_indexer_loss_off",),
     reached="forward",
     when=uses_dsa,
     feature=(TARGET,),

@@ -143,6 +143,7 @@ PATCH = Patch(
             mark="prepared",
         ),
     ),
+    after=("dsa_indexer_kernels",),
     reached="forward",
     feature=(f"{INDEXER}._apply_rope",),
     when=kernel_takes,

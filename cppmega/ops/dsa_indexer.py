@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cppmega.ops import dsa_indexer_reference as reference
+from cppmega.ops.dsa_indexer_device import gpu_obstacle
 from cppmega.ops.dsa_indexer_problem import Bounds, Loss
 
 
@@ -62,6 +63,8 @@ def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
         return f"queries are {q.dtype} and keys {k.dtype}, not both bf16 or both fp16"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if (too_small := gpu_obstacle(q.device)) is not None:
+        return too_small
     if q.size(2) > 128 or q.size(3) > 128:
         return f"{q.size(2)} heads of {q.size(3)}: the kernels do at most 128 heads of 128"
     if key is not None and key.size(2) != 1:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
 
@@ -28,6 +29,17 @@ _ELEMENTS = 8192
 
 KEYS = 64
 """Chosen keys that a program of `gradients` handles at a time."""
+
+
+def keys_and_warps(heads: int, width: int, gpu: Gpu) -> tuple[int, int]:
+    """Chosen keys at a time, and warps, of a program of `gradients`.
+
+    Without Hopper's products, whose operands are in shared memory, 64 keys of 64 heads of 128 do
+    not fit the registers of 4 warps, and the compiler spills hundreds of bytes of each thread.
+    """
+    if gpu.capability[0] == 9 or heads * width < 64 * 128:
+        return KEYS, 4
+    return KEYS // 2, 4 if heads <= 64 else 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -288,6 +300,8 @@ class Sparse:
         index = self.index
         q, k, weights, topk = index.q, index.k, index.weights, self.indices.size(-1)
         topk_pad = padded(topk)
+        h_pad, d_pad = padded(index.heads), padded(index.width)
+        keys, warps = keys_and_warps(h_pad, d_pad, gpu_of(q.device))
         rows = part[1] - part[0]
         _gradients_kernel[(index.batch * rows,)](
             q, k, weights, self.indices, self.scores, self.target,
@@ -296,9 +310,9 @@ class Sparse:
             index.sq, index.sk, topk, index.batch, part[0], rows,
             0 if g is None else g.size(1), index.columns,
             *q.stride()[:3], *k.stride()[:2], *weights.stride(),
-            HEADS=index.heads, H_PAD=padded(index.heads), D=index.width, D_PAD=padded(index.width),
-            TOPK_PAD=topk_pad, KEYS=min(topk_pad, KEYS), RELU=index.use_relu, EPS=EPSILON,
+            HEADS=index.heads, H_PAD=h_pad, D=index.width, D_PAD=d_pad,
+            TOPK_PAD=topk_pad, KEYS=min(topk_pad, keys), RELU=index.use_relu, EPS=EPSILON,
             INSIDE_LOGS=self.inside_logs, ROWS=self.rows is not None, GRADIENTS=out is not None,
             SPLIT=q.dtype != torch.float32, SCATTER=g is not None, GAIN=index.gain,
-            num_warps=4, num_stages=2,
+            num_warps=warps, num_stages=2,
         )  # fmt: skip

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
 from cppmega.ops.dsa_indexer_topk_triton import bounds_of
 
 G_BYTES = 1 << 29
@@ -29,8 +30,6 @@ TILE = 128
 
 QUERY_LAUNCH: dict[str, Any] = {"num_stages": 2, "maxnreg": 128}
 """Two programs per multiprocessor, whose products and other work overlap."""
-
-KEY_LAUNCH: dict[str, Any] = {"num_stages": 3}
 
 GROUPS = 4
 """Groups of heads that dk is summed over apart, so that there is work for all multiprocessors."""
@@ -157,6 +156,14 @@ def _key_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, sum_k, mask=mask)
 
 
+def key_stages(width: int, gpu: Gpu) -> int:
+    """How many tiles of queries are in flight for dk: three, where they fit.
+
+    With a width of 128 three take 128 KiB of shared memory on sm_80 and sm_120, and two 96 KiB.
+    """
+    return 3 if width < 128 or gpu.shared > 160 * 1024 else 2
+
+
 def padded(width: int) -> int:
     """The width of a product's operand: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(width)))
@@ -257,5 +264,5 @@ class IndexTiles:
             self.sq, self.sk, *part, self.columns,
             *q.stride()[:3], *k.stride()[:2], *weights.stride(), *self.bound_strides,
             GROUP=triton.cdiv(self.heads, groups), ADD=part[0] > 0,
-            **self._common(), **KEY_LAUNCH,
+            **self._common(), num_stages=key_stages(padded(self.width), gpu_of(q.device)),
         )  # fmt: skip

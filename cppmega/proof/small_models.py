@@ -150,6 +150,7 @@ def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
     """
     cpu_shims.init_distributed()
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.experimental_attention_variant import dsa as installed
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     options = {
@@ -160,12 +161,10 @@ def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
         **{"apply_rope_fusion": False, "experimental_attention_variant": "dsa"},
         **{"dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 8},
     } | options
-    if dsa is None:
-        from megatron.core.transformer.experimental_attention_variant import dsa
     torch.manual_seed(0)
-    return dsa.DSAIndexer(
+    return (dsa or installed).DSAIndexer(
         MLATransformerConfig(**options),
-        dsa.DSAIndexerSubmodules(Projection, Projection, Norm, Projection),
+        installed.DSAIndexerSubmodules(Projection, Projection, Norm, Projection),
         ProcessGroupCollection.use_mpu_process_groups(),
     )
 

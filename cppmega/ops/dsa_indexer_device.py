@@ -1,0 +1,42 @@
+"""What the indexer's kernels ask of a GPU, and what they must know of it to choose their tiles."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+LEAST_SHARED = 99 * 1024
+"""Shared memory that every kernel gets along with: that of a block on sm_86, sm_89 and sm_12x."""
+
+
+class Gpu(NamedTuple):
+    """What differs between GPUs.
+
+    Attributes:
+        capability: as in `sm_90`.
+        shared: most bytes of shared memory that a block may have.
+    """
+
+    capability: tuple[int, int]
+    shared: int
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU of a device; the interpreter, on CPU, counts as an H100."""
+    if device.type != "cuda":
+        return Gpu((9, 0), 227 * 1024)
+    found: Any = torch.cuda.get_device_properties(device)  # without the property on ROCm
+    shared = getattr(found, "shared_memory_per_block_optin", 0)
+    return Gpu((found.major, found.minor), shared)
+
+
+def gpu_obstacle(device: torch.device) -> str | None:
+    """Why the kernels do not fit a GPU, as half a sentence; None if they do."""
+    gpu = gpu_of(device)
+    if gpu.shared < LEAST_SHARED:
+        major, minor = gpu.capability
+        return f"sm_{major}{minor} gives a block {gpu.shared >> 10} KiB of shared memory, not 99"
+    return None
