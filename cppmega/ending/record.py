@@ -40,14 +40,15 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def node_of_this_rank() -> Node | None:
     """The host's part of the launch that started this process; None if no launch did.
 
-    A variable that is left over in a shell names a run whose torchrun is not our parent.
+    A variable that is left over in a shell names a run whose torchrun is not our parent. Its
+    command line names the folder from the start, whereas the process in charge may still be
+    waiting for the disk to take the status that says which torchrun is its own.
     """
     folder = env.RUN.read()
-    for node in Run(folder).nodes() if folder is not None else ():
-        status = node.status()
-        if status and status.agent == os.getppid() and status.boot == process.boot():
-            return node
-    return None
+    if folder is None:
+        return None
+    words = process.command(os.getppid())
+    return next((node for node in Run(folder).nodes() if str(node.path) in words), None)
 
 
 def begin(node: Node) -> None:

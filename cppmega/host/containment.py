@@ -238,16 +238,19 @@ def _time_limit(watch: _Watch) -> Iterator[None]:
             _end(watch, watch.failed(what))
         watch.refuse(what)
 
+    # No timer runs while the handler changes: the machine may take any time for the next line.
+    rest, interval = _setitimer(signal.ITIMER_REAL, 0)
     before = _signal(signal.SIGALRM, interrupted)
-    rest, interval = _setitimer(signal.ITIMER_REAL, watch.seconds, 0.5)
+    _setitimer(signal.ITIMER_REAL, watch.seconds, 0.5)
     busy = _setitimer(signal.ITIMER_VIRTUAL, watch.seconds + 2 * GRACE)
     try:
         yield
     finally:
         _setitimer(signal.ITIMER_VIRTUAL, *busy)
+        _setitimer(signal.ITIMER_REAL, 0)
+        _signal(signal.SIGALRM, before)
         left = max(rest - (time.monotonic() - began), 0.01) if rest else 0
         _setitimer(signal.ITIMER_REAL, left, interval)
-        _signal(signal.SIGALRM, before)
 
 
 def _end(watch: _Watch, error: CppmegaError) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from cppmega.errors import CppmegaError
 from cppmega.host import console, process
 from cppmega.runs import failures, listing, liveness, tmux
-from cppmega.runs.folder import LIVE, MEANING, Node, Run
+from cppmega.runs.folder import LIVE, MEANING, Node, Run, RunState
 
 _PERIOD = 0.2
 
@@ -77,13 +77,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
     """
     state = run.state()
     if state not in LIVE:
-        raise CppmegaError(
-            "run-ended",
-            f"{run.name} is {state}: {MEANING[state]}.",
-            "There is nothing to stop.",
-            f"cppmega launch {run.outline.recipe.name or 'RECIPE'} --resume {run.word}, to resume "
-            "from its checkpoint",
-        )
+        raise _ended(run, state, "There is nothing to stop.")
     node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
     _request(node, now)
     console.say(
@@ -106,6 +100,16 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
         + (f"; the newest is of step {before}." if before is not None else "."),
         "It had not reached its first step, or saving failed.",
         f"cppmega logs {run.word}",
+    )
+
+
+def _ended(run: Run, state: RunState, why: str) -> CppmegaError:
+    return CppmegaError(
+        "run-ended",
+        f"{run.name} is {state}: {MEANING[state]}.",
+        why,
+        f"cppmega launch {run.outline.recipe.name or 'RECIPE'} --resume {run.word}, to resume "
+        "from its checkpoint",
     )
 
 
@@ -148,6 +152,8 @@ def _here(run: Run, command: str) -> Node:
             return node
     statuses = [node.status() for node in run.nodes()]
     hosts = [listing.place(status) for status in statuses if status is not None]
+    if (state := run.state()) not in LIVE:
+        raise _ended(run, state, "It ended a moment ago.")
     if not hosts:
         raise CppmegaError(
             "run-starting",

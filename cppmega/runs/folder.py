@@ -96,6 +96,12 @@ class Node:
     def state(self) -> RunState:
         """The state of this part of the run."""
         status = self.status()
+        state = self._state_with(status)
+        if state == "killed" and self.status() != status:
+            return self.state()  # it wrote how it ended, and ended, after the status was read
+        return state
+
+    def _state_with(self, status: Status | None) -> RunState:
         if status is None:
             if liveness.held(self.console):
                 return "running"  # and its status is damaged, or another user's

@@ -22,6 +22,9 @@ from cppmega.runs.status import Status
 _SILENT = 300.0
 """Seconds without a sign of life after which it is reported; there should be one every minute."""
 
+_INSTANT = 10.0
+"""Seconds that a reader may keep the lock of a console on a machine under load."""
+
 
 def here(status: Status) -> bool:
     """Whether its processes are on this machine, going by the host name."""
@@ -69,7 +72,8 @@ def held(locked: Path) -> bool:
 
 def hold(file: FileIO) -> None:
     """Lock an open file for as long as this process, or one that inherits it, lives."""
-    for _ in range(20):
+    deadline = time.monotonic() + _INSTANT
+    while time.monotonic() < deadline:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return

@@ -269,7 +269,7 @@ class Launched:
     def __init__(self, bench: Bench, runs: Path) -> None:
         self.bench, self.runs = bench, runs
 
-    def run(self, name: str, body: str) -> tuple[int, Run]:
+    def run(self, name: str, body: str, *supervisor: str) -> tuple[int, Run]:
         script = self.bench.folder / f"{name}.py"
         script.write_text(HEAD + body)
         run = run_folder.create(self.runs, name)
@@ -280,7 +280,7 @@ class Launched:
         manifest = {"nodes": 1, "nproc": 2, "torchrun": [*words, *place, str(script)]}
         json_file.write(run.manifest_file, manifest)
         done = subprocess.run(
-            [sys.executable, "-m", "cppmega.launch.supervise", str(node.path)],
+            [sys.executable, *(supervisor or ("-m", SUPERVISE)), str(node.path)],
             env=self.bench.environment,
             capture_output=True,
             text=True,
@@ -289,9 +289,26 @@ class Launched:
         return done.returncode, run
 
 
+SUPERVISE = "cppmega.launch.supervise"
+SLOW_DISK = f"""
+import time
+from {SUPERVISE} import Supervisor, main, process
+update = Supervisor._update
+
+def late(self, **changes):
+    while process.started(changes.get("agent", 0)):
+        time.sleep(0.05)
+    update(self, **changes)
+
+Supervisor._update = late
+main()
+"""
+"""Torchrun has come to its end before the disk takes the status that names it."""
+
+
 def test_a_launched_rank_leaves_a_record_of_its_end(bench: Bench, tmp_path: Path) -> None:
     launched = Launched(bench, tmp_path)
-    code, run = launched.run("whole", "train()")
+    code, run = launched.run("whole", "train()", "-c", SLOW_DISK)
     assert (code, run.state(), run.exit()) == (0, "finished", 0), failures.first_failure(run)
     hidden = "train()\nif os.environ['RANK'] == '1': os._exit(0)"
     code, run = launched.run("hidden", hidden)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import fields, replace
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +37,7 @@ from cppmega.overlay.record import OverlayRecord
 from cppmega.preflight.context import Context
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
-from cppmega.runs import compare, json_file, listing, logs, tmux
+from cppmega.runs import compare, json_file, listing, liveness, logs, tmux
 from cppmega.runs import control as run_control
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Run
@@ -275,6 +278,55 @@ def test_one_word_for_every_end(tmp_path: Path) -> None:
     ended(pair, 0)
     ended(pair, 1, failure=broken)
     assert (pair.state(), pair.exit()) == ("crashed", 1)
+
+
+def test_a_run_that_ends_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is gone when it is looked for, and the status that was read is out of date."""
+    me = {"pid": os.getpid(), "since": process.started(os.getpid()), "boot": process.boot()}
+    live = Status(**me, host=socket.gethostname(), stop="checkpoint")
+
+    def ending_at(look: int, name: str) -> Run:
+        """A run that is alive when it is looked at before."""
+        run = make(tmp_path, name, 1)
+        node = run_folder.claim_node(run, 1)
+        assert node is not None
+        node.write(live)
+        looks = itertools.count(1)
+
+        def in_charge(status: Status) -> bool:
+            alive = next(looks) < look
+            if not alive:
+                node.write(structs.replace(live, ended=time.time(), exit=0))
+            return alive
+
+        monkeypatch.setattr(liveness, "in_charge", in_charge)
+        return run
+
+    assert ending_at(1, "one").state() == "stopped"
+    with pytest.raises(CppmegaError, match="run-ended: two is stopped"):
+        run_control.stop(ending_at(2, "two"), now=False, wait=1)
+
+
+def test_a_reader_that_stops_in_the_middle_does_not_keep_the_lock_of_a_run(tmp_path: Path) -> None:
+    """It is stopped while it asks whether the lock is held; the run is not without one for that."""
+    file = tmp_path / "console.log"
+    file.touch()
+    ask = (
+        "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH);"
+        "print(1, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", ask, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        reader.stdout.readline()
+        leave = threading.Timer(0.5, reader.stdin.close)
+        leave.start()
+        with FileIO(file, "a") as console:
+            liveness.hold(console)
+            assert liveness.held(file)
+        leave.join()
 
 
 def test_a_process_of_before_the_reboot_or_of_the_same_number(tmp_path: Path) -> None:
