@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -10,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
-# A shell starts what is in its background with both ignored, and every child would inherit that.
+# A shell starts what is in its background with these ignored, and every child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
+
+# Of each hundred syntax trees that tests make, all go without a collection, which would walk
+# through everything that is kept for the laws.
+gc.set_threshold(500_000, 5, 20)
 
 LONGEST = (
     "test_needed.py",

@@ -22,6 +22,7 @@ import runpy
 import select
 import shutil
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -184,7 +185,11 @@ class Server:
         client, _ = self.listener.accept()
         _, files, _, _ = socket.recv_fds(client, len(b"files"), MOST_FILES)
         with client.makefile("rb") as sent:
-            order: dict[str, Any] = json.loads(sent.readline())
+            line = sent.readline()
+        if not line:  # it was killed before it had sent an order
+            client.close()
+            return None
+        order: dict[str, Any] = json.loads(line)
         child = os.fork()
         if child:
             self.forks[os.pidfd_open(child)] = child, client
@@ -217,6 +222,7 @@ def become(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     if os.environ.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -224,6 +230,7 @@ def become(order: dict[str, Any]) -> None:
     kind, what, *rest = order["arguments"][safe_path:]
     here = [] if safe_path else ["" if kind == "-c" else str(Path.cwd())]
     sys.path[:1] = [*here, *path]
+    site.execsitecustomize()
     sys.argv = ["-c" if kind == "-c" else kind, *rest]
     if kind == "-m":
         sys.argv[0] = what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -61,6 +62,21 @@ def test_a_file_handed_on_keeps_its_number(which: str) -> None:
 
 
 @either
+def test_a_sitecustomize_is_run(which: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('customized', flush=True)")
+    command, env = [executable(which), "-c", "print('run')"], {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout == "customized\nrun\n"
+
+
+def test_a_client_that_is_killed_before_it_orders(tmp_path: Path) -> None:
+    """The server still serves the others."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(Path(forkserver.executable()).with_name("socket")))
+    assert subprocess.run([forkserver.executable(), "-c", "pass"]).returncode == 0
+
+
+@either
 def test_a_signal_is_the_status(which: str) -> None:
     for signal in (9, 15):
         code = f"import os; os.kill(os.getpid(), {signal})"
@@ -81,7 +97,7 @@ def test_a_fork_ends_with_its_client() -> None:
         fork = int(client.stdout.readline())
         os.kill(fork, 0)
         client.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while Path(f"/proc/{fork}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{fork}").exists()

@@ -30,7 +30,7 @@ class Tree:
         traced = {"CONFIGURATIONS_TRACE": "1"} if trace else {}
         self.process = subprocess.Popen(
             command_of(root, code),
-            env=environment() | {"GLOO_SOCKET_IFNAME": "lo"} | traced,
+            env=environment(root) | {"GLOO_SOCKET_IFNAME": "lo"} | traced,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if trace else subprocess.DEVNULL,

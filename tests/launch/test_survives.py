@@ -164,8 +164,8 @@ def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -
     time.sleep(1)
     for each in (run, other):
         assert each.state() == "stopping" and not gone(each)
-        run_control.stop(each, now=True, wait=60)
-        until(partial(gone, each), 20, each)  # a killed process is in the table until it is reaped
+        run_control.stop(each, now=True, wait=100)
+        until(partial(gone, each), 100, each)  # a killed process is in the table until it is reaped
         assert (each.state(), each.exit()) == ("killed", None)
     assert failures.in_one_line(run).startswith("the launcher was killed; its ranks were asked")
     assert "ended without an end record" in failures.in_one_line(other)
@@ -202,14 +202,13 @@ def test_a_killed_launchers_ranks_are_ended_after_a_while(tmp_path: Path) -> Non
     assert launcher.stdout is not None
     with launcher.stdout:
         pids = [int(word) for word in launcher.stdout.readline().split()]
+    began = time.monotonic()
     launcher.kill()
     launcher.wait()
-    time.sleep(0.5)
-    assert all(process.started(pid) for pid in pids), "they get time"
-    deadline = time.monotonic() + 30
     while any(process.started(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+        assert time.monotonic() < began + 100
+        time.sleep(0.02)
+    assert time.monotonic() > began + 1, "they get time"
 
 
 def test_a_stop_while_torchrun_waits_for_other_hosts(bench: Bench) -> None:
@@ -227,7 +226,7 @@ def test_a_stop_while_torchrun_waits_for_other_hosts(bench: Bench) -> None:
         silent.settimeout(100)
         connection, _ = silent.accept()
         with connection, pytest.raises(CppmegaError, match="not-saved"):
-            run_control.stop(Run(run.path), now=False, wait=20)
+            run_control.stop(Run(run.path), now=False, wait=100)
     assert run.state() == "stopped"
 
 

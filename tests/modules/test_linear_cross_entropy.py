@@ -1,17 +1,15 @@
-"""The output layer with a loss in it, against Megatron's own layer and loss, on one and two ranks.
-
-Run as a script it is one rank: `test_linear_cross_entropy.py RANK RANKS STORE`.
-"""
+"""The output layer with a loss in it, against Megatron's layer and loss, on one and two ranks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forkserver
 
 pytestmark = pytest.mark.slow
 
@@ -19,15 +17,21 @@ torch = pytest.importorskip("torch")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 S, B, H, V = 6, 3, 8, 20
+ONE_RANK = """
+import sys
+from tests.modules.test_linear_cross_entropy import main
+main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+"""
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_equals_megatron(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
+    python, store = forkserver.executable(), str(tmp_path / "store")
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(ranks), str(tmp_path / "store")],
+            [python, "-c", ONE_RANK, str(rank), str(ranks), store],
             env=os.environ
             | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             stdout=subprocess.PIPE,
@@ -36,7 +40,7 @@ def test_equals_megatron(ranks: int, tmp_path: Path) -> None:
         )
         for rank in range(ranks)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
 
 
@@ -228,7 +232,3 @@ def main(rank: int, ranks: int, store: str) -> None:
         check_main_grad_and_hooks(setup)
         check_obstacles(setup)
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

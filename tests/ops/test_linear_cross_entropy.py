@@ -1,7 +1,7 @@
 """Linear cross-entropy against dense fp64 autograd, and every promise its docstring makes.
 
-Run as a script it is one rank of the tensor-parallel test, or the row kernel under Triton's
-interpreter, each of which needs a process of its own.
+Run as a script it is the row kernel under Triton's interpreter, or one that stops the device, each
+of which needs a process of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from cppmega.ops.linear_cross_entropy_chunks import (  # noqa: E402
     default_chunk_tokens,
     softmax_of,
 )
+from tests import forkserver  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -759,8 +760,12 @@ def test_arguments_that_do_not_fit(change: dict[str, Any]) -> None:
 
 def script(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """This file as a script."""
+    return started(sys.executable, __file__, *arguments, **environment)
+
+
+def started(*command: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, __file__, *arguments],
+        command,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -769,12 +774,22 @@ def script(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def assert_all_pass(processes: list[subprocess.Popen[str]]) -> None:
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
 
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    assert_all_pass([script("rank", str(rank), str(tmp_path / "store")) for rank in range(2)])
+    python = forkserver.executable()
+    store = str(tmp_path / "store")
+    assert_all_pass([started(python, "-c", ONE_RANK, str(rank), store) for rank in range(2)])
+
+
+ONE_RANK = """
+import sys
+from tests.ops.test_linear_cross_entropy import check_rank, torch
+torch.manual_seed(0)
+check_rank(int(sys.argv[1]), sys.argv[2])
+"""
 
 
 def check_rank(rank: int, store: str) -> None:
@@ -1027,7 +1042,6 @@ def check_broken() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     checks: dict[str, Any] = {
-        "rank": lambda: check_rank(int(sys.argv[2]), sys.argv[3]),
         "interpret": check_interpreted,
         "broken": check_broken,
     }

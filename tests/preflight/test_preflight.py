@@ -94,7 +94,7 @@ def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         text=True,
         check=False,
         cwd=cwd,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -174,7 +174,7 @@ def test_nobody_reads_the_progress_or_the_whole_answer(tmp_path: Path) -> None:
 
 
 def _piped(folder: Path) -> dict[str, Any]:
-    return {"env": PATH, "cwd": folder, "capture_output": True, "text": True, "timeout": 60}
+    return {"env": PATH, "cwd": folder, "capture_output": True, "text": True, "timeout": 300}
 
 
 def test_wrong_usage() -> None:

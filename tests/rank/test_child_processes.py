@@ -107,8 +107,10 @@ WITHOUT = {
         "os.waitpid(pid, 0)"
     ),
     "below a shell": (
-        "child = subprocess.Popen(['/bin/sh', '-c', sys.executable + ' -S -c \"input()\"; exit'],"
-        " stdin=subprocess.PIPE)\ntime.sleep(0.5)\ntrain()\nchild.communicate(b'\\n')"
+        "child = subprocess.Popen("
+        "['/bin/sh', '-c', sys.executable + ' -S -c \"print(1, flush=True); input()\"; exit'],"
+        " stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\ntrain()\nchild.communicate(b'\\n')"
     ),
 }
 
@@ -168,11 +170,12 @@ RANK = """
 import os
 from datetime import timedelta
 import torch
-torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=8))
+torch.distributed.init_process_group("gloo")
 {}
 """
 TRAIN = """
 from cppmega import guard
+torch.distributed.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=1))
 from megatron.core.thing import double
 for step in guard.steps(range(2)):
     double(step)
@@ -196,7 +199,7 @@ def test_a_rank_without_the_guard_is_named_by_the_others(bench: Bench) -> None:
         )
         for rank in (0, 1)
     ]
-    (code, _, err), _ = finish(ranks)
+    (code, _, err), _ = finish(ranks, waiting=(1,))
     assert code == 1 and "rank-without-guard" in err and "rank 1 of 2" in err, err
 
 
@@ -260,13 +263,13 @@ def test_a_preflight_that_hangs_up_takes_its_worker_along(tmp_path: Path) -> Non
     try:
         until(lambda: begun.exists() and begun.read_text())
         asking.send_signal(signal.SIGHUP)
-        assert asking.wait(10) == -signal.SIGHUP
+        assert asking.wait(100) == -signal.SIGHUP
         until(lambda: not process.started(int(begun.read_text())))
     finally:
         asking.kill()
 
 
-def until(holds: Callable[[], object], seconds: float = 30) -> None:
+def until(holds: Callable[[], object], seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline

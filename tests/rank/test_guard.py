@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.support import REPOSITORY, free_port, made
 
 pytestmark = pytest.mark.slow
@@ -86,12 +86,21 @@ class Bench:
         path.write_text(LOOP.format(body=body, args=args, before=before))
         return path
 
-    def run(self, *roots: Path, script: Path, words: tuple[str, ...] = (), **environment: str):
+    def run(
+        self,
+        *roots: Path,
+        script: Path,
+        words: tuple[str, ...] = (),
+        waiting: tuple[int, ...] = (),
+        **environment: str,
+    ):
         """One rank per root; answers (exit status, stdout, stderr) of each."""
         size = str(len(roots))
+        # Several ranks need torch, which takes longer to import than all that they do then.
+        python = forkserver.executable() if len(roots) > 1 else sys.executable
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "cppmega.run", "--megatron", str(root), *words, str(script)],
+                [python, "-m", "cppmega.run", "--megatron", str(root), *words, str(script)],
                 env={**self.environment, "RANK": str(i), "WORLD_SIZE": size, **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -99,21 +108,20 @@ class Bench:
             )
             for i, root in enumerate(roots)
         ]
-        return finish(ranks)
+        return finish(ranks, waiting)
 
 
-def finish(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Wait like torchrun: when one rank fails, the others are ended."""
+def finish(
+    ranks: list[subprocess.Popen[str]], waiting: tuple[int, ...] = ()
+) -> list[tuple[int, str, str]]:
+    """Wait for every rank, and then end those that wait for one that is gone."""
+    answers = {}
     try:
-        while any(process.poll() is None for process in ranks):
-            if any(process.poll() for process in ranks):
-                time.sleep(1)  # ranks that fail together get to say so
-                for process in ranks:
-                    process.terminate()
-                break
-            time.sleep(0.05)
-        answers = [process.communicate(timeout=60) for process in ranks]
-        return [(p.returncode, *answer) for p, answer in zip(ranks, answers, strict=True)]
+        for number in sorted(range(len(ranks)), key=lambda number: number in waiting):
+            if number in waiting:
+                ranks[number].terminate()
+            answers[number] = ranks[number].communicate(timeout=120)
+        return [(process.returncode, *answers[i]) for i, process in enumerate(ranks)]
     finally:
         for process in ranks:
             process.kill()
@@ -165,7 +173,7 @@ def test_a_tampered_file_on_one_rank(bench: Bench) -> None:
     good, bad = bench.tree("good"), bench.tree("bad")
     file = bad / "megatron/core/thing.py"
     file.write_text(file.read_text().replace("2 * x", "3 * x"))
-    answers = bench.run(good, bad, script=bench.script())
+    answers = bench.run(good, bad, script=bench.script(), waiting=(0,))
     code, out, err = answers[1]
     assert code == 1 and "trained" not in out
     assert "rank 1" in err and "host" in err and "thing.py" in err and "double_doubles" in err
@@ -230,7 +238,7 @@ def test_a_missing_receipt_on_one_rank(bench: Bench) -> None:
     made.page(bench.pages)
     good, bad = bench.tree("good"), bench.tree("bad")
     shutil.rmtree(bad / ".cppmega")
-    code, _, err = bench.run(good, bad, script=bench.script())[1]
+    code, _, err = bench.run(good, bad, script=bench.script(), waiting=(0,))[1]
     assert code == 1 and "no-receipt" in err and "rank 1" in err and str(bad) in err
 
 
@@ -391,7 +399,7 @@ def test_worker_processes_hold_the_same_overlay(bench: Bench, method: str) -> No
                 queue = context.Queue()
                 worker = context.Process(target=work, args=(queue,))
                 worker.start()
-                print("worker", queue.get(timeout=30))
+                print("worker", queue.get(timeout=100))
                 worker.join()
         """)
     )

@@ -102,7 +102,7 @@ def python(
     every rank's output one after the other and the first exit status that is not 0.
     """
     base = {
-        **environment(),
+        **environment(root),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(nproc),
@@ -136,16 +136,28 @@ def command_of(root: Path, code: str, fresh: bool = False) -> list[str]:
     return [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
 
 
-def environment() -> dict[str, str]:
+def environment(root: Path) -> dict[str, str]:
     """What the processes of `command_of` need, and nothing of this session's own settings."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
-    return kept | {
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TORCH_CUDA_ARCH_LIST": "9.0",  # 0.15 compiles an extension when it is imported
-    }
+    dropped = ("CPPMEGA_", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+    return (
+        kept
+        | _bytecode(root)
+        | {
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CUDA_ARCH_LIST": "9.0",  # 0.15 compiles an extension when it is imported
+        }
+    )
+
+
+def _bytecode(root: Path) -> dict[str, str]:
+    """Where bytecode is kept for the session: that of shared trees, which never change."""
+    scratch = os.environ.get("TESTS_SCRATCH")  # benchmarks have none
+    if scratch is None or root.parent not in (Path(scratch), wheels.cache() / "trees"):
+        return {"PYTHONDONTWRITEBYTECODE": "1"}
+    return {"PYTHONPYCACHEPREFIX": f"{scratch}/bytecode"}
 
 
 def free_port() -> int:

@@ -237,7 +237,7 @@ main(sys.argv[1:])
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=300,
             **how,
         )
 

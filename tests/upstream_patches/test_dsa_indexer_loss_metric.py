@@ -13,9 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.experimental_attention_variant import dsa
 
 torch.distributed.init_process_group("gloo")
-parallel_state.initialize_model_parallel(
-    pipeline_model_parallel_size=2, distributed_timeout_minutes=1 / 30
-)
+parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
 rank = torch.distributed.get_rank()
 mock.patch.object(torch.cuda, "current_device", return_value="cpu").start()
 
@@ -45,7 +43,8 @@ with mock.patch.object(helper, "reduce_loss_in_tracker"):
     helper.track_indexer_metrics(0.5, 1, None, total_loss_dict=logged)
 assert logged["indexer loss"] == 2.0
 
-# The same on the unpatched file: every layer counts, and stage 1 leaves stage 0 waiting.
+# The same on the unpatched file: every layer counts, and stage 1 leaves stage 0 waiting, until it
+# closes the connection.
 spec = importlib.util.spec_from_file_location("stock_dsa", STOCK)
 stock = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(stock)
@@ -58,6 +57,8 @@ try:
 except RuntimeError:
     hung = True
 assert hung == (rank == 0), hung
+if not hung:
+    torch.distributed.destroy_process_group()
 print("done")
 """
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py"
