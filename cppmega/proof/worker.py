@@ -7,6 +7,7 @@ needs a GPU has a worker to itself, which does not fork.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -45,6 +46,7 @@ def main() -> None:
             swaps.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
     _import_targets(edits for _, edits in pages)
     texts = hash_seeds.execute(order.texts) if order.texts else None
+    gc.freeze()  # a collection in a fork would walk through all that was imported, and copy it
     frames.send(order.answers, Ready(texts))
     for page, _ in pages:
         run = _forked(page, order.answers, order.limit) if order.forks else _here(page)

@@ -7,6 +7,9 @@ processes: no state is left from the one before it, and one that hangs can be ki
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import json
 import logging
 import os
@@ -27,6 +30,13 @@ from cppmega.overlay.verbs import Session
 from cppmega.rank import swaps
 from tests.configurations.settings import Configuration
 
+LATE = (
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.models.mimo",
+)
+"""What every rank would import for itself, when it first needs it."""
 GRACE = 2.0
 """Seconds for the other ranks after one has failed: they may wait for it for ever."""
 LIMIT = 240.0
@@ -60,11 +70,15 @@ def _import(root: Path) -> None:
     from tests.configurations import stand_ins, training
 
     assert training
+    for name in LATE:
+        with contextlib.suppress(ImportError):  # of another release
+            importlib.import_module(name)
     stand_ins.install()
     swaps.check()
     # It would start a process for the results of writers that are other processes.
     filesystem_async._results_queue = queue.Queue()
     logging.disable(logging.CRITICAL)
+    gc.freeze()  # a collection in a rank would walk through all of it, and copy its pages
 
 
 def _answer(order: dict[str, Any]) -> dict[str, Any]:

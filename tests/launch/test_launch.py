@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 PAGES = ("mtp_roll_packed_sequences", "dataset_helpers_prebuilt")
 """What the recipe needs, and no more: the preflight proves each of them."""
+STEPS, SAVES = 200, 6
 
 
 class Console:
@@ -53,9 +54,9 @@ class Console:
 
     def line(self, *words: str) -> list[str]:
         """Small enough for a test, long enough to be killed in."""
-        fields = ("train_iters=40", "num_layers=1", "mtp_num_layers=1")
+        fields = (f"train_iters={STEPS}", "num_layers=1", "mtp_num_layers=1")
         changes = [word for field in fields for word in ("--set", field)]
-        line = ["launch", "smoke_cpu", "--megatron", str(self.root), "--save-interval", "4"]
+        line = ["launch", "smoke_cpu", "--megatron", str(self.root), "--save-interval", str(SAVES)]
         return [*line, *changes, *words]
 
     def launch_and_interrupt(self, name: str, *words: str) -> tuple[int, str]:
@@ -99,29 +100,31 @@ def test_the_chain(console: Console) -> None:
     assert began.returncode == 0, began.stderr[-3000:]
     assert began.stdout.strip() == str(console.folder / "runs" / "first")
     first = console.run("first")
-    until(lambda: first.checkpoint() == 4 and len(first.steps()) >= 6, 300, first)
+    until(lambda: bool(first.checkpoint()), 300, first)
     assert first.state() == "running"
-    ranks = first.nodes()[0].status().workers
+    ranks = [int(pid) for pid in first.nodes()[0].status().workers]
     assert len(ranks) == 2
-    os.kill(int(list(ranks)[1]), signal.SIGKILL)
+    saved = stopped_after_a_checkpoint(first, ranks)
+    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks[0], signal.SIGCONT)
     until(lambda: first.state() == "crashed", 200, first)
 
     row = console.runs()["first"]
-    assert (row["state"], row["exit"], row["checkpoint"]) == ("crashed", 1, 4)
+    assert (row["state"], row["exit"], row["checkpoint"]) == ("crashed", 1, saved)
     assert row["error"] == "rank 1: killed by signal 9 (SIGKILL)"
     shown = console("logs", "demo").stdout  # found by its session
     assert shown.startswith(
         f"rank 1 on {row['hosts'][0]} failed first (killed by signal 9 (SIGKILL))"
     )
-    assert "step 4/40" in shown and "checkpoint of step 4" in shown
+    assert f"step {saved}/{STEPS}" in shown and f"checkpoint of step {saved}" in shown
 
     code, said = console.launch_and_interrupt("second", "--resume", "first")
     assert code == 0, said[-3000:]
-    assert "resuming at step 5" in said and "after receiving SIGTERM" in said
+    assert f"resuming at step {saved + 1}" in said and "after receiving SIGTERM" in said
     second = console.run("second")
     last = second.steps()[-1].step
     assert (second.state(), second.exit(), second.checkpoint()) == ("stopped", 0, last)
-    assert second.steps()[0].step == 5 and last < 40
+    assert second.steps()[0].step == saved + 1 and last < STEPS
 
     done = console("compare", "first", "second")
     assert done.returncode == 0, done.stderr
@@ -134,6 +137,25 @@ def test_the_chain(console: Console) -> None:
     refused = console.launch("--name", "first")
     assert refused.returncode == 1 and "run-exists" in refused.stderr
     _manifest_says_what_ran(console)
+
+
+def stopped_after_a_checkpoint(run: Run, ranks: list[int]) -> int:
+    """Stop the ranks two steps after a checkpoint, and before they can come to the next one."""
+
+    def stopped() -> bool:
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        since = len(run.steps()) - (run.checkpoint() or 0)
+        if 2 <= since <= SAVES - 2:
+            return True
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        return False
+
+    until(stopped, 300, run)
+    saved = run.checkpoint()
+    assert saved is not None
+    return saved
 
 
 def _manifest_says_what_ran(console: Console) -> None:

@@ -171,8 +171,16 @@ def test_a_proof_that_hears_nothing_is_ended(
     """No alarm in the proof's own process can be relied on, and its children end with it."""
     monkeypatch.setattr(proof_process, "LIMIT", 1.0)
     left = tmp_path / "left"
+    left.touch()
     proved = prove(verify=_DEAF.format(left=str(left), then="while True: pass"))
-    assert proved.proof == "failed" and "did not end within 1 seconds" in proved.detail
+    for limit in (10.0, 60.0):
+        if left.read_text().count("\n") == 3:
+            break  # a machine under load takes longer to come to three endless loops
+        monkeypatch.setattr(proof_process, "LIMIT", limit)
+        left.write_text("")
+        (proved,) = verify.verify(Session(tmp_path / "root"))
+    said = f"did not end within {proof_process.LIMIT:g} seconds"
+    assert proved.proof == "failed" and said in proved.detail
     assert left.read_text().count("\n") == 3 and not living(left)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from cppmega.host import process
 from cppmega.rank import child_processes
+from tests import forkserver
 from tests.rank.test_guard import Bench, finish
 from tests.support import free_port, made
 
@@ -183,14 +184,14 @@ for step in guard.steps(range(2)):
 
 
 def test_a_rank_without_the_guard_is_named_by_the_others(bench: Bench) -> None:
-    bare, guarded = bench.folder / "bare.py", bench.folder / "guarded.py"
-    bare.write_text(RANK.format("import time; time.sleep(60)"))
+    guarded = bench.folder / "guarded.py"
     guarded.write_text(RANK.format(TRAIN))
     root = str(bench.folder / "root")
-    words = [["-m", "cppmega.run", "--megatron", root, str(guarded)], [str(bare)]]
+    bare = RANK.format("import time; time.sleep(600)")
+    words = [["-m", "cppmega.run", "--megatron", root, str(guarded)], ["-c", bare]]
     ranks = [
         subprocess.Popen(
-            [sys.executable, *words[rank]],
+            [forkserver.executable(), *words[rank]],
             env={**bench.environment, "RANK": str(rank), "WORLD_SIZE": "2"}
             | {"MASTER_PORT": bench.environment["MASTER_PORT"]},
             stdout=subprocess.PIPE,
