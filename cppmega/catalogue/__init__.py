@@ -1,1 +1,1 @@
-"""Catalogues, which are folders of pages: loading and checking, gates, and revisions."""
+"""Catalogues, which are folders of pages: loading and checking, gates, revisions, and decisions."""

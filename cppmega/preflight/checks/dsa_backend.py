@@ -124,7 +124,7 @@ def _miscompiled(backend: str) -> Iterator[CppmegaError]:
             f"tilelang {installed}: from 0.1.9 until it was fixed in 0.1.11, the compiler merges "
             "shared memory that is still in use (https://github.com/tile-ai/tilelang/pull/2204), "
             "and Megatron builds the backward kernel of its sparse attention with that merging.",
-            "Gradients would be wrong without an error.",
+            "Gradients can be wrong without an error.",
             "pip install 'tilelang>=0.1.11', or tilelang==0.1.8, which mamba-ssm demands",
         )
 
