@@ -241,10 +241,7 @@ class Run:
 
     def last_logged(self) -> float:
         """When a step or a header was last logged, in seconds since the epoch; 0 if never."""
-        try:
-            return self._metrics.stat().st_mtime
-        except OSError:
-            return 0.0
+        return metrics.last_written(self._metrics)
 
     def first_start(self) -> Start | None:
         """The header that its ranks wrote when they first started."""

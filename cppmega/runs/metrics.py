@@ -110,3 +110,11 @@ def _decode(line: str, kind: type[T]) -> T | None:
     with contextlib.suppress(ValueError, RecursionError):  # cut off when the disk was full
         return json_file.decode(json.loads(line), kind)
     return None
+
+
+def last_written(path: Path) -> float:
+    """When the file was last written, in seconds since the epoch; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
