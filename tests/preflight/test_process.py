@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests import forkserver
 from tests.preflight.contexts import SMOKE, holds, launch, own_tree, refuses, says_nothing
 from tests.support import REPOSITORY, patched, pristine
 from tests.support.lab import Lab
@@ -148,19 +147,10 @@ def test_proofs_that_this_machine_cannot_run(lab: Lab) -> None:
     says_nothing("live_proofs", launch(root=applied(lab).root))
 
 
-COMMAND = """
-import sys
-sys.executable = sys.argv.pop(1)
-from cppmega.cli.main import main
-main(sys.argv[1:])
-"""
-
-
 def preflight(*words: str) -> tuple[int, dict[str, Any], str]:
-    """The command as a process, whose own processes have imported torch already."""
-    python = forkserver.executable()
+    """The command as a process."""
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, python, "preflight", *words, "--json"],
+        [sys.executable, "-m", "cppmega", "preflight", *words, "--json"],
         env={**launch().environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
