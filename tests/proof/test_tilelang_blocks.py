@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from cppmega.proof.tilelang_blocks import Blocks  # noqa: E402
 
 
-def kernel(T: Any, shared: bool) -> Any:  # noqa: N803
+def kernel(T: Any, shared: bool) -> Any:
     rows = T.dynamic("rows")
 
     @T.prim_func
