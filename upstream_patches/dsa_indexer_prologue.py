@@ -5,9 +5,10 @@ What: Between its projections and its scores, `DSAIndexer` computes RoPE, the Ha
     rotated is found by asking the indexer's own `_apply_rope`, with or without
     `dsa_indexer_rope`. Megatron's lines run, and a warning gives the reason, if it or
     `rotate_activation` computes something else, and on CUDA for a rotated width that is not a power
-    of two.
+    of two. 0.19.2 refuses packed documents that are longer than the angles, and so does the patch,
+    in the stream: about six more small kernels.
 Why: Forward and backward launch 50 kernels on 0.19.2, and 786 with 16 packed documents, for which
-    the host also waits; here it is 3 each way, and the host does not wait. Rows of 32 heads of 64
+    the host also waits; here they are 6 and the host does not wait. Rows of 32 heads of 64
     on one H200: 1.6 and 0.50 ms for 4096, 2.7 and 0.98 ms for 4096 x 8, 15.5 and 0.85 ms for 4096
     in 16 documents (benchmarks/results/dsa_indexer_h200.md).
 Upstream: Not sent: upstream has no such kernel and asserts its fused RoPE off for DSA.
