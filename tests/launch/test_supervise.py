@@ -153,7 +153,8 @@ class Bench:
 
 def ready(run: Run) -> bool:
     """Both ranks have come to their loop."""
-    return all((run.path / f"ready-{rank}").exists() for rank in (0, 1))
+    files = [run.path / f"ready-{rank}" for rank in (0, 1)]
+    return all(file.exists() and file.read_text() for file in files)
 
 
 def ranks(run: Run) -> list[int]:
@@ -226,6 +227,7 @@ def test_a_session_is_looked_at_left_and_stopped(
     assert run.state() == "running" and tmux.exists("here")
 
     in_charge = run.nodes()[0].status().pid
+    os.kill(in_charge, signal.SIGSTOP)  # it hears all of them when `stop` wakes it
     for _ in range(3):  # said again, it must not cost the checkpoint
         os.kill(in_charge, signal.SIGHUP)
         os.kill(in_charge, signal.SIGTERM)
@@ -233,7 +235,7 @@ def test_a_session_is_looked_at_left_and_stopped(
     out = capfd.readouterr().out
     assert out.startswith("stopped seen, checkpoint of step ")
     assert (run.state(), run.exit()) == ("stopped", 0) and gone(run)
-    until(lambda: not tmux.exists("here"), 10, run)
+    until(lambda: not tmux.exists("here"), 100, run)
     assert run.checkpoint() == run.steps()[-1].step
     with pytest.raises(CppmegaError, match="run-ended"):
         run_control.stop(run, now=False, wait=1)
@@ -304,7 +306,7 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
         with pytest.raises(CppmegaError, match="session-exists"), tmux.reserve("mine"):
             pass
         assert tmux.exists("mine"), "the other launch did not take it away"
-    until_gone = time.monotonic() + 10
+    until_gone = time.monotonic() + 100
     while tmux.exists("mine"):
         assert time.monotonic() < until_gone
     reserve = (
@@ -313,7 +315,7 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
     )
     environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder)}
     subprocess.run([sys.executable, "-c", reserve], env=environment)
-    until_gone = time.monotonic() + 30
+    until_gone = time.monotonic() + 100
     while tmux.exists("killed"):
         assert time.monotonic() < until_gone
         time.sleep(0.05)
