@@ -133,10 +133,8 @@ def _ask_for_layout(indexer: Any, width: int, mscale: float) -> _Layout | None:
     # No two alike: also the columns of a pair must each have their own.
     angles = torch.linspace(0.1, 1.5, width, device="cpu").view(1, 1, 1, width)
     turned = indexer._apply_rope(unit, angles, mscale)
-    yes = (False, True)
-    for layout in map(
-        _Layout._make, itertools.product((0, d - indexer.qk_pos_emb_head_dim), yes, yes)
-    ):
+    firsts, either = (0, d - indexer.qk_pos_emb_head_dim), (False, True)
+    for layout in itertools.starmap(_Layout, itertools.product(firsts, either, either)):
         rotary = Rotary(angles=angles, mscale=mscale, **layout._asdict())
         if torch.allclose(turned, reference.rotated(unit, rotary, None, False), atol=1e-5):
             return layout

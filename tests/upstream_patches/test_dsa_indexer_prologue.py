@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,14 +124,14 @@ def _check_declined(dsa: Any, theirs: Any) -> None:
         indexer = small_models.dsa_indexer(module)
         torch.manual_seed(1)
         hidden, latent = (torch.randn(24, 2, n).bfloat16() for n in (64, 32))
-        with how(module, indexer):
+        package = mock.patch.object(module, "hadamard_transform", lambda x, scale: x * 2)
+        with package, how(module, indexer):
             return small_models.dsa_index_inputs(indexer, hidden, latent)
 
     def rotation(module: Any, indexer: Any) -> Any:
         return mock.patch.object(module, "rotate_activation", lambda x: x)
 
     def rope(module: Any, indexer: Any) -> Any:
-        module.hadamard_transform = lambda x, scale: x * 2
         return mock.patch.object(indexer, "_apply_rope", lambda x, *rest, **named: x * 2)
 
     def scaled_rope(module: Any, indexer: Any) -> Any:
@@ -139,11 +140,10 @@ def _check_declined(dsa: Any, theirs: Any) -> None:
                 return super()._apply_rope(x * 2, *rest, **named)
 
         indexer.__class__ = Scaled
-        return mock.patch.object(module, "hadamard_transform", lambda x, scale: x * 2)
+        return contextlib.nullcontext()
 
     def kernel(module: Any, indexer: Any) -> Any:
-        module.rotate_activation.__globals__["hadamard_transform"] = lambda x, scale: x * 2
-        # On a GPU the kernel may decline; a CPU that is not called so stands in for one.
+        # As it may on a GPU.
         return mock.patch.object(ours, "_rotary", side_effect=ours._DeclinedError("it is too wide"))
 
     reasons = {
