@@ -61,12 +61,12 @@ def verify() -> None:
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    index = SimpleNamespace(tp_dim="tp", get_submesh=lambda name: mesh[name])
+    index = SimpleNamespace(tp_dim="tp", get_submesh=lambda name, **_: mesh[name])
     half = torch.nn.Parameter(torch.ones(3, 4))
     half.tensor_model_parallel, half.partition_dim, half.partition_stride = True, 1, 1
     seen: list[DTensor] = []
 
-    def spec(param, dist_index, is_sharded_param):
+    def spec(param, *_, **__):
         seen.append(param)
         return mesh["dp"], [Replicate()]
 
