@@ -130,8 +130,8 @@ def explain(name: str, patches: Sequence[Path]) -> None:
     """Explain a patch, an error, a variable, or something that is not here under its name.
 
     A patch: what it does, why, and the texts it is pinned to. An error: what causes it, why it
-    matters, and the next command; what only a run knows is in <angle brackets>. A name may also be
-    one of upstream_patches/NOT.md: a variable, argument or script of the earlier overlay.
+    matters, and the next command; what only a run knows is in <angle brackets>. A variable,
+    argument or script of the earlier overlay: what became of it.
     """
     from cppmega.catalogue import decisions
     from cppmega.catalogue import loader as catalogue

@@ -51,6 +51,8 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pages = folder, folder / "pages"
+        self.pages.mkdir()
+        (self.pages / "not.toml").touch()  # a catalogue that has decided nothing
         site = folder / "site"
         site.mkdir()
         # Every Python of these tests takes the made catalogue for the built-in one.

@@ -75,6 +75,7 @@ class Lab:
         self.root = folder / "site"
         self.pages = folder / "pages"
         self.pages.mkdir()
+        (self.pages / "not.toml").touch()  # a catalogue that has decided nothing
         self.files: dict[str, bytes] = dict(FILES)
         self.said: list[str] = []
         for name in os.environ:
