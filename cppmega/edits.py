@@ -13,6 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from cppmega.rewriting.function_source import function_text
+from cppmega.rewriting.repeatable import is_repeatable, repeatable
 
 if TYPE_CHECKING:
     import libcst as cst
@@ -22,12 +23,17 @@ if TYPE_CHECKING:
 
 def in_order(*edits: NodeEdit) -> NodeEdit:
     """Apply several edits to one target, in order."""
-    return lambda node: reduce(lambda done, edit: edit(done), edits, node)
+
+    def edit(node: cst.CSTNode) -> cst.CSTNode:
+        return reduce(lambda done, edit: edit(done), edits, node)
+
+    return repeatable(edit) if all(map(is_repeatable, edits)) else edit
 
 
 def body_of(page_function: Callable[..., Any]) -> NodeEdit:
     """Replace the target's body with that of a page's function; the rest stays upstream's."""
 
+    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
@@ -43,6 +49,7 @@ def definition_of(page_function: Callable[..., Any]) -> NodeEdit:
     Its name and decorators stay upstream's.
     """
 
+    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
@@ -64,6 +71,7 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
     """
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()
 
+    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
@@ -77,6 +85,7 @@ def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
     anchor = textwrap.dedent(before or after).strip()
     added = textwrap.dedent(text).strip()
 
+    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
@@ -94,6 +103,7 @@ def appending(text: str) -> NodeEdit:
     """Add statements at the end of the target's body."""
     added = textwrap.dedent(text).strip()
 
+    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
@@ -105,6 +115,7 @@ def appending(text: str) -> NodeEdit:
 def adding_argument(callee: str, argument: str, times: int = 1) -> NodeEdit:
     """Append `name=value` to the calls of `callee` (`self.mtp`, `build_module`...)."""
 
+    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
@@ -117,6 +128,7 @@ def adding_argument(callee: str, argument: str, times: int = 1) -> NodeEdit:
 def adding_parameter(parameter: str) -> NodeEdit:
     """Append a parameter with a default (`padding_mask=None`) to the target's signature."""
 
+    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 

@@ -211,10 +211,10 @@ class HeadSwap(Swap):
     def __init__(self, old: str, new: str) -> None:
         self.old: Any = cst.parse_statement(old + " pass\n")
         self.new: Any = cst.parse_statement(new + " pass\n")
-        self.shape = shape(self.old)
+        self.gist, self.shape = gist(self.old), shape(self.old)
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
-        if type(before) is not type(self.old):
+        if type(before) is not type(self.old) or gist(before) != self.gist:
             return now
         rest = ("orelse",) if hasattr(before, "orelse") else ()
         head = before.with_changes(body=self.old.body, leading_lines=(), **dict.fromkeys(rest))

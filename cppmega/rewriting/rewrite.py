@@ -34,6 +34,7 @@ from cppmega.rewriting.errors import (
     UndefinedNameError,
 )
 from cppmega.rewriting.inserted import Inserted, reaches
+from cppmega.rewriting.repeatable import is_repeatable
 from cppmega.rewriting.source import (
     Definition,
     Span,
@@ -172,8 +173,9 @@ def _edit_slice(
         for step in group:
             node = _within(node, symbol, step, _edited)
     finally:
-        whole = codegen.text(module, module.default_indent, module.default_newline)
-        changed = source.strip() not in whole
+        changed = not _are_repeatable(group) and source.strip() not in codegen.text(
+            module, module.default_indent, module.default_newline
+        )
         if changed:  # the node is cached, and later callers would get it mutated
             fingerprint.forget()
     if changed:
@@ -186,6 +188,10 @@ def _edit_slice(
         after[step.edit.symbol] = _print_after(step, symbol, node, bare)
     ending = source[len(source.rstrip("\r\n")) :]  # libcst drops a last line end of "\r" alone
     return new.rstrip("\r\n") + ending, after
+
+
+def _are_repeatable(group: Sequence[Step]) -> bool:
+    return all(is_repeatable(step.edit.edit) for step in group)
 
 
 def _print_after(step: Step, symbol: str, node: cst.CSTNode, bare: str) -> str:
@@ -233,21 +239,22 @@ def _printed(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> tuple[str,
 
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
-    new, again = _called_twice(step, node)
+    new, again = _called(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "returns something other than its target")
-    if not node_compare.same(again, new):
+    if again is not new and not node_compare.same(again, new):
         raise _bad_edit(step, "returns a different text when it is called again")
     if not node_compare.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
         raise _bad_edit(step, "changes nothing")
     return new
 
 
-def _called_twice(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
-    """Run the edit twice, to show that it is deterministic."""
+def _called(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
+    """Run the edit, twice unless it is known to be deterministic."""
     try:
         with contained(partial(_bad_edit, step)):
-            return step.edit.edit(node), step.edit.edit(node)
+            new = step.edit.edit(node)
+            return new, new if is_repeatable(step.edit.edit) else step.edit.edit(node)
     except BadEditError:
         raise
     except EditMismatchError as error:

@@ -24,6 +24,7 @@ from cppmega.edits import (
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
 from cppmega.rewriting import function_source, marks, rewrite
+from cppmega.rewriting.repeatable import is_repeatable
 from cppmega.rewriting.rewrite import Step
 from tests.support.lab import FILES, REPOSITORY, A, Lab
 from tests.support.made import edit_text, pin
@@ -475,3 +476,36 @@ def test_targets_that_share_their_lines_are_refused(lab: Lab) -> None:
     lab.page(pins={"1.0": "0" * 16})
     lab.export()
     assert lab.refused().state == "drifted"
+
+
+LIBRARY: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "body_of": lambda: body_of(_double),
+    "definition_of": lambda: definition_of(_double),
+    "replacing": lambda: replacing("x + x", "2 * x"),
+    "a head": lambda: replacing("if x:", "if x is not None:"),
+    "inserting": lambda: inserting("y = x", before="return x + x"),
+    "appending": lambda: appending("raise ValueError"),
+    "adding_argument": lambda: adding_argument("print", "flush=True"),
+    "adding_parameter": lambda: adding_parameter("y=None"),
+}
+TEXT = "def f(x):\n    if x:\n        print(x)\n    return x + x\n"
+
+
+def _double(x: Any) -> Any:
+    return 2 * x
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_edits_of_the_library_need_no_second_call(name: str) -> None:
+    """Each is declared repeatable, and is: equal answers, and the given node stays as it was."""
+    edit = LIBRARY[name]()
+    assert is_repeatable(edit) and is_repeatable(in_order(edit, edit))
+    node = cst.parse_module(TEXT).body[0]
+    one, other = (cst.Module([edit(node)]).code for _ in range(2))
+    assert one == other != TEXT
+    assert cst.Module([node]).code == TEXT
+
+
+def test_a_function_of_a_page_is_called_twice() -> None:
+    own = in_order(replacing("x + x", "2 * x"), lambda node: node)
+    assert not is_repeatable(own) and not is_repeatable(lambda node: node)
