@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from cppmega.proof import cpu_shims
+from cppmega.proof.small_models import Norm, Projection
 
 TENSOR, CONTEXT = TENSOR_AND_CONTEXT
 cpu_shims.init_distributed(tensor=TENSOR, context=CONTEXT)
@@ -35,19 +36,6 @@ NEW = hasattr(dsa, "dsa_kernels")  # 0.19
 LENGTH, HEADS = 24, 4
 here = parallel_state.get_tensor_model_parallel_rank()
 of_context = parallel_state.get_context_parallel_rank()
-
-
-class Linear(torch.nn.Linear):
-    def __init__(self, inputs, outputs, **ignored):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x):
-        return super().forward(x), None
-
-
-class Norm(torch.nn.LayerNorm):
-    def __init__(self, hidden_size, **ignored):
-        super().__init__(hidden_size)
 
 
 def rows(x):
@@ -68,7 +56,7 @@ def run(sparse=False, coefficient=0.5, train=True, mask=None, packed=None, recom
         context_parallel_size=CONTEXT, dsa_indexer_use_sparse_loss=sparse,
         dsa_indexer_loss_coeff=coefficient, **gathered, **fields,
     )
-    parts = dsa.DSAIndexerSubmodules(Linear, Linear, Norm, Linear)
+    parts = dsa.DSAIndexerSubmodules(Projection, Projection, Norm, Projection)
     indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=parts)
     layer = dsa.DSAttention(
         config, dsa.DSAttentionSubmodules(indexer), 1, AttnMaskType.causal, "self", **gathered

@@ -14,22 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from cppmega.proof import cpu_shims
+from cppmega.proof.small_models import Norm, Projection
 
 cpu_shims.init_distributed()
 mock.patch.object(dsa, "rotate_activation", lambda x: x).start()
-
-
-class Linear(torch.nn.Linear):
-    def __init__(self, inputs, outputs, **ignored):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x):
-        return super().forward(x), None
-
-
-class Norm(torch.nn.LayerNorm):
-    def __init__(self, hidden_size, **ignored):
-        super().__init__(hidden_size)
 
 
 def run(coefficient, train=True):
@@ -41,7 +29,7 @@ def run(coefficient, train=True):
         dsa_indexer_topk=3, rope_type="rope",
     )
     config.dsa_indexer_loss_coeff = coefficient
-    parts = dsa.DSAIndexerSubmodules(Linear, Linear, Norm, Linear)
+    parts = dsa.DSAIndexerSubmodules(Projection, Projection, Norm, Projection)
     indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=parts)
     layer = dsa.DSAttention(
         config, dsa.DSAttentionSubmodules(indexer), 1, AttnMaskType.causal, "self"

@@ -14,23 +14,11 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from cppmega.proof import cpu_shims
+from cppmega.proof.small_models import Norm, Projection
 
 cpu_shims.init_distributed()
 dsa.rotate_activation = lambda x: x  # a rotation of both sides: no scores change
 ROPE, DIM, HEADS = 4, 6, 2
-
-
-class Linear(torch.nn.Linear):
-    def __init__(self, inputs, outputs, **ignored):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x):
-        return super().forward(x), None
-
-
-class Norm(torch.nn.LayerNorm):
-    def __init__(self, hidden_size, **ignored):
-        super().__init__(hidden_size)
 
 
 def indexer(kind=dsa.DSAIndexer, rope_type="rope"):
@@ -41,7 +29,7 @@ def indexer(kind=dsa.DSAIndexer, rope_type="rope"):
         experimental_attention_variant="dsa", dsa_indexer_n_heads=HEADS, dsa_indexer_head_dim=DIM,
         dsa_indexer_topk=3, rope_type=rope_type,
     )
-    made = kind(config, dsa.DSAIndexerSubmodules(Linear, Linear, Norm, Linear))
+    made = kind(config, dsa.DSAIndexerSubmodules(Projection, Projection, Norm, Projection))
     for parameter in made.k_norm.parameters():
         torch.nn.init.normal_(parameter)
     return made

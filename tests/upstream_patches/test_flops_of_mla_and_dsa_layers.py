@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training import training
 
 from cppmega.proof import cpu_shims
+from cppmega.proof.small_models import Norm, Projection
 from cppmega.proof.stand_ins import Arguments
 
 cpu_shims.init_distributed()
@@ -32,19 +33,6 @@ SHAPE = dict(hidden_size=32, num_attention_heads=4, q_lora_rank=16, kv_lora_rank
              qk_pos_emb_head_dim=4, v_head_dim=12)
 INDEXER = dict(dsa_indexer_n_heads=3, dsa_indexer_head_dim=8, dsa_indexer_topk=64)
 absorbed = hasattr(dsa.DSAttention, "consumes_absorbed_v_up_projection")
-
-
-class Linear(torch.nn.Linear):
-    def __init__(self, inputs, outputs, **ignored):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x):
-        return super().forward(x), None
-
-
-class Norm(torch.nn.LayerNorm):
-    def __init__(self, hidden_size, **ignored):
-        super().__init__(hidden_size)
 
 
 class Core(DotProductAttention):
@@ -61,7 +49,7 @@ def build(symbol, **config):
     )
     module, submodules, core = mla.MLASelfAttention, mla.MLASelfAttentionSubmodules, Core
     if symbol == "D":
-        parts = dsa.DSAIndexerSubmodules(Linear, Linear, Norm, Linear)
+        parts = dsa.DSAIndexerSubmodules(Projection, Projection, Norm, Projection)
         indexer = ModuleSpec(module=dsa.DSAIndexer, submodules=parts)
         core = ModuleSpec(dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer))
         if absorbed:
