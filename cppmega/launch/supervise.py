@@ -219,9 +219,9 @@ class Supervisor:
         run = str(self.node.run.path)
         inherited = process.children(os.getpid())
         of_run = (pid for pid in inherited if process.environment(pid).get(env.RUN.name) == run)
-        ranks = {str(process.session(pid)) for pid in of_run}
-        known = {pid: process.started(int(pid)) for pid in ranks - set(self.status.workers)}
-        self._update(workers={**self.status.workers, **known})
+        ranks = {session for pid in of_run if (session := process.session(pid)) is not None}
+        known = {str(rank): process.started(rank) for rank in ranks}
+        self._update(workers={**known, **self.status.workers})
 
     def _end_orphans(self) -> None:
         """End the ranks that torchrun left behind because it was killed; they have time to save."""

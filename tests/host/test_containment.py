@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,14 +279,14 @@ def test_code_that_hears_nothing_ends_with_its_process(lab: Lab, how: str) -> No
     assert snapshot(lab.root) == before
 
 
-def test_a_timer_that_was_set_goes_on() -> None:
-    """pytest's own time limit is such a timer."""
+@contextmanager
+def _timer(seconds: float) -> Iterator[None]:
+    """A timer of the caller, such as pytest's own time limit; it must be heard by the end."""
     heard: list[int] = []
     handler = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
-    before = signal.setitimer(signal.ITIMER_REAL, 0.1)
+    before = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        with containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
-            pass
+        yield
         deadline = time.monotonic() + 100
         while not heard and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -294,12 +296,16 @@ def test_a_timer_that_was_set_goes_on() -> None:
         signal.setitimer(signal.ITIMER_REAL, *before)
 
 
+def test_a_timer_that_was_set_goes_on() -> None:
+    with _timer(0.1), containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
+        pass
+
+
 @pytest.mark.parametrize("at", range(4))
 def test_a_timer_that_ends_between_two_lines_is_not_the_page_s(
     monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """The machine stops for a moment, before or after one of the handlers is set."""
-    heard: list[int] = []
     set_handler, lines = containment._signal, itertools.count()
 
     def stop() -> None:
@@ -313,18 +319,8 @@ def test_a_timer_that_ends_between_two_lines_is_not_the_page_s(
         return before
 
     monkeypatch.setattr(containment, "_signal", slowly)
-    handler = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
-    before = signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        with containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
-            pass
-        deadline = time.monotonic() + 100
-        while not heard and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert heard == [signal.SIGALRM]
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *before)
+    with _timer(0.05), containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
+        pass
 
 
 def test_ctrl_c_passes() -> None:
