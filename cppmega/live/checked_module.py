@@ -1,7 +1,7 @@
 """One execution of a patched file: compiled from bytes that were checked, and fully recorded.
 
 Results of the file's own decorators are part of a clean import, and are recorded as they are,
-provided that they come from the packages that the file imports.
+provided that they come from packages that the file imports, itself or through a neighbor.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _foreign(made: CheckedModule) -> Iterator[Change]:
     The module's own text has run, so only a replaced decorator, or an assignment during the import,
     can have put them there.
     """
-    trusted = _trusted_folders(made.facts.packages)
+    trusted = _trusted_folders({*made.facts.packages, *_bound_packages(made.module)})
     for name in sorted(made.facts.defined & made.pins.keys()):
         thing = made.pins[name].thing
         members = vars(thing) if _is_own(made, thing) else {"": thing}
@@ -192,6 +192,13 @@ def _foreign(made: CheckedModule) -> Iterator[Change]:
             for layer in layers(member) if is_fixed(member) else ():
                 if not _comes_from(layer, made.codes, trusted):
                     yield Change((name, label) if label else (name,), MISSING, layer)
+
+
+def _bound_packages(module: types.ModuleType) -> Iterator[str]:
+    """Packages whose modules a file binds, however it got them: `from .utils import tilelang`."""
+    for value in vars(module).values():
+        if type(value) is types.ModuleType:
+            yield value.__name__.partition(".")[0]
 
 
 def _trusted_folders(packages: set[str]) -> list[str]:

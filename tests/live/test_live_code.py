@@ -26,6 +26,7 @@ FILES = {
 import functools
 
 from megatron.core.decorators import announced
+from megatron.core.tools import click
 
 LIMIT = 3
 STATE = {}
@@ -75,6 +76,11 @@ def cached(x):
     return x
 
 
+@click.command()
+def compiled():  # an object of another package, as the kernels of TileLang are
+    return 1
+
+
 @functools.singledispatch
 def shown(x):
     return str(x)
@@ -111,6 +117,7 @@ def announced(function):
 
     return inner
 """,
+    "megatron/core/tools.py": "import click\n",
     "megatron/core/blocks/__init__.py": "from ..thing import Layer\n",
     "megatron/core/user.py": """\
 from megatron.core.blocks import Layer
