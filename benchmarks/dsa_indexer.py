@@ -1,8 +1,10 @@
 """The DSA indexer on one GPU: our kernels against Megatron's reference path and its TileLang path.
 
-usage: python benchmarks/dsa_indexer.py --megatron ROOT [--out benchmarks/results] [--only NAME]
+usage: python benchmarks/dsa_indexer.py --megatron ROOT [--patched ROOT] [--out benchmarks/results]
+           [--only NAME]
 
-ROOT holds a pristine megatron/ (an unpacked wheel); TileLang must be installed. All sides run in
+ROOT holds a pristine megatron/ (an unpacked wheel), that of --patched one to which
+`tilelang_indexer_parallel_store` is applied; TileLang must be installed. All sides run in
 this process on the same inputs, with the functions that Megatron's DSA layer calls. Medians of 10
 (of 3 where one takes a second) with CUDA events, host time included; the peak is above the inputs;
 launches are what the profiler saw. Before any time, our loss and gradients are compared with
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -23,7 +26,7 @@ from datetime import date
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,9 +130,11 @@ def training(call: Callable[..., torch.Tensor], tensors: Tensors) -> Call:
 class Megatron:
     """Megatron's own functions on our tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, patched: Path | None) -> None:
         self.dsa = importlib.import_module(f"{PACKAGE}.dsa")
         self.tilelang = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa")
+        self.forward = importlib.import_module(f"{PACKAGE}.ops.tilelang_indexer_fwd")
+        self.patched_forward = patched and _loaded_beside(self.forward, patched)
 
     @staticmethod
     def bounds(sequence: int) -> dict[str, torch.Tensor]:
@@ -193,9 +198,8 @@ class Megatron:
             *tensors[:3], topk, *bounds.values(), 8192
         )
 
-    def scores(self, tensors: Tensors) -> Call:
+    def scores(self, forward: ModuleType, tensors: Tensors) -> Call:
         """TileLang's scores alone."""
-        forward = importlib.import_module(f"{PACKAGE}.ops.tilelang_indexer_fwd")
         q, k, w = tensors[:3]
         bounds = self.bounds(q.size(0))
 
@@ -205,6 +209,18 @@ class Megatron:
                 forward.indexer_fwd_interface(*parts, *bounds.values())
 
         return each
+
+
+def _loaded_beside(module: ModuleType, root: Path) -> ModuleType:
+    """The same module from another tree, which takes its neighbors from this one."""
+    name = f"{module.__name__}_patched"
+    file = root.joinpath(*module.__name__.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
 
 
 LOSS = ("loss", "dq", "dk", "dweights")
@@ -229,9 +245,12 @@ def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, An
     row: dict[str, Any] = {
         "floor": round(1e3 * (products / PRODUCTS + full / COPY), 3),
         "ours": measured(lambda: choose_keys(*tensors[:3], topk)),
-        "TileLang, scores alone": measured(theirs.scores(tensors), 3),
+        "TileLang, scores alone": measured(theirs.scores(theirs.forward, tensors), 3),
         "TileLang, scores and top-k": measured(theirs.choice(tensors, topk), 3),
     }
+    if theirs.patched_forward:
+        call = theirs.scores(theirs.patched_forward, tensors)
+        row["TileLang with its parallel store, scores alone"] = measured(call, 3)
     if q.size(0) == 4096:
         stock = lambda: theirs.dsa._compute_index_scores(tensors[0], tensors[2], tensors[1])  # noqa: E731
         row["reference path, scores alone"] = measured(stock, 3)
@@ -370,11 +389,12 @@ def main() -> None:
     """Run the cases and write the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--megatron", type=Path, required=True)
+    parser.add_argument("--patched", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", default="", help="begin of the names of cases to measure")
     options = parser.parse_args()
     sys.path.insert(0, str(options.megatron))
-    theirs = Megatron()
+    theirs = Megatron(options.patched)
     before = clocks()
     report = options.out / "dsa_indexer_h200.json"
     last = json.loads(report.read_text()) if options.only else {"clocks": [], "cases": {}}

@@ -7,8 +7,8 @@ Parts, on one GPU:
     fused8, fused2   TileLang's sparse attention, sparse loss, micro-batch 8 and 2: tokens/s of the
                      overlay without the indexer's pages ("before") and of all of it ("after")
     dense8           the same with the dense loss, micro-batch 8
-    curves_dense     20 steps of Megatron's own path twice ("stock", "again"), and of ours, with the
-    curves_sparse    dense and the sparse loss: whether ours is within the noise of the other two
+    curves_dense     20 steps of Megatron's own path twice ("stock", "again"), and of the kernels
+    curves_sparse    ("ours"), dense and sparse loss: whether ours is within the noise of the others
 
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
 run of each side is profiled after its measured steps. After each run DIR/PART.json is written, and
@@ -44,14 +44,16 @@ from dsa_indexer_slices_report import report  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.runs.profile import SUMMARY  # noqa: E402
 
-PAGES = ("dsa_indexer_kernels", "dsa_indexer_prologue")
+PAGES = ("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store")
 """The pages whose worth is measured."""
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 """Patches of stock in the curves: to start, and to log the indexer loss by the same measure."""
+OURS = (*REFERENCE, "dsa_indexer_kernels", "dsa_indexer_prologue")
+"""Patches of the curves that are compared with stock: no other page may bend them."""
 _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
 _TURNS = ("before", "after", "after", "before")
-_CURVES = ("stock", "again", "after")
+_CURVES = ("stock", "again", "ours")
 _PROFILED = 2
 _FIRST_GUESS = 150.0
 """Seconds that a run may take, until one has shown how many."""
@@ -152,7 +154,7 @@ class Turns:
         """A copy of the pristine megatron with a side's patches."""
         if side == "after":
             return self.bench.tree("after")
-        pages = REFERENCE if side in ("stock", "again") else self._others()
+        pages = {"stock": REFERENCE, "again": REFERENCE, "ours": OURS}.get(side) or self._others()
         root = self.bench.work / "trees" / ("stock" if side == "again" else side)
         if not root.is_dir():
             sides.copy(self.bench.site, root)

@@ -129,8 +129,8 @@ def _literally(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _curves(part: Mapping[str, Any]) -> Iterator[str]:
-    runs = {run["side"]: run.get("losses", {}) for run in part["runs"].values()}
-    if not {"stock", "again", "after"} <= runs.keys():
+    runs = {run["side"]: run["losses"] for run in part["runs"].values() if "losses" in run}
+    if not {"stock", "again", "ours"} <= runs.keys():
         yield "Not all curves have a result."
         return
     yield (
@@ -141,7 +141,7 @@ def _curves(part: Mapping[str, Any]) -> Iterator[str]:
     yield "| loss | first | last | noise of two stock runs | ours from stock | verdict |"
     yield "|---|---|---|---|---|---|"
     for name in sorted(runs["stock"]):
-        curves = [_by_step(runs[side].get(name, {})) for side in ("stock", "again", "after")]
+        curves = [_by_step(runs[side].get(name, {})) for side in ("stock", "again", "ours")]
         yield f"| {name} | {' | '.join(_verdict(*curves))} |"
 
 
