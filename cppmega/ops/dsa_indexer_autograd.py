@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cppmega.ops import dsa_indexer_per_head_triton as per_head
 from cppmega.ops import dsa_indexer_sparse_triton as sparse
 from cppmega.ops import dsa_indexer_topk_triton as scoring
 from cppmega.ops.dsa_indexer_dense_triton import DenseTarget
@@ -56,15 +57,24 @@ class Call:
             want_lse=want_lse,
         )
 
+    def sparse_target(
+        self, index: IndexTiles, query: Tensor, key: Tensor, indices: Tensor
+    ) -> Tensor:
+        """The target of the chosen keys, of all ranks."""
+        scale = self.loss.softmax_scale
+        if key.size(2) == 1:
+            return self.loss.add_up(sparse.target(query, key, indices, scale))
+        return self.loss.add_up(per_head.target(index, query, key, indices, scale))
+
 
 def _sparse(
     tensors: tuple[Tensor, ...], call: Call, want_gradients: bool
 ) -> tuple[Tensor, Tensor, Gradients | None]:
     q, k, weights, query, key = tensors
     indices, scores, _ = call.choose(q, k, weights, want_scores=True, want_lse=False)
-    target = call.loss.add_up(sparse.target(query, key, indices, call.loss.softmax_scale))
-    parts = call.index(q, k, weights), indices, scores, target
-    problem = sparse.Sparse(*parts, call.rows, call.loss.inside_logs)
+    index = call.index(q, k, weights)
+    target = call.sparse_target(index, query, key, indices)
+    problem = sparse.Sparse(index, indices, scores, target, call.rows, call.loss.inside_logs)
     factor = call.loss.factor(call.rows, scores[..., 0])
     if not want_gradients:
         return problem.losses().sum() * factor, indices, None

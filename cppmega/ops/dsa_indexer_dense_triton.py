@@ -10,7 +10,7 @@ Under tensor parallelism the target of some queries is written, added up over th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -77,17 +77,32 @@ def _log_sum_step(s, top, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _chosen(words, lane, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which keys of a tile are chosen, from the addresses of each row's first word of bits."""
+    # A word is loaded once for each row, not for each key of it.
+    word = tl.zeros([words.shape[0], lane.shape[0]], tl.int32)
+    for part in tl.static_range(lane.shape[0] // BITS):
+        word = tl.where((lane // BITS == part)[None, :], tl.load(words + part)[:, None], word)
+    return ((word >> (lane % BITS)[None, :]) & 1) != 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _lse_kernel(  # type: ignore[no-untyped-def]
-    query, key, starts, ends, lse, scale, sq, sk,
+    query, key, starts, ends, bits, lse, scale, sq, sk, q0, width,
     q_row, q_batch, q_head, k_row, k_batch, k_head, bound_batch, bound_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    CHOSEN: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the sum of the exponentials of one head's scores, `[b, heads, sq]`."""
+    """log2 of the sum of the exponentials of one head's scores, `[b, heads, sq]`.
+
+    Over the valid keys; over those whose bit is set, if CHOSEN.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
-    row = block * BLOCK + tl.arange(0, BLOCK)
+    near = block * BLOCK + tl.arange(0, BLOCK)
+    row = q0 + near
     start, end = row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
     first, last = extent(start, end)
     query += b * q_batch + head * q_head
@@ -100,25 +115,32 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     low = first // KEYS * KEYS
     middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(start, axis=0), KEYS) * KEYS, low), last)
     high = tl.maximum(tl.min(end, axis=0) // KEYS * KEYS, middle)
+    if CHOSEN:
+        words = bits + (b * tl.num_programs(0) * BLOCK + near) * (width // BITS)
+        middle = last  # any tile may have keys that were not chosen
     for at in range(low, middle, KEYS):
         s = _attention_scores(
             query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
         )
         s, lane = s * scale, at + tl.arange(0, KEYS)
-        seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
+        if CHOSEN:
+            seen = _chosen(words + at // BITS, tl.arange(0, KEYS), BITS)
+        else:
+            seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
         top, total = _log_sum_step(tl.where(seen, s, float("-inf")), top, total)
-    for at in range(middle, high, KEYS):
-        s = _attention_scores(
-            query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
-        )
-        top, total = _log_sum_step(s * scale, top, total)
-    for at in range(high, last, KEYS):
-        s = _attention_scores(
-            query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
-        )
-        s, lane = s * scale, at + tl.arange(0, KEYS)
-        seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
-        top, total = _log_sum_step(tl.where(seen, s, float("-inf")), top, total)
+    if not CHOSEN:
+        for at in range(middle, high, KEYS):
+            s = _attention_scores(
+                query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
+            )
+            top, total = _log_sum_step(s * scale, top, total)
+        for at in range(high, last, KEYS):
+            s = _attention_scores(
+                query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
+            )
+            s, lane = s * scale, at + tl.arange(0, KEYS)
+            seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
+            top, total = _log_sum_step(tl.where(seen, s, float("-inf")), top, total)
     tl.store(lse + (b * HEADS + head) * sq + row, top + tl.log2(total), mask=row < sq)
 
 
@@ -203,7 +225,102 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             tl.store(losses + (b * sq + row) * parts + tl.program_id(0), none, mask=row < sq)
 
 
-class DenseTarget:
+class _Rest(NamedTuple):
+    """What the losses and G of a tile take, besides its target.
+
+    Attributes:
+        index_lse: log-sum-exp of the index scores, `[b, sq]`.
+        rows: `[b, sq]`, whether a row counts; all do without.
+        losses: the losses of each row, by tile of keys.
+        mass: the sum of a row's target.
+        inside_logs: the definition of the loss up to 0.18.
+    """
+
+    index_lse: Tensor
+    rows: Tensor | None
+    losses: Tensor
+    mass: float
+    inside_logs: bool
+
+
+class AttentionTiles:
+    """The attention's tensors of one call, and the launches that multiply them.
+
+    Args:
+        index: the indexer's side.
+        query: `[sq, b, attention heads, d]` of this rank.
+        key: `[sk, b, attention heads or 1, d]`.
+        softmax_scale: of the attention's products.
+    """
+
+    def __init__(self, index: IndexTiles, query: Tensor, key: Tensor, softmax_scale: float) -> None:
+        query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+        self.index, self.query, self.key = index, query, key
+        self.scale, self.heads = softmax_scale * LOG2E, query.size(2)
+        self.block = min(BLOCK, index.tile)
+        self.lse = query.new_empty(index.batch, self.heads, index.sq, dtype=torch.float32)
+
+    def _widths(self) -> tuple[int, int, bool]:
+        """Width, width of a product's operand, and whether rows are read in parts."""
+        width = self.query.size(-1)
+        return (width, 64, True) if width > 128 else (width, padded(width), False)
+
+    def _strides(self) -> tuple[int, ...]:
+        """Of queries and keys; one key for all heads has stride 0."""
+        key = self.key
+        key_head = 0 if key.size(2) == 1 else key.stride(2)
+        return (*self.query.stride()[:3], *key.stride()[:2], key_head)
+
+    def sum_exponentials(self, part: tuple[int, int], bits: Tensor | None = None) -> None:
+        """Compute the log-sum-exp by head of a part's queries, which their target takes.
+
+        Args:
+            part: first query and query after the last.
+            bits: the keys to sum over, `[b, queries, words]` in whole tiles, `index.bits` keys in
+                a word; all valid ones without.
+        """
+        index = self.index
+        width, step, wide = self._widths()
+        blocks = triton.cdiv(part[1] - part[0], index.tile)
+        _lse_kernel[(blocks, index.batch * self.heads)](
+            self.query, self.key, *index.bounds, self.lse if bits is None else bits, self.lse,
+            self.scale, index.sq, index.sk, part[0], index.columns,
+            *self._strides(), *index.bound_strides,
+            HEADS=self.heads, D=width, D_PAD=step, WIDE=wide, BLOCK=index.tile,
+            KEYS=min(LSE_KEYS, index.tile), CAUSAL=index.causal,
+            CHOSEN=bits is not None, BITS=index.bits, **LSE_LAUNCH,
+        )  # fmt: skip
+
+    def target(self, part: tuple[int, int]) -> Tensor:
+        """This rank's target of one part, `[b, queries, keys]` in whole tiles, 0 if not valid."""
+        out = self.index.scratch(part, torch.float32)
+        self._launch(part, out, None, None)
+        return out
+
+    def _launch(
+        self, part: tuple[int, int], out: Tensor, target: Tensor | None, rest: _Rest | None
+    ) -> None:
+        """Write the target of a part, or its losses and G, from its target where that is given."""
+        index = self.index
+        q, k, weights = index.q, index.k, index.weights
+        width, step, wide = self._widths()
+        columns = index.columns // self.block
+        index_lse, rows, losses, mass, inside_logs = rest or _Rest(out, None, out, 1.0, False)
+        _tile_kernel[(columns, out.size(1) // self.block, index.batch)](
+            self.query, self.key, self.lse, q, k, weights, index_lse, *index.bounds,
+            index_lse if rows is None else rows, out if target is None else target, out, losses,
+            self.scale, mass, index.sq, index.sk, part[0], columns, index.columns,
+            *self._strides(), *q.stride()[:3], *k.stride()[:2], *weights.stride(),
+            *index.bound_strides,
+            A_HEADS=self.heads, A_D=width, A_D_PAD=step, WIDE=wide, ONE_KEY=self.key.size(2) == 1,
+            HEADS=index.heads, D=index.width, D_PAD=padded(index.width), TILE=self.block,
+            RELU=index.use_relu, CAUSAL=index.causal, ROWS=rows is not None, EPS=EPSILON,
+            INSIDE_LOGS=inside_logs, TARGET=target is None, REST=rest is not None,
+            GAIN=index.gain, **TILE_LAUNCH,
+        )  # fmt: skip
+
+
+class DenseTarget(AttentionTiles):
     """The attention's side of the dense loss of one call.
 
     Args:
@@ -232,70 +349,14 @@ class DenseTarget:
         inside_logs: bool,
         ranks: int,
     ) -> None:
-        query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-        self.index, self.query, self.key = index, query, key
-        self.index_lse, self.rows = index_lse, index_lse if rows is None else rows
-        self.inside_logs, self.ranks, self.all_rows = inside_logs, ranks, rows is None
-        self.scale, self.heads = softmax_scale * LOG2E, query.size(2)
-        self.block = min(BLOCK, index.tile)
-        self.losses = index_lse.new_empty(
-            index.batch, index.sq, index.columns // self.block
-        )  # fmt: skip
-        self.lse = self._attention_lse()
-
-    def _widths(self) -> tuple[int, int, bool]:
-        """Width, width of a product's operand, and whether rows are read in parts."""
-        width = self.query.size(-1)
-        return (width, 64, True) if width > 128 else (width, padded(width), False)
-
-    def _strides(self) -> tuple[int, ...]:
-        """Of queries and keys; one key for all heads has stride 0."""
-        key = self.key
-        key_head = 0 if key.size(2) == 1 else key.stride(2)
-        return (*self.query.stride()[:3], *key.stride()[:2], key_head)
-
-    def _attention_lse(self) -> Tensor:
-        index = self.index
-        lse = self.index_lse.new_empty(index.batch, self.heads, index.sq)
-        width, step, wide = self._widths()
-        _lse_kernel[(triton.cdiv(index.sq, index.tile), index.batch * self.heads)](
-            self.query, self.key, *index.bounds, lse, self.scale, index.sq, index.sk,
-            *self._strides(), *index.bound_strides,
-            HEADS=self.heads, D=width, D_PAD=step, WIDE=wide, BLOCK=index.tile,
-            KEYS=min(LSE_KEYS, index.tile),
-            CAUSAL=index.causal, **LSE_LAUNCH,
-        )  # fmt: skip
-        return lse
-
-    def target(self, part: tuple[int, int]) -> Tensor:
-        """This rank's target of one part, `[b, queries, keys]` in whole tiles, 0 if not valid."""
-        out = self.index.scratch(part, torch.float32)
-        self._launch(part, out, None, out)
-        return out
+        super().__init__(index, query, key, softmax_scale)
+        self.losses = index_lse.new_empty(index.batch, index.sq, index.columns // self.block)
+        mass = float(self.heads * ranks)
+        self.rest = _Rest(index_lse, rows, self.losses, mass, inside_logs)
+        self.sum_exponentials((0, index.sq))
 
     def gradient(self, part: tuple[int, int], target: Tensor | None = None) -> Tensor:
         """G of one part, from the target of all ranks where that is given, and its row losses."""
         out = self.index.scratch(part, self.index.dtype)
-        self._launch(part, target, out, out)
+        self._launch(part, out, target, self.rest)
         return out
-
-    def _launch(
-        self, part: tuple[int, int], target: Tensor | None, gradient: Tensor | None, like: Tensor
-    ) -> None:
-        index = self.index
-        q, k, weights = index.q, index.k, index.weights
-        width, step, wide = self._widths()
-        columns = index.columns // self.block
-        _tile_kernel[(columns, like.size(1) // self.block, index.batch)](
-            self.query, self.key, self.lse, q, k, weights, self.index_lse, *index.bounds,
-            self.rows, like if target is None else target, like, self.losses,
-            self.scale, float(self.heads * self.ranks),
-            index.sq, index.sk, part[0], columns, index.columns,
-            *self._strides(), *q.stride()[:3], *k.stride()[:2], *weights.stride(),
-            *index.bound_strides,
-            A_HEADS=self.heads, A_D=width, A_D_PAD=step, WIDE=wide, ONE_KEY=self.key.size(2) == 1,
-            HEADS=index.heads, D=index.width, D_PAD=padded(index.width), TILE=self.block,
-            RELU=index.use_relu, CAUSAL=index.causal, ROWS=not self.all_rows, EPS=EPSILON,
-            INSIDE_LOGS=self.inside_logs, TARGET=target is None or gradient is None,
-            REST=gradient is not None, GAIN=index.gain, **TILE_LAUNCH,
-        )  # fmt: skip

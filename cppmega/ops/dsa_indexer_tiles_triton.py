@@ -202,13 +202,18 @@ class IndexTiles:
         self.causal, self.use_relu = starts is None, use_relu
         self.tile = min(TILE, max(16, int(triton.next_power_of_2(max(self.sq, self.sk)))))
         self.columns = triton.cdiv(self.sk, self.tile) * self.tile
+        self.bits = min(32, self.tile)
         # fp32 G for fp32 inputs, whose results are not rounded to 16 bits.
         self.dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
         self.gain = 1.0 if q.dtype == torch.float32 else 32768.0
 
-    def parts(self) -> list[tuple[int, int]]:
-        """First query and query after the last of each part that G is made for."""
-        rows = G_BYTES // (2 * self.batch * self.columns) // self.tile * self.tile
+    def parts(self, size: int = 2) -> list[tuple[int, int]]:
+        """First query and query after the last of each part that G is made for.
+
+        Args:
+            size: bytes of an element, of G in fp16 or of another scratch of the same shape.
+        """
+        rows = G_BYTES // (size * self.batch * self.columns) // self.tile * self.tile
         step = max(self.tile, rows)
         return [(first, min(self.sq, first + step)) for first in range(0, self.sq, step)]
 

@@ -1,0 +1,93 @@
+"""The target of the sparse loss on CUDA where the attention has a key per head.
+
+The chosen keys of a query, gathered, are a matrix that all heads share only where there is one key
+for all of them. With a key per head each head would multiply one vector, without tensor cores, and
+read `topk * d` numbers of its own. So all valid keys are multiplied in tiles here, as for the dense
+loss: for the log-sum-exp of each head's scores over the chosen keys, which one bit for each key
+selects, and again for the target, of which that of the chosen keys is kept: `[b, sq, topk]`.
+
+That is for a part of the queries at a time: at most `G_BYTES` (512 MiB) for the target of all keys
+in fp32, and a 32nd of it for the bits. 4096 queries of a batch of 8 are one part, of 4 launches and
+the zeroing of the bits. Every sum has one order, so the target repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.dsa_indexer_dense_triton import AttentionTiles
+from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bits_kernel(  # type: ignore[no-untyped-def]
+    indices, bits, sq, topk, q0, part, rows, words, SLOTS: tl.constexpr, BITS: tl.constexpr
+):
+    """Set the bit of each chosen key of one query, among zeros."""
+    b = (tl.program_id(0) // part).to(tl.int64)
+    near = tl.program_id(0) % part
+    slot = tl.arange(0, SLOTS)
+    at = tl.load(indices + (b * sq + q0 + near) * topk + slot, mask=slot < topk, other=-1)
+    there, at = at >= 0, tl.maximum(at, 0)
+    word = bits + (b * rows + near) * words + at // BITS
+    tl.atomic_or(word, tl.full([SLOTS], 1, tl.int32) << (at % BITS), mask=there, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    full, indices, target, sq, topk, q0, part, rows, width, SLOTS: tl.constexpr
+):
+    """Copy the target of one query's chosen keys, 0 where there is no key."""
+    b = (tl.program_id(0) // part).to(tl.int64)
+    near = tl.program_id(0) % part
+    slot = tl.arange(0, SLOTS)
+    place = (b * sq + q0 + near) * topk + slot
+    at = tl.load(indices + place, mask=slot < topk, other=-1)
+    found = tl.load(full + (b * rows + near) * width + at, mask=at >= 0, other=0.0)
+    tl.store(target + place, found, mask=slot < topk)
+
+
+def _bits(index: IndexTiles, part: tuple[int, int], indices: Tensor) -> Tensor:
+    """One bit for each key of a part's queries, `[b, queries, words]` in whole tiles."""
+    topk, queries = indices.size(-1), part[1] - part[0]
+    rows = triton.cdiv(queries, index.tile) * index.tile
+    bits = indices.new_zeros(index.batch, rows, index.columns // index.bits)
+    _bits_kernel[(index.batch * queries,)](
+        indices, bits, index.sq, topk, part[0], queries, rows, bits.size(-1),
+        SLOTS=padded(topk), BITS=index.bits,
+    )  # fmt: skip
+    return bits
+
+
+def _fill(attention: AttentionTiles, part: tuple[int, int], indices: Tensor, out: Tensor) -> None:
+    """Write the target of a part's queries."""
+    index, topk, queries = attention.index, indices.size(-1), part[1] - part[0]
+    attention.sum_exponentials(part, _bits(index, part, indices))
+    full = attention.target(part)
+    _gather_kernel[(index.batch * queries,)](
+        full, indices, out, index.sq, topk, part[0], queries, full.size(1), index.columns,
+        SLOTS=padded(topk),
+    )  # fmt: skip
+
+
+def target(
+    index: IndexTiles, query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float
+) -> Tensor:
+    """Attention probabilities of the chosen keys, summed over heads: `[b, sq, topk]` in fp32.
+
+    Args:
+        index: the indexer's tensors, for the bounds and the tiles.
+        query: `[sq, b, heads, d]`.
+        key: `[sk, b, heads, d]`.
+        indices: `[b, sq, topk]` in int32, valid keys, -1 where there is none.
+        softmax_scale: of the products.
+    """
+    out = torch.empty(indices.shape, dtype=torch.float32, device=query.device)
+    if out.numel():
+        attention = AttentionTiles(index, query, key, softmax_scale)
+        for part in index.parts(out.element_size()):
+            _fill(attention, part, indices, out)
+    return out
