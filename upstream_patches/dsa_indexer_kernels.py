@@ -3,10 +3,11 @@
 What: `DSAttention.forward` takes the chosen keys and the indexer loss, dense or sparse, from
     `cppmega.ops.dsa_indexer`: scores and exact top-k are one launch, and the gradients of the loss
     are computed in its forward. This replaces Megatron's default path, and TileLang's indexer where
-    that backend is named; the backend cudnn keeps its own. An attention mask other than the causal
-    one (packed documents and context parallelism are supported), explicit key positions, fp32, more
-    than 128 index heads, or a sparse loss with a key per head (0.16 to 0.18) take Megatron's path,
-    with a warning that names the reason. CPU tensors are computed by the plain reference.
+    that backend is named; the backend cudnn keeps its own. The keys of the attention may be shared
+    by its heads, or be those of each head (0.16 to 0.18). An attention mask other than the causal
+    one (packed documents and context parallelism are supported), explicit key positions, fp32, or
+    more than 128 index heads take Megatron's path, with a warning that names the reason. CPU
+    tensors are computed by the plain reference.
 Why: The default path holds fp32 tensors of `[batch, heads, seq, seq]` several times: at sequence
     length 4096 (32 index heads of 64, top-k 256) the scores alone take 46.8 ms and 32 GiB for a
     batch of 8, compared with 1.6 ms and 0.06 GiB for scores and top-k; a batch of 1 with the dense
@@ -36,11 +37,11 @@ TARGET = f"{DSA}:DSAttention.forward"
 SPARSE = 'getattr(self.config, "dsa_indexer_use_sparse_loss", False)'
 
 
-def _cppmega_serves(q, k, key, mask, key_positions=None):
+def _cppmega_serves(q, k, mask, key_positions=None):
     """Whether the indexer's kernels can do a call; a warning gives the reason why they cannot."""
     from cppmega.ops.dsa_indexer import obstacle
 
-    reason = obstacle(q, k, key) if q.is_cuda else None  # a reference computes tensors on the CPU
+    reason = obstacle(q, k) if q.is_cuda else None  # a reference computes tensors on the CPU
     if mask is not None:
         reason = "its mask is not that of causal rows"
     elif key_positions is not None:
@@ -53,7 +54,7 @@ def _cppmega_serves(q, k, key, mask, key_positions=None):
     return reason is None
 
 
-# Since 0.19, every row has bounds, and the keys of the attention are shared by its heads.
+# Since 0.19, every row has bounds.
 BY_BOUNDS = """
 def cppmega_indexer():
     from cppmega.ops.dsa_indexer import choose_keys, indexer_loss
@@ -79,8 +80,7 @@ def cppmega_indexer():
     )
     return done.indices, done.loss
 if computes_topk and self.config.dsa_kernel_backend != "cudnn":
-    sparse_key = key if use_indexer_loss and sparse_indexer_loss else None
-    if _cppmega_serves(q, k, sparse_key, float_mask, key_positions):
+    if _cppmega_serves(q, k, float_mask, key_positions):
         topk_indices, indexer_loss = cppmega_indexer()
 """
 CAUSAL = f"""
@@ -102,13 +102,9 @@ def cppmega_indexer(coefficient):
         total, keys = indexer_loss(q, k, weights, query.detach(), key.detach(), topk, loss)
     # `scatter_` takes no -1, and a row with fewer keys than the top-k has key 0 among them.
     return keys.long().clamp_min(0), total
-cppmega_trains = self.training and torch.is_grad_enabled()
-cppmega_key = key if cppmega_trains and {SPARSE} else None
 """
 SERVES = """
-if _cppmega_serves(
-    q, k, cppmega_key, None if attn_mask_type is not None and sq == skv else float_mask
-):"""
+if _cppmega_serves(q, k, None if attn_mask_type is not None and sq == skv else float_mask):"""
 SCORES = (
     "self.indexer.forward_with_scores(x, qr, mask=float_mask, packed_seq_params=packed_seq_params)"
 )
@@ -138,7 +134,9 @@ q, k, weights = self.indexer.forward_before_topk(x, qr, packed_seq_params)
 {_either("topk_indices, _ = cppmega_indexer(None)", f"_, topk_indices = {SCORES}")}
 """
 BOTH = """
-coefficient = (self.config.dsa_indexer_loss_coeff or 0.0) if cppmega_trains else None
+coefficient = None
+if self.training and torch.is_grad_enabled():
+    coefficient = self.config.dsa_indexer_loss_coeff or 0.0
 topk_indices, indexer_loss = cppmega_indexer(coefficient)
 """
 KEYS_AND_LOSS = f"""

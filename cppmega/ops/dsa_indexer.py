@@ -11,6 +11,7 @@ no row sees are skipped, and the launches are counted by hand:
 
     scores and choice       1, in scratch memory of at most `SCRATCH_BYTES`; no `[b, sq, sk]`
     sparse loss             2, dk by atomics; 4 repeatable bit for bit
+      with a key per head   4 more for each part of the queries that the target is computed for
     dense loss              1, and 3 for each part of the queries that G (p - t in fp16) is made for
     backward                3, whatever the loss
 
@@ -55,7 +56,7 @@ def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
     Args:
         q: the indexer's queries `[sq, b, heads, d]`.
         k: its keys `[sk, b, d]`.
-        key: the attention's keys `[sk, b, heads, d]`, for the sparse loss.
+        key: no longer asked for; Megatron files that an earlier version patched pass it.
     """
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}"
@@ -67,8 +68,6 @@ def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
         return too_small
     if q.size(2) > 128 or q.size(3) > 128:
         return f"{q.size(2)} heads of {q.size(3)}: the kernels do at most 128 heads of 128"
-    if key is not None and key.size(2) != 1:
-        return f"the attention has {key.size(2)} key heads; the sparse loss needs one for all"
     return None
 
 
@@ -139,7 +138,7 @@ def indexer_loss(
         indices = choose_keys(q, k, weights, topk, bounds=bounds, use_relu=use_relu)
         return IndexerOutput(_NoLoss.apply(q, k, weights), indices)  # type: ignore[no-untyped-call]
     topk = min(topk, k.size(0))
-    if obstacle(q, k, key if loss.sparse else None) is None:
+    if obstacle(q, k) is None:
         from cppmega.ops.dsa_indexer_autograd import Call, indexer_loss_on_cuda
 
         call = Call(topk, loss, bounds, rows, use_relu)
