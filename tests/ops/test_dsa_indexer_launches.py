@@ -113,7 +113,7 @@ def layer(
         sq: length of the sequence, for keys as well.
         batch: number of sequences.
         bounds: valid keys.
-        how: of the loss; None: the choice alone, as in evaluation.
+        how: of the loss, and the key heads; None: the choice alone, as in evaluation.
     """
     heads, width = 32, 64
     like: dict[str, Any] = {"dtype": torch.bfloat16}
@@ -122,7 +122,8 @@ def layer(
         torch.empty(sq, batch, width, **like).requires_grad_(),
         torch.empty(sq, batch, heads, **like).requires_grad_(),
     )
-    query, key = torch.empty(sq, batch, 32, 128, **like), torch.empty(sq, batch, 1, 128, **like)
+    query = torch.empty(sq, batch, 32, 128, **like)
+    key = torch.empty(sq, batch, (how or {}).get("key_heads", 1), 128, **like)
     rotary = Rotary(angles=angles(sq, 32))
     rows = torch.ones(batch, sq, dtype=torch.bool)
     launches.taken()
@@ -131,7 +132,8 @@ def layer(
         if how is None:
             dsa_indexer.choose_keys(*ready, 256, bounds=bounds)
             return launches.taken(), []
-        loss = Loss(softmax_scale=1.0, coefficient=1.0, **how)
+        terms = {name: value for name, value in how.items() if name != "key_heads"}
+        loss = Loss(softmax_scale=1.0, coefficient=1.0, **terms)
         found = dsa_indexer.indexer_loss(*ready, query, key, 256, loss, bounds=bounds, rows=rows)
         forward = launches.taken()
         torch.autograd.grad(found.loss, made, torch.ones(()))
@@ -142,6 +144,7 @@ CALLS: dict[str, dict[str, Any] | None] = {
     "choice": None,
     "sparse": {"sparse": True},
     "sparse, repeatable": {"sparse": True, "repeatable": True},
+    "sparse, a key per head": {"sparse": True, "key_heads": 32},
     "dense": {"sparse": False},
     "dense, per token": {"sparse": False, "per_token": True},
 }
@@ -165,14 +168,24 @@ def test_at_the_size_of_the_slice(call: str, launches: Launches) -> None:
     assert layer(launches, 4096, 8, Bounds(), CALLS[call]) == few
 
 
+BY_PART = {
+    "dense": (2, ("_tile_kernel", "_query_kernel", "_key_kernel")),
+    "sparse, a key per head": (
+        4, ("new_zeros", "_bits_kernel", "_lse_kernel", "_tile_kernel", "_gather_kernel"),
+    ),
+}  # fmt: skip
+"""Bytes of an element of `[b, sq, sk]`, and what is launched for each part of the queries."""
+
+
 @pytest.mark.parametrize(("sq", "batch"), [(4096, 64), (32768, 1)])
-def test_beyond_half_a_gigabyte_the_dense_loss_is_computed_in_parts(
-    sq: int, batch: int, launches: Launches
+@pytest.mark.parametrize("call", BY_PART)
+def test_beyond_half_a_gigabyte_a_loss_is_computed_in_parts(
+    call: str, sq: int, batch: int, launches: Launches
 ) -> None:
-    one, backward = layer(launches, 40, 1, Bounds(), CALLS["dense"])
-    several, same = layer(launches, sq, batch, Bounds(), CALLS["dense"])
-    parts = 2 * batch * sq * sq // 2**29
-    by_part = Counter(_tile_kernel=1, _query_kernel=1, _key_kernel=1)
+    one, backward = layer(launches, 40, 1, Bounds(), CALLS[call])
+    several, same = layer(launches, sq, batch, Bounds(), CALLS[call])
+    size, names = BY_PART[call]
+    parts, by_part = size * batch * sq * sq // 2**29, Counter(names)
     more = {name: count * (parts - 1) for name, count in by_part.items()}
     assert Counter(several) - Counter(one) == more and same == backward
 
