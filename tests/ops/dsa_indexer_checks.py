@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cppmega.ops import dsa_indexer_autograd as autograd
 from cppmega.ops import dsa_indexer_dense_triton as dense
+from cppmega.ops import dsa_indexer_per_head_triton as per_head
 from cppmega.ops import dsa_indexer_reference as reference
 from cppmega.ops import dsa_indexer_tiles_triton as tiles
 from cppmega.ops import dsa_indexer_topk_triton as topk_kernels
@@ -17,7 +18,8 @@ from cppmega.ops.dsa_indexer_problem import Bounds, Loss
 from tests.ops.test_dsa_indexer import documents, inputs, rows_that_count
 
 __all__ = [
-    "Bounds", "check_choice", "check_errors", "check_loss", "check_plateaus", "documents",
+    "Bounds", "check_choice", "check_errors", "check_loss", "check_plateaus", "check_target",
+    "documents",
 ]  # fmt: skip
 
 SMALL = topk_kernels.Launch(columns=16, keys=16, chunk=16, programs=1)
@@ -98,12 +100,13 @@ def check_loss(
     part_bytes: int | None = None,
     repeatable: bool = False,
     rows: bool = True,
+    std: float = 1.0,
 ) -> None:
     """Loss and gradients of fp32 inputs against the plain path in fp64."""
     tiles.TILE, dense.BLOCK = tile, min(tile, dense.BLOCK)
     tiles.G_BYTES = part_bytes or tiles.G_BYTES
     topk_kernels.launch_for = lambda heads, width: SMALL
-    made = inputs(sq, batch, heads, width, attention, dtype=torch.float32)
+    made = inputs(sq, batch, heads, width, attention, dtype=torch.float32, std=std)
     counts = rows_that_count(batch, sq) if rows else None
     loss = Loss(
         softmax_scale=0.3, coefficient=0.7, sparse=sparse, inside_logs=inside_logs,
@@ -120,6 +123,39 @@ def check_loss(
     assert relative(value, want.loss) < 2e-6
     for mine, theirs in zip(leaves, true, strict=False):
         assert relative(mine.grad, theirs.grad) < 5e-6
+
+
+def check_target(
+    sq: int,
+    sk: int,
+    batch: int,
+    attention: tuple[int, int],
+    topk: int,
+    *,
+    tile: int,
+    part_bytes: int | None = None,
+    softmax_scale: float = 0.3,
+) -> None:
+    """The target with a key per head of the last queries, for keys chosen at random.
+
+    The first row of each sequence has none, the others up to top-k.
+    """
+    tiles.TILE, dense.BLOCK = tile, min(tile, dense.BLOCK)
+    tiles.G_BYTES = part_bytes or tiles.G_BYTES
+    heads, width = attention
+    q, k, w, query, key = inputs(sk, batch, 1, 16, (heads, heads, 2 * width), dtype=torch.float32)
+    query, key = query[sk - sq :, ..., :width], key[..., width:]
+    valid = reference.valid_keys(sq, sk, batch, None, None, q.device)
+    chances = torch.rand(batch, sq, sk, generator=torch.Generator().manual_seed(1))
+    indices = reference.choose(chances.masked_fill(~valid | (chances < 0.3), -torch.inf), topk)
+    indices[:, 0] = -1
+    index = tiles.IndexTiles(q[sk - sq :], k, w[sk - sq :], starts=None, ends=None, use_relu=True)
+    found = per_head.target(index, query, key, indices, softmax_scale)
+    support = reference.chosen_keys(indices, valid)
+    true = reference.target(query.double(), key.double(), support, softmax_scale)
+    true = true.gather(-1, indices.clamp(min=0).long()).masked_fill(indices < 0, 0.0)
+    # Products of fp32 are as exact as the largest of them, which the exponential makes relative.
+    torch.testing.assert_close(found.double(), true, rtol=1e-5 * softmax_scale, atol=1e-7)
 
 
 def check_errors(
