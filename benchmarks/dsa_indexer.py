@@ -39,7 +39,9 @@ from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs
 from cppmega.ops.hadamard import walsh_hadamard
 
 NAM56R = {"sequence": 4096, "heads": 32, "width": 64, "topk": 256, "attention": (32, 128)}
+PER_HEAD = {**NAM56R, "attention": (32, 192), "key_heads": 32}  # MLA up to 0.18
 DEEPSEEK = {"heads": 64, "width": 128, "topk": 2048, "attention": (128, 576)}
+DEEPSEEK_4K = {"sequence": 4096, **DEEPSEEK}
 PRODUCTS = 790e12
 """Rate of bf16 products that floors assume, and bytes a second below."""
 COPY = 4.26e12
@@ -65,24 +67,19 @@ class _Groups:
     tp = cp = _Alone()
 
 
-def inputs(
-    batch: int, sequence: int, heads: int, width: int, topk: int, attention: tuple[int, int]
-) -> Tensors:
+def inputs(batch: int, shape: dict[str, Any]) -> Tensors:
     """q, k, weights, query, key in bf16; head weights as the layer scales them."""
+    sequence, heads, width = (shape[name] for name in ("sequence", "heads", "width"))
+    (many, wide), key_heads = shape["attention"], shape.get("key_heads", 1)
     made = torch.Generator("cuda").manual_seed(0)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=made, device="cuda")
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=made, device="cuda")
 
-    many, wide = attention
-    found = (
-        normal(sequence, batch, heads, width),
-        normal(sequence, batch, width),
-        normal(sequence, batch, heads) * (heads * width) ** -0.5,
-        normal(sequence, batch, many, wide),
-        normal(sequence, batch, 1, wide),
-    )
-    return tuple(x.bfloat16() for x in found)
+    rows = (heads, width), (width,), (heads,), (many, wide), (key_heads, wide)
+    q, k, weights, query, key = (normal(sequence, batch, *row) for row in rows)
+    weights *= (heads * width) ** -0.5
+    return tuple(x.bfloat16() for x in (q, k, weights, query, key))
 
 
 def measured(call: Call, times: int = 10) -> dict[str, Any]:
@@ -237,7 +234,7 @@ def agreement(found: Tensors, want: Tensors, names: tuple[str, ...] = LOSS) -> d
 
 def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
     """Scores and top-k."""
-    tensors = inputs(batch, **shape)
+    tensors = inputs(batch, shape)
     sq, topk, q = shape["sequence"], shape["topk"], tensors[0]
     pairs = batch * sq * (sq + 1) / 2
     products = 2 * pairs * shape["heads"] * shape["width"]
@@ -259,31 +256,31 @@ def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, An
 
 def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
     """Choice, loss and gradients."""
-    tensors = inputs(batch, **shape)
+    tensors = inputs(batch, shape)
     topk, scale = shape["topk"], shape["attention"][1] ** -0.5
 
     def ours(repeatable: bool) -> Callable[..., torch.Tensor]:
         loss = Loss(softmax_scale=scale, coefficient=1.0, sparse=sparse, repeatable=repeatable)
         return lambda *tensors: indexer_loss(*tensors, topk, loss).loss
 
-    sides = {"ours": ours(False)}
-    if batch == 1 and shape is NAM56R:  # 32 GiB for each of its tensors at a batch of 8
+    sides = {"ours": ours(False)} | ({"ours, repeatable": ours(True)} if sparse else {})
+    if batch == 1 and shape is not DEEPSEEK_4K:  # 32 GiB for each of its tensors at a batch of 8
         sides["reference path"] = theirs.loss(sparse, topk, scale)
-    if sparse:
-        sides |= {"ours, repeatable": ours(True), "TileLang": theirs.streamed(topk, scale)}
+    if sparse and shape is not PER_HEAD:  # TileLang's kernels share one key
+        sides["TileLang"] = theirs.streamed(topk, scale)
     row: dict[str, Any] = {
         name: measured(training(call, tensors), 3 if "path" in name else 10)
         for name, call in sides.items()
     }
-    rival = "TileLang" if sparse else "reference path"
+    rival = "TileLang" if "TileLang" in sides else "reference path"
     if "milliseconds" in row.get(rival, {}):
         mine, other = (training(sides[name], tensors)() for name in ("ours", rival))
         row["difference from " + rival] = agreement(mine, other)
-    if not sparse:
+    if not sparse or shape is PER_HEAD:
         pairs = batch * shape["sequence"] * (shape["sequence"] + 1) / 2
-        # Attention scores twice, index scores for the choice and for the loss, dq and dk.
+        # Attention scores twice; index scores for the choice, and if dense for loss, dq and dk.
         (many, wide), heads, width = shape["attention"], shape["heads"], shape["width"]
-        products = 2 * pairs * (2 * many * wide + 4 * heads * width)
+        products = 2 * pairs * (2 * many * wide + (1 if sparse else 4) * heads * width)
         row["floor"] = round(1e3 * products / PRODUCTS, 3)
     return row
 
@@ -304,7 +301,7 @@ def prologues(
     theirs: Megatron, batch: int, shape: dict[str, Any], documents: int = 0
 ) -> dict[str, Any]:
     """Rotary embedding, Hadamard transform and head weights, forward and backward."""
-    tensors = inputs(batch, **shape)[:3]
+    tensors = inputs(batch, shape)[:3]
     upstream = tuple(torch.randn_like(x) for x in tensors)
     length = 4096 // max(documents, 1)
     angles = torch.outer(torch.arange(length).float(), 1e4 ** -torch.linspace(0, 1, 32)).cuda()
@@ -370,18 +367,19 @@ def cases(theirs: Megatron) -> dict[str, Call]:
     for batch in (1, 8):
         found[f"prologue, 4096 x {batch}, 32 x 64"] = partial(prologues, theirs, batch, NAM56R)
     found["prologue, 4096 x 1, 32 x 64, 16 documents"] = partial(prologues, theirs, 1, NAM56R, 16)
-    deepseek = {"sequence": 4096, **DEEPSEEK}
-    found["prologue, 4096 x 1, 64 x 128"] = partial(prologues, theirs, 1, deepseek)
+    found["prologue, 4096 x 1, 64 x 128"] = partial(prologues, theirs, 1, DEEPSEEK_4K)
     for batch in (1, 8):
         name = f"choice, 4096 x {batch}, 32 x 64, top-k 256"
         found[name] = partial(choices, theirs, batch, NAM56R)
-    for sparse, name in ((True, "sparse"), (False, "dense")):
+    per_head = "sparse loss, a key per head"
+    for name, shape in (("sparse loss", NAM56R), ("dense loss", NAM56R), (per_head, PER_HEAD)):
         for batch in (1, 8):
-            found[f"{name} loss, 4096 x {batch}"] = partial(losses, theirs, sparse, batch, NAM56R)
+            of_loss = partial(losses, theirs, name != "dense loss", batch, shape)
+            found[f"{name}, 4096 x {batch}"] = of_loss
     for sequence in (4096, 16384, 32768):
         name = f"choice, {sequence} x 1, 64 x 128, top-k 2048"
         found[name] = partial(choices, theirs, 1, {"sequence": sequence, **DEEPSEEK})
-    found["sparse loss, 4096 x 1, DeepSeek-V3.2"] = partial(losses, theirs, True, 1, deepseek)
+    found["sparse loss, 4096 x 1, DeepSeek-V3.2"] = partial(losses, theirs, True, 1, DEEPSEEK_4K)
     return found
 
 
