@@ -9,6 +9,7 @@ from tests.support import patched, pristine, python
 
 LAYER = """
 import hashlib, json, os, sys, warnings
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -45,7 +46,7 @@ def rows(x):
 
 
 def run(sparse=False, coefficient=0.5, train=True, mask=None, packed=None, recompute=False,
-        absorbed=NEW, **fields):
+        absorbed=NEW, kernels=False, **fields):
     torch.manual_seed(0)
     gathered = {"cp_comm_type": "allgather"} if CONTEXT > 1 else {}
     config = MLATransformerConfig(
@@ -98,7 +99,9 @@ def run(sparse=False, coefficient=0.5, train=True, mask=None, packed=None, recom
     helper = dsa.DSAIndexerLossLoggingHelper
     helper.tracker.clear()
     name = "_run_sparse_attention" if NEW else "unfused_dsa_fn"
-    with mock.patch.object(dsa, name, seen), warnings.catch_warnings(record=True) as said:
+    attended = mock.patch.object(dsa, name, seen)
+    on_kernels = by_kernels() if kernels else nullcontext()
+    with attended, on_kernels as target, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if recompute:
             out = random.checkpoint(forward, False, query, key, value)
@@ -114,7 +117,20 @@ def run(sparse=False, coefficient=0.5, train=True, mask=None, packed=None, recom
         "chosen": chosen,
         "declined": [str(w.message) for w in said if "dsa_indexer_kernels" in str(w.message)],
         "reached": "dsa_indexer_kernels" in getattr(dsa, "_CPPMEGA_REACHED", ()),
+        "targets": target.call_count if kernels else None,
     }
+
+
+@contextmanager
+def by_kernels():
+    # The kernels, interpreted on the CPU; counts the targets of sparse losses with a key per head.
+    import tests.ops.interpreted
+    from cppmega.ops import dsa_indexer
+    from cppmega.ops import dsa_indexer_per_head_triton as per_head
+
+    possible = mock.patch.object(dsa_indexer, "obstacle", lambda q, k: None)
+    with possible, mock.patch.object(per_head, "target", wraps=per_head.target) as target:
+        yield target
 """
 CASES = """
 getattr(dsa, "_CPPMEGA_REACHED", set()).clear()
@@ -126,6 +142,7 @@ cases = {
     "off": dict(coefficient=0.0),
     "evaluation": dict(train=False),
     "recomputed": dict(recompute=True),
+    "by the kernels": dict(sparse=True, absorbed=False, kernels=True),
 }
 if NEW:
     cases |= {
@@ -142,10 +159,14 @@ print(json.dumps([run(), run(sparse=True)]))
 """
 
 
-def answers(root: Path, code: str, tensor: int = 1, context: int = 1) -> list[dict]:
-    """What each rank of a run prints."""
+def answers(
+    root: Path, code: str, tensor: int = 1, context: int = 1, interpreted: bool = False
+) -> list[dict]:
+    """What each rank of a run prints; `interpreted` lets it run Triton's kernels on the CPU."""
     head = LAYER.replace("TENSOR_AND_CONTEXT", f"{tensor}, {context}")
-    done = python(root, head + code, nproc=tensor * context)
+    # Triton reads the variable when it is imported, which a forked process has done.
+    variables = {"TRITON_INTERPRET": "1"} if interpreted else {}
+    done = python(root, head + code, nproc=tensor * context, env=variables, fresh=interpreted)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in "[{"]
 
@@ -164,7 +185,7 @@ def same(one: object, other: object, tolerance: float = 2e-5) -> bool:
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.19.2"])
 def test_keys_losses_and_gradients_are_those_of_stock(version: str) -> None:
     (stock,) = answers(pristine(version), CASES)
-    (ours,) = answers(patched(version, "dsa_indexer_kernels"), CASES)
+    (ours,) = answers(patched(version, "dsa_indexer_kernels"), CASES, interpreted=True)
     assert stock.keys() == ours.keys()
     for name in stock:
         theirs, mine = stock[name], ours[name]
@@ -175,6 +196,7 @@ def test_keys_losses_and_gradients_are_those_of_stock(version: str) -> None:
     assert "not that of causal rows" in ours["own mask"].pop("declined")[0]
     assert not ours["own mask"]["reached"] and ours["dense"]["reached"]
     assert not any(found.get("declined") for found in ours.values())
+    assert ours["by the kernels"]["targets"] == 1
     # Without a loss there is nothing to compute: the first pass of a recompute chooses keys alone.
     assert len(ours["recomputed"]["chosen"]) == 2
     assert ours["recomputed"]["chosen"][0] == ours["recomputed"]["chosen"][1]
