@@ -27,7 +27,7 @@ def test_the_kernels_give_loss_and_gradients() -> None:
 check_loss(True, 9, 1, 3, 24, (3, 3, 16), documents(9), inside_logs=True, tile=16)
 check_loss(True, 18, 2, 2, 16, (2, 2, 144), Bounds(), tile=16,
     use_relu=False, part_bytes=1, repeatable=True, rows=False)
-check_loss(True, 40, 1, 2, 16, (2, 2, 24), documents(40), tile=128, std=20.0)
+check_loss(True, 22, 1, 2, 16, (2, 2, 24), documents(22), tile=128, std=20.0)
 """
     )
 
@@ -36,9 +36,9 @@ def test_the_kernels_give_the_target_of_any_chosen_keys() -> None:
     pytest.importorskip("triton")
     interpreted(
         """
-for topk in (1, 7, 50):
+for topk in (1, 50):
     check_target(5, 50, 2, (3, 24), topk, tile=64)
-check_target(33, 50, 1, (2, 16), 20, tile=32, part_bytes=1)
+check_target(33, 40, 1, (2, 16), 20, tile=32, part_bytes=1)
 check_target(5, 50, 1, (2, 16), 7, tile=64, softmax_scale=30.0)  # others' exponentials overflow
 """
     )

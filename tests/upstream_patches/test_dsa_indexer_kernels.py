@@ -142,7 +142,6 @@ cases = {
     "off": dict(coefficient=0.0),
     "evaluation": dict(train=False),
     "recomputed": dict(recompute=True),
-    "by the kernels": dict(sparse=True, absorbed=False, kernels=True),
 }
 if NEW:
     cases |= {
@@ -181,25 +180,37 @@ def same(one: object, other: object, tolerance: float = 2e-5) -> bool:
     return a.shape == b.shape and bool((a - b).norm() <= tolerance * a.norm())
 
 
+def assert_same(mine: dict, theirs: dict, name: str) -> None:
+    """Two runs choose the same keys, and compute the same loss and gradients."""
+    assert mine["chosen"] == theirs["chosen"], name
+    assert same(mine["out"], theirs["out"]) and same(mine["loss"], theirs["loss"]), name
+    for got, want in zip(mine["grads"], theirs["grads"], strict=True):
+        assert same(got, want), name
+
+
 # 0.17.1 has the text of 0.18.2, and main and dev that of 0.19.2.
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.19.2"])
 def test_keys_losses_and_gradients_are_those_of_stock(version: str) -> None:
     (stock,) = answers(pristine(version), CASES)
-    (ours,) = answers(patched(version, "dsa_indexer_kernels"), CASES, interpreted=True)
+    (ours,) = answers(patched(version, "dsa_indexer_kernels"), CASES)
     assert stock.keys() == ours.keys()
     for name in stock:
-        theirs, mine = stock[name], ours[name]
-        assert mine["chosen"] == theirs["chosen"], name
-        assert same(mine["out"], theirs["out"]) and same(mine["loss"], theirs["loss"]), name
-        for got, want in zip(mine["grads"], theirs["grads"], strict=True):
-            assert same(got, want), name
+        assert_same(ours[name], stock[name], name)
     assert "not that of causal rows" in ours["own mask"].pop("declined")[0]
     assert not ours["own mask"]["reached"] and ours["dense"]["reached"]
     assert not any(found.get("declined") for found in ours.values())
-    assert ours["by the kernels"]["targets"] == 1
     # Without a loss there is nothing to compute: the first pass of a recompute chooses keys alone.
     assert len(ours["recomputed"]["chosen"]) == 2
     assert ours["recomputed"]["chosen"][0] == ours["recomputed"]["chosen"][1]
+
+
+def test_the_kernels_compute_the_sparse_loss_of_keys_per_head_as_stock_does() -> None:
+    code = "print(json.dumps(run(sparse=True, kernels=KERNELS)))"
+    (stock,) = answers(pristine("0.18.2"), code.replace("KERNELS", "False"))
+    root = patched("0.18.2", "dsa_indexer_kernels")
+    (ours,) = answers(root, code.replace("KERNELS", "True"), interpreted=True)
+    assert ours["targets"] == 1 and not ours["declined"]
+    assert_same(ours, stock, "on interpreted kernels")
 
 
 @pytest.mark.parametrize("version", ["0.18.2", "0.19.2"])
