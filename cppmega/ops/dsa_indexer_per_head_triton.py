@@ -7,8 +7,9 @@ loss: for the log-sum-exp of each head's scores over the chosen keys, which one 
 selects, and again for the target, of which that of the chosen keys is kept: `[b, sq, topk]`.
 
 That is for a part of the queries at a time: at most `G_BYTES` (512 MiB) for the target of all keys
-in fp32, and a 32nd of it for the bits. 4096 queries of a batch of 8 are one part, of 4 launches and
-the zeroing of the bits. Every sum has one order, so the target repeats bit for bit.
+in fp32, and a 32nd of it for the bits; the log-sum-exps, `[b, heads, sq]`, are those of all parts.
+4096 queries of a batch of 8 are one part, of 4 launches and the zeroing of the bits. Every sum has
+one order, so the target repeats bit for bit.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 One program per query. `target` gathers the chosen keys of the attention once, keeps the scores of
 all heads on the chip where they fit (256 keys by 32 heads), and writes the probabilities summed
-over this rank's heads: `[b, sq, topk]`, which tensor parallelism adds up. `gradients` reads these
-and the chosen index scores, forms the loss of the row and p - t, and gathers the indexer's keys
-for the gradients of q and of the head weights. That of k is added up by fp32 atomics or, bit for
-bit repeatable, by `dsa_indexer_tiles_triton` from p - t scattered into a zeroed G.
+over this rank's heads: `[b, sq, topk]`, which tensor parallelism adds up; with a key per head,
+`dsa_indexer_per_head_triton` does. `gradients` reads these and the chosen index scores, forms the
+loss of the row and p - t, and gathers the indexer's keys for the gradients of q and of the head
+weights. That of k is added up by fp32 atomics or, bit for bit repeatable, by
+`dsa_indexer_tiles_triton` from p - t scattered into a zeroed G.
 
 Products with p - t split it into two bf16 terms: one would cost as much precision as the rounding
 of the result itself.
