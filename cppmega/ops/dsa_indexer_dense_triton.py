@@ -251,6 +251,9 @@ class AttentionTiles:
         query: `[sq, b, attention heads, d]` of this rank.
         key: `[sk, b, attention heads or 1, d]`.
         softmax_scale: of the attention's products.
+
+    Attributes:
+        lse: log-sum-exp by head, `[b, heads, sq]`, to the base 2; by `sum_exponentials`.
     """
 
     def __init__(self, index: IndexTiles, query: Tensor, key: Tensor, softmax_scale: float) -> None:

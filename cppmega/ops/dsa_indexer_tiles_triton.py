@@ -202,7 +202,7 @@ class IndexTiles:
         self.causal, self.use_relu = starts is None, use_relu
         self.tile = min(TILE, max(16, int(triton.next_power_of_2(max(self.sq, self.sk)))))
         self.columns = triton.cdiv(self.sk, self.tile) * self.tile
-        self.bits = min(32, self.tile)
+        self.bits = min(32, self.tile)  # keys of one word, where keys are chosen by bits
         # fp32 G for fp32 inputs, whose results are not rounded to 16 bits.
         self.dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
         self.gain = 1.0 if q.dtype == torch.float32 else 32768.0
