@@ -11,9 +11,10 @@ Parts, on one GPU:
     curves_sparse    ("ours"), dense and sparse loss: whether ours is within the noise of the others
 
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
-run of each side is profiled after its measured steps. After each run DIR/PART.json is written, and
-DIR/report.md from all parts. A run that is in there is not repeated (`--again` does), so a call
-that came to the end of --minutes is continued by the same command.
+run of each side is profiled after its measured steps. After each run DIR/PART.json is written. A
+run that is in there is not repeated (`--again` does), so a call that came to the end of --minutes
+is continued by the same command. At the end all parts become DIR/dsa_indexer_slices_h200.json and
+.md, and the slower run of all patches the result of the recipe that has its settings.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed.
@@ -33,17 +34,18 @@ from typing import Any
 import click
 import sides
 import slice_training
-from slice_report import WARM, measured
+from slice_report import WARM, headline, measured, table
 from slice_training import STARTS, Bench, environment, prepare
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from dsa_indexer_slices_report import report  # noqa: E402
+from dsa_indexer_slices_report import of_side, report  # noqa: E402
 
 from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.runs.profile import SUMMARY  # noqa: E402
 
+NAME = "dsa_indexer_slices_h200"
 PAGES = ("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store")
 """The pages whose worth is measured."""
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
@@ -70,12 +72,18 @@ class Part:
     turns: tuple[str, ...]
     linear: bool = True
     """The heads' losses without logits, which a micro-batch of 8 needs."""
+    recipe: str = ""
+    """The recipe that has these settings."""
 
 
 PARTS = {
-    "fused8": Part(batch=8, arguments=_TILELANG + _SPARSE, turns=_TURNS),
+    "fused8": Part(
+        batch=8, arguments=_TILELANG + _SPARSE, turns=_TURNS, recipe="nam56r_h200_slice_fused"
+    ),
     "fused2": Part(batch=2, arguments=_TILELANG + _SPARSE, turns=_TURNS),
-    "dense8": Part(batch=8, arguments=_TILELANG, turns=_TURNS),
+    "dense8": Part(
+        batch=8, arguments=_TILELANG, turns=_TURNS, recipe="nam56r_h200_slice_fused_dense"
+    ),
     "curves_dense": Part(batch=1, turns=_CURVES, linear=False),
     "curves_sparse": Part(batch=1, arguments=_SPARSE, turns=_CURVES, linear=False),
 }
@@ -221,15 +229,40 @@ def profiles(out: Path, part: dict[str, Any]) -> dict[str, Path]:
 
 
 def write_report(out: Path) -> str:
-    """Write the report of all parts that have a result."""
+    """Write the report and the data of all parts that have a result, and the recipes' results."""
     parts = {
         name: json.loads((out / f"{name}.json").read_text())
         for name in PARTS
         if (out / f"{name}.json").is_file()
     }
     text = report(parts, {name: profiles(out, part) for name, part in parts.items()})
-    (out / "report.md").write_text(text)
+    (out / f"{NAME}.md").write_text(text)
+    short = {name: without_losses_by_step(part) for name, part in parts.items()}
+    (out / f"{NAME}.json").write_text(json.dumps(short, indent=1) + "\n")
+    for name, part in parts.items():
+        if PARTS[name].recipe and of_side(part, "after"):
+            write_recipe(out, PARTS[name].recipe, part)
     return text
+
+
+def without_losses_by_step(part: dict[str, Any]) -> dict[str, Any]:
+    """A part without the losses of each step, which only curves need."""
+    runs = {
+        name: {key: value for key, value in run.items() if key not in ("curve", "mtp")}
+        for name, run in part["runs"].items()
+    }
+    return part | {"runs": runs}
+
+
+def write_recipe(out: Path, recipe: str, part: dict[str, Any]) -> None:
+    """Write the slower run of all patches as `slice_training.py` writes a recipe's result."""
+    slower = min(of_side(part, "after"), key=lambda run: run["tokens_per_second"])
+    row = {key: value for key, value in slower.items() if key not in ("side", "profile")}
+    result = part | {"recipe": recipe, "benchmark": NAME, "runs": {"overlay": row}}
+    del result["part"]
+    result["headline"] = headline(result)
+    (out / f"{recipe}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"{recipe}.md").write_text(table(result))
 
 
 @click.command()

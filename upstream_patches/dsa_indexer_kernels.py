@@ -11,9 +11,11 @@ What: `DSAttention.forward` takes the chosen keys and the indexer loss, dense or
 Why: The default path holds fp32 tensors of `[batch, heads, seq, seq]` several times: at sequence
     length 4096 (32 index heads of 64, top-k 256) the scores alone take 46.8 ms and 32 GiB for a
     batch of 8, compared with 1.6 ms and 0.06 GiB for scores and top-k; a batch of 1 with the dense
-    loss and its gradients 76.2 ms compared with 1.5 ms. TileLang loops over the batch and over
-    chunks of rows: 50.2 ms in 1390 launches with the sparse loss for a batch of 8, compared with
-    3.6 ms in 11, and has no dense loss (one H200; benchmarks/results/dsa_indexer_h200.md).
+    loss and its gradients 76.2 ms compared with 1.5 ms, with the sparse loss and a key per head
+    83.5 ms compared with 1.7 ms. TileLang loops over the batch and over chunks of rows: 50.2 ms in
+    1390 launches with the sparse loss for a batch of 8, compared with 3.6 ms in 11, and has no
+    dense loss (one H200; benchmarks/results/dsa_indexer_h200.md). A NAM56R slice trains 1.26 times
+    as fast at a micro-batch of 8 (benchmarks/results/dsa_indexer_slices_h200.md).
 Upstream: Not sent: the kernels are those of `cppmega.ops`.
 Remove: when Megatron's default path selects keys without computing all scores at once.
 Numerics: reorders sums; scores are fp32 sums of bf16 products, as TileLang's are. Equal scores are

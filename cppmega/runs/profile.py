@@ -22,6 +22,9 @@ OTHER = "other"
 _SHOWN_KERNELS = 10
 _SHOWN_WAITS = 8
 _SHOWN_NAME = 60
+_SHOWN_OTHER = 100
+"""Of a kernel that no kind knows, whose template may tell what it is."""
+_SHOWN_HOST = 3
 """Characters of a kernel's name in a table."""
 
 
@@ -143,7 +146,12 @@ def short(name: str) -> str:
     head = re.split(r"[<(]", plain, maxsplit=1)[0].rpartition("::")[2] or plain
     inner = f"<{copied[1]}>" if copied and copied[1] not in head and "<" in plain else ""
     text = head + inner if "::" in plain or "<" in plain else plain
-    return text if len(text) <= _SHOWN_NAME else text[: _SHOWN_NAME - 3] + "..."
+    return clipped(text, _SHOWN_NAME)
+
+
+def clipped(text: str, width: int) -> str:
+    """A text, or as much of its beginning as fits."""
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def lines(profile: Profile) -> Iterator[str]:
@@ -215,11 +223,13 @@ def _others(profile: Profile) -> Iterator[str]:
     if kernels:
         yield ""
         yield "other kernels"
-        yield from (f"  {one.ms:.2f} ms, {one.launches:.0f} x {one.name}" for one in kernels)
+        for one in kernels:
+            yield f"  {one.ms:.2f} ms, {one.launches:.0f} x {clipped(one.name, _SHOWN_OTHER)}"
 
 
 def _gap(gap: Gap) -> str:
-    host = ", ".join(f"{name} {ms:.2f}" for name, ms in gap.host.items())
+    longest = sorted(gap.host.items(), key=lambda item: -item[1])[:_SHOWN_HOST]
+    host = ", ".join(f"{name} {ms:.2f}" for name, ms in longest)
     place = f"after {short(gap.before)}" if gap.before else "before the first kernel"
     return f"step {gap.step}, {gap.at_ms:.1f} ms: {gap.ms:.2f} ms {place}: {host}"
 

@@ -43,7 +43,7 @@ _KERNELS: tuple[tuple[str, str, str], ...] = (
     (COMMUNICATION, r"^nccl|nvshmem|userbuffers|deep_ep", ""),
     (OPTIMIZER, r"multi_tensor_apply|FusedAdam|[aA]dam_", ""),
     (MEMORY, r"^Memcpy |^Memset |FillFunctor", ""),
-    ("attention", r"flash|fmha|sdpa|fused_attn|AttentionKernel", ""),
+    ("attention", r"flash|fmha|sdpa|fused_attn|AttentionKernel|compute_dot_do_o|convert_dq_", ""),
     (
         "TileLang",
         r"^(main|tl_\w+|clean_logits\w*|preprocess\w*|postprocess\w*|sparse_mla\w*)_kernel(_\d+)?$",
@@ -75,7 +75,9 @@ _KERNELS: tuple[tuple[str, str, str], ...] = (
     (
         _INDEXING,
         r"(?<!elementwise_kernel_with_)index|scatter_gather|vectorized_gather|embedding|permut|"
-        r"row_id_map|sort_chunks|chunk_sort|multihot|flip_kernel|[sS]catter|[gG]ather_",
+        r"row_id_map|sort_chunks|chunk_sort|multihot|flip_kernel|[sS]catter|[gG]ather_|roll_cuda|"
+        # the gradient of an embedding
+        r"compute_grad_weight|krn_partial|partial_segments|fill_reverse_indices|unique_by_key",
         "",
     ),
     (

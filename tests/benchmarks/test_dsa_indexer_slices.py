@@ -16,6 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from cppmega.recipe import index as recipes_index
+from cppmega.recipe import results
+from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import json_file
 from cppmega.training.options import read
@@ -80,7 +82,8 @@ def turns(tmp_path: Path, seconds: float = 600.0, **how: Any) -> Any:
     recipe = recipes_index.load("nam56r_h200_slice")
     bench = Bench(recipe, (), tmp_path, tmp_path, tmp_path, tmp_path / "data", 20.0)
     bench.started = {}
-    facts = {"stack": {"gpu": "H200"}, "date": "2026-01-01"}
+    facts: dict[str, Any] = {"stack": {"gpu": "H200"}, "date": "2026-01-01", "gpus": 1}
+    facts |= {"changes": [], "data": {"fingerprint": "f", "documents": 1, "tokens": 2}}
     made = slices.Turns(bench, time.monotonic() + seconds, 4, 5, facts=facts, **how)
     made.tree = lambda side: tmp_path / "trees" / side
     return made
@@ -103,7 +106,46 @@ def test_sides_take_turns_and_are_profiled_last(tmp_path: Path) -> None:
     assert re.search(r"after over before: 1\.4\d\d \(1\.4\d\d to 1\.4\d\d\)", text)
     assert "the target of 1.4 is met" in text
     assert "Profile, before:" in text and "A is before, B after:" in text
-    assert (tmp_path / "report.md").read_text() == text
+    assert (tmp_path / f"{slices.NAME}.md").read_text() == text
+
+
+def test_a_recipe_with_these_settings_gets_the_slower_run(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.part("fused8")
+    result = part(tmp_path, "fused8")
+    result["runs"]["after2"]["tokens_per_second"] = 1234.0
+    (tmp_path / "fused8.json").write_text(json.dumps(result))
+    slices.write_report(tmp_path)
+    found = results.collect(tmp_path)
+    assert [one.recipe for one in found] == ["nam56r_h200_slice_fused"]
+    assert found[0].headline == "1 x H200: overlay 1234 tokens/s, 50.0 GiB"
+    text = (tmp_path / "nam56r_h200_slice_fused.md").read_text()
+    assert "nam56r_h200_slice_fused, 2026-01-01" in text and "| tokens/s | 1234.0 |" in text
+    data = json.loads((tmp_path / f"{slices.NAME}.json").read_text())
+    assert data["fused8"]["runs"]["after2"]["tokens_per_second"] == 1234.0
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", [name for name in slices.PARTS if slices.PARTS[name].recipe])
+def test_a_part_has_the_settings_of_its_recipe(tmp_path: Path, name: str) -> None:
+    """But for the number of steps; Megatron takes the last one of repeated arguments."""
+    part, made = slices.PARTS[name], turns(tmp_path)
+    parsed, _ = read([*made.options(part, name, False), "--", *part.arguments])
+    run = recipes_index.with_text(made.bench.recipe, parsed.changes)
+    found = _settings((*render(run, "0.19.2").argv, *part.arguments))
+    want = _settings(render(recipes_index.load(part.recipe), "0.19.2").argv)
+    assert found | {"--train-iters": ()} == want | {"--train-iters": ()}
+
+
+def _settings(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Each argument, and the values after its last mention."""
+    found: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, found[word] = word, ()
+        else:
+            found[name] += (word,)
+    return found
 
 
 def test_a_call_continues_where_the_last_one_ended(tmp_path: Path) -> None:
@@ -163,6 +205,13 @@ def test_a_ratio_has_the_spread_of_any_two_runs() -> None:
     middle, low, high = report.ratio([130.0, 120.0], [100.0, 90.0])
     assert (middle, low, high) == pytest.approx((125 / 95, 1.2, 130 / 90))
     assert report.ratio([], [1.0]) is None
+
+
+def test_a_curve_that_ran_out_of_memory_is_not_judged() -> None:
+    sides = {"stock": {"out_of_memory": True}, "again": {"losses": {}}, "ours": {"losses": {}}}
+    runs = {f"{side}1": {"side": side, **run} for side, run in sides.items()}
+    found = report.report({"curves_dense": {"stack": {}, "date": "", "runs": runs}}, {})
+    assert "Not all curves have a result." in found
 
 
 def test_a_part_that_does_not_exist_is_named(tmp_path: Path) -> None:

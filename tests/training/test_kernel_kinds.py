@@ -29,6 +29,8 @@ KERNELS = {
     ],
     "attention": [
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*, void const*)",
+        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)",
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<X> > >()",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
         "fmha_cutlassB_bf16_aligned_128x128_k128_sm80(PyTorchMemEffAttention::Params)",
@@ -101,6 +103,11 @@ KERNELS = {
         "_unpermute_kernel",
         "_row_id_map_pass_1_kernel",
         "_sort_chunks_by_map_kernel",
+        AT + "(anonymous namespace)::compute_grad_weight<c10::BFloat16, long>(long const*)",
+        AT + "(anonymous namespace)::krn_partials_per_segment<long>(long*, long const*)",
+        AT + "roll_cuda_kernel<long>(long const*, long*, long, long)",
+        "void at_cuda_detail::cub::detail::unique_by_key::DeviceUniqueByKeySweepKernel<"
+        "at_cuda_detail::cub::detail::unique_by_key::policy_hub<long, int>::Policy1000>",
     ],
     "sorting and top-k": [
         AT + "sbtopk::gatherTopK<float, unsigned int, 2, false>",
