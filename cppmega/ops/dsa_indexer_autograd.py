@@ -101,13 +101,14 @@ def _dense(
         ranks=call.loss.ranks(),
     )
     dq, dk, dw = index.empty_gradients() if want_gradients else (lse, lse, lse)
-    for part in index.parts():
-        several = call.loss.ranks() > 1
+    several = call.loss.ranks() > 1
+    for part in index.parts(4 if several else 2):
         target = call.loss.add_up(problem.target(part)) if several else None
         g = problem.gradient(part, target)
         if want_gradients:
             index.gradients_of_queries(part, g, factor, dq, dw)
             index.gradient_of_keys(part, g, factor, dk)
+        del g, target  # or the next part would need memory beside them
     loss = problem.losses.sum() * factor
     return loss, indices, (dq, dk.sum(0), dw) if want_gradients else None
 

@@ -211,7 +211,7 @@ class IndexTiles:
         """First query and query after the last of each part that G is made for.
 
         Args:
-            size: bytes of an element, of G in fp16 or of another scratch of the same shape.
+            size: bytes of an element of the largest scratch: 2 for G in fp16, 4 for a target.
         """
         rows = G_BYTES // (size * self.batch * self.columns) // self.tile * self.tile
         step = max(self.tile, rows)

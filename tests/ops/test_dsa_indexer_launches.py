@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,12 @@ pytest.importorskip("triton")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from cppmega import ops  # noqa: E402
-from cppmega.ops import dsa_indexer, dsa_indexer_prologue, linear_cross_entropy_triton  # noqa: E402
+from cppmega.ops import (  # noqa: E402
+    dsa_indexer,
+    dsa_indexer_prologue,
+    dsa_indexer_tiles_triton,
+    linear_cross_entropy_triton,
+)
 from cppmega.ops.dsa_indexer_problem import Bounds, Loss  # noqa: E402
 from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles  # noqa: E402
@@ -188,6 +194,29 @@ def test_beyond_half_a_gigabyte_a_loss_is_computed_in_parts(
     parts, by_part = size * batch * sq * sq // 2**29, Counter(names)
     more = {name: count * (parts - 1) for name, count in by_part.items()}
     assert Counter(several) - Counter(one) == more and same == backward
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 1.0), (2, 1.5)])
+@pytest.mark.parametrize("call", BY_PART)
+def test_parts_do_not_hold_memory_at_the_same_time(
+    call: str, ranks: int, most: float, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several ranks, the target of a part and its G exist together."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    sizes: list[int] = []
+    scratch = dsa_indexer_tiles_triton.IndexTiles.scratch
+
+    def recorded(tiles: Any, part: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        new = scratch(tiles, part, dtype)
+        made.append(weakref.ref(new))
+        sizes.append(sum(x.nbytes for x in (one() for one in made) if x is not None))
+        return new
+
+    monkeypatch.setattr(dsa_indexer_tiles_triton.IndexTiles, "scratch", recorded)
+    monkeypatch.setattr(Loss, "ranks", lambda loss: ranks)
+    monkeypatch.setattr(Loss, "add_up", lambda loss, target: target)
+    layer(launches, 32768, 1, Bounds(), CALLS[call])
+    assert len(made) > 2 and 0 < max(sizes) <= most * dsa_indexer_tiles_triton.G_BYTES
 
 
 def test_every_kernel_is_launched_by_one_of_these_calls(launches: Launches) -> None:
