@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -444,6 +445,27 @@ def test_the_shared_memory_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     shipped = on(GB10, recipe=recipe, root=made.root, catalogues=[REPOSITORY / "upstream_patches"])
     found = refuses("shared_memory_flag", "shared-memory-flag", shipped)
     assert found.next.startswith("CPPMEGA_SMEM_MERGE=1 python -m cppmega.apply_patches")
+
+
+def test_parity_of_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU both sides are the reference; one that drops the head weights is found."""
+    from cppmega.ops import dsa_indexer
+
+    reference, calls = dsa_indexer.indexer_loss, count()
+
+    def every_other(q: Any, k: Any, weights: Any, *terms: Any) -> Any:
+        kept = weights if next(calls) % 2 else weights * 0 + 1
+        return reference(q, k, kept, *terms)
+
+    fine = {one.kernel: one.error for one in parity.compare("cpu") if one.ok}
+    names = {name for name in fine if name.startswith("DSA indexer")}
+    assert len(names) == 4 and {fine[name] for name in names} == {0.0}
+    monkeypatch.setattr(dsa_indexer, "indexer_loss", every_other)
+    found = {one.kernel for one in parity.compare("cpu") if one.kernel in names and not one.ok}
+    assert found == names - {"DSA indexer, prologue"}
+    monkeypatch.setattr(dsa_indexer, "obstacle", lambda *call: "there is no room")
+    with pytest.raises(ValueError, match="declined: there is no room"):
+        parity._demand("cuda", dsa_indexer.obstacle())
 
 
 def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ def wrong_kernels(answer: ParityAnswer, architectures: set[str]) -> Iterator[Cpp
                 "kernel-differs",
                 f"{one.kernel}: {one.why or f'compared to the reference, the result is {far}.'}",
                 "Training with it would go wrong, slowly and without an error.",
-                "report it with the GPU, torch and triton; CPPMEGA_LINEAR_CE_KERNEL=reference "
-                "trains without it",
+                "report it with the GPU, torch and triton; to train without it: "
+                "CPPMEGA_LINEAR_CE_KERNEL=reference, or cppmega revert the patch that calls it",
             )
     for compiled in answer.shared if architectures & SMALL else ():
         if not compiled.ok:

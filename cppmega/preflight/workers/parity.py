@@ -6,7 +6,9 @@ upstream gradient differs per row and is zero in some rows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -30,6 +32,12 @@ def compare(device: str) -> Iterator[KernelParity]:
         "linear cross-entropy (triton), any upstream gradient": _any_upstream,
         "linear cross-entropy (triton), weighted scalar": _weighted_scalar,
         "walsh-hadamard transform": _hadamard,
+        "DSA indexer, prologue": _indexer_prologue,
+        "DSA indexer, dense loss": partial(_indexer_loss, sparse=False, key_heads=1),
+        "DSA indexer, sparse loss": partial(_indexer_loss, sparse=True, key_heads=1),
+        "DSA indexer, sparse loss, a key per head": partial(
+            _indexer_loss, sparse=True, key_heads=4
+        ),
     }
     for name, run in kernels.items():
         try:
@@ -91,21 +99,79 @@ def _hadamard(device: str) -> float:
     return _distance(walsh_hadamard(x, 0.5), 0.5 * x.float() @ matrix)
 
 
+def _indexer_prologue(device: str) -> float:
+    import torch
+
+    from cppmega.ops import dsa_indexer_prologue as op
+
+    made = _normal((100, 2, 8, 64), (100, 2, 64), (100, 2, 8))
+    angles = torch.rand(100, 1, 1, 16, generator=torch.Generator().manual_seed(2))
+    results = []
+    for where in (device, "cpu"):  # the plain reference computes on the CPU
+        q, k, weights = leaves = [x.to(where).clone().requires_grad_() for x in made]
+        rotary = op.Rotary(angles=torch.cat([angles, angles], -1).to(where))
+        _demand(where, op.obstacle(q, k, weights, rotary))
+        ready = op.prepare_index_inputs(q, k, weights, rotary)
+        torch.autograd.backward(ready, [x.to(where) for x in made])
+        results.append([*(x.detach() for x in ready), *(x.grad for x in leaves)])
+    return max(_distance(found, plain) for found, plain in zip(*results, strict=True))
+
+
+def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
+    import torch
+
+    from cppmega.ops import dsa_indexer as op
+    from cppmega.ops.dsa_indexer_problem import Loss
+
+    index = (150, 2, 8, 64), (150, 2, 64), (150, 2, 8)
+    made = _normal(*index, (150, 2, 4, 32), (150, 2, key_heads, 32))
+    loss = Loss(softmax_scale=32**-0.5, coefficient=1.0, sparse=sparse)
+    results = []
+    for where in (device, "cpu"):  # the plain reference computes on the CPU
+        q, k, weights, query, key = (x.to(where).clone() for x in made)
+        leaves = [x.requires_grad_() for x in (q, k, weights)]
+        _demand(where, op.obstacle(q, k))
+        found = op.indexer_loss(q, k, weights, query, key, 64, loss).loss
+        torch.autograd.backward(found, found.new_full((), 3.0))
+        results.append([found.detach(), *(x.grad for x in leaves)])
+    return max(_distance(found, plain) for found, plain in zip(*results, strict=True))
+
+
+def _normal(*shapes: tuple[int, ...]) -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    # Large enough for a softmax that is not flat, small enough that no score is lost to rounding.
+    return [torch.randn(shape, generator=generator).bfloat16() / 2 for shape in shapes]
+
+
+def _demand(device: str, obstacle: str | None) -> None:
+    if device != "cpu" and obstacle is not None:
+        raise ValueError(f"it is declined: {obstacle}")
+
+
 def _distance(found: Any, wanted: Any) -> float:
-    found, wanted = found.double(), wanted.double()
+    found, wanted = found.double().cpu(), wanted.double().cpu()
     return float((found - wanted).norm() / wanted.norm())
 
 
 def shared_memory() -> Iterator[SharedMemory]:
     """Dynamic shared memory of every compiled variant of our Triton kernels."""
-    from cppmega.ops import linear_cross_entropy_triton as kernels
-
-    for name in ("_row_kernel", "_scale_kernel"):
-        caches = getattr(getattr(kernels, name), "device_caches", {})
-        for cache in caches.values():
+    for module, name, kernel in _kernels():
+        for cache in getattr(kernel, "device_caches", {}).values():
             for compiled in cache[0].values():
                 taken = int(compiled.metadata.shared)
-                yield SharedMemory(name, taken, taken <= _LIMIT)
+                yield SharedMemory(f"{module}.{name}", taken, taken <= _LIMIT)
+
+
+def _kernels() -> Iterator[tuple[str, str, Any]]:
+    """Module, name and kernel of everything that `compare` has imported."""
+    for path, module in sorted(sys.modules.items()):
+        package, _, leaf = path.rpartition(".")
+        if package == "cppmega.ops" and leaf.endswith("_triton"):
+            for name, kernel in vars(module).items():
+                if name.endswith("_kernel") and kernel.__module__ == path:
+                    yield leaf, name, kernel
 
 
 if __name__ == "__main__":
