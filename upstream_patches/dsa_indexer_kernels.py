@@ -28,10 +28,13 @@ Numerics: reorders sums; scores are fp32 sums of bf16 products, as TileLang's ar
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from textwrap import indent
+from typing import Any
 
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import adding_parameter, in_order, inserting, replacing
+from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
 
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py"
@@ -148,6 +151,27 @@ q, k, weights = self.indexer.forward_with_scores(
 {_either(BOTH, f"(index_scores, topk_indices), indexer_loss = {SCORES}, None")}
 """
 
+
+def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
+    """Name what the kernels decline, which at the first step would be a warning and a slow path."""
+    if not uses_dsa(args) or getattr(args, "dsa_kernel_backend", None) == "cudnn":
+        return
+    heads, width = args.dsa_indexer_n_heads or 0, args.dsa_indexer_head_dim or 0
+    if not (args.bf16 or args.fp16):
+        yield _declines("fp32", "--bf16 or --fp16")
+    if max(heads, width) > 128:
+        yield _declines(f"{heads} index heads of {width}, more than 128", "at most 128 of 128")
+
+
+def _declines(what: str, instead: str) -> CppmegaError:
+    return CppmegaError(
+        "dsa-indexer-kernels-decline",
+        f"The kernels of dsa_indexer_kernels decline {what}.",
+        "Megatron's path would run instead, which holds the scores of all heads and keys in fp32.",
+        f"{instead}, or cppmega revert dsa_indexer_kernels",
+    )
+
+
 PATCH = Patch(
     edits=(
         Edit(
@@ -226,6 +250,7 @@ PATCH = Patch(
         and not recipe.dsa_indexer_use_sparse_loss
     ),
     provides={"dsa_dense_indexer_loss": ("fused",)},
+    refuses=refuses,
 )
 
 

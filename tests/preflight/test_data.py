@@ -282,6 +282,21 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     unpatched.__dict__["process"] = parsed({**mamba, **aware})
     says_nothing("page_limits", unpatched)
 
+    sizes = {"dsa_indexer_n_heads": 32, "dsa_indexer_head_dim": 64}
+    sparse: dict[str, Any] = {
+        "bf16": True,
+        "fp16": False,
+        "experimental_attention_variant": "dsa",
+        **sizes,
+    }
+    holds("page_limits", resumed(fresh, **sparse))
+    for change, what in (({"bf16": False}, "fp32"), ({"dsa_indexer_n_heads": 192}, "192")):
+        found = refuses(
+            "page_limits", "dsa-indexer-kernels-decline", resumed(fresh, **sparse | change)
+        )
+        assert what in found.what
+        holds("page_limits", resumed(fresh, **sparse | change, dsa_kernel_backend="cudnn"))
+
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_({0}, {0}).bucket_idx_0.param"
     moment, copy = (
         f"optimizer.state.{key}.decoder.layers.mixer.A_log" for key in ("exp_avg", "fp32_param")
