@@ -105,6 +105,11 @@ class Patch:
         """The kinds of the edits, joined by `+` where a page mixes them."""
         return "+".join(dict.fromkeys(edit.kind for edit in self.edits))
 
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        """The distributions whose files the page edits."""
+        return tuple(dict.fromkeys(edit.distribution for edit in self.edits))
+
     def marks(self, edit: Edit) -> bool:
         """Whether the edited symbol records that a run passed through the patch."""
         return self.reached != "never" and edit.mark != ""

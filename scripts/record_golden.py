@@ -5,7 +5,9 @@ Inspect `cppmega diff PAGE` before you commit new hashes: they declare that the 
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,7 +28,9 @@ def main() -> None:
     for name in names:
         if name not in laws.names():
             parser.error(f"there is no page {name}")
-    record(names or laws.names())
+    with tempfile.TemporaryDirectory(prefix="cppmega-golden-") as scratch:
+        os.environ["TESTS_SCRATCH"] = scratch  # for trees of several packages
+        record(names or laws.names())
     if not names:
         _remove_others()
 

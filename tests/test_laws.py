@@ -19,7 +19,8 @@ from cppmega.page import Page, left_alone
 from cppmega.proof import hash_seeds, proof_process
 from cppmega.rewriting import source as sources
 from cppmega.tree.installed import Tree, sha256
-from tests.support import NOT_NEEDED, VERSIONS, copy, laws, pristine
+from cppmega.tree.resolve import is_version, requirement
+from tests.support import NEWEST, NOT_NEEDED, OTHERS, VERSIONS, copy, laws, pristine
 from tests.support.made import leftovers
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.slow
 every_page = pytest.mark.parametrize("name", laws.names())
 supported = pytest.mark.parametrize("version", VERSIONS)
 every_version = pytest.mark.parametrize("version", laws.EVERY)
+every_other = pytest.mark.parametrize("release", OTHERS)
 
 
 def _page(name: str) -> Page:
@@ -50,8 +52,9 @@ def test_pins_are_the_texts_of_their_versions(name: str) -> None:
     """A pin that belongs to no text, or to another version's, would patch what nobody looked at."""
     wrong = []
     for edit in _page(name).patch.edits:
-        for version, pin in edit.pins.items():
-            if version in laws.EVERY:
+        for number, pin in edit.pins.items():
+            version = requirement(number, edit.distribution)
+            if version in (*laws.EVERY, *OTHERS):
                 tree = laws.planned(version).tree
                 survey = laws.planned(version).survey
                 found = survey.fingerprint(tree.read(edit.path), edit)
@@ -107,7 +110,7 @@ def _all_left_alone(page: Page, version: str) -> bool:
 
 def _assert_missing(tree: Tree, detail: str) -> None:
     """The symbol that the verdict names is defined nowhere; found without the engine."""
-    missing, absent = r"(\S+\.py):(\S+) does not exist in this tree", r"(\S+) is not installed here"
+    missing, absent = r"(\S+\.py):(\S+) does not exist in this tree", r"(\S+) is not installed here(?:; .+)?"
     said = re.fullmatch(f"{missing}|{absent}", detail)
     assert said, detail
     path, symbol, distribution = said.groups()
@@ -178,7 +181,7 @@ def test_result_is_the_recorded_one(name: str) -> None:
 @every_page
 def test_changed_target_is_drifted(name: str) -> None:
     """One statement more in any target: the page is neither applied nor taken for retired."""
-    for version in reversed(VERSIONS):
+    for version in reversed((*OTHERS, *VERSIONS)):
         if name not in laws.needed(version):
             continue
         for edit in laws.planned(version, name).edits[name]:
@@ -191,6 +194,53 @@ def test_changed_target_is_drifted(name: str) -> None:
             mutant = laws.exported(version, edit.path, b"".join(lines))
             assert laws.verdict_on(mutant, name) == "drifted", edit.target
         return
+
+
+# -- pages of other packages ----------------------------------------------------------------------
+
+
+@every_other
+def test_another_package_is_patched_like_megatron(release: str) -> None:
+    """Known, small and stable: the same laws on the texts of that package."""
+    names = laws.pages_of(release)
+    assert names
+    for name in names:
+        test_known_text(name, release)
+        test_state_is_honest(name, release)
+        test_one_small_target(name, release)
+        test_stable(name, release)
+
+
+@pytest.mark.parametrize("release", NEWEST)
+def test_another_package_on_disk(release: str, tmp_path: Path) -> None:
+    """Apply, apply again, revert; each file is restored, and Megatron's are never written."""
+    root = copy(release, tmp_path / "site")
+    before = {path: path.read_bytes() for path in root.rglob("*.py")}
+    session = overlay.Session(root, ())
+    session.pages = {name: _page(name) for name in laws.pages_of(release)}
+    outcome = overlay.apply(session, environment=laws.gates(release))
+    assert outcome.ok, outcome.plan.failures
+    now = {path.relative_to(root).as_posix(): path.read_bytes() for path in before}
+    changed = {path for path, data in now.items() if data != before[root / path]}
+    assert not any(path.startswith("megatron/") for path in changed)
+    assert {path: now[path] for path in changed} == laws.result(release)
+    again = overlay.apply(session, environment=laws.gates(release))
+    assert again.ok and not again.changed and not again.receipt_changed
+    overlay.revert(session)
+    assert {path: path.read_bytes() for path in root.rglob("*.py")} == before
+    assert not (root / ".cppmega").exists() and not leftovers(root)
+
+
+def test_every_pinned_release_of_another_package_is_checked() -> None:
+    """A pin of a release whose text no law reads would be a promise without a proof."""
+    pinned = {
+        requirement(number, edit.distribution)
+        for page in laws.pages().values()
+        for edit in page.patch.edits
+        for number in edit.pins
+        if edit.distribution != "megatron-core" and is_version(number)
+    }
+    assert pinned == set(OTHERS)
 
 
 # -- pages together -------------------------------------------------------------------------------

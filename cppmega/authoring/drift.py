@@ -23,7 +23,7 @@ from cppmega.overlay.survey import MISSING
 from cppmega.overlay.verdict import FAILURES, NEEDED, PatchState
 from cppmega.page import Edit, Page
 from cppmega.rewriting.errors import EditMismatchError
-from cppmega.tree.installed import Tree
+from cppmega.tree.installed import PACKAGES, Tree
 
 if TYPE_CHECKING:
     from cppmega.proof.verify import Proved
@@ -44,7 +44,17 @@ def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Pa
         old: the name that the user gave the old tree, and the tree.
         new: the same for the new tree.
         pages: the catalogue.
+
+    Raises:
+        CppmegaError: `nothing-to-compare`.
     """
+    if not any(old[1].has(name) and new[1].has(name) for name in PACKAGES):
+        raise CppmegaError(
+            "nothing-to-compare",
+            f"{old[0]} and {new[0]} hold no package in common that patches target.",
+            "No patch would be looked at, and the answer would be that all are safe.",
+            "cppmega drift OLD NEW, with two releases of one package",
+        )
     before = _side(*old, pages, {})
     # Answers belong to the bytes of a file, so unchanged files are surveyed only once.
     after = _side(*new, pages, before.plan.survey.used)
@@ -94,7 +104,7 @@ def _page(page: Page, old: Side, new: Side, order: Sequence[str]) -> PageDrift:
 
 def _word(page: Page, old: Side, new: Side) -> Word:
     was, now = old.plan.verdicts[page.name].state, new.plan.verdicts[page.name].state
-    packages = {edit.distribution for edit in page.patch.edits} - {"megatron-core"}
+    packages = page.patch.distributions
     if any(not side.tree.has(package) for package in packages for side in (old, new)):
         return "not-compared"
     if was == "upstreamed" and (now in NEEDED or now == "drifted"):
@@ -131,9 +141,15 @@ def _pins(page: Page, target: str, preferred: str = "") -> dict[str, str]:
     return dict(sorted(pins, key=lambda entry: entry[1] == preferred))
 
 
+def _version(page: Page, target: str, side: Side) -> str:
+    """Return the version of the distribution that the target belongs to."""
+    edit = next(edit for edit in page.patch.edits if edit.target == target)
+    return side.tree.version_of(edit.distribution)
+
+
 def _target(target: str, page: Page, old: Side, new: Side, order: Sequence[str]) -> TargetDrift:
     before, after = old.fingerprint(page, target), new.fingerprint(page, target)
-    known = _pins(page, target, new.tree.version).get(after, "")
+    known = _pins(page, target, _version(page, target, new)).get(after, "")
     in_new = new.fitting(page.name)
     if in_new and target not in in_new:
         return TargetDrift(target, "left", known)

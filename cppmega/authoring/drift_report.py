@@ -10,7 +10,8 @@ from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, Targ
 from cppmega.authoring.statements import StatementChange
 from cppmega.host.console import ENVELOPE, Style, styled
 from cppmega.overlay.verdict import NEEDED
-from cppmega.tree.resolve import label_of
+from cppmega.page import Page
+from cppmega.tree.resolve import label_of, requirement
 
 APPLY = "python -m cppmega.apply_patches"
 
@@ -92,7 +93,7 @@ def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
         return "restore upstream's file, then compare again", page.new.next
     if page.word == "conflict":
         return f"{page.new.next}: {page.new.detail}", f"cppmega explain {name}"
-    return _repair(page, pin_command(name, new))
+    return _repair(page, pin_command(page.page, new))
 
 
 def _repair(page: PageDrift, pin: str) -> tuple[str, str]:
@@ -127,11 +128,12 @@ def _repair(page: PageDrift, pin: str) -> tuple[str, str]:
     return f"read the new text, make sure that {file} has an edit for it, and pin it", pin
 
 
-def pin_command(name: str, new: Side) -> str:
+def pin_command(page: Page, new: Side) -> str:
     """Return the command that pins the text of NEW."""
-    label = label_of(new.tree)
-    command = f"cppmega pin {name} {label}"
-    if new.requested != label:
+    (distribution, *_) = page.patch.distributions
+    label = label_of(new.tree, distribution)
+    command = f"cppmega pin {page.name} {label}"
+    if new.requested != requirement(label, distribution):
         command += f" --from {shlex.quote(new.requested)}"
     return command
 
@@ -315,7 +317,7 @@ def closing(drift: Drift) -> str:
     for sentence, safe in (("upstream lost its fix again", True), ("may have lost its fix", False)):
         lost = [p.page.name for p in drift.pages if p.word == "lost-again" and p.safe is safe]
         also += f"; {sentence}: {', '.join(lost)}" if lost else ""
-    total = f"{len(drift.pages)} patches"
+    total = f"{sum(page.word != 'not-compared' for page in drift.pages)} patches"
     if unsafe:
         return f"not safe: {len(unsafe)} of {total} need work for {new}: {', '.join(unsafe)}{also}"
     return (

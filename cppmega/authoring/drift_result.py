@@ -134,7 +134,8 @@ class Side:
     def label(self) -> str:
         """The name in messages."""
         version = self.tree.version
-        return version if self.requested == version else f"{version} ({self.requested})"
+        named = version == "unknown" or self.requested == version
+        return self.requested if named else f"{version} ({self.requested})"
 
     def lines(self, target: str) -> list[str]:
         """Return the statements of a target; none unless it is defined exactly once."""

@@ -21,7 +21,7 @@ from cppmega.overlay.verdict import NEEDED
 from cppmega.page import Page
 from cppmega.proof.needs import missing_needs
 from cppmega.tree.installed import Tree
-from cppmega.tree.resolve import is_version
+from cppmega.tree.resolve import is_version, requirement
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,12 @@ def pin(
 def _plan(page: Page, tree: Tree) -> Plan:
     gates = {page.patch.gate: "1"} if page.patch.gate else {}
     plan = planning.make(tree, receipt.load(tree), {page.name: page}, environment=gates)
-    verdict = plan.verdicts[page.name]
+    verdict, distribution = plan.verdicts[page.name], page.patch.distributions[0]
     if verdict.state in ("upstreamed", "not-applicable"):
         raise CppmegaError(
             "nothing-to-pin",
-            f"{page.name} is {verdict.state} on megatron-core {tree.version}: {verdict.detail}.",
+            f"{page.name} is {verdict.state} on {distribution} {tree.version_of(distribution)}: "
+            f"{verdict.detail}.",
             "A pin declares that the text has the bug. Nothing was written.",
             f"cppmega explain {page.name}",
         )
@@ -307,11 +308,11 @@ def _what_to_read(
     from cppmega.authoring import drift
     from cppmega.tree import wheels
 
-    like = choice.like[-1]
+    like, distribution = choice.like[-1], page.patch.distributions[0]
     if like == version or not is_version(like):
         return []
     with suppress(CppmegaError):  # without that wheel there is nothing to compare
-        old = Tree(wheels.unpacked(like, say))
+        old = Tree(wheels.unpacked(like, say, distribution))
         found = drift.compare((like, old), (version, tree), {page.name: page}).pages[0]
         lost = [
             target.target
@@ -321,7 +322,8 @@ def _what_to_read(
         if lost:
             return [
                 f"upstream changed what the edit replaces since {like}, in {', '.join(lost)}; read "
-                f"it before you commit: cppmega drift {like} {version}"
+                f"it before you commit: cppmega drift {requirement(like, distribution)} "
+                f"{requirement(version, distribution)}"
             ]
     return []
 

@@ -13,7 +13,7 @@ from cppmega.overlay import receipt
 from cppmega.overlay.diagnose import view
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.page import Edit, Page
-from cppmega.tree.installed import Tree
+from cppmega.tree.installed import Tree, distribution_of
 from cppmega.tree.resolve import label_of
 
 TARGET = re.compile(r"[\w/]+\.py:[A-Za-z_][\w.]*(#\d+)?\Z")
@@ -65,8 +65,8 @@ def new(
             f"cppmega explain {name}, or choose another name",
         )
     pins = {target: _fingerprint(tree, target) for target in targets} if tree else {}
-    label = label_of(tree) if tree else ""
-    text = page_text(list(pins.items()), label, _earlier(targets, pages))
+    rows = [(target, _label(tree, target), text) for target, text in pins.items()]
+    text = page_text(rows, _earlier(targets, pages))
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("x") as file:
         file.write(text)
@@ -76,6 +76,15 @@ def new(
         path.unlink()
         raise
     return path
+
+
+def _owner(tree: Tree, target: str) -> str:
+    distribution = distribution_of(target) or "megatron-core"
+    return f"{distribution} {tree.version_of(distribution)}"
+
+
+def _label(tree: Tree | None, target: str) -> str:
+    return label_of(tree, distribution_of(target) or "megatron-core") if tree else ""
 
 
 def _fingerprint(tree: Tree, target: str) -> str:
@@ -94,7 +103,7 @@ def _fingerprint(tree: Tree, target: str) -> str:
         near = similar.similar_names(tree, target)
         raise CppmegaError(
             "target-absent",
-            f"There is no {target} in megatron-core {tree.version}." + suggestion(near),
+            f"There is no {target} in {_owner(tree, target)}." + suggestion(near),
             "A page pins an existing text.",
             f"--target {near[0]}" if near else "cppmega new NAME, and fill in the target later",
         )
@@ -118,21 +127,17 @@ def _earlier(targets: Sequence[str], pages: Mapping[str, Page]) -> list[str]:
     )
 
 
-def page_text(pins: Sequence[tuple[str, str]], version: str, after: Sequence[str] = ()) -> str:
+def page_text(pins: Sequence[tuple[str, str, str]], after: Sequence[str] = ()) -> str:
     """Return the text of a new page.
 
     Args:
-        pins: target and fingerprint of each symbol; without any, placeholders are written.
-        version: the version of the fingerprints.
+        pins: target, version and fingerprint of each symbol; without any, placeholders are written.
         after: the pages that the new one must follow.
     """
-    rows = list(pins) or [(_NO_TARGET, "0" * 16)]
+    rows = list(pins) or [(_NO_TARGET, "0.0.0", "0" * 16)]
     names = ["TARGET"] if len(rows) == 1 else [f"TARGET_{n}" for n in range(1, len(rows) + 1)]
-    constants = "\n".join(_constant(n, target) for n, (target, _) in zip(names, rows, strict=True))
-    edits = "".join(
-        _EDIT.format(name=name, version=version or "0.0.0", pin=pin)
-        for name, (_, pin) in zip(names, rows, strict=True)
-    )
+    constants = "\n".join(_constant(n, row[0]) for n, row in zip(names, rows, strict=True))
+    edits = "".join(_edit(name, *row) for name, row in zip(names, rows, strict=True))
     feature = "".join(f"{name}, " for name in names).strip()
     feature = feature if len(names) == 1 else feature.rstrip(",")
     following = (
@@ -152,6 +157,12 @@ def _constant(name: str, target: str) -> str:
     return line if len(line) <= 100 else f'{name} = (\n    "{target}"\n)'
 
 
+def _edit(name: str, target: str, version: str, pin: str) -> str:
+    other = distribution_of(target)
+    more = f'            distribution="{other}",\n' if other not in ("", "megatron-core") else ""
+    return _EDIT.format(name=name, version=version, pin=pin, distribution=more)
+
+
 _EDIT = """\
         Edit(
             target={name},
@@ -159,7 +170,7 @@ _EDIT = """\
             pins={{"{version}": "{pin}"}},
             # TODO: cppmega/edits.py has further edits: inserting, body_of, in_order...
             edit=replacing("TODO_old_code", "TODO_new_code"),
-        ),
+{distribution}        ),
 """
 _AFTER = """\
     # These pages edit the same symbol; their edits are made first.

@@ -36,8 +36,9 @@ def drift(
     """Show what an upgrade of Megatron would do to every patch.
 
     OLD and NEW are each a version such as 0.19.2 (its wheel is downloaded with pip, once), a .whl
-    file, or a folder that holds megatron/. Nothing is installed or changed; without --prove nothing
-    is imported.
+    file, or a folder that holds megatron/. A release of another package that patches target is
+    named as in liger-kernel==0.8.5. Nothing is installed or changed; without --prove nothing is
+    imported.
 
     \b
     same          the text that the patch edits is unchanged
@@ -115,7 +116,9 @@ def pin(
     patches: Sequence[Path],
     as_json: bool,
 ) -> None:
-    """Add a Megatron version to a patch, if every law holds there.
+    """Add a version of Megatron, or of the package that it targets, to a patch.
+
+    Every law must hold on the text of that version.
 
     The page's edit is applied to the new text, applied again and reverted, and its proof must pass
     with the patch, fail without it, and fail on a patch that does nothing. Otherwise nothing is
@@ -131,7 +134,9 @@ def pin(
     page = catalogue.get(catalogue.load(patches), name)
     with tempfile.TemporaryDirectory(prefix="cppmega-pin-") as folder:
         scratch = Path(folder)
-        tree = resolve.tree_of(source or version, scratch / "given", console.say)
+        release = resolve.requirement(version, page.patch.distributions[0])
+        tree = resolve.tree_of(source or release, scratch / "given", console.say)
+        tree = resolve.with_megatron(tree, scratch / "joined")
         done = pinning.pin(
             page, version, tree, scratch, console.say, like=like, unverified=unverified
         )

@@ -45,7 +45,10 @@ def _cuda() -> str | None:
 
 def package(name: str) -> Path | None:
     """The folder of an importable package, found without importing it."""
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module that was made in memory
+        return None
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from cppmega.live import file_facts
 from cppmega.live.pinned import Pin, layers
+from cppmega.tree import installed
 
-PACKAGES = ("megatron", "mamba_ssm", "liger_kernel", "transformer_engine")
+PACKAGES = tuple(installed.PACKAGES.values())
 """The packages whose modules train."""
 
 

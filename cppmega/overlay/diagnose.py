@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cppmega.host import packages
 from cppmega.overlay.receipt import FOLDER, Loaded, Written, original
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.overlay.verdict import PatchState, Verdict
 from cppmega.page import Edit, Page, left_alone
 from cppmega.rewriting.marks import COMMENT
-from cppmega.tree.installed import Origin, Tree, reinstall, sha256
+from cppmega.tree.installed import PACKAGES, Origin, Tree, sha256
+from cppmega.tree.resolve import requirement
 
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
 """Patched text contains one of these, which identifies it even without a receipt."""
@@ -110,15 +112,24 @@ def diagnose(
     if torn or any(file.foreign or file.orphaned for file in files):
         # In a file that is not upstream's, a missing feature or a present fix proves nothing.
         return Diagnosis(verdict=_failure(page, tree, survey, found, views))
-    for distribution in dict.fromkeys(edit.distribution for edit in page.patch.edits):
+    for distribution in page.patch.distributions:
         if not tree.has(distribution):
-            return _no(page, "not-applicable", f"{distribution} is not installed here")
+            return _no(page, "not-applicable", _absence(distribution))
     for target in page.patch.feature:
         if not survey.exists(target) and not survey.elsewhere(target):
             return _no(page, "not-applicable", f"{target} does not exist in this tree")
     if survey.fixed(page):
         return _no(page, "upstreamed", "the code already contains the fix")
     return Diagnosis(verdict=_failure(page, tree, survey, found, views))
+
+
+def _absence(distribution: str) -> str:
+    """Say that ROOT lacks a distribution, and where Python finds the one that a run imports."""
+    absence = f"{distribution} is not installed here"
+    elsewhere = packages.package(PACKAGES[distribution])
+    if elsewhere is None:
+        return absence
+    return f"{absence}; Python imports it from {elsewhere.parent}, which is not patched"
 
 
 def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, Edit]] | None:
@@ -191,8 +202,10 @@ def _failure(
         state, detail, command = _why(page, target, print_, tree, survey, views)
         return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
     target = next(iter(shape))
+    edit = next(edit for edit in page.patch.edits if edit.target == target)
     detail = "each of its symbols is known, but no pinned version combines them this way"
-    command = f"cppmega drift OLD {tree.version}"
+    release = requirement(tree.version_of(edit.distribution), edit.distribution)
+    command = f"cppmega drift {requirement('OLD', edit.distribution)} {release}"
     return Verdict(page.name, page.patch.kind, "drifted", target, detail, next=command)
 
 
@@ -242,7 +255,7 @@ def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) 
 def restoring(tree: Tree, file: FileView) -> str:
     """The command that restores upstream's file."""
     if file.origin == "record":
-        return reinstall(tree.root, tree.version)
+        return tree.reinstall(file.path)
     if file.story == COMMITTED:
         log = f"git -C {tree.root} log --oneline -S_cppmega_reached -- {file.path}"
         return f"{log}; git revert the commit that it names, then apply again"

@@ -12,7 +12,7 @@ from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.recovery import RestoredTree
 from cppmega.overlay.verbs import Session
 from cppmega.tree import wheels
-from cppmega.tree.installed import Tree, reinstall, sha256
+from cppmega.tree.installed import Tree, sha256
 
 _LINES = 40
 """The most lines of a diff that a message shows."""
@@ -68,7 +68,7 @@ def restore(tree: Tree, path: str) -> str:
     """The command that restores upstream's file."""
     if tree.git_blob(path) is not None:
         return f"git -C {tree.root} checkout HEAD -- {path}"
-    return reinstall(tree.root, tree.version)
+    return tree.reinstall(path)
 
 
 def _as_applied(session: Session, applied: Receipt, path: str, pristine: bytes) -> bytes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from cppmega.overlay.plan import Plan
 from cppmega.proof import mutant
 from cppmega.proof.messages import Side
 from cppmega.rewriting.rewrite import Step, rewrite
+from cppmega.tree.links import link
 
 
 def build(plan: Plan, root: Path, side: Side) -> None:
@@ -28,7 +29,7 @@ def build(plan: Plan, root: Path, side: Side) -> None:
             changed[path] = rewrite(file.pristine, path, steps).data
     for package in PACKAGES:
         if (plan.tree.root / package).is_dir():
-            _link(plan.tree.root / package, root / package, changed, package)
+            link(plan.tree.root / package, root / package, changed)
 
 
 def _mutants(steps: Sequence[Step]) -> list[Step]:
@@ -40,16 +41,3 @@ def _mutants(steps: Sequence[Step]) -> list[Step]:
         replace(group[0], edit=mutant.of_sources([step.edit for step in group]))
         for group in by_symbol.values()
     ]
-
-
-def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> None:
-    to.mkdir(parents=True)
-    for entry in source.iterdir():
-        path = f"{prefix}/{entry.name}"
-        if entry.is_dir():
-            if entry.name != "__pycache__":
-                _link(entry, to / entry.name, changed, path)
-        elif path in changed:
-            (to / entry.name).write_bytes(changed[path])
-        else:
-            (to / entry.name).symlink_to(entry.absolute())

@@ -25,11 +25,11 @@ Origin = Literal["record", "git", "unverified"]
 """The source that vouches for pristine text: a wheel's RECORD, a checkout's HEAD, or nothing."""
 
 
-def reinstall(root: Path, version: str) -> str:
+def reinstall(root: Path, version: str, distribution: str = "megatron-core") -> str:
     """The command that restores upstream's files in ROOT, whichever environment pip belongs to."""
     sites = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     place = "" if root.resolve() in sites else f"--upgrade --target {shlex.quote(str(root))} "
-    return f"pip install --force-reinstall --no-deps {place}megatron-core=={version}"
+    return f"pip install --force-reinstall --no-deps {place}{distribution}=={version}"
 
 
 def sha256(data: bytes) -> str:
@@ -121,6 +121,19 @@ class Tree:
         }
         numbers = ".".join(str(values.get(part, "?")) for part in ("MAJOR", "MINOR", "PATCH"))
         return numbers + str(values.get("PRE_RELEASE", ""))
+
+    def version_of(self, distribution: str) -> str:
+        """The version of a distribution, for messages only; `unknown` if no metadata is here."""
+        if distribution == "megatron-core":
+            return self.version
+        installed = self.distributions.get(distribution)
+        return installed.version if installed is not None else "unknown"
+
+    def reinstall(self, path: str) -> str:
+        """The command that restores a file, by reinstalling the distribution that lists it."""
+        listing = (name for name, d in self.distributions.items() if path in d.record)
+        owner = next(listing, "megatron-core")
+        return reinstall(self.root, self.version_of(owner), owner)
 
     @property
     def recorded(self) -> Iterator[str]:
@@ -291,6 +304,12 @@ PACKAGES = {
     "transformer-engine": "transformer_engine",
 }
 """Distributions that pages may target -> their import folder below ROOT."""
+
+
+def distribution_of(path: str) -> str:
+    """The distribution that pages declare for a file; "" if it is of no package that they target."""
+    folders = {folder: name for name, folder in PACKAGES.items()}
+    return folders.get(path.partition("/")[0], "")
 
 
 _HAND_EDITED = 5

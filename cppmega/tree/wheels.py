@@ -1,21 +1,36 @@
-"""megatron-core wheels of any version: downloaded once, unpacked, kept in the user's cache."""
+"""Wheels of the distributions that pages target: downloaded once, unpacked, kept in the cache."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
+from cppmega.tree.installed import PACKAGES
 
 _GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)
 _PYTHONS = ("3.12", "3.11")
-"""Wheels up to 0.16.1 are built for 3.11, later ones for 3.12; only their text matters here."""
+"""Wheels are built for some versions of Python only; only their text matters here."""
+_CHOICES: Sequence[Sequence[str]] = (
+    *(
+        (
+            *("--only-binary=:all:", f"--python-version={python}", "--implementation=cp"),
+            *(f"--platform=manylinux_2_{glibc}_x86_64" for glibc in _GLIBC),
+        )
+        for python in _PYTHONS
+    ),
+    ("--no-binary=:all:", "--no-build-isolation"),
+)
+"""Options of `pip download`, for a wheel of any platform and then for the sources."""
 
 
 def cache() -> Path:
@@ -26,20 +41,23 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cppmega"
 
 
-def unpacked(version: str, say: Callable[[str], None]) -> Path:
+def unpacked(
+    version: str, say: Callable[[str], None], distribution: str = "megatron-core"
+) -> Path:
     """ROOT of the unpacked wheel of a version; downloads it with pip if necessary.
 
-    The folder is shared and must stay pristine: copy it before patching.
+    A distribution without wheels is unpacked from its sources, whose texts are the same. The folder
+    is shared and must stay pristine: copy it before patching.
 
     Raises:
         CppmegaError: `no-wheel`.
     """
-    place = cache() / "trees" / version
+    place = place_of(version, distribution)
     if not place.is_dir():
-        wheel = _download(version, say)
+        file = _download(distribution, version, say)
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
-            unpack(wheel, Path(scratch) / "tree")
+            unpack(file, Path(scratch) / "tree")
             try:
                 (Path(scratch) / "tree").rename(place)
             except OSError:  # another process was faster
@@ -48,45 +66,73 @@ def unpacked(version: str, say: Callable[[str], None]) -> Path:
     return place
 
 
-def unpack(wheel: Path, where: Path) -> None:
-    """Unpack a wheel into a folder.
+def place_of(version: str, distribution: str = "megatron-core") -> Path:
+    """The folder that `unpacked` returns, whether it exists or not."""
+    of = "" if distribution == "megatron-core" else f"{_as_in_files(distribution)}-"
+    return cache() / "trees" / f"{of}{version}"
+
+
+def unpack(file: Path, where: Path) -> None:
+    """Unpack a wheel, or the packages in an archive of sources, into a folder.
 
     Raises:
-        CppmegaError: `no-wheel`, if the file is not a wheel.
+        CppmegaError: `no-wheel`, if the file is neither.
     """
     try:
-        with zipfile.ZipFile(wheel) as archive:
+        if file.suffix == ".gz":
+            _unpack_sources(file, where)
+            return
+        with zipfile.ZipFile(file) as archive:
             archive.extractall(where)
-    except (zipfile.BadZipFile, FileNotFoundError) as error:
+    except (zipfile.BadZipFile, tarfile.TarError, FileNotFoundError) as error:
         raise CppmegaError(
             "no-wheel",
-            f"{wheel} is not a wheel: {error}.",
+            f"{file} is not a wheel: {error}.",
             "There is nothing to compare with.",
             "pass a version, a .whl file or a folder that holds megatron/",
         ) from None
 
 
-def _download(version: str, say: Callable[[str], None]) -> Path:
+def _unpack_sources(file: Path, where: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=where.parent) as scratch:
+        with tarfile.open(file) as archive:
+            archive.extractall(scratch, filter="data")
+        (top,) = Path(scratch).iterdir()
+        where.mkdir()
+        for folder in PACKAGES.values():
+            if (top / folder).is_dir():
+                shutil.move(top / folder, where / folder)
+
+
+def _download(distribution: str, version: str, say: Callable[[str], None]) -> Path:
     place = cache() / "wheels"
     place.mkdir(parents=True, exist_ok=True)
-    known = sorted(place.glob(f"megatron_core-{version}-*.whl"))
-    if known:
-        return known[0]
-    say(f"downloading megatron-core {version}")
+    known = _known(place, distribution, version)
+    if known is not None:
+        return known
+    say(f"downloading {distribution} {version}")
     errors = []
-    for python in _PYTHONS:
-        platforms = [f"--platform=manylinux_2_{v}_x86_64" for v in _GLIBC]
+    for options in _CHOICES:
         command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp"]
-        command += [*platforms, "--dest", str(place), f"megatron-core=={version}"]
+        command += [*options, "--dest", str(place), f"{distribution}=={version}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        known = sorted(place.glob(f"megatron_core-{version}-*.whl"))
-        if known:
-            return known[0]
+        known = _known(place, distribution, version)
+        if known is not None:
+            return known
         errors += [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     raise CppmegaError(
         "no-wheel",
-        f"pip found no wheel of megatron-core {version}. " + " ".join(errors[-1:]),
+        f"pip found no wheel of {distribution} {version}. " + " ".join(errors[-1:]),
         "Its texts cannot be compared.",
-        "pip index versions megatron-core",
+        f"pip index versions {distribution}",
     )
+
+
+def _known(place: Path, distribution: str, version: str) -> Path | None:
+    """A file of a version that has been downloaded already; a wheel comes first."""
+    name = f"{_as_in_files(distribution)}-{version}"
+    return next((file for end in ("-*.whl", ".tar.gz") for file in place.glob(name + end)), None)
+
+
+def _as_in_files(distribution: str) -> str:
+    return re.sub(r"[-.]+", "_", distribution)

@@ -16,7 +16,7 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.overlay.verbs import Session
 from cppmega.proof import verify
 from tests import forkserver
-from tests.support import VERSIONS, copy
+from tests.support import NEWEST, VERSIONS, copy, laws, pristine
 
 pytestmark = pytest.mark.slow
 
@@ -42,3 +42,16 @@ def test_every_needed_page_is_proved(
     assert retired <= here
     slow = {o.name: r.seconds for o in proved for r in o.runs.values() if r.seconds > 20}
     assert not slow
+
+
+@pytest.mark.parametrize("release", NEWEST)
+def test_pages_of_another_package_are_proved(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gate, value in laws.gates(release).items():
+        monkeypatch.setenv(gate, value)
+    monkeypatch.setattr(sys, "executable", forkserver.executable())
+    session = Session(pristine(release))
+    session.pages = {name: laws.pages()[name] for name in laws.pages_of(release)}
+    proved = verify.verify(session)
+    assert {one.name: one.proof for one in proved} == dict.fromkeys(session.pages, "passed")

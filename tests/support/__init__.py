@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from cppmega.overlay import verbs as overlay
-from cppmega.tree import wheels
+from cppmega.tree import links, wheels
 from tests import forkserver
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,6 +26,14 @@ OLD = ("0.15.0", "0.15.3")
 NOT_NEEDED = ("upstreamed", "not-applicable", "off")
 UNPINNED = ("0.16.0", "0.17.0", "0.18.0", "0.19.0")
 """Releases beside the supported ones: nothing may pin them, and every state must be honest."""
+OTHERS = (
+    *("transformer-engine==2.19.0", "transformer-engine==2.20.2"),
+    *("liger-kernel==0.8.4", "liger-kernel==0.8.5"),
+    "mamba-ssm==2.3.2.post1",
+)
+"""Releases of other packages, on which every page that targets them must apply."""
+NEWEST = tuple({release.partition("==")[0]: release for release in OTHERS}.values())
+"""The last release of each of them, on which its pages are written to disk and proved."""
 
 _ONE_ROOT = """
 import sys as _sys, types as _types
@@ -39,8 +47,23 @@ _sys.path.insert(0, _root)
 
 @cache
 def pristine(version: str) -> Path:
-    """ROOT of the unpacked wheel of a version. Shared: copy it before changing anything."""
-    return wheels.unpacked(version, lambda message: print(message, file=sys.stderr))
+    """ROOT of the unpacked wheel of a version. Shared: copy it before changing anything.
+
+    Of another package's release: its files beside those of the newest Megatron.
+    """
+    distribution, _, number = version.rpartition("==")
+    root = wheels.unpacked(number, _say, distribution or "megatron-core")
+    if not distribution:
+        return root
+    with made_once(version) as (to, missing):
+        if missing:
+            shutil.rmtree(to, ignore_errors=True)
+            links.join((root, pristine(VERSIONS[-1])), to)
+    return to
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 @contextlib.contextmanager

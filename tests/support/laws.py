@@ -16,10 +16,10 @@ from cppmega.page import Page, left_alone
 from cppmega.rewriting import marks
 from cppmega.rewriting import source as sources
 from cppmega.tree.installed import Tree, sha256
-from tests.support import OLD, REPOSITORY, UNPINNED, VERSIONS, pristine
+from tests.support import OLD, OTHERS, REPOSITORY, UNPINNED, VERSIONS, pristine
 
 EVERY = (*VERSIONS, *OLD, *UNPINNED)
-RECORDED = (*VERSIONS, "0.15.3")
+RECORDED = (*VERSIONS, "0.15.3", *OTHERS)
 GOLDEN = REPOSITORY / "tests" / "golden"
 TOGETHER = "_together"
 """The file with the hashes of all pages together; no page's name begins with `_`."""
@@ -37,19 +37,31 @@ def pages() -> dict[str, Page]:
 
 
 @cache
+def pages_of(release: str) -> tuple[str, ...]:
+    """The pages that target the package of a release such as `liger-kernel==0.8.5`."""
+    distribution = release.partition("==")[0]
+    return tuple(n for n, page in pages().items() if distribution in page.patch.distributions)
+
+
+@cache
 def session(version: str) -> overlay.Session:
     """A session on the shared, pristine wheel of a version: for plans, never for writing."""
     return overlay.Session(pristine(version), ())
 
 
-def gates() -> dict[str, str]:
-    """An environment with every gate open."""
-    return {page.patch.gate: "1" for page in pages().values() if page.patch.gate}
+def gates(release: str = "") -> dict[str, str]:
+    """An environment with every gate open, or those of the pages that target another package."""
+    chosen = pages_of(release) if release else tuple(pages())
+    return {gate: "1" for name in chosen if (gate := pages()[name].patch.gate)}
 
 
 @cache
 def planned(version: str, *only: str) -> Plan:
-    """The plan of some pages, or of all, with every gate open."""
+    """The plan of some pages, or of all, with every gate open.
+
+    On another package's release, "all" are the pages that target that package.
+    """
+    only = only or (pages_of(version) if version in OTHERS else ())
     excluded = dict.fromkeys(set(pages()) - set(only) if only else (), "another page is asked")
     return session(version).plan(excluded, gates())
 

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
-import tarfile
-from functools import cache
 from pathlib import Path
-
-import pytest
 
 from cppmega.overlay import verbs as overlay
 from cppmega.preflight.ask import ask
 from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
-from cppmega.proof import verify
-from cppmega.tree import wheels
-from tests.support import patched, pristine, python
+from tests.support import copy, patched, pristine, python
 
 VERSION = "0.19.2"
 OPS = "megatron/core/transformer/experimental_attention_variant/ops"
 KEY = "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE"
-MAMBA = "2.3.2.post1"
 
 ASK = """
 import importlib, json
@@ -80,39 +70,12 @@ def test_the_check_accepts_patched_kernels() -> None:
     assert len(ours) == 9 and not any(kernel.reason for kernel in ours)
 
 
-def test_mamba_ssm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mamba_ssm next to Megatron is patched, listed, proved and reverted."""
-    monkeypatch.setenv("CPPMEGA_SMEM_MERGE", "1")
-    root = tmp_path / "site"
-    (root / "megatron" / "core").mkdir(parents=True)
-    info = "megatron/core/package_info.py"
-    shutil.copy(pristine(VERSION) / info, root / info)
-    shutil.copytree(_mamba_ssm(), root / "mamba_ssm")
+def test_mamba_ssm(tmp_path: Path) -> None:
+    """The check lists mamba_ssm's kernels, and accepts them once they are patched."""
+    root = copy("mamba-ssm==2.3.2.post1", tmp_path / "site")
     before = listed(root / "mamba_ssm")
     assert len(before) == 6 and all(kernel.reason for kernel in before)
-    name = "smem_merge_mamba"
+    session = overlay.Session(root)
     environment = {"CPPMEGA_SMEM_MERGE": "1"}
-    assert overlay.apply(overlay.Session(root), only=[name], environment=environment).ok
+    assert overlay.apply(session, only=["smem_merge_mamba"], environment=environment).ok
     assert [kernel.reason for kernel in listed(root / "mamba_ssm")] == [""] * 6
-    proved = verify.verify(overlay.Session(root), [name])
-    assert [(one.name, one.proof) for one in proved] == [(name, "passed")]
-    assert overlay.revert(overlay.Session(root)).ok
-    files = {file.relative_to(_mamba_ssm()): file for file in _mamba_ssm().rglob("*.py")}
-    assert all((root / "mamba_ssm" / f).read_bytes() == at.read_bytes() for f, at in files.items())
-
-
-@cache
-def _mamba_ssm() -> Path:
-    """Return the package from mamba-ssm's source distribution; there is no wheel on the index."""
-    place = wheels.cache() / "trees" / f"mamba_ssm-{MAMBA}"
-    if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--no-binary=:all:", "--no-build-isolation", f"mamba-ssm=={MAMBA}"]
-        command += ["--dest", str(wheels.cache() / "wheels")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        (archive,) = (wheels.cache() / "wheels").glob(f"mamba_ssm-{MAMBA}.tar.gz")
-        assert archive.is_file(), done.stderr
-        with tarfile.open(archive) as packed:
-            packed.extractall(place.parent, filter="data")
-    return place / "mamba_ssm"

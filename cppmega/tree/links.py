@@ -1,0 +1,47 @@
+"""Trees of links to the files of other trees, which stay as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from cppmega.tree.installed import PACKAGES
+
+
+def link(source: Path, to: Path, changed: Mapping[str, bytes] | None = None) -> None:
+    """Make a folder of links to the files below another one.
+
+    Args:
+        changed: files that are written instead: path, beginning with the folder's name -> bytes.
+    """
+    _link(source, to, changed or {}, source.name)
+
+
+def join(trees: Iterable[Path], to: Path) -> None:
+    """Make one tree of several: what an earlier one has of a package, later ones do not give."""
+    to.mkdir(parents=True)
+    for root in trees:
+        for entry in [*filter(Path.is_dir, map(root.joinpath, PACKAGES.values())), *_lists(root)]:
+            if not (to / entry.name).exists():
+                link(entry, to / entry.name)
+
+
+def _lists(root: Path) -> Iterable[Path]:
+    """The folders with the RECORD of each package that pages may target."""
+    for folder in root.glob("*.dist-info"):
+        if re.sub(r"[-_.]+", "-", folder.name.partition("-")[0]).lower() in PACKAGES:
+            yield folder
+
+
+def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> None:
+    to.mkdir(parents=True)
+    for entry in source.iterdir():
+        path = f"{prefix}/{entry.name}"
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                _link(entry, to / entry.name, changed, path)
+        elif path in changed:
+            (to / entry.name).write_bytes(changed[path])
+        else:
+            (to / entry.name).symlink_to(entry.absolute())
