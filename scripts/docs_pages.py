@@ -19,7 +19,7 @@ import architecture
 import docs_transcripts
 
 from cppmega.authoring.catalogue_readme import readme as catalogue_table
-from cppmega.authoring.catalogue_readme import versions
+from cppmega.authoring.catalogue_readme import releases
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import error_index
 from cppmega.cli.main import cli
@@ -163,7 +163,7 @@ def _patch_page(page: Page) -> str:
         ("switch", gate),
         ("a run must reach it", page.patch.reached),
         ("its proof needs", ", ".join(page.patch.needs)),
-        ("versions", ", ".join(versions(page))),
+        ("versions", releases(page)),
     ]
     targets = [
         (f"`{edit.target}`", "<br>".join(f"{v}: `{pin}`" for v, pin in edit.pins.items()))

@@ -110,7 +110,8 @@ def _all_left_alone(page: Page, version: str) -> bool:
 
 def _assert_missing(tree: Tree, detail: str) -> None:
     """The symbol that the verdict names is defined nowhere; found without the engine."""
-    missing, absent = r"(\S+\.py):(\S+) does not exist in this tree", r"(\S+) is not installed here(?:; .+)?"
+    missing = r"(\S+\.py):(\S+) does not exist in this tree"
+    absent = r"(\S+) is not installed here(?:; Python imports it from .+)?"
     said = re.fullmatch(f"{missing}|{absent}", detail)
     assert said, detail
     path, symbol, distribution = said.groups()

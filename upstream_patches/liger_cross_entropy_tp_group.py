@@ -11,7 +11,7 @@ Why: megatron-core up to 0.18 calls it without a group in every model without
     1.88, 0.63, 2.62 on one rank and 0.95, 0.80, 3.43 on the other, instead of 3.13, 2.73, 2.81 on
     both (megatron-core 0.18.2, Liger's kernels in Triton's interpreter), and the gradients were
     wrong as well. From 0.19.0 on Megatron passes the group; other callers may still omit it.
-Upstream: Not sent: found when 0.8.5 was read; Megatron's own default is the model for the repair.
+Upstream: Not sent: nothing was found that reports it.
 Remove: when the function of `_patch_vocab_parallel_cross_entropy` looks up the group itself.
 Numerics: changes results of runs with tensor parallelism whose caller passes no group
 """

@@ -9,8 +9,8 @@ Why: With `--te-rng-tracker`, which CUDA graphs turn on, the states are generato
     FP4 layers through this function, and both of its dropouts are 0.1 unless they are set. With
     states as tensors (Megatron's own tracker) the masks are right. In a captured graph the states
     must stay those that the graph knows, so the masks still differ there.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5841 (dev, August 2026: the same repair of
-    Megatron's own recomputation); Transformer Engine has neither the repair nor a report of it.
+Upstream: Not sent: nothing was found that reports it. Megatron repaired its own recomputation in
+    the same way (pull request 5841 of Megatron-LM, merged into dev in August 2026).
 Remove: when `checkpoint` copies the states that it keeps for the recomputation.
 Numerics: changes results of runs that recompute dropout under Transformer Engine's RNG tracker
 """

@@ -37,16 +37,21 @@ def _row(page: Page) -> str:
     cells = (
         f"[`{page.name}`]({page.name}.py)",
         title + gate,
-        ", ".join(versions(page)),
+        releases(page),
         numerics,
         _upstream(page.labels["Upstream"]),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def versions(page: Page) -> list[str]:
-    """Return the versions that the page pins, oldest first."""
-    return in_order(version for edit in page.patch.edits for version in edit.pins)
+def releases(page: Page) -> str:
+    """Return the versions that the page pins, oldest first; those of Megatron without its name."""
+    return "; ".join(
+        ("" if distribution == "megatron-core" else f"{distribution} ")
+        + ", ".join(in_order(v for e in edits if e.distribution == distribution for v in e.pins))
+        for edits in [page.patch.edits]
+        for distribution in page.patch.distributions
+    )
 
 
 def _upstream(text: str) -> str:

@@ -50,6 +50,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: State
     """Of the reference that is least advanced: the page retires with the last of them."""
+    distribution: str
+    """The package whose versions the page pins."""
     needed_in: tuple[str, ...]
     """The pinned versions that the page edits, oldest first."""
     references: tuple[Reference, ...]
@@ -71,6 +73,7 @@ def row_of(page: Page) -> Row:
     return Row(
         name=page.name,
         state=max((one.state for one in found), key=STATES.index, default="not-sent"),
+        distribution=page.patch.distributions[0],
         needed_in=tuple(in_order(version for edit in edits for version in edit.pins)),
         references=found,
         upstream=text,

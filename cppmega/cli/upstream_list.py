@@ -20,7 +20,7 @@ def lines(rows: Iterable[Row]) -> Iterator[str]:
 
 def _of(row: Row) -> Iterator[table.Row]:
     named = "; ".join(map(_named, row.references)) or row.upstream.removeprefix("Not sent: ")
-    yield table.Row((row.state, row.name, _needed(row.needed_in), named), _STYLES.get(row.state))
+    yield table.Row((row.state, row.name, _needed(row), named), _STYLES.get(row.state))
     yield table.Row(("", f"  remove {row.remove}"))
 
 
@@ -29,10 +29,11 @@ def _named(reference: Reference) -> str:
     return f"{place}#{reference.number}" + (f" ({reference.note})" if reference.note else "")
 
 
-def _needed(versions: Sequence[str]) -> str:
+def _needed(row: Row) -> str:
     """The newest release that needs the page; branches are pinned by their names."""
-    releases = [version for version in versions if version[0].isdigit()]
-    return f"up to {releases[-1]}" if releases else "not in a release"
+    package = "" if row.distribution == "megatron-core" else f"{row.distribution} "
+    releases = [version for version in row.needed_in if version[0].isdigit()]
+    return f"up to {package}{releases[-1]}" if releases else "not in a release"
 
 
 def closing(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cppmega.host import packages
 from cppmega.overlay.receipt import FOLDER, Loaded, Written, original
@@ -114,7 +115,7 @@ def diagnose(
         return Diagnosis(verdict=_failure(page, tree, survey, found, views))
     for distribution in page.patch.distributions:
         if not tree.has(distribution):
-            return _no(page, "not-applicable", _absence(distribution))
+            return _no(page, "not-applicable", _absence(tree, distribution))
     for target in page.patch.feature:
         if not survey.exists(target) and not survey.elsewhere(target):
             return _no(page, "not-applicable", f"{target} does not exist in this tree")
@@ -123,13 +124,21 @@ def diagnose(
     return Diagnosis(verdict=_failure(page, tree, survey, found, views))
 
 
-def _absence(distribution: str) -> str:
-    """Say that ROOT lacks a distribution, and where Python finds the one that a run imports."""
-    absence = f"{distribution} is not installed here"
-    elsewhere = packages.package(PACKAGES[distribution])
-    if elsewhere is None:
-        return absence
-    return f"{absence}; Python imports it from {elsewhere.parent}, which is not patched"
+def _absence(tree: Tree, distribution: str) -> str:
+    elsewhere = imported_from(tree, distribution)
+    found = f"; Python imports it from {elsewhere}, which is not patched" if elsewhere else ""
+    return f"{distribution} is not installed here{found}"
+
+
+def imported_from(tree: Tree, distribution: str) -> Path | None:
+    """The folder from which Python imports a distribution that ROOT lacks; None if there is none.
+
+    Beside a checkout of Megatron, the other packages are those of an environment.
+    """
+    if tree.has(distribution):
+        return None
+    package = packages.package(PACKAGES[distribution])
+    return package.parent if package is not None else None
 
 
 def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, Edit]] | None:

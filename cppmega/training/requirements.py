@@ -27,6 +27,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import allocator
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
+from cppmega.overlay.verdict import Verdict
 from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered
@@ -83,15 +84,33 @@ def check_patches(recipe: Recipe, session: Session) -> str:
     applied = receipt.load(session.read_tree()).receipt
     verdicts = session.plan(None, {**os.environ, **applied.gates}).verdicts
     for name in wanted_patches(recipe, session.pages):
-        state = verdicts[name].state if name in verdicts else "unknown"
-        if state not in IN_THE_CODE:
-            raise CppmegaError(
-                "patch-missing",
-                f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",
-                "The run would stop later, or train something other than it claims.",
-                "python -m cppmega.apply_patches",
-            )
+        if name not in verdicts or verdicts[name].state not in IN_THE_CODE:
+            raise patch_missing(recipe, session, name, verdicts.get(name))
     return applied.digest or "none"
+
+
+def patch_missing(
+    recipe: Recipe, session: Session, name: str, verdict: Verdict | None
+) -> CppmegaError:
+    """The error for a patch that the recipe needs and the code does not have.
+
+    Args:
+        verdict: the verdict on it; None if no catalogue has a page of that name.
+    """
+    state: str = verdict.state if verdict is not None else "unknown"
+    lacks = ""
+    if verdict is not None and verdict.detail:
+        state += f": {verdict.detail}"
+    if name in session.pages:
+        tree = session.read_tree()
+        absent = [d for d in session.pages[name].patch.distributions if not tree.has(d)]
+        lacks = f"install {', '.join(absent)} in {session.root}, then " if absent else ""
+    return CppmegaError(
+        "patch-missing",
+        f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",
+        "The run would stop later, or train something other than it claims.",
+        f"{lacks}python -m cppmega.apply_patches",
+    )
 
 
 def check_profile(recipe: Recipe, options: RunOptions) -> None:

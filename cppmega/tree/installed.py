@@ -307,7 +307,7 @@ PACKAGES = {
 
 
 def distribution_of(path: str) -> str:
-    """The distribution that pages declare for a file; "" if it is of no package that they target."""
+    """The distribution that a page declares for a file; "" if no page may target it."""
     folders = {folder: name for name, folder in PACKAGES.items()}
     return folders.get(path.partition("/")[0], "")
 

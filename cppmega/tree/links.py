@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from cppmega.tree.installed import PACKAGES
@@ -19,18 +19,19 @@ def link(source: Path, to: Path, changed: Mapping[str, bytes] | None = None) -> 
 
 
 def join(trees: Iterable[Path], to: Path) -> None:
-    """Make one tree of several: what an earlier one has of a package, later ones do not give."""
+    """Make one tree of several; a package that more than one has is taken from the first."""
     to.mkdir(parents=True)
     for root in trees:
-        for entry in [*filter(Path.is_dir, map(root.joinpath, PACKAGES.values())), *_lists(root)]:
-            if not (to / entry.name).exists():
-                link(entry, to / entry.name)
+        for distribution, package in PACKAGES.items():
+            if (root / package).is_dir() and not (to / package).exists():
+                for folder in (root / package, *_lists(root, distribution)):
+                    link(folder, to / folder.name)
 
 
-def _lists(root: Path) -> Iterable[Path]:
-    """The folders with the RECORD of each package that pages may target."""
+def _lists(root: Path, distribution: str) -> Iterator[Path]:
+    """The folder with the RECORD of a distribution, if there is one."""
     for folder in root.glob("*.dist-info"):
-        if re.sub(r"[-_.]+", "-", folder.name.partition("-")[0]).lower() in PACKAGES:
+        if re.sub(r"[-_.]+", "-", folder.name.partition("-")[0]).lower() == distribution:
             yield folder
 
 

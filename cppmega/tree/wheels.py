@@ -41,9 +41,7 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cppmega"
 
 
-def unpacked(
-    version: str, say: Callable[[str], None], distribution: str = "megatron-core"
-) -> Path:
+def unpacked(version: str, say: Callable[[str], None], distribution: str = "megatron-core") -> Path:
     """ROOT of the unpacked wheel of a version; downloads it with pip if necessary.
 
     A distribution without wheels is unpacked from its sources, whose texts are the same. The folder

@@ -376,6 +376,40 @@ def test_a_page_for_another_package_is_not_compared_without_it(compare, tmp_path
     assert (found.pages[0].word, found.safe) == ("not-compared", True)
 
 
+def other_package(folder: Path, text: str, version: str) -> tuple[str, Tree]:
+    """A release of liger-kernel as its wheel has it: without any megatron."""
+    made.write(folder, {"liger_kernel/x.py": text.encode()})
+    made.dist_info(folder, version, "liger_kernel")
+    return f"liger-kernel=={version}", Tree(folder)
+
+
+def test_two_releases_of_another_package_are_compared(tmp_path: Path) -> None:
+    path = made.page(
+        tmp_path / "pages",
+        target="liger_kernel/x.py:double",
+        edit='replacing("return x", "return 2 * x"), distribution="liger-kernel"',
+    )
+    ours = page(tmp_path / "pages")
+    pages = {one.name: one for one in (catalogue.load_page(path.stem, path, "made"), ours)}
+    stock, later = "def double(x):\n    return x\n", "def double(x):\n    x = +x\n    return x\n"
+    old = other_package(tmp_path / "old", stock, "0.8.4")
+    new = other_package(tmp_path / "new", later, "0.8.5")
+    found = drift.compare(old, new, pages)
+    words = {one.page.name: one.word for one in found.pages}
+    assert words == {"double_doubles": "changed", "work_works": "not-compared"}
+    assert advised(found)[1] == "cppmega pin double_doubles 0.8.5"
+    assert drift_report.closing(found).startswith("not safe: 1 of 1 patches need work for liger-")
+    same = drift.compare(old, old, pages)
+    assert drift_report.closing(same).startswith("safe: all 1 patches are known on liger-kernel==")
+
+
+def test_releases_of_two_packages_have_nothing_to_compare(tmp_path: Path) -> None:
+    megatron = ("0.19.2", Tree(made.tree(tmp_path / "megatron")))
+    with pytest.raises(CppmegaError) as caught:
+        drift.compare(megatron, other_package(tmp_path / "other", "", "0.8.5"), {})
+    assert caught.value.name == "nothing-to-compare"
+
+
 def test_an_edit_on_top_of_another_pages_is_tried_on_top_of_it(compare, tmp_path: Path) -> None:
     first = page(tmp_path / "pages")
     second = page(

@@ -52,7 +52,7 @@ def catalogue_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(catalogue, "builtin_folder", lambda: folder)
 
-    def none(version: str, say: object) -> Path:
+    def none(version: str, say: object, distribution: str) -> Path:
         raise CppmegaError("no-wheel", "none", "none", "none")
 
     monkeypatch.setattr(wheels, "unpacked", none)
@@ -102,6 +102,21 @@ def test_a_page_without_a_target_stops_apply(catalogue_folder: Path, tmp_path: P
     new(catalogue_folder, None)
     outcome = overlay.apply(Session(made.tree(tmp_path / "root")))
     assert [v.state for v in outcome.plan.failures] == ["absent"]
+
+
+def test_a_page_for_another_package_names_it_and_its_version(
+    catalogue_folder: Path, tmp_path: Path
+) -> None:
+    root = made.tree(tmp_path / "root")
+    made.write(root, {"liger_kernel/thing.py": STOCK.encode()})
+    made.dist_info(root, "0.8.5", "liger_kernel")
+    new(catalogue_folder, root, "liger_kernel/thing.py:double")
+    (page,) = catalogue.load().values()
+    (edit,) = page.patch.edits
+    assert (edit.distribution, list(edit.pins)) == ("liger-kernel", ["0.8.5"])
+    assert overlay.status(Session(root)).plan.verdicts["fresh"].state == "pending"
+    found = problem(catalogue_folder, root, "liger_kernel/thing.py:triple", name="other")
+    assert found.name == "target-absent" and "liger-kernel 0.8.5" in found.what
 
 
 def test_what_is_there_is_not_overwritten(catalogue_folder: Path, tmp_path: Path) -> None:
@@ -468,7 +483,7 @@ def test_a_change_of_what_the_edit_replaces_is_to_be_read(
     more = "def body(x):\n    return 2 * x\n"
     path = made.page(catalogue_folder, edit="body_of(body)", more=more)
     old = later(tmp_path / "old", STOCK, "0.19.2")
-    monkeypatch.setattr(wheels, "unpacked", lambda version, say: old)
+    monkeypatch.setattr(wheels, "unpacked", lambda version, *_: old)
     done = pin(later(tmp_path / "root"), path, tmp_path / "scratch")
     assert "upstream changed what the edit replaces since 0.19.2" in done.notes[0]
     assert "cppmega drift 0.19.2 0.20.0" in done.notes[0]

@@ -12,7 +12,7 @@ from cppmega.errors import CppmegaError
 from cppmega.overlay import plan
 from cppmega.rewriting import fingerprint
 from tests.support.lab import FILES, TARGET, A, B, Lab
-from tests.support.made import dist_info, edit_text, leftovers, pin, snapshot
+from tests.support.made import dist_info, edit_text, leftovers, pin, snapshot, write
 
 
 @pytest.fixture
@@ -296,7 +296,40 @@ def test_distribution_that_is_not_installed(lab: Lab) -> None:
     data = {"distribution": "'mamba-ssm'"}
     lab.page(target="mamba_ssm/x.py:f", pins={"2.0": "0" * 16}, more=data)
     lab.wheel()
-    assert lab.verdict().state == "not-applicable"
+    verdict = lab.verdict()
+    assert (verdict.state, verdict.detail) == ("not-applicable", "mamba-ssm is not installed here")
+    assert lab.apply().ok
+
+
+def test_distribution_that_is_in_another_folder(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron from a checkout, the other package from an environment: that is said, not hidden."""
+    write(tmp_path / "site-packages", {"liger_kernel/__init__.py": b"", "liger_kernel/x.py": b""})
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    more = {"distribution": "'liger-kernel'"}
+    lab.page(target="liger_kernel/x.py:f", pins={"0.8.5": "0" * 16}, more=more)
+    lab.wheel()
+    verdict = lab.verdict()
+    assert verdict.state == "not-applicable"
+    assert f"imports it from {tmp_path / 'site-packages'}, which is not patched" in verdict.detail
+
+
+def test_file_of_another_distribution_is_restored_from_its_own_release(lab: Lab) -> None:
+    lab.wheel()
+    lab.files["liger_kernel/x.py"] = FILES[A]
+    write(lab.root, lab.files)
+    dist_info(lab.root, "0.8.5", "liger_kernel")
+    more = {"distribution": "'liger-kernel'"}
+    lab.page(target="liger_kernel/x.py:double", pins={"0.8.5": pin(FILES[A], "double")}, more=more)
+    assert lab.apply().ok
+    assert b"2 * x" in (lab.root / "liger_kernel/x.py").read_bytes()
+    assert lab.revert().ok
+    lab.change("liger_kernel/x.py", b"LIMIT = 1", b"LIMIT = 9")
+    verdict = lab.refused()
+    assert verdict.state == "foreign" and verdict.next.endswith("liger-kernel==0.8.5")
+    lab.change("liger_kernel/x.py", b"x + x", b"x - x")
+    assert lab.refused().next.endswith("liger-kernel==0.8.5")
 
 
 def test_questions_about_upstream_are_not_asked_of_our_own_text(lab: Lab) -> None:

@@ -293,6 +293,25 @@ def test_patches(healthy: Context) -> None:
     assert "not-applicable" in refuses("patches", "patch-missing", asked).what
 
 
+def test_patches_of_a_package_that_is_not_beside_megatron(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package its patches hold nobody up; a recipe that needs one says what to do."""
+    more = {"distribution": "'liger-kernel'"}
+    lab.page("other", target="liger_kernel/x.py:f", pins={"0.8.5": "0" * 16}, more=more)
+    recipe = SMOKE.with_(patches=("page",))
+    assert holds("patches", launch(recipe, root=lab.root)) == "1 not-applicable, 1 applied"
+    asked = launch(SMOKE.with_(patches=("other",)), root=lab.root)
+    missing = refuses("patches", "patch-missing", asked)
+    assert "liger-kernel is not installed here" in missing.what
+    assert missing.next.startswith(f"install liger-kernel in {lab.root}, then ")
+    (tmp_path / "elsewhere" / "liger_kernel").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "liger_kernel" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    place = f"liger-kernel is not patched, because it is in {tmp_path / 'elsewhere'}"
+    assert holds("patches", launch(recipe, root=lab.root)).endswith(place)
+
+
 def test_patches_that_the_recipe_names(lab: Lab) -> None:
     asked = launch(SMOKE.with_(patches=("page",)), root=lab.root)
     holds("patches", asked)

@@ -45,9 +45,7 @@ def test_every_needed_page_is_proved(
 
 
 @pytest.mark.parametrize("release", NEWEST)
-def test_pages_of_another_package_are_proved(
-    release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_another_package_are_proved(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for gate, value in laws.gates(release).items():
         monkeypatch.setenv(gate, value)
     monkeypatch.setattr(sys, "executable", forkserver.executable())

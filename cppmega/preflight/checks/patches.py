@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError, did_you_mean
+from cppmega.overlay.diagnose import imported_from
 from cppmega.overlay.verbs import BLOCKING
 from cppmega.overlay.verdict import MEANING, Verdict, summary
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
-from cppmega.training.requirements import IN_THE_CODE
+from cppmega.training.requirements import IN_THE_CODE, patch_missing
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
 
@@ -26,7 +27,16 @@ def check(context: Context) -> str:
     gates.check_applied(
         context.session.pages.values(), context.receipt.gates, context.environ, "this environment"
     )
-    return summary(context.plan.verdicts.values())
+    return "; ".join([summary(context.plan.verdicts.values()), *_packages_elsewhere(context)])
+
+
+def _packages_elsewhere(context: Context) -> Iterator[str]:
+    """Packages that pages target, and that the run imports from another folder than Megatron's."""
+    pages, tree = context.session.pages.values(), context.session.read_tree()
+    for distribution in sorted({d for page in pages for d in page.patch.distributions}):
+        place = imported_from(tree, distribution)
+        if place is not None:
+            yield f"{distribution} is not patched, because it is in {place}"
 
 
 def _missing_patches(context: Context) -> Iterator[CppmegaError]:
@@ -46,13 +56,7 @@ def _missing_patches(context: Context) -> Iterator[CppmegaError]:
         state = verdicts[name].state
         if state not in IN_THE_CODE and state not in BLOCKING:
             assert context.recipe is not None
-            yield CppmegaError(
-                "patch-missing",
-                f"Recipe {context.recipe.name} needs the patch {name}; in {context.session.root} "
-                f"it is {state}.",
-                "The run would stop later, or not train what it declares.",
-                "python -m cppmega.apply_patches",
-            )
+            yield patch_missing(context.recipe, context.session, name, verdicts[name])
 
 
 def _unsound_patches(verdicts: Iterable[Verdict]) -> Iterator[CppmegaError]:
