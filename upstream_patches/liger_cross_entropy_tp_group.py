@@ -11,6 +11,9 @@ Why: megatron-core up to 0.18 calls it without a group in every model without
     1.88, 0.63, 2.62 on one rank and 0.95, 0.80, 3.43 on the other, instead of 3.13, 2.73, 2.81 on
     both (megatron-core 0.18.2, Liger's kernels in Triton's interpreter), and the gradients were
     wrong as well. From 0.19.0 on Megatron passes the group; other callers may still omit it.
+    `cppmega.run` refuses Liger's functions in the place of patched ones, so that a run with them
+    leaves out `fused_cross_entropy_grad_dtype` and `cross_entropy_fusion_linear`, whose code Liger
+    replaces.
 Upstream: Not sent: nothing was found that reports it.
 Remove: when the function of `_patch_vocab_parallel_cross_entropy` looks up the group itself.
 Numerics: changes results of runs with tensor parallelism whose caller passes no group

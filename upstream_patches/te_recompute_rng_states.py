@@ -84,69 +84,11 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    import contextlib
-    import sys
-    from pathlib import Path
-    from types import SimpleNamespace
-    from unittest import mock
-
     import torch
 
-    from cppmega.proof import stand_ins
+    from ._te_distributed import Generator, load, on_cpu
 
-    class Generator(torch.Generator):
-        """A generator of masks that shares its state as CUDA's does: its seed and its offset."""
-
-        def __init__(self, state):  # type: ignore[no-untyped-def]
-            self.state = state
-
-        def manual_seed(self, seed):  # type: ignore[no-untyped-def]
-            self.state[:] = [seed, 0]
-
-        def graphsafe_get_state(self):  # type: ignore[no-untyped-def]
-            return Generator(self.state)
-
-        def graphsafe_set_state(self, other):  # type: ignore[no-untyped-def]
-            self.state = other.state
-
-        def clone_state(self):  # type: ignore[no-untyped-def]
-            return Generator(list(self.state))
-
-        def mask(self):  # type: ignore[no-untyped-def]
-            self.state[1] += 1
-            seed, offset = self.state
-            return torch.tensor([1.0, 100.0 * seed, offset])
-
-        def __new__(cls, *_):  # type: ignore[no-untyped-def]
-            return super().__new__(cls)
-
-    # The `__init__` of these packages, and most of their modules, import the compiled extension.
-    root = next(path for path in map(Path, sys.path) if (path / FILE).is_file())
-    stand_ins.forget("transformer_engine")
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        stand_ins.package(name, str(root / name.replace(".", "/")))
-    fp8 = SimpleNamespace(
-        is_fp8_enabled=lambda: False,
-        quantization_state=SimpleNamespace(is_first_fp8_module=False),
-    )
-    here = "transformer_engine.pytorch"
-    stand_ins.module("transformer_engine_torch")
-    stand_ins.module("transformer_engine.debug.pytorch.debug_quantization")
-    stand_ins.module(
-        f"{here}.quantization",
-        FP8GlobalStateManager=fp8,
-        autocast=lambda **_: contextlib.nullcontext(),
-    )
-    stand_ins.module(f"{here}.module.base", TransformerEngineBaseModule=torch.nn.ModuleList)
-    modules = ("triton.pad", "utils", "constants", "quantized_tensor")
-    kinds = ("float8", "mxfp8", "nvfp4", "float8_blockwise")
-    for name in (*modules, *(f"tensor.{kind}_tensor" for kind in kinds)):
-        stand_ins.module(f"{here}.{name}")
-    for kind in kinds:
-        stand_ins.module(f"{here}.tensor.storage.{kind}_tensor_storage")
-    from transformer_engine.pytorch import distributed as te
-
-    device = Generator([1, 0])
+    te, device = load(), Generator(1, 0)
     tracker = te.CudaRNGStatesTracker()
 
     def layer(hidden):  # type: ignore[no-untyped-def]
@@ -155,8 +97,8 @@ def verify() -> None:
         with tracker.fork():
             return dropped * device.mask()
 
-    def gradients(recompute, **options):  # type: ignore[no-untyped-def]
-        """Return what two layers compute and their gradients, and the next masks."""
+    def outcome(recompute, **options):  # type: ignore[no-untyped-def]
+        """Return what two layers compute, its gradient, and what the next masks make of ones."""
         device.manual_seed(1)
         tracker.reset()
         tracker.add("model-parallel-rng", 2)
@@ -169,16 +111,9 @@ def verify() -> None:
         assert tracker.get_states()["model-parallel-rng"] is mine, "the tracker lost its generator"
         return hidden.detach(), given.grad, layer(torch.ones(3))
 
-    cuda = {
-        "current_device": lambda: 0,
-        "default_generators": (device,),
-        "is_current_stream_capturing": lambda: False,
-    }
-    calls = {"_lazy_init": lambda: None, "_lazy_call": lambda call: call()}
-    calls |= {"get_te_classes": lambda: (), "graph_safe_rng_available": lambda: True}
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.multiple(te, **calls):
-        plain = gradients(lambda function, hidden: function(hidden))
+    with on_cpu(te, device):
+        plain = outcome(lambda function, hidden: function(hidden))
         for reentrant in (True, False):
             options = {"use_reentrant": reentrant, "get_rng_state_tracker": lambda: tracker}
-            for ours, wanted in zip(gradients(te.checkpoint, **options), plain, strict=True):
+            for ours, wanted in zip(outcome(te.checkpoint, **options), plain, strict=True):
                 assert torch.equal(ours, wanted), f"{ours} is not {wanted} ({reentrant=})"
