@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
 FILE = "transformer_engine/pytorch/distributed.py"
-_KINDS = ("float8", "mxfp8", "nvfp4", "float8_blockwise")
 
 
 class Generator(torch.Generator):
@@ -37,6 +38,12 @@ class Generator(torch.Generator):
     def graphsafe_set_state(self, other: Any) -> None:
         self.state = other.state
 
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor(self.state)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.state[:] = state.tolist()
+
     def clone_state(self) -> Generator:
         return Generator(*self.state)
 
@@ -47,8 +54,30 @@ class Generator(torch.Generator):
         return torch.tensor([1.0, 100.0 * seed, offset])
 
 
+class _Absent(MetaPathFinder, Loader):
+    """Finds every other module of the package: stand-ins, with FP8 turned off."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        ours = name.startswith("transformer_engine") and not name.endswith(".torch_version")
+        return ModuleSpec(name, self) if ours else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        fp8 = mock.MagicMock(is_fp8_enabled=lambda: False)
+        return mock.MagicMock(
+            __path__=[],
+            __spec__=spec,
+            FP8GlobalStateManager=fp8,
+            autocast=lambda **_: contextlib.nullcontext(),
+            fp8_autocast=lambda **_: contextlib.nullcontext(),
+            TransformerEngineBaseModule=torch.nn.ModuleList,
+        )
+
+    def exec_module(self, module: Any) -> None:
+        """There is nothing to run."""
+
+
 def load() -> Any:
-    """Import the module from the tree on the path, in FP8's absence.
+    """Import the module from the tree on the path.
 
     The `__init__` of its packages, and most modules that it imports, need the compiled extension.
     """
@@ -58,26 +87,14 @@ def load() -> Any:
     stand_ins.forget("transformer_engine")
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         stand_ins.package(name, str(root / name.replace(".", "/")))
-    here = "transformer_engine.pytorch"
-    others = ("triton.pad", "utils", "constants", "quantized_tensor")
-    for name in (*others, *(f"tensor.{kind}_tensor" for kind in _KINDS)):
-        stand_ins.module(f"{here}.{name}")
-    for kind in _KINDS:
-        stand_ins.module(f"{here}.tensor.storage.{kind}_tensor_storage")
-    stand_ins.module("transformer_engine_torch")
-    stand_ins.module("transformer_engine.debug.pytorch.debug_quantization")
-    stand_ins.module(f"{here}.module.base", TransformerEngineBaseModule=torch.nn.ModuleList)
-    state = SimpleNamespace(is_first_fp8_module=False)
-    stand_ins.module(
-        f"{here}.quantization",
-        FP8GlobalStateManager=SimpleNamespace(
-            is_fp8_enabled=lambda: False, quantization_state=state
-        ),
-        autocast=lambda **_: contextlib.nullcontext(),
-    )
-    from transformer_engine.pytorch import distributed
-
-    return distributed
+    name = "transformer_engine.pytorch.distributed"
+    spec = spec_from_file_location(name, root / FILE)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    with mock.patch.object(sys, "meta_path", [_Absent(), *sys.meta_path]):
+        spec.loader.exec_module(module)
+    return module
 
 
 @contextlib.contextmanager
@@ -92,9 +109,15 @@ def on_cpu(te: Any, device: Generator, capturing: bool = False) -> Iterator[None
     cuda = {
         "current_device": lambda: 0,
         "default_generators": (device,),
+        "get_rng_state": device.get_state,
         "is_current_stream_capturing": lambda: capturing,
     }
     calls = {"_lazy_init": lambda: None, "_lazy_call": lambda call: call()}
-    calls |= {"get_te_classes": lambda: (), "graph_safe_rng_available": lambda: True}
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.multiple(te, **calls):
+    calls |= {"has_te_modules": lambda network: True, "graph_safe_rng_available": lambda: True}
+    finders = [_Absent(), *sys.meta_path]  # some functions import when they are called
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.multiple(te, create=True, **calls),
+        mock.patch.object(sys, "meta_path", finders),
+    ):
         yield

@@ -2,13 +2,14 @@
 
 What: `checkpoint` keeps copies of the generator states from before the forward pass, in its
     reentrant and in its other form, unless the pass is captured in a CUDA graph.
-Why: With `--te-rng-tracker`, which CUDA graphs turn on, the states are generators that share their
-    state with the ones in use. The forward pass advances them, so "restoring" them before the
-    recomputation changes nothing, and dropout draws new masks: the backward pass differentiates
-    another function than the one that gave the loss. Nothing fails. Megatron recomputes FP8 and
-    FP4 layers through this function, and both of its dropouts are 0.1 unless they are set. With
-    states as tensors (Megatron's own tracker) the masks are right. In a captured graph the states
-    must stay those that the graph knows, so the masks still differ there.
+Why: With `--te-rng-tracker`, which CUDA graphs turn on, the states that are kept are generators
+    that share their state with those in use (from 2.12 on also that of the device's own one). The
+    forward pass advances them, so that "restoring" them before the recomputation changes nothing,
+    and dropout draws new masks: the backward pass differentiates another function than the one that
+    gave the loss. Nothing fails. Megatron recomputes FP8 and FP4 layers through this function, and
+    both of its dropouts are 0.1 unless they are set. With Megatron's own tracker, whose states are
+    tensors, the masks are right. In a captured graph the states must stay those that the graph
+    knows, so the masks still differ there.
 Upstream: Not sent: nothing was found that reports it. Megatron repaired its own recomputation in
     the same way (pull request 5841 of Megatron-LM, merged into dev in August 2026).
 Remove: when `checkpoint` copies the states that it keeps for the recomputation.
@@ -18,7 +19,7 @@ Numerics: changes results of runs that recompute dropout under Transformer Engin
 from typing import Any
 
 from cppmega.catalogue.megatron_args import layer_pattern, recomputes
-from cppmega.edits import inserting
+from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
 FILE = "transformer_engine/pytorch/distributed.py"
@@ -33,36 +34,63 @@ def recomputes_quantized(args: Any) -> bool:
     return quantized and tracked and recomputes(args) and not layer_pattern(args)
 
 
+def _cppmega_kept(state):  # type: ignore[no-untyped-def]
+    """Copy generators, which a pass advances; those of a graph that is captured stay its own."""
+    if isinstance(state, dict):
+        return {name: _cppmega_kept(one) for name, one in state.items()}
+    shared = isinstance(state, torch.Generator)  # noqa: F821
+    if shared and not torch.cuda.is_current_stream_capturing():  # noqa: F821
+        return state.clone_state()
+    return state
+
+
+def _edit(target: str, pins: dict[str, str], *edits: Any) -> Edit:
+    return Edit(
+        target=target,
+        pins=pins,
+        edit=in_order(*edits),
+        helpers=(_cppmega_kept,),
+        distribution="transformer-engine",
+    )
+
+
+DEVICE = "_get_cuda_rng_state(graph_safe=ctx.graph_safe_rng_state)"
+TRACKED = "get_rng_state_tracker().get_states()"
+KEEPS_TRACKED = replacing(TRACKED, f"_cppmega_kept({TRACKED})")
+
 PATCH = Patch(
     edits=(
-        Edit(
-            target=FORWARD,
-            pins={"2.19.0": "ef89e474e466497e", "2.20.2": "5b20417e08585ab7"},
-            edit=inserting(
-                """
-                if ctx.graph_safe_rng_state and not torch.cuda.is_current_stream_capturing():
-                    # The forward pass advances these generators, so copies of them are kept.
-                    ctx.fwd_cuda_rng_state = ctx.fwd_cuda_rng_state.clone_state()
-                    ctx.fwd_cuda_rng_state_tracker = {
-                        name: state.clone_state()
-                        for name, state in ctx.fwd_cuda_rng_state_tracker.items()
-                    }
-                """,
-                after="ctx.fwd_cuda_rng_state = _get_cuda_rng_state("
-                "graph_safe=ctx.graph_safe_rng_state)",
-            ),
-            distribution="transformer-engine",
+        # Up to 2.11 the state of the device's own generator is a tensor.
+        _edit(
+            FORWARD,
+            {
+                "v1.6": "780043539a7801d3",
+                "v1.7": "386b001024533098",
+                "2.1.0": "16dab59c5f50715f",
+                "2.11.0": "f689a3967323627e",
+            },
+            KEEPS_TRACKED,
         ),
-        Edit(
-            target=CACHE,
-            pins={"2.19.0": "460cdef8fc5070f0", "2.20.2": "460cdef8fc5070f0"},
-            edit=inserting(
+        _edit(
+            FORWARD,
+            {"2.19.0": "ef89e474e466497e", "2.20.2": "5b20417e08585ab7"},
+            KEEPS_TRACKED,
+            replacing(DEVICE, f"_cppmega_kept({DEVICE})"),
+        ),
+        _edit(
+            CACHE,
+            {
+                "v1.6": "cb6b11b0fa69b983",
+                "v1.7": "cb6b11b0fa69b983",
+                "2.1.0": "3dc989ecd7371d56",
+                "2.11.0": "3dc989ecd7371d56",
+                "2.19.0": "460cdef8fc5070f0",
+                "2.20.2": "460cdef8fc5070f0",
+            },
+            inserting(
                 """
-                keeps = forward and not torch.cuda.is_current_stream_capturing()
-                if keeps and self.graph_safe_rng_state:
-                    cpu_state, cuda_state, tracked = rng_states
-                    copies = {name: state.clone_state() for name, state in tracked.items()}
-                    rng_states = (cpu_state, cuda_state.clone_state(), copies)
+                if forward:
+                    rng_states = tuple(map(_cppmega_kept, rng_states))
                 """,
                 before="""
                 if forward:
@@ -71,10 +99,11 @@ PATCH = Patch(
                     self.bwd_rng_states = rng_states
                 """,
             ),
-            distribution="transformer-engine",
         ),
     ),
     reached="forward",
+    # Up to 1.5 no generator shares its state.
+    feature=(f"{FILE}:graph_safe_rng_available",),
     when=recomputes_quantized,
 )
 

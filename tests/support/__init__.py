@@ -27,6 +27,7 @@ NOT_NEEDED = ("upstreamed", "not-applicable", "off")
 UNPINNED = ("0.16.0", "0.17.0", "0.18.0", "0.19.0")
 """Releases beside the supported ones: nothing may pin them, and every state must be honest."""
 OTHERS = (
+    *("transformer-engine==2.1.0", "transformer-engine==2.11.0"),
     *("transformer-engine==2.19.0", "transformer-engine==2.20.2"),
     *("liger-kernel==0.8.4", "liger-kernel==0.8.5"),
     "mamba-ssm==2.3.2.post1",
