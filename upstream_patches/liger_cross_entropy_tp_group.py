@@ -7,7 +7,7 @@ Why: megatron-core up to 0.18 calls it without a group in every model without
     `--cross-entropy-loss-fusion`. liger-kernel 0.8.5 is the first release whose function is the one
     that Megatron calls, and it takes a missing group for a single rank: with tensor parallelism
     every rank normalizes over its own part of the vocabulary, and a target of another rank counts
-    as a logit of zero. Nothing fails. On two ranks, three tokens and eight words the losses were
+    as the largest logit. Nothing fails. On two ranks, three tokens and eight words the losses were
     1.88, 0.63, 2.62 on one rank and 0.95, 0.80, 3.43 on the other, instead of 3.13, 2.73, 2.81 on
     both (megatron-core 0.18.2, Liger's kernels in Triton's interpreter), and the gradients were
     wrong as well. From 0.19.0 on Megatron passes the group; other callers may still omit it.

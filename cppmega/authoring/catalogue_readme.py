@@ -46,12 +46,13 @@ def _row(page: Page) -> str:
 
 def releases(page: Page) -> str:
     """Return the versions that the page pins, oldest first; those of Megatron without its name."""
-    return "; ".join(
-        ("" if distribution == "megatron-core" else f"{distribution} ")
-        + ", ".join(in_order(v for e in edits if e.distribution == distribution for v in e.pins))
-        for edits in [page.patch.edits]
-        for distribution in page.patch.distributions
-    )
+    return "; ".join(_releases(page, distribution) for distribution in page.patch.distributions)
+
+
+def _releases(page: Page, distribution: str) -> str:
+    edits = [edit for edit in page.patch.edits if edit.distribution == distribution]
+    versions = ", ".join(in_order(version for edit in edits for version in edit.pins))
+    return versions if distribution == "megatron-core" else f"{distribution} {versions}"
 
 
 def _upstream(text: str) -> str:

@@ -136,7 +136,8 @@ def pin(
         scratch = Path(folder)
         release = resolve.requirement(version, page.patch.distributions[0])
         tree = resolve.tree_of(source or release, scratch / "given", console.say)
-        tree = resolve.with_megatron(tree, scratch / "joined")
+        if "megatron-core" not in page.patch.distributions:
+            tree = resolve.with_megatron(tree, scratch / "joined")
         done = pinning.pin(
             page, version, tree, scratch, console.say, like=like, unverified=unverified
         )

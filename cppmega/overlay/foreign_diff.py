@@ -12,7 +12,7 @@ from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.recovery import RestoredTree
 from cppmega.overlay.verbs import Session
 from cppmega.tree import wheels
-from cppmega.tree.installed import Tree, sha256
+from cppmega.tree.installed import Tree, distribution_of, sha256
 
 _LINES = 40
 """The most lines of a diff that a message shows."""
@@ -57,8 +57,10 @@ def upstream_text(tree: Tree, path: str) -> bytes | None:
     kept = receipt.original(tree, wanted) or tree.git_blob(path)
     if kept is not None:
         return kept
+    distribution = distribution_of(path) or "megatron-core"
     try:
-        data = (wheels.cache() / "trees" / tree.version / path).read_bytes()
+        unpacked = wheels.place_of(tree.version_of(distribution), distribution)
+        data = (unpacked / path).read_bytes()
     except OSError:
         return None
     return data if sha256(data) == wanted else None

@@ -22,7 +22,7 @@ from cppmega.overlay.verbs import Session
 from cppmega.page import Page
 from cppmega.proof import verify
 from cppmega.rewriting import fingerprint
-from cppmega.tree import wheels
+from cppmega.tree import resolve, wheels
 from cppmega.tree.installed import Tree
 from tests.authoring.test_drift import command
 from tests.support import REPOSITORY, made, pristine
@@ -342,6 +342,26 @@ def test_a_pin_is_written_after_the_proof_has_run(catalogue_folder: Path, tmp_pa
     assert not (root / ".cppmega").exists()
     (verdict,) = overlay.status(Session(root)).verdicts
     assert verdict.state == "pending"
+
+
+def test_the_text_of_another_package_is_proved_beside_the_installed_megatron(
+    catalogue_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its wheel holds no megatron, which the proof imports as well."""
+    made.write(tmp_path / "wheel", {"liger_kernel/thing.py": LATER.encode()})
+    made.dist_info(tmp_path / "wheel", "0.8.5", "liger_kernel")
+    megatron = made.tree(tmp_path / "installed")
+    monkeypatch.setattr(resolve, "find_root", lambda: megatron)
+    path = made.page(
+        catalogue_folder,
+        target="liger_kernel/thing.py:double",
+        edit='replacing("return x", "return 2 * x"), distribution="liger-kernel"',
+        verify="import megatron.core.thing\nfrom liger_kernel.thing import double\n"
+        "assert double(2) == 4",
+    )
+    tree = resolve.with_megatron(Tree(tmp_path / "wheel"), tmp_path / "joined")
+    done = pin(tree.root, path, tmp_path / "scratch", "0.8.5")
+    assert (list(done.added), done.proof) == (["liger_kernel/thing.py:double"], "passed")
 
 
 @pytest.mark.parametrize(
