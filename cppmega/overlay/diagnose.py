@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -192,8 +193,18 @@ def _failure(
         return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
     target = next(iter(shape))
     detail = "each of its symbols is known, but no pinned version combines them this way"
-    command = f"cppmega drift OLD {tree.version}"
+    command = _comparison(page, tree)
     return Verdict(page.name, page.patch.kind, "drifted", target, detail, next=command)
+
+
+def _comparison(page: Page, tree: Tree) -> str:
+    """The command that shows what upstream changed since the newest release with a pin."""
+    labels = {label for edit in page.patch.edits for label in edit.pins}
+    releases = [label for label in labels if label.replace(".", "").isdigit()]
+    if not releases:
+        return f"cppmega explain {page.name}"
+    newest = max(releases, key=lambda label: tuple(map(int, label.split("."))))
+    return f"cppmega drift {newest} {shlex.quote(str(tree.root))}"
 
 
 def _why(
@@ -205,7 +216,7 @@ def _why(
     views: Mapping[str, FileView],
 ) -> tuple[PatchState, str, str]:
     path = target.partition(":")[0]
-    explain = f"cppmega explain {page.name}"
+    compare = _comparison(page, tree)
     restore = restoring(tree, views[path])
     if views[path].story:
         return "drifted", views[path].story, restore
@@ -214,11 +225,11 @@ def _why(
     if print_ == MISSING:
         places = survey.elsewhere(target)
         if places:
-            return "moved", f"it is now in {', '.join(places)}", explain
+            return "moved", f"it is now in {', '.join(places)}", compare
         what = "the file is gone" if views[path].current is None else "the symbol is gone"
-        return "absent", what, explain
+        return "absent", what, compare
     if print_.startswith("?"):
-        return "ambiguous", f"it is defined {print_[1:]} times", explain
+        return "ambiguous", f"it is defined {print_[1:]} times", f"cppmega explain {page.name}"
     if print_.startswith("!"):
         return "drifted", print_[1:].rstrip("."), restore
     if views[path].foreign:
@@ -226,7 +237,7 @@ def _why(
         return "drifted", detail, restore
     edits = [edit for edit in page.patch.edits if edit.target == target]
     versions = dict.fromkeys(version for edit in edits for version in edit.pins)
-    return "drifted", f"its text matches no known version ({', '.join(versions)})", explain
+    return "drifted", f"its text matches no known version ({', '.join(versions)})", compare
 
 
 def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) -> Verdict:

@@ -97,6 +97,18 @@ def test_changed_statement_is_drifted_where_nobody_vouches(lab: Lab) -> None:
     lab.page(pins={"1.0": pin(FILES[A], "double")})
     verdict = lab.refused()
     assert verdict.state == "drifted" and "1.0" in verdict.detail
+    assert verdict.next == f"cppmega drift 1.0 {lab.root}"
+
+
+def test_a_text_that_no_release_had_is_explained_instead_of_compared(lab: Lab) -> None:
+    """A pin of a branch names no version that could be downloaded; of several, the newest is."""
+    lab.files[A] = FILES[A].replace(b"return x + x", b"return x + x + 0")
+    lab.export()
+    known = pin(FILES[A], "double")
+    lab.page(pins={"main-d98e8a64": known})
+    assert lab.refused().next == "cppmega explain page"
+    lab.page(pins={"0.9.2": known, "0.19.2": known, "main-d98e8a64": known})
+    assert lab.refused().next == f"cppmega drift 0.19.2 {lab.root}"
 
 
 @pytest.mark.parametrize(

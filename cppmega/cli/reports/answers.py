@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +60,20 @@ def _by_name(meanings: Mapping[Any, str]) -> dict[str, str]:
 
 def of_status(outcome: Outcome, catalogues: Sequence[Path]) -> Report:
     """The states of all patches, and what is wrong with the tree."""
-    patches = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
+    blocked = any(verdict.state in FAILURES for verdict in outcome.verdicts)
+    found = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
+    patches = (_waiting(one) if blocked and one.rule == "pending" else one for one in found)
     notes = (
         Entry(name="tree", rule=_UNSOUND, result="failed", message=note) for note in outcome.notes
     )
     meanings = {**_by_name(MEANING), _UNSOUND: "the tree or its receipt is not as apply left it"}
     return Report("status", (*patches, *notes), meanings)
+
+
+def _waiting(entry: Entry) -> Entry:
+    """A pending patch while another one fails, which is the one that a reader has to see."""
+    why = "apply changes nothing until the patches that fail have been corrected"
+    return replace(entry, result="skipped", message=f"{entry.message}; {why}", next="")
 
 
 def _of_verdict(verdict: Verdict, plan: Plan, catalogues: Sequence[Path]) -> Entry:
