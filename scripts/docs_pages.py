@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import posixpath
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ import docs_transcripts
 
 from cppmega.authoring.catalogue_readme import readme as catalogue_table
 from cppmega.authoring.catalogue_readme import versions
+from cppmega.authoring.decisions_page import page as decisions_page
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import error_index
 from cppmega.cli.main import cli
@@ -31,6 +33,7 @@ DOCS = REPOSITORY / "docs"
 RESULTS = REPOSITORY / "benchmarks" / "results"
 _INCLUDE = re.compile(r"^<!-- include (\w+)(?: (.+?))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
+_NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*)?\n)+", re.MULTILINE)
 _COMMENT = re.compile(r"^<!-- /?\w+(?:: written by [^>]*)? -->\n", re.MULTILINE)
 
 ORDER = (
@@ -44,6 +47,7 @@ ORDER = (
     ("Data", "data.md"),
     ("Threat model", "threat-model.md"),
     ("Architecture", "architecture.md"),
+    ("What is not here", "decisions.md"),
     ("Errors", "errors.md"),
     ("Changelog", "changelog.md"),
 )
@@ -58,6 +62,8 @@ _MOVED = {
     "README.md": "index.md",
     "#train": "training.md",
     "upstream_patches/README.md": "patches/index.md",
+    "upstream_patches/NOT.md": "decisions.md",
+    "scripts/ci/megatron.yml": "upgrade-megatron.md#in-continuous-integration",
 }
 
 
@@ -69,7 +75,8 @@ def pages() -> dict[str, str]:
 
 def _pages() -> Iterator[tuple[str, str]]:
     for path in sorted(DOCS.glob("*.md")):
-        yield path.name, _INCLUDE.sub(_included, path.read_text())
+        yield path.name, _indented(_INCLUDE.sub(_included, path.read_text()))
+    yield "decisions.md", _moved(_titled(decisions_page(tables=False)), "upstream_patches")
     yield "errors.md", _errors_page()
     yield "changelog.md", _moved((REPOSITORY / "CHANGELOG.md").read_text())
     yield from _patch_pages()
@@ -94,12 +101,30 @@ def navigation() -> list[Any]:
 
     start: list[Any] = [{title: name} for title, name in ORDER]
     sections = [("Commands", "commands"), ("Patches", "patches"), ("Results", "results")]
-    return start[:-2] + [{title: below(folder)} for title, folder in sections] + start[-2:]
+    return start[:-3] + [{title: below(folder)} for title, folder in sections] + start[-3:]
 
 
 def _included(match: re.Match[str]) -> str:
     kind, argument = match[1], match[2] or ""
     return _KINDS[kind](argument).strip()
+
+
+def _titled(text: str) -> str:
+    """A generated file from its title on, which the navigation shows."""
+    return text[text.index("# ") :]
+
+
+def _indented(text: str) -> str:
+    """Indent what follows in a numbered item by four columns, and end it with an empty line.
+
+    Three are enough on GitHub; for mkdocs they end the list, and the next item begins another one.
+    """
+
+    def deeper(item: re.Match[str]) -> str:
+        text = item[0].replace("\n   ", "\n    ")
+        return f"{text.rstrip()}\n\n" if "\n\n" in text else text
+
+    return _NUMBERED.sub(deeper, text)
 
 
 def section(document: str, title: str) -> str:
@@ -137,7 +162,7 @@ def _on_the_site(link: str, home: str) -> str:
     target, _, anchor = link.partition("#")
     if not target:
         return link
-    full = PurePosixPath(home, target)
+    full = PurePosixPath(posixpath.normpath(f"{home}/{target}"))
     if (name := str(full)) in _MOVED:
         return _MOVED[name]
     if full.parts[:2] == ("benchmarks", "results") and full.suffix in (".md", ".png"):
@@ -148,7 +173,7 @@ def _on_the_site(link: str, home: str) -> str:
 
 
 def _patch_pages() -> Iterator[tuple[str, str]]:
-    yield "patches/index.md", _moved(catalogue_table(), "upstream_patches", "patches")
+    yield "patches/index.md", _moved(_titled(catalogue_table()), "upstream_patches", "patches")
     for name, page in catalogue.load().items():
         yield f"patches/{name}.md", _patch_page(page)
 
@@ -171,7 +196,7 @@ def _patch_page(page: Page) -> str:
     ]
     show = f"```console\n$ cppmega diff {page.name}\n$ cppmega verify {page.name}\n```"
     pins = ["", "## Targets and pins", "", _table(("target", "texts"), targets), ""]
-    return "\n".join([*head, *body, _table(("", ""), rows), *pins, show, ""])
+    return "\n".join([*head, *body, _table(("property", "value"), rows), *pins, show, ""])
 
 
 def _one_line(text: str) -> str:

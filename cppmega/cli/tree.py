@@ -31,14 +31,28 @@ if TYPE_CHECKING:
     help="Apply only this patch; repeatable.",
     shell_complete=completion.patches,
 )
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="NAME",
+    help="Leave this patch out, such as one that does not know a new release yet; repeatable.",
+    shell_complete=completion.patches,
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
 def apply(
-    root: Path | None, patches: Sequence[Path], as_json: bool, only: Sequence[str], check: bool
+    root: Path | None,
+    patches: Sequence[Path],
+    as_json: bool,
+    only: Sequence[str],
+    without: Sequence[str],
+    check: bool,
 ) -> None:
     """Apply every patch to the installed Megatron.
 
     If one of them cannot be applied, nothing is changed.
     """
+    if both := set(only) & set(without):
+        raise click.UsageError(f"--only and --without both name {', '.join(sorted(both))}")
     import gc
 
     from cppmega.host import console
@@ -49,7 +63,7 @@ def apply(
     session = session_of(root, patches)
     if not as_json:
         console.say(f"megatron-core {session.read_tree().version} in {session.root}")
-    outcome = overlay.apply(session, only=only, check=check)
+    outcome = overlay.apply(session, only=only, without=without, check=check)
     gc.freeze()  # nor are the syntax trees of every file searched for cycles at the end
     ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
     verb = "would change" if check else "changed"

@@ -538,6 +538,21 @@ def test_second_catalogue_with_our_page_name(lab: Lab, tmp_path: Path) -> None:
 # -- the active set ------------------------------------------------------------------------------
 
 
+def test_a_patch_that_fails_can_be_left_out_of_the_first_apply(lab: Lab) -> None:
+    """After an upgrade there is no receipt from which it could be removed by name."""
+    lab.page("one")
+    lab.page("two", f"{B}:single", 'replacing("x", "x + 1", times=1)')
+    lab.files[A] = FILES[A].replace(b"return x + x", b"return x + x + 0")
+    lab.wheel()
+    assert lab.refused("one").state == "drifted"
+    assert lab.apply(without=["one"]).ok
+    lab.applied("two")
+    assert lab.verdict("one").state == "off" and lab.receipt().excluded == ["one"]
+    assert lab.refused("one").state == "drifted"  # the next apply wants every patch again
+    with pytest.raises(CppmegaError, match="no page three"):
+        lab.apply(without=["three"])
+
+
 def test_only_then_revert_a_name_then_everything(lab: Lab) -> None:
     """The active set is what the receipt says, and files without an active page are pristine."""
     lab.wheel()

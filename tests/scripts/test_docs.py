@@ -12,6 +12,7 @@ import pytest
 from packaging.version import Version
 
 from cppmega import __version__
+from cppmega.catalogue import decisions
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import error_index
 from cppmega.cli.main import cli
@@ -43,7 +44,7 @@ def pages() -> dict[str, str]:
 def test_every_part_of_a_page_is_put_in(pages: dict[str, str]) -> None:
     for name, text in pages.items():
         assert "<!-- include" not in text, name
-        assert re.match(r"(<!-- Generated.*\n)?# \w", text), name
+        assert re.match(r"# \w", text), name
 
 
 def test_every_command_patch_and_error_has_its_place(pages: dict[str, str]) -> None:
@@ -56,6 +57,21 @@ def test_every_command_patch_and_error_has_its_place(pages: dict[str, str]) -> N
         for label in page.labels:
             assert f"**{label}.** " in pages[f"patches/{name}.md"]
     assert commands - SHOWN.keys() == HELP_ALONE
+
+
+def test_every_decision_has_its_section(pages: dict[str, str]) -> None:
+    for name, row in decisions.load().items():
+        assert f"### `{name}`\n\n**What.** {row.title}" in pages["decisions.md"]
+
+
+@pytest.mark.parametrize("name", ["write-a-patch.md", "upgrade-megatron.md"])
+def test_what_belongs_to_a_numbered_item_is_inside_it(pages: dict[str, str], name: str) -> None:
+    """Python-Markdown wants four columns and an empty line; else the next item is number 1."""
+    fences = re.findall(r"^( +)```\w", pages[name], re.MULTILINE)
+    assert fences and set(fences) == {"    "}
+    *items, _ = re.split(r"^(?=\d+\. )", pages[name], flags=re.MULTILINE)[1:]
+    with_blocks = [item for item in items if "\n\n" in item.rstrip()]
+    assert with_blocks and all(item.endswith("\n\n") for item in with_blocks)
 
 
 def test_the_navigation_has_every_page_once(pages: dict[str, str]) -> None:
