@@ -443,9 +443,6 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert not any(
         getattr(same, part) for part in ("overlay", "arguments", "stack", "data", "recipe")
     )
-    picture = tmp_path / "curves.png"
-    compare.plot(one, two, picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_losses_that_are_no_numbers_are_a_difference(tmp_path: Path) -> None:
