@@ -88,7 +88,8 @@ def _pages() -> Iterator[tuple[str, str]]:
 
 def pictures() -> dict[str, Path]:
     """Every picture of the site: its path -> the file."""
-    return {f"results/{path.name}": path for path in sorted(RESULTS.glob("*.png"))}
+    found = (path for path in sorted(RESULTS.iterdir()) if path.suffix in (".png", ".svg"))
+    return {f"results/{path.name}": path for path in found}
 
 
 def navigation() -> list[Any]:
@@ -165,7 +166,7 @@ def _on_the_site(link: str, home: str) -> str:
     full = PurePosixPath(posixpath.normpath(f"{home}/{target}"))
     if (name := str(full)) in _MOVED:
         return _MOVED[name]
-    if full.parts[:2] == ("benchmarks", "results") and full.suffix in (".md", ".png"):
+    if full.parts[:2] == ("benchmarks", "results") and full.suffix in (".md", ".png", ".svg"):
         return f"results/{full.name}" + (f"#{anchor}" if anchor else "")
     if full.parts[:1] == ("upstream_patches",) and full.suffix == ".py":
         return f"patches/{full.stem}.md"
