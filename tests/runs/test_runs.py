@@ -208,8 +208,9 @@ def test_one_damaged_folder_does_not_take_down_the_others(tmp_path: Path, text: 
         lambda: logs.show(found, rank=0, follow=False),
         lambda: launch.prepare(asked(tmp_path, resume="damaged")),
     ):
-        with pytest.raises(CppmegaError, match="run-damaged"):
+        with pytest.raises(CppmegaError, match="run-damaged") as damage:
             wants_it()
+        assert ("upgrade cppmega" in str(damage.value)) == ("schema" in text)
 
 
 def test_a_status_and_metrics_that_are_damaged(tmp_path: Path) -> None:
