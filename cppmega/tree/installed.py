@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cppmega.errors import CppmegaError
-from cppmega.host import interpreter
 from cppmega.tree import records
 
 if TYPE_CHECKING:
@@ -342,6 +341,8 @@ def find_root() -> Path:
 
 def _elsewhere() -> str:
     """The option that selects the Megatron of the shell's environment; empty if it has none."""
+    from cppmega.host import interpreter
+
     roots = (root for root in interpreter.activated() if _parts(root / "megatron"))
     return next((f"the same with --megatron {shlex.quote(str(root))}" for root in roots), "")
 
