@@ -90,7 +90,7 @@ def verify(
             chosen = [*runnable, *on_stock] if side == "stock" else runnable
             if not chosen:
                 continue
-            session.say(f"verify: {len(chosen)} proofs on {_EXPECTED[side]}")
+            session.say(f"verify: proofs on {_EXPECTED[side]}: {len(chosen)}")
             root = plan.tree.root
             if side != "patched" or not applied:
                 root = Path(scratch) / side
