@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import posixpath
 import re
 import sys
@@ -23,7 +24,7 @@ from cppmega.authoring.catalogue_readme import readme as catalogue_table
 from cppmega.authoring.catalogue_readme import versions
 from cppmega.authoring.decisions_page import page as decisions_page
 from cppmega.catalogue import loader as catalogue
-from cppmega.cli import error_index
+from cppmega.cli import error_index, recipes_list
 from cppmega.cli.main import cli
 from cppmega.overlay.verdict import FAILURES, MEANING
 from cppmega.page import Page
@@ -45,6 +46,7 @@ ORDER = (
     ("I write a patch", "write-a-patch.md"),
     ("Training", "training.md"),
     ("Data", "data.md"),
+    ("Production status", "production.md"),
     ("Threat model", "threat-model.md"),
     ("Architecture", "architecture.md"),
     ("What is not here", "decisions.md"),
@@ -287,6 +289,46 @@ def _results(_: str) -> str:
     return _table(("result", "what"), rows)
 
 
+def _recipes(_: str) -> str:
+    """Which recipes have trained, and what the others lack."""
+    listed = json.loads(recipes_list.list_recipes(as_json=True))["recipes"]
+    rows = [
+        (f"`{row['name']}`", row["purpose"], str(row["gpus"] or "CPU"), row["precision"], _run(row))
+        for row in listed
+    ]
+    return _table(("recipe", "what", "GPUs", "precision", "status"), rows)
+
+
+def _run(row: dict[str, Any]) -> str:
+    if row["missing"]:
+        parts = "; ".join(item["part"] for item in row["missing"])
+        return f"**cannot run yet**: it lacks {parts}"
+    if (last := row["last_result"]) is not None:
+        page = PurePosixPath(last["file"]).with_suffix(".md")
+        return f"**trained**: [{last['headline']}](results/{page}), {last['date']}"
+    return "**trained** by the tests" if row["kind"] == "loop" else "no run on record"
+
+
+def _proofs(_: str) -> str:
+    """Where the proofs of the patches run."""
+    pages = sorted(catalogue.load().values(), key=lambda page: page.name)
+    beyond = [page for page in pages if set(page.patch.needs) != {"cpu"}]
+    on_cpu = f"{len(pages) - len(beyond)} of {len(pages)} proofs run on any CPU, in every test run."
+    rows = (
+        f"- [`{page.name}`](patches/{page.name}.md) needs {', '.join(page.patch.needs)}"
+        for page in beyond
+    )
+    return "\n".join([on_cpu, "", *rows])
+
+
+def _counts(_: str) -> str:
+    """The README's counts of Megatron's unit tests."""
+    block = re.search(r"<!-- upstream: .*?-->\n(.*?)\n<!--", (REPOSITORY / "README.md").read_text())
+    if block is None:
+        raise ValueError("the README has no counts of upstream's tests")
+    return _moved(block[1])
+
+
 def _deprecated(_: str) -> str:
     """The modules whose docstring says until when they stay."""
     rows = []
@@ -325,6 +367,9 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "states": _states,
     "words": _words,
     "results": _results,
+    "recipes": _recipes,
+    "proofs": _proofs,
+    "counts": _counts,
     "deprecated": _deprecated,
     "file": _file,
 }
