@@ -344,7 +344,7 @@ def _elsewhere() -> str:
     from cppmega.host import interpreter
 
     roots = (root for root in interpreter.activated() if _parts(root / "megatron"))
-    return next((f"the same with --megatron {shlex.quote(str(root))}" for root in roots), "")
+    return next((f"the same command with --megatron {shlex.quote(str(root))}" for root in roots), "")
 
 
 def part_of(path: str) -> str:

@@ -79,7 +79,7 @@ def test_the_environment_of_the_shell_is_offered_where_it_has_a_megatron(
     (site(environment, "python3.12") / "megatron" / "core").mkdir(parents=True)
     with pytest.raises(CppmegaError) as error:
         find_root()
-    assert error.value.next == f"the same with --megatron {site(environment, 'python3.12')}"
+    assert error.value.next == f"the same command with --megatron {site(environment, 'python3.12')}"
     monkeypatch.setattr(sys, "prefix", str(environment))
     assert list(interpreter.activated()) == []
 
