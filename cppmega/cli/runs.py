@@ -167,7 +167,7 @@ def runs(
         for line in listing.table(rows):
             click.echo(line)
         if not found:
-            console.say(f"there is no run in {root}: cppmega launch RECIPE starts one")
+            console.say(f"there is no run in {root.absolute()}: cppmega launch RECIPE starts one")
         if len(found) > len(shown):
             console.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
     if plot is not None:

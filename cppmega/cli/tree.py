@@ -148,7 +148,7 @@ def explain(name: str, patches: Sequence[Path]) -> None:
 
     A patch: what it does, why, and the texts it is pinned to. An error: what causes it, why it
     matters, and the next command; what only a run knows is in <angle brackets>. A word of `cppmega
-    status` or `cppmega drift`, or a check of the preflight: what it means. A variable, argument or
+    status`, `drift` or `verify`, or a check of the preflight: what it means. A variable, argument or
     script of the earlier overlay: what became of it.
     """
     from cppmega.catalogue import decisions
@@ -188,6 +188,7 @@ def _vocabularies() -> dict[str, dict[str, str]]:
     return {
         "status": {str(word): meaning for word, meaning in verdict.MEANING.items()},
         "drift": {str(word): meaning for word, meaning in drift_result.MEANING.items()},
+        "verify": {str(word): meaning for word, meaning in verdict.PROOFS.items()},
     }
 
 

@@ -343,8 +343,10 @@ def _elsewhere() -> str:
     """The option that selects the Megatron of the shell's environment; empty if it has none."""
     from cppmega.host import interpreter
 
-    roots = (root for root in interpreter.activated() if _parts(root / "megatron"))
-    return next((f"the same command with --megatron {shlex.quote(str(root))}" for root in roots), "")
+    for root in interpreter.activated():
+        if _parts(root / "megatron"):
+            return f"the same command with --megatron {shlex.quote(str(root))}"
+    return ""
 
 
 def part_of(path: str) -> str:

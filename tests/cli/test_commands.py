@@ -133,7 +133,7 @@ def test_every_word_that_a_command_prints_is_explained(
     lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Words of status and drift, and the names of the preflight's checks."""
-    for words in (verdict.MEANING, drift_result.MEANING):
+    for words in (verdict.MEANING, verdict.PROOFS, drift_result.MEANING):
         for word, meaning in words.items():
             assert meaning in console(capsys, "explain", word)[1]
     for check in ORDER:

@@ -15,7 +15,7 @@ from cppmega.cli.reports.entries import Entry, Place, Report, Result
 from cppmega.errors import CppmegaError
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.verbs import Outcome
-from cppmega.overlay.verdict import DONE, FAILURES, MEANING, Proof, Verdict
+from cppmega.overlay.verdict import DONE, FAILURES, MEANING, PROOFS, Proof, Verdict
 from cppmega.page import Page
 from cppmega.rewriting.source import decode, find, parse
 
@@ -35,10 +35,6 @@ _OF_CHECK: Mapping[CheckState, Result] = {
     "failed": "failed",
     "not-applicable": "skipped",
     "not-run": "skipped",
-}
-_PROOFS: Mapping[str, str] = {
-    "failed": "the proof does not hold",
-    "stale": "the recorded proof is of another text",
 }
 _UNSOUND = "unsound"
 """The rule of what is wrong with a tree or its receipt, and not with one patch."""
@@ -182,7 +178,7 @@ def of_verify(proved: Iterable[Proved], pages: Mapping[str, Page]) -> Report:
         )
         for one in proved
     )
-    return Report("verify", tuple(entries), _PROOFS)
+    return Report("verify", tuple(entries), _by_name(PROOFS))
 
 
 def of_findings(command: str, findings: Iterable[Finding]) -> Report:
