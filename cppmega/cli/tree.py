@@ -148,8 +148,8 @@ def explain(name: str, patches: Sequence[Path]) -> None:
 
     A patch: what it does, why, and the texts it is pinned to. An error: what causes it, why it
     matters, and the next command; what only a run knows is in <angle brackets>. A word of `cppmega
-    status`, `drift` or `verify`, or a check of the preflight: what it means. A variable, argument or
-    script of the earlier overlay: what became of it.
+    status`, `drift` or `verify`, or a check of the preflight: what it means. A variable, argument
+    or script of the earlier overlay: what became of it.
     """
     from cppmega.catalogue import decisions
     from cppmega.catalogue import loader as catalogue
