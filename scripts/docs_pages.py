@@ -18,6 +18,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import architecture
+import architecture_svg
 import docs_transcripts
 
 from cppmega.authoring.catalogue_readme import readme as catalogue_table
@@ -35,6 +36,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 _INCLUDE = re.compile(r"^<!-- include (\w+)(?: (.+?))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
 _NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*)?\n)+", re.MULTILINE)
+_MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"^<!-- /?\w+(?:: written by [^>]*)? -->\n", re.MULTILINE)
 
 ORDER = (
@@ -138,7 +140,12 @@ def section(document: str, title: str) -> str:
     )
     if found is None:
         raise ValueError(f"{document} has no section {title!r}")
-    return _moved(_COMMENT.sub("", found[2]))
+    return _moved(_COMMENT.sub("", _MERMAID.sub(_drawn, found[2])))
+
+
+def _drawn(_: re.Match[str]) -> str:
+    """The picture itself: mkdocs would load the program that draws it from another site."""
+    return architecture_svg.svg()
 
 
 def _moved(text: str, home: str = ".", page: str = ".") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import shlex
 import sys
@@ -72,6 +73,20 @@ def test_what_belongs_to_a_numbered_item_is_inside_it(pages: dict[str, str], nam
     *items, _ = re.split(r"^(?=\d+\. )", pages[name], flags=re.MULTILINE)[1:]
     with_blocks = [item for item in items if "\n\n" in item.rstrip()]
     assert with_blocks and all(item.endswith("\n\n") for item in with_blocks)
+
+
+def test_the_picture_of_the_packages_is_whole_and_points_down(pages: dict[str, str]) -> None:
+    picture = pages["architecture.md"].partition("<svg")[2].partition("</svg>")[0]
+    graph = docs.architecture.arrows()
+    assert set(re.findall(r">(\w+)</text>", picture)) == graph.keys()
+    lines = re.findall(r'd="M\S+ (\S+) C.* (\S+)"', picture)
+    assert len(lines) == sum(map(len, graph.values()))
+    assert all(float(start) < float(end) for start, end in lines)
+    assert "\n\n" not in picture  # an empty line would end the HTML
+    boxes = re.findall(r'<rect x="(\S+)" y="(\S+)" width="(\S+)"', picture)
+    edges = sorted((int(y), int(x), int(x) + int(width)) for x, y, width in boxes)
+    for (row, _, right), (below, left, _) in itertools.pairwise(edges):
+        assert row != below or right < left, "two boxes overlap"
 
 
 def test_the_navigation_has_every_page_once(pages: dict[str, str]) -> None:
