@@ -10,8 +10,8 @@ from itertools import zip_longest
 
 from cppmega.host.console import Style, styled, terminal_width
 
-_LABEL = re.compile(r"(?:what|why|next|to do): +")
-_COMMANDS = ("next: ",)
+_LABEL = re.compile(r"(?:what|why): +")
+_COMMAND = "next:"
 _NARROW = 30
 """Columns below which a text is left to the terminal."""
 
@@ -61,9 +61,9 @@ def _line(row: Row, widths: list[int], right: Collection[int]) -> str:
 def _wrapped(text: str, indent: int) -> list[str]:
     """A text in lines that fit into a terminal; commands stay whole, so that they can be copied."""
     width = terminal_width()
-    label = _LABEL.match(text)
-    if width is None or width - indent < _NARROW or (label is not None and label[0] in _COMMANDS):
+    if width is None or width - indent < _NARROW or text.startswith(_COMMAND):
         return [text]
+    label = _LABEL.match(text)
     hanging = " " * len(label[0]) if label is not None else ""
     lines = textwrap.wrap(
         text,

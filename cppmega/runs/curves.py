@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cppmega.errors import CppmegaError
 from cppmega.runs import plotting
@@ -24,6 +25,13 @@ _PANELS: Mapping[str, str] = {
 _SPIKED = ("loss", "grad_norm")
 
 
+class Drawn(NamedTuple):
+    """One run in the picture."""
+
+    label: str
+    steps: list[LoggedStep]
+
+
 def curve(run: Run) -> Curve:
     """Step -> what was logged; of a repeated step, what was logged last."""
     return {row.step: row for row in run.steps()}
@@ -38,12 +46,17 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
         CppmegaError: `nothing-to-plot`, and those of `plotting`.
     """
     pyplot = plotting.pyplot()
-    curves = {run.name: [step for _, step in sorted(curve(run).items())] for run in runs}
-    panels = [name for name in _PANELS if any(_points(steps, name) for steps in curves.values())]
+    times = Counter(run.name for run in runs)
+    labels = [run.name if times[run.name] == 1 else str(run.path) for run in runs]
+    drawn = [
+        Drawn(label, [step for _, step in sorted(curve(run).items())])
+        for label, run in zip(labels, runs, strict=True)
+    ]
+    panels = [name for name in _PANELS if any(_points(one.steps, name) for one in drawn)]
     if not panels:
         raise CppmegaError(
             "nothing-to-plot",
-            f"No step is logged by {', '.join(curves) or 'any run'}.",
+            f"No step is logged by {', '.join(labels) or 'any run'}.",
             "The picture would be empty.",
             "wait for the first step (cppmega runs --watch), or name a run that has steps",
         )
@@ -53,20 +66,20 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
         down, across, figsize=(5.5 * across, 0.5 + 3.5 * down), layout="constrained", squeeze=False
     )
     for axis, name in zip(grid.flat, panels, strict=False):
-        _panel(axis, name, curves)
+        _panel(axis, name, drawn)
     for axis in grid.flat[len(panels) :]:
         axis.axis("off")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center")
     plotting.write(figure, target, title, text)
 
 
-def _panel(axis: Any, name: str, curves: Mapping[str, Sequence[LoggedStep]]) -> None:
-    for (run, steps), colour in zip(curves.items(), cycle(plotting.COLOURS), strict=False):
-        points = _points(steps, name)
+def _panel(axis: Any, name: str, drawn: Sequence[Drawn]) -> None:
+    for one, colour in zip(drawn, cycle(plotting.COLOURS), strict=False):
+        points = _points(one.steps, name)
         marker = "o" if len(points) == 1 else ""  # a line needs two
-        axis.plot(*_columns(points), color=colour, label=run, linewidth=1, marker=marker)
+        axis.plot(*_columns(points), color=colour, label=one.label, linewidth=1, marker=marker)
         if name in _SPIKED:
-            spikes = _spikes(steps)
+            spikes = _spikes(one.steps)
             marked = [point for point in points if point[0] in spikes]
             axis.plot(*_columns(marked), "v", color=colour, markersize=6)
     axis.set_xlabel("step")

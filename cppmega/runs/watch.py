@@ -95,6 +95,7 @@ def look(run: Run, stalled_after: float, now: float | None = None) -> Sight:
 
 def busy_gpus(run: Run) -> tuple[int, ...]:
     """How busy the GPUs of this host are that a run was given, in percent."""
+    run = Run(run.path)  # whose manifest may have been written since
     outline, statuses = run.outline, [node.status() for node in run.nodes()]
     here = any(status is not None and liveness.in_charge(status) for status in statuses)
     if not here or not isinstance(outline, Manifest) or not outline.gpus:

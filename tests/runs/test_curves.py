@@ -61,6 +61,16 @@ def test_each_panel_has_the_values_of_each_run(tmp_path: Path, drawn: list[Any])
     }
 
 
+def test_two_runs_of_one_name_are_two_lines(tmp_path: Path, drawn: list[Any]) -> None:
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    runs = [
+        run(tmp_path / folder, "one", [{"step": 1, "loss": 1.0}]) for folder in ("here", "there")
+    ]
+    curves.plot(runs, tmp_path / "x.png", "", [])
+    assert panels(drawn[0])["loss, nats per token"].keys() == {str(one.path) for one in runs}
+
+
 def test_spikes_are_marked(tmp_path: Path, drawn: list[Any]) -> None:
     steps = [{"step": at, "loss": 2.0 + at % 3 / 100, "grad_norm": 1.0} for at in range(1, 60)]
     steps[49]["loss"] = 30.0
