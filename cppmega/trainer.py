@@ -60,7 +60,7 @@ def train(
 def main() -> None:
     """Run the command; errors name the host and the rank."""
     with error_file.reported():
-        train.main(prog_name="train", standalone_mode=False)
+        train.main(prog_name="python -m cppmega.run -m cppmega.trainer", standalone_mode=False)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,16 @@ def reduced(graph: Graph) -> Graph:
     }
 
 
+def arrows() -> Graph:
+    """What a picture shows: each package, and the arrows from it."""
+    graph = {room: targets - _EVERYWHERE for room, targets in rooms().items()}
+    return reduced({room: to for room, to in graph.items() if room not in _EVERYWHERE})
+
+
 def picture() -> str:
     """The packages as a Mermaid flowchart."""
-    graph = {room: targets - _EVERYWHERE for room, targets in rooms().items()}
-    graph = {room: targets for room, targets in graph.items() if room not in _EVERYWHERE}
     lines = ["```mermaid", "flowchart TD"]
-    for room, targets in sorted(reduced(graph).items()):
+    for room, targets in sorted(arrows().items()):
         lines += [f"  {room} --> {to}" for to in sorted(targets)]
     return "\n".join([*lines, "```", ""])
 

@@ -20,7 +20,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Take the finished pages in place of their sources; what belongs to the theme stays."""
+    """Take the finished pages in place of their sources; what is not a page stays."""
     finished = {
         *(File.generated(config, name, content=text) for name, text in docs_pages.pages().items()),
         *(
@@ -29,5 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
         ),
     }
     docs = Path(config.docs_dir)
-    theme = [file for file in files if docs not in Path(file.abs_src_path or "/").parents]
-    return Files([*theme, *sorted(finished, key=lambda file: file.src_uri)])
+    sources = {file for file in files if docs in Path(file.abs_src_path or "/").parents}
+    kept = [file for file in files if file not in sources or file.src_uri.endswith(".css")]
+    return Files([*kept, *sorted(finished, key=lambda file: file.src_uri)])

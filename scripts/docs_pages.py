@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import posixpath
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +18,14 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import architecture
+import architecture_svg
 import docs_transcripts
 
 from cppmega.authoring.catalogue_readme import readme as catalogue_table
 from cppmega.authoring.catalogue_readme import releases
+from cppmega.authoring.decisions_page import page as decisions_page
 from cppmega.catalogue import loader as catalogue
-from cppmega.cli import error_index
+from cppmega.cli import error_index, recipes_list
 from cppmega.cli.main import cli
 from cppmega.overlay.verdict import FAILURES, MEANING
 from cppmega.page import Page
@@ -31,6 +35,8 @@ DOCS = REPOSITORY / "docs"
 RESULTS = REPOSITORY / "benchmarks" / "results"
 _INCLUDE = re.compile(r"^<!-- include (\w+)(?: (.+?))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
+_NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*)?\n)+", re.MULTILINE)
+_MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"^<!-- /?\w+(?:: written by [^>]*)? -->\n", re.MULTILINE)
 
 ORDER = (
@@ -42,8 +48,10 @@ ORDER = (
     ("I write a patch", "write-a-patch.md"),
     ("Training", "training.md"),
     ("Data", "data.md"),
+    ("Production status", "production.md"),
     ("Threat model", "threat-model.md"),
     ("Architecture", "architecture.md"),
+    ("What is not here", "decisions.md"),
     ("Errors", "errors.md"),
     ("Changelog", "changelog.md"),
 )
@@ -58,6 +66,8 @@ _MOVED = {
     "README.md": "index.md",
     "#train": "training.md",
     "upstream_patches/README.md": "patches/index.md",
+    "upstream_patches/NOT.md": "decisions.md",
+    "scripts/ci/megatron.yml": "upgrade-megatron.md#in-continuous-integration",
 }
 
 
@@ -69,7 +79,8 @@ def pages() -> dict[str, str]:
 
 def _pages() -> Iterator[tuple[str, str]]:
     for path in sorted(DOCS.glob("*.md")):
-        yield path.name, _INCLUDE.sub(_included, path.read_text())
+        yield path.name, _indented(_INCLUDE.sub(_included, path.read_text()))
+    yield "decisions.md", _moved(_titled(decisions_page(tables=False)), "upstream_patches")
     yield "errors.md", _errors_page()
     yield "changelog.md", _moved((REPOSITORY / "CHANGELOG.md").read_text())
     yield from _patch_pages()
@@ -81,7 +92,8 @@ def _pages() -> Iterator[tuple[str, str]]:
 
 def pictures() -> dict[str, Path]:
     """Every picture of the site: its path -> the file."""
-    return {f"results/{path.name}": path for path in sorted(RESULTS.glob("*.png"))}
+    found = (path for path in sorted(RESULTS.iterdir()) if path.suffix in (".png", ".svg"))
+    return {f"results/{path.name}": path for path in found}
 
 
 def navigation() -> list[Any]:
@@ -94,12 +106,30 @@ def navigation() -> list[Any]:
 
     start: list[Any] = [{title: name} for title, name in ORDER]
     sections = [("Commands", "commands"), ("Patches", "patches"), ("Results", "results")]
-    return start[:-2] + [{title: below(folder)} for title, folder in sections] + start[-2:]
+    return start[:-3] + [{title: below(folder)} for title, folder in sections] + start[-3:]
 
 
 def _included(match: re.Match[str]) -> str:
     kind, argument = match[1], match[2] or ""
     return _KINDS[kind](argument).strip()
+
+
+def _titled(text: str) -> str:
+    """A generated file from its title on, which the navigation shows."""
+    return text[text.index("# ") :]
+
+
+def _indented(text: str) -> str:
+    """Indent what follows in a numbered item by four columns, and end it with an empty line.
+
+    Three are enough on GitHub; for mkdocs they end the list, and the next item begins another one.
+    """
+
+    def deeper(item: re.Match[str]) -> str:
+        text = item[0].replace("\n   ", "\n    ")
+        return f"{text.rstrip()}\n\n" if "\n\n" in text else text
+
+    return _NUMBERED.sub(deeper, text)
 
 
 def section(document: str, title: str) -> str:
@@ -110,7 +140,12 @@ def section(document: str, title: str) -> str:
     )
     if found is None:
         raise ValueError(f"{document} has no section {title!r}")
-    return _moved(_COMMENT.sub("", found[2]))
+    return _moved(_COMMENT.sub("", _MERMAID.sub(_drawn, found[2])))
+
+
+def _drawn(_: re.Match[str]) -> str:
+    """The picture itself: mkdocs would load the program that draws it from another site."""
+    return architecture_svg.svg()
 
 
 def _moved(text: str, home: str = ".", page: str = ".") -> str:
@@ -137,10 +172,10 @@ def _on_the_site(link: str, home: str) -> str:
     target, _, anchor = link.partition("#")
     if not target:
         return link
-    full = PurePosixPath(home, target)
+    full = PurePosixPath(posixpath.normpath(f"{home}/{target}"))
     if (name := str(full)) in _MOVED:
         return _MOVED[name]
-    if full.parts[:2] == ("benchmarks", "results") and full.suffix in (".md", ".png"):
+    if full.parts[:2] == ("benchmarks", "results") and full.suffix in (".md", ".png", ".svg"):
         return f"results/{full.name}" + (f"#{anchor}" if anchor else "")
     if full.parts[:1] == ("upstream_patches",) and full.suffix == ".py":
         return f"patches/{full.stem}.md"
@@ -148,7 +183,7 @@ def _on_the_site(link: str, home: str) -> str:
 
 
 def _patch_pages() -> Iterator[tuple[str, str]]:
-    yield "patches/index.md", _moved(catalogue_table(), "upstream_patches", "patches")
+    yield "patches/index.md", _moved(_titled(catalogue_table()), "upstream_patches", "patches")
     for name, page in catalogue.load().items():
         yield f"patches/{name}.md", _patch_page(page)
 
@@ -171,7 +206,7 @@ def _patch_page(page: Page) -> str:
     ]
     show = f"```console\n$ cppmega diff {page.name}\n$ cppmega verify {page.name}\n```"
     pins = ["", "## Targets and pins", "", _table(("target", "texts"), targets), ""]
-    return "\n".join([*head, *body, _table(("", ""), rows), *pins, show, ""])
+    return "\n".join([*head, *body, _table(("property", "value"), rows), *pins, show, ""])
 
 
 def _one_line(text: str) -> str:
@@ -261,6 +296,46 @@ def _results(_: str) -> str:
     return _table(("result", "what"), rows)
 
 
+def _recipes(_: str) -> str:
+    """Which recipes have trained, and what the others lack."""
+    listed = json.loads(recipes_list.list_recipes(as_json=True))["recipes"]
+    rows = [
+        (f"`{row['name']}`", row["purpose"], str(row["gpus"] or "CPU"), row["precision"], _run(row))
+        for row in listed
+    ]
+    return _table(("recipe", "what", "GPUs", "precision", "status"), rows)
+
+
+def _run(row: dict[str, Any]) -> str:
+    if row["missing"]:
+        parts = "; ".join(item["part"] for item in row["missing"])
+        return f"**cannot run yet**: it lacks {parts}"
+    if (last := row["last_result"]) is not None:
+        page = PurePosixPath(last["file"]).with_suffix(".md")
+        return f"**trained**: [{last['headline']}](results/{page}), {last['date']}"
+    return "**trained** by the tests" if row["kind"] == "loop" else "no run on record"
+
+
+def _proofs(_: str) -> str:
+    """Where the proofs of the patches run."""
+    pages = sorted(catalogue.load().values(), key=lambda page: page.name)
+    beyond = [page for page in pages if set(page.patch.needs) != {"cpu"}]
+    on_cpu = f"{len(pages) - len(beyond)} of {len(pages)} proofs run on any CPU, in every test run."
+    rows = (
+        f"- [`{page.name}`](patches/{page.name}.md) needs {', '.join(page.patch.needs)}"
+        for page in beyond
+    )
+    return "\n".join([on_cpu, "", *rows])
+
+
+def _counts(_: str) -> str:
+    """The README's counts of Megatron's unit tests."""
+    block = re.search(r"<!-- upstream: .*?-->\n(.*?)\n<!--", (REPOSITORY / "README.md").read_text())
+    if block is None:
+        raise ValueError("the README has no counts of upstream's tests")
+    return _moved(block[1])
+
+
 def _deprecated(_: str) -> str:
     """The modules whose docstring says until when they stay."""
     rows = []
@@ -299,6 +374,9 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "states": _states,
     "words": _words,
     "results": _results,
+    "recipes": _recipes,
+    "proofs": _proofs,
+    "counts": _counts,
     "deprecated": _deprecated,
     "file": _file,
 }

@@ -12,9 +12,14 @@ import argparse
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import kernel_plot
 
 from cppmega.smoke.records import Summary
 
@@ -27,6 +32,7 @@ def rewritten(text: str) -> str:
         "speed": speed(),
         "smoke": smoke(),
         "slice": training(),
+        "kernels": kernels(),
         "linear": linear(),
         "cli": cli(),
         "upstream": upstream(),
@@ -104,6 +110,21 @@ def training() -> str:
     )
 
 
+def kernels() -> str:
+    """The picture of the kernels, and where its numbers are from."""
+    picture = f"benchmarks/results/{kernel_plot.PICTURE.name}"
+    link = "[{}](benchmarks/results/{}_h200.md)".format
+    sources = (
+        link("indexer", "dsa_indexer"),
+        link("losses", "linear_cross_entropy"),
+        link("Hadamard transform", "hadamard"),
+    )
+    return (
+        f"\n![Times of the kernels, and their share of what the GPU can do]({picture})\n\n"
+        f"One H200; all shapes: {', '.join(sources)}.\n"
+    )
+
+
 def linear() -> str:
     """Linear cross-entropy next to Megatron's own losses, at 32768 tokens."""
     report = json.loads((RESULTS / "linear_cross_entropy_h200.json").read_text())
@@ -178,5 +199,7 @@ if __name__ == "__main__":
     if options.source:
         shutil.copy(options.source / "comparison.json", RESULTS / "smoke_cpu.json")
         shutil.copy(options.source / "curves.png", RESULTS / "smoke_cpu.png")
+    if kernel_plot.drawn() != kernel_plot.numbers():
+        kernel_plot.draw()
     readme = RESULTS.parent.parent / "README.md"
     readme.write_text(rewritten(readme.read_text()))

@@ -34,6 +34,21 @@ def test_the_readme_shows_what_the_result_files_say() -> None:
     assert text == readme.rewritten(text), "run python scripts/readme_figures.py"
 
 
+def test_the_picture_of_the_kernels_shows_what_was_measured() -> None:
+    shown = readme.kernel_plot.drawn()
+    assert shown == readme.kernel_plot.numbers(), "run python scripts/readme_figures.py"
+    assert all(value > 0 for panel in shown.values() for value in flat(panel)) and len(shown) == 3
+
+
+def flat(value: object) -> list[float]:
+    """The numbers of nested dicts and lists."""
+    if isinstance(value, dict):
+        return [number for part in value.values() for number in flat(part)]
+    return (
+        [number for part in value for number in flat(part)] if isinstance(value, list) else [value]
+    )
+
+
 def test_every_seed_of_the_smoke_run_shows_what_the_readme_claims() -> None:
     path = REPOSITORY / "benchmarks" / "results" / "smoke_cpu.json"
     runs = msgspec.json.decode(path.read_bytes(), type=dict[str, Summary]).values()

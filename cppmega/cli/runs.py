@@ -20,6 +20,14 @@ _runs = click.option(
     help="Folder of the run folders (default: $CPPMEGA_RUNS, else ./runs).",
 )
 
+_plot = click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also draw a picture into this file: .png, .svg, .pdf, or .html with the text. Needs "
+    "matplotlib.",
+)
+
 
 @cli.command()
 @click.argument("recipe", shell_complete=completion.recipes)
@@ -113,6 +121,7 @@ def launch(
     metavar="TIMES",
     help="A watched run stalls when no step comes for so many times the usual.",
 )
+@_plot
 @json_option
 def runs(
     names: tuple[str, ...],
@@ -121,17 +130,20 @@ def runs(
     watch: bool,
     every: float,
     stalled_after: float,
+    plot: Path | None,
     as_json: bool,
 ) -> None:
     """List runs, the newest first, or watch them.
 
     State, exit status, step, loss, the newest checkpoint, and the error of a run that crashed.
-    RUN is a name, the start of a name, a tmux session, or a folder; all runs by default.
+    RUN is a name, the start of a name, a tmux session, or a folder; all runs by default. --plot
+    draws loss, gradient norm, throughput and memory of the runs that are listed, and their spikes.
 
-    With --watch: step, loss, gradient norm and throughput, the time until the next checkpoint and
-    until the end. A run without a step for too long is named as stalled, with the rank of this
-    host that is behind; a loss or gradient norm far above the usual as a spike. The exit status
-    is 1 if a watched run crashed or was killed; Ctrl-C ends the watching, not the runs.
+    With --watch: step, loss, gradient norm and throughput, how busy the GPUs of this host are (the
+    idlest and the busiest), the time until the next checkpoint and until the end. A run without a
+    step for too long is named as stalled, with the rank of this host that is behind; a loss or
+    gradient norm far above the usual as a spike. The exit status is 1 if a watched run crashed or
+    was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console
     from cppmega.runs import folder as run_folder
@@ -142,6 +154,8 @@ def runs(
     if watch:
         if as_json:
             raise click.UsageError("--watch prints lines; cppmega runs --json is one look at them")
+        if plot is not None:
+            raise click.UsageError("--plot draws what is logged by now; leave --watch out")
         from cppmega.cli import runs_watch
 
         sys.exit(runs_watch.watch(found, bool(names), every, stalled_after))
@@ -149,11 +163,19 @@ def runs(
     rows = [listing.row_of(run) for run in shown]
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, "runs": json_file.plain(rows)})
-        return
-    for line in listing.table(rows):
-        click.echo(line)
-    if len(found) > len(shown):
-        console.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
+    else:
+        for line in listing.table(rows):
+            click.echo(line)
+        if not found:
+            console.say(f"there is no run in {root.absolute()}: cppmega launch RECIPE starts one")
+        if len(found) > len(shown):
+            console.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
+    if plot is not None:
+        from cppmega.runs import curves
+
+        title = ", ".join(run.name for run in shown)
+        curves.plot(shown, plot, title, map(click.unstyle, listing.table(rows)))
+        console.say(f"curves: {plot}")
 
 
 @cli.command()
@@ -207,9 +229,7 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 @cli.command()
 @click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the kinds into this file."
-)
+@_plot
 @json_option
 def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bool) -> None:
     """Show the profile of a run that was launched with --profile STEPS.
@@ -232,7 +252,8 @@ def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bo
         for line in run_profile.lines(read):
             click.echo(line)
     if plot is not None:
-        run_profile.plot([(found.name, read)], plot)
+        lines = map(click.unstyle, run_profile.lines(read))
+        run_profile.plot([(found.name, read)], plot, lines)
         console.say(f"profile: {plot}")
 
 
@@ -240,14 +261,13 @@ def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bo
 @click.argument("one", shell_complete=completion.runs)
 @click.argument("other", shell_complete=completion.runs)
 @_runs
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="PNG", help="Draw the curves into this file."
-)
+@_plot
 @json_option
 def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_json: bool) -> None:
     """Compare two runs: what differs, losses and throughput.
 
-    ONE and OTHER are each a name, the start of a name, a tmux session, or a folder.
+    ONE and OTHER are each a name, the start of a name, a tmux session, or a folder. --plot draws
+    loss, gradient norm, throughput and memory of both.
     """
     from cppmega.host import console
     from cppmega.runs import compare as comparing
@@ -261,11 +281,13 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
     else:
-        for line in comparing.lines(found):
-            click.echo(line)
-        for line in profiling.of_both(first, second):
+        for line in (*comparing.lines(found), *profiling.of_both(first, second)):
             click.echo(line)
     if plot is not None:
-        comparing.plot(first, second, plot)
+        from cppmega.runs import curves
+
+        text = (*comparing.lines(found), *profiling.of_both(first, second))
+        title = f"{first.name} and {second.name}"
+        curves.plot([first, second], plot, title, map(click.unstyle, text))
         console.say(f"curves: {plot}")
     sys.exit(FINE)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "GRAD NORM", "TOKENS/S", "CHECKPOINT IN", "END IN")
+_BUSY = "GPU BUSY"
 
 
 def watch(runs: Sequence[Run], named: bool, every: float, stalled_after: float) -> int:
@@ -70,10 +71,12 @@ def _table(seen: Sequence[Sight]) -> Group:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for column in _COLUMNS:
+    on_gpus = any(sight.busy for sight in seen)
+    for column in (*_COLUMNS, *[_BUSY] * on_gpus):
         table.add_column(column, justify="left" if column in _COLUMNS[:2] else "right")
     for sight in seen:
-        table.add_row(*map(Text, _cells(sight)))
+        busy = watching.percent(sight.busy) if sight.busy else "-"
+        table.add_row(*map(Text, (*_cells(sight), *[busy] * on_gpus)))
     remarks = [
         Text(f"{sight.run.name}: {remark}", style="bold red")
         for sight in seen

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import click
 from cppmega.cli import completion
 from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
 from cppmega.cli.reports.option import Reports, report_option
+from cppmega.errors import CppmegaError, did_you_mean
 
 if TYPE_CHECKING:
     from cppmega.catalogue.decisions import Decision
@@ -31,14 +34,28 @@ if TYPE_CHECKING:
     help="Apply only this patch; repeatable.",
     shell_complete=completion.patches,
 )
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="NAME",
+    help="Leave this patch out, such as one that does not know a new release yet; repeatable.",
+    shell_complete=completion.patches,
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
 def apply(
-    root: Path | None, patches: Sequence[Path], as_json: bool, only: Sequence[str], check: bool
+    root: Path | None,
+    patches: Sequence[Path],
+    as_json: bool,
+    only: Sequence[str],
+    without: Sequence[str],
+    check: bool,
 ) -> None:
     """Apply every patch to the installed Megatron.
 
     If one of them cannot be applied, nothing is changed.
     """
+    if both := set(only) & set(without):
+        raise click.UsageError(f"--only and --without both name {', '.join(sorted(both))}")
     import gc
 
     from cppmega.host import console
@@ -49,7 +66,7 @@ def apply(
     session = session_of(root, patches)
     if not as_json:
         console.say(f"megatron-core {session.read_tree().version} in {session.root}")
-    outcome = overlay.apply(session, only=only, check=check)
+    outcome = overlay.apply(session, only=only, without=without, check=check)
     gc.freeze()  # nor are the syntax trees of every file searched for cycles at the end
     ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
     verb = "would change" if check else "changed"
@@ -127,11 +144,12 @@ def _title(page: Page) -> str:
 @click.argument("name", shell_complete=completion.patches)
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
-    """Explain a patch, an error, a variable, or something that is not here under its name.
+    """Explain a patch, an error, a state, a check, a variable, or an earlier switch.
 
     A patch: what it does, why, and the texts it is pinned to. An error: what causes it, why it
-    matters, and the next command; what only a run knows is in <angle brackets>. A variable,
-    argument or script of the earlier overlay: what became of it.
+    matters, and the next command; what only a run knows is in <angle brackets>. A word of `cppmega
+    status`, `drift` or `verify`, or a check of the preflight: what it means. A variable, argument
+    or script of the earlier overlay: what became of it.
     """
     from cppmega.catalogue import decisions
     from cppmega.catalogue import loader as catalogue
@@ -149,11 +167,48 @@ def explain(name: str, patches: Sequence[Path]) -> None:
             _explain_decision(row, decision)
     elif name.startswith("-"):
         raise click.NoSuchOption(name)
+    elif meanings := {c: words[name] for c, words in _vocabularies().items() if name in words}:
+        for command, meaning in meanings.items():
+            click.echo(f"{name}, in the answer of cppmega {command}: {meaning}")
+    elif check := _check(name):
+        click.echo(f"{name}, a check of cppmega preflight: {check}")
     elif causes := _causes(name, patches):
         for cause in causes:
             click.echo(f"{name}: {cause.title}\n{cause.render()}\n")
     else:
-        raise catalogue.unknown(name, [*pages, *env.NAMES, *decisions.names()], "requested by name")
+        words = chain.from_iterable(_vocabularies().values())
+        raise _unknown(name, [*pages, *env.NAMES, *decisions.names(), *words])
+
+
+def _vocabularies() -> dict[str, dict[str, str]]:
+    """Command -> the words of its answer, with what each means."""
+    from cppmega.authoring import drift_result
+    from cppmega.overlay import verdict
+
+    return {
+        "status": {str(word): meaning for word, meaning in verdict.MEANING.items()},
+        "drift": {str(word): meaning for word, meaning in drift_result.MEANING.items()},
+        "verify": {str(word): meaning for word, meaning in verdict.PROOFS.items()},
+    }
+
+
+def _check(name: str) -> str:
+    """What a check of the preflight is about; empty if there is none of that name."""
+    from cppmega.host.paths import PACKAGE
+
+    file = PACKAGE / "preflight" / "checks" / f"{name}.py"
+    if not name.isidentifier() or name.startswith("_") or not file.is_file():
+        return ""
+    return ast.get_docstring(ast.parse(file.read_text())) or ""
+
+
+def _unknown(name: str, known: Iterable[str]) -> CppmegaError:
+    return CppmegaError(
+        "unknown-page",
+        f"Nothing is called {name}." + did_you_mean(name, known, 3),
+        "The explanation of something else would mislead.",
+        "cppmega list shows the patches; an error's name is the word after `error:`",
+    )
 
 
 def _variables(page: Page) -> tuple[str, ...]:

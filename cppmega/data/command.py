@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import click
@@ -37,6 +38,8 @@ def main(
 
     A call that was stopped resumes where it was; a finished dataset is never overwritten.
     """
+    # Megatron warns of packages, ranks and devices that only training uses.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     try:
         _run(inputs, out, tokenizer, eod, key, suffix)
     except CppmegaError as error:

@@ -110,7 +110,8 @@ def read_card(prefix: Path) -> Card | None:
             "data-card-broken",
             f"{path} cannot be used: {problem}",
             "It records which tokenizer made the data.",
-            f"restore it, or prepare the data again under another name than {prefix}",
+            "upgrade cppmega if a later release wrote it; else restore it, or prepare the data "
+            f"again under another name than {prefix}",
         )
     return card
 
@@ -118,7 +119,7 @@ def read_card(prefix: Path) -> Card | None:
 def _card_problem(card: Card, fingerprint: object) -> str:
     """Why a card cannot be used; empty if it can."""
     if card.schema != 1:
-        return f"it has schema {card.schema}, from another release of cppmega"
+        return f"it has schema {card.schema}, and this release of cppmega reads schema 1"
     if fingerprint != card.fingerprint:
         return f"its fingerprint is {fingerprint}, and that of its hashes {card.fingerprint}"
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, TextIO
@@ -80,6 +81,11 @@ def answering() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         _mute(sys.stdout)
+
+
+def terminal_width() -> int | None:
+    """The columns of the terminal that stdout is; None if it is none, as in a log."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 Style = Literal["good", "bad", "alarm", "waiting", "note"]

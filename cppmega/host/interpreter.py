@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
@@ -31,17 +33,31 @@ def require_torch(root: Path, module: str, *, or_below: bool = False) -> None:
         f"The interpreter of this command, {sys.executable}, has no torch.",
         "Megatron cannot be imported there. A result would be about this environment, not about "
         "the one that trains.",
-        _instead(of_environment(root), module),
+        _instead(root, module),
     )
 
 
-def _instead(trains: Path | None, module: str) -> str:
+def _instead(root: Path, module: str) -> str:
     """The command to type, with the interpreter that trains."""
+    trains = of_environment(root)
     if trains is None:
         return f"PYTHON -m {module}, where PYTHON is the interpreter that trains"
     if trains.parent.parent.samefile(sys.prefix):
         return f"{trains} -m pip install torch"
-    return f"{trains} -m {module}, after `{trains} -m pip install cppmega`"
+    if any(root.glob("cppmega-*.dist-info")):
+        return f"{trains} -m {module}"
+    return f"{trains} -m {module}, after cppmega has been installed there as it was here"
+
+
+def activated() -> Iterator[Path]:
+    """The package folders of an environment that is active in the shell, and is not this one.
+
+    cppmega may be a tool of its own: then the active environment is the one that trains.
+    """
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        prefix = os.environ.get(variable)
+        if prefix and Path(prefix).resolve() != Path(sys.prefix).resolve():
+            yield from sorted(Path(prefix).glob("lib/python3.*/site-packages"))
 
 
 def of_environment(root: Path) -> Path | None:

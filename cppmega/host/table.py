@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from cppmega.host.console import Style, styled
+from cppmega.host.console import Style, styled, terminal_width
+
+_LABEL = re.compile(r"(?:what|why): +")
+_COMMAND = "next:"
+_NARROW = 30
+"""Columns below which a text is left to the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,8 @@ def table(
     """Lay out rows in columns, two spaces apart.
 
     Each column is as wide as its widest cell, except that the last cell of a row takes the rest of
-    the line; further lines of a text in it are indented to its column.
+    the line; further lines of a text in it are indented to its column. On a terminal its sentences
+    are wrapped there, too.
 
     Args:
         widths: the minimum widths of the first columns.
@@ -46,4 +54,22 @@ def _line(row: Row, widths: list[int], right: Collection[int]) -> str:
     ]
     indent = sum(len(cell) + 2 for cell in cells)
     first = [styled(cell, row.style) if column == 0 else cell for column, cell in enumerate(cells)]
-    return "  ".join([*first, last.replace("\n", "\n" + " " * indent)]).rstrip()
+    lines = [part for text in last.split("\n") for part in _wrapped(text, indent)]
+    return "  ".join([*first, ("\n" + " " * indent).join(lines)]).rstrip()
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """A text in lines that fit into a terminal; commands stay whole, so that they can be copied."""
+    width = terminal_width()
+    if width is None or width - indent < _NARROW or text.startswith(_COMMAND):
+        return [text]
+    label = _LABEL.match(text)
+    hanging = " " * len(label[0]) if label is not None else ""
+    lines = textwrap.wrap(
+        text,
+        width - indent,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines or [text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,11 +212,24 @@ def _failure(
         state, detail, command = _why(page, target, print_, tree, survey, views)
         return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
     target = next(iter(shape))
-    edit = next(edit for edit in page.patch.edits if edit.target == target)
     detail = "each of its symbols is known, but no pinned version combines them this way"
-    release = requirement(tree.version_of(edit.distribution), edit.distribution)
-    command = f"cppmega drift {requirement('OLD', edit.distribution)} {release}"
+    command = _comparison(page, target, tree)
     return Verdict(page.name, page.patch.kind, "drifted", target, detail, next=command)
+
+
+def _comparison(page: Page, target: str, tree: Tree) -> str:
+    """The command that shows what upstream changed since the newest release with a pin."""
+    edits = page.patch.edits
+    package = next(edit.distribution for edit in edits if edit.target == target)
+    labels = {label for edit in edits if edit.distribution == package for label in edit.pins}
+    releases = [label for label in labels if label.replace(".", "").isdigit()]
+    if not releases:
+        return f"cppmega explain {page.name}"
+    newest = max(releases, key=lambda label: tuple(map(int, label.split("."))))
+    here = shlex.quote(str(tree.root))
+    if package != "megatron-core":
+        here = requirement(tree.version_of(package), package)
+    return f"cppmega drift {requirement(newest, package)} {here}"
 
 
 def _why(
@@ -227,7 +241,7 @@ def _why(
     views: Mapping[str, FileView],
 ) -> tuple[PatchState, str, str]:
     path = target.partition(":")[0]
-    explain = f"cppmega explain {page.name}"
+    compare = _comparison(page, target, tree)
     restore = restoring(tree, views[path])
     if views[path].story:
         return "drifted", views[path].story, restore
@@ -236,11 +250,11 @@ def _why(
     if print_ == MISSING:
         places = survey.elsewhere(target)
         if places:
-            return "moved", f"it is now in {', '.join(places)}", explain
+            return "moved", f"it is now in {', '.join(places)}", compare
         what = "the file is gone" if views[path].current is None else "the symbol is gone"
-        return "absent", what, explain
+        return "absent", what, compare
     if print_.startswith("?"):
-        return "ambiguous", f"it is defined {print_[1:]} times", explain
+        return "ambiguous", f"it is defined {print_[1:]} times", f"cppmega explain {page.name}"
     if print_.startswith("!"):
         return "drifted", print_[1:].rstrip("."), restore
     if views[path].foreign:
@@ -248,7 +262,7 @@ def _why(
         return "drifted", detail, restore
     edits = [edit for edit in page.patch.edits if edit.target == target]
     versions = dict.fromkeys(version for edit in edits for version in edit.pins)
-    return "drifted", f"its text matches no known version ({', '.join(versions)})", explain
+    return "drifted", f"its text matches no known version ({', '.join(versions)})", compare
 
 
 def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) -> Verdict:

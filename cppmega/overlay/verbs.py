@@ -150,6 +150,7 @@ def apply(
     session: Session,
     *,
     only: Sequence[str] = (),
+    without: Sequence[str] = (),
     check: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> Outcome:
@@ -157,6 +158,7 @@ def apply(
 
     Args:
         only: the active pages; empty: every page.
+        without: pages that are not active.
         check: compute everything, write nothing.
 
     Raises:
@@ -173,8 +175,10 @@ def apply(
                 "A patch that is requested but not applied must stop the run.",
                 f"export {page.patch.gate}=1",
             )
+    for name in without:
+        catalogue.get(session.pages, name)
     others = set(session.pages) - set(only) if only else set()
-    chosen = Receipt(excluded=sorted(others), only=sorted(only))
+    chosen = Receipt(excluded=sorted(others | set(without)), only=sorted(only))
     return _reconcile(session, lambda _: (chosen, environment), check)
 
 

@@ -40,6 +40,12 @@ MEANING: dict[PatchState, str] = {
     "too-late": "its module was imported before the patch was armed",
     "stale-reference": "something still holds the original object",
 }
+PROOFS: dict[Proof, str] = {
+    "passed": "the proof holds: on this machine, or as it was recorded on a GPU",
+    "unverified": "the proof has not run on this text; `cppmega verify` runs it",
+    "failed": "the proof does not hold",
+    "stale": "the recorded proof is of another text; `cppmega verify` makes a new one",
+}
 FAILURES: frozenset[PatchState] = frozenset(
     {
         "drifted",

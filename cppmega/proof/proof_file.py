@@ -145,14 +145,15 @@ def _read(path: Path) -> dict[str, list[RecordedProof]]:
     try:
         raw = json.loads(data)
         if raw["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {raw['schema']!r}")
+            raise ValueError(f"its schema is {raw['schema']!r}, and this release reads {SCHEMA}")
         return {name: [_made(row) for row in rows] for name, rows in raw["proofs"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CppmegaError(
             "proofs-unreadable",
             f"{path} cannot be read: {type(error).__name__}: {error}.",
             "It is unknown whether the pages that need a GPU were proved.",
-            f"restore it (git checkout -- {path}), or remove it and record the proofs again",
+            "upgrade cppmega if a later release wrote it; else restore it "
+            f"(git checkout -- {path}), or remove it and record the proofs again",
         ) from None
 
 

@@ -48,6 +48,14 @@ class Proved:
         return {"name": self.name, "proof": self.proof, "detail": self.detail, "runs": runs}
 
 
+_EXPECTED: Mapping[Side, str] = {
+    "patched": "patched code, where they must pass",
+    "stock": "stock, where they must fail unless upstream has the fix",
+    "mutant": "mutants whose edits do nothing, where they must fail",
+}
+"""What a proof runs on, and its expected result there."""
+
+
 def verify(
     session: Session, names: Sequence[str] = (), record: list[Path] | None = None
 ) -> list[Proved]:
@@ -82,7 +90,7 @@ def verify(
             chosen = [*runnable, *on_stock] if side == "stock" else runnable
             if not chosen:
                 continue
-            session.say(f"verify: {len(chosen)} pages on the {side} code")
+            session.say(f"verify: proofs on {_EXPECTED[side]}: {len(chosen)}")
             root = plan.tree.root
             if side != "patched" or not applied:
                 root = Path(scratch) / side
@@ -245,7 +253,7 @@ def _judge(
     if runs["mutant"].result != "failed":
         detail = "it passes on a mutant whose edit does nothing: it proves no behavior"
         return Proved(page.name, "failed", detail, runs)
-    return Proved(page.name, "passed", f"stock: {runs['stock'].detail}", runs)
+    return Proved(page.name, "passed", f"stock fails: {runs['stock'].detail}", runs)
 
 
 def _kept(plan: Plan, pages: Sequence[Page], proved: Sequence[Proved]) -> list[Path]:

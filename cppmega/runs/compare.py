@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
 from cppmega.host import table as host_table
 from cppmega.overlay import record as overlay_record
-from cppmega.runs import json_file, plotting
+from cppmega.runs import json_file
+from cppmega.runs.curves import Curve, curve
 from cppmega.runs.folder import Run, RunState
 from cppmega.runs.manifest import Manifest
-from cppmega.runs.metrics import LoggedStep
 
 _ROWS = 20
 _WARM = 2
@@ -23,7 +22,6 @@ _OWN_PLACES = ("--save", "--load", "--metrics", "--data-cache-path", "--tensorbo
 _OWN_OPTIONS = ("save", "load", "metrics", "changes", "data", "profile_folder")
 """Options that are different for every run, or are compared elsewhere."""
 
-Curve = dict[int, LoggedStep]
 Pair = tuple[float | None, float | None]
 
 
@@ -71,6 +69,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     common_steps: int
     largest_loss_difference: float | None
     tokens_per_second: Pair
+    peak_gib: Pair = (None, None)
+    """The most GPU memory that a rank has logged."""
 
 
 def compare(one: Run, other: Run) -> Comparison:
@@ -94,12 +94,8 @@ def compare(one: Run, other: Run) -> Comparison:
         common_steps=len(common),
         largest_loss_difference=_largest(common, *curves),
         tokens_per_second=(_throughput(curves[0]), _throughput(curves[1])),
+        peak_gib=(_peak(curves[0]), _peak(curves[1])),
     )
-
-
-def curve(run: Run) -> Curve:
-    """Step -> what was logged; of a repeated step, what was logged last."""
-    return {row.step: row for row in run.steps()}
 
 
 def lines(found: Comparison) -> Iterator[str]:
@@ -149,6 +145,9 @@ def _verdict(found: Comparison) -> str:
     a, b = found.tokens_per_second
     if a and b:
         verdict += f"; throughput {a:.0f} and {b:.0f} tokens/s ({100 * (b / a - 1):+.1f} %)"
+    a, b = found.peak_gib
+    if a and b:
+        verdict += f"; peak memory {a:.1f} and {b:.1f} GiB ({b - a:+.1f})"
     return verdict
 
 
@@ -157,30 +156,6 @@ def thinned(steps: Sequence[StepPair], count: int = _ROWS) -> list[StepPair]:
     if len(steps) <= count:
         return list(steps)
     return [steps[round(at * (len(steps) - 1) / (count - 1))] for at in range(count)]
-
-
-def plot(one: Run, other: Run, target: Path) -> None:
-    """Draw loss and throughput of both runs over the steps.
-
-    Raises:
-        CppmegaError: `package-missing`.
-    """
-    pyplot = plotting.pyplot()
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for run, colour in zip((one, other), ("#c44e52", "#4c72b0"), strict=True):
-        rows = sorted(curve(run).items())
-        for axis, key in zip(axes, ("loss", "tokens_per_second"), strict=True):
-            values = [(step, getattr(row, key)) for step, row in rows]
-            points = [(step, value) for step, value in values if value is not None]
-            axis.plot(
-                *zip(*points, strict=True) if points else ([], []), color=colour, label=run.name
-            )
-    for axis, title in zip(axes, ("loss, nats per token", "tokens per second"), strict=True):
-        axis.set_xlabel("step")
-        axis.set_title(title, fontsize=10)
-    axes[0].legend()
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)
 
 
 def _head(run: Run) -> Head:
@@ -308,6 +283,10 @@ def _throughput(steps: Curve) -> float | None:
     seconds = sum(row.seconds for row in rows)
     tokens = sum(row.seconds * (row.tokens_per_second or 0.0) for row in rows)
     return tokens / seconds if seconds else None
+
+
+def _peak(steps: Curve) -> float | None:
+    return max((row.peak_gib for row in steps.values() if row.peak_gib is not None), default=None)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -121,7 +121,10 @@ def read(path: Path) -> tuple[Outline, str]:
         return Outline(), f"{path.name} cannot be read"
     schema = raw.get("schema", SCHEMA)
     if schema != SCHEMA:
-        return Outline(), f"{path.name} has schema {schema}, which another release of cppmega wrote"
+        return Outline(), (
+            f"{path.name} has schema {schema}, and this release of cppmega reads {SCHEMA}: upgrade "
+            "cppmega"
+        )
     try:
         return json_file.convert(raw, Outline if _missing(raw) else Manifest), ""
     except msgspec.ValidationError as error:

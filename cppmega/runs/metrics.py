@@ -44,6 +44,8 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     mock_data: bool = False
     profiled: bool = False
     """Slower for the profiler: not a throughput to quote."""
+    peak_gib: float | None = None
+    """Most GPU memory that the rank has allocated so far; None where there is no GPU."""
 
 
 def append(path: Path, record: Start | LoggedStep) -> None:

@@ -1,10 +1,36 @@
-"""matplotlib, imported only where something is drawn."""
+"""matplotlib, imported only where something is drawn, and the files that it draws into."""
 
 from __future__ import annotations
 
+import html
+import io
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError
+
+COLOURS = ("#c44e52", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#64b5cd", "#8c613c", "#937860")
+_PAGES = (".html", ".htm")
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font-family: sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem; }}
+svg {{ height: auto; max-width: 100%; }}
+pre {{ overflow-x: auto; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{picture}
+<pre>{text}</pre>
+</body>
+</html>
+"""
 
 
 def pyplot() -> Any:
@@ -26,3 +52,47 @@ def pyplot() -> Any:
     from matplotlib import pyplot as drawing
 
     return drawing
+
+
+def write(figure: Any, target: Path, title: str, text: Iterable[str]) -> None:
+    """Write a figure in the format that the suffix of the file names, and close it.
+
+    An HTML file needs no other file: it has the picture and the text.
+
+    Args:
+        text: what the command printed, for an HTML file.
+
+    Raises:
+        CppmegaError: `plot-format-unknown`, `plot-not-written`.
+    """
+    as_page = target.suffix.lower() in _PAGES
+    suffix = "svg" if as_page else target.suffix.lower().removeprefix(".")
+    if suffix not in figure.canvas.get_supported_filetypes():
+        raise CppmegaError(
+            "plot-format-unknown",
+            f"{target} has no suffix that names a format of pictures.",
+            "The suffix of the file decides what is written.",
+            f"--plot {target.with_suffix('.png')}; .svg, .pdf and .html are others",
+        )
+    drawn = io.BytesIO()
+    with pyplot().rc_context({"svg.fonttype": "none"}):
+        figure.savefig(drawn, format=suffix, dpi=120)
+    pyplot().close(figure)
+    data = _page(title, drawn.getvalue().decode(), text) if as_page else drawn.getvalue()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    except OSError as error:
+        raise CppmegaError(
+            "plot-not-written",
+            f"{target} cannot be written: {error.strerror or error}.",
+            "The picture would be missing where someone looks for it.",
+            "--plot FILE, in a folder that this user may write",
+        ) from error
+
+
+def _page(title: str, svg: str, text: Iterable[str]) -> bytes:
+    picture = svg[svg.index("<svg") :]  # what comes before belongs to a file of its own
+    lines = "\n".join(text)
+    page = _PAGE.format(title=html.escape(title), picture=picture, text=html.escape(lines))
+    return page.encode()

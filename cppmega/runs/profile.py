@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,11 +271,14 @@ def _pair(name: str, a: tuple[float, float], b: tuple[float, float]) -> tuple[st
     return (name, *times, *(f"{count:.0f}" if count else "" for count in (a[1], b[1])))
 
 
-def plot(profiles: Sequence[tuple[str, Profile]], target: Path) -> None:
+def plot(profiles: Sequence[tuple[str, Profile]], target: Path, text: Iterable[str] = ()) -> None:
     """Draw each profile as one bar, stacked by kind, with the waiting last.
 
+    Args:
+        text: what the command printed, for an HTML file.
+
     Raises:
-        CppmegaError: `package-missing`.
+        CppmegaError: those of `plotting`.
     """
     pyplot = plotting.pyplot()
     longest: dict[str, float] = {}
@@ -294,8 +297,8 @@ def plot(profiles: Sequence[tuple[str, Profile]], target: Path) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("ms per step")
     axis.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25))
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)
+    title = f"profile of {', '.join(name for name, _ in profiles)}"
+    plotting.write(figure, target, title, text)
 
 
 def _width(profile: Profile, kind: str) -> float:

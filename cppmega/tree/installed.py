@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import shlex
+import sys
 import sysconfig
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -339,9 +340,9 @@ def find_root() -> Path:
     if not holding:
         raise CppmegaError(
             "no-megatron",
-            "Python cannot find a megatron package.",
+            f"{sys.executable} cannot find a megatron package.",
             "There is nothing to patch.",
-            "pip install megatron-core==0.19.2, or pass --megatron ROOT",
+            _elsewhere() or "pip install megatron-core==0.19.2, or pass --megatron ROOT",
         )
     if len(holding) > 1:
         parts = [f"megatron.{part} from {folder}" for folder in holding for part in _parts(folder)]
@@ -355,6 +356,16 @@ def find_root() -> Path:
         )
     first = next(f for f in folders if f.resolve() == holding[0])
     return first.parent
+
+
+def _elsewhere() -> str:
+    """The option that selects the Megatron of the shell's environment; empty if it has none."""
+    from cppmega.host import interpreter
+
+    for root in interpreter.activated():
+        if _parts(root / "megatron"):
+            return f"the same command with --megatron {shlex.quote(str(root))}"
+    return ""
 
 
 def part_of(path: str) -> str:

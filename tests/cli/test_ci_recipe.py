@@ -15,7 +15,7 @@ import yaml
 
 from tests.cli import sarif_rules
 from tests.support import REPOSITORY
-from tests.support.lab import A, Lab
+from tests.support.lab import A, B, Lab
 
 WORKFLOW = yaml.safe_load((REPOSITORY / "scripts" / "ci" / "megatron.yml").read_text())
 BRANCH = "dev"
@@ -111,8 +111,11 @@ def test_the_job_of_a_pull_request_proves_every_patch(lab: Lab) -> None:
 
 
 def test_the_job_of_a_pull_request_names_the_patch_that_a_bump_breaks(lab: Lab) -> None:
+    """And that one alone: apply leaves the others pending, and GitHub shows ten annotations."""
     change(lab.root)
+    lab.page("another", f"{B}:other", 'replacing("os.sep", "\'/\'")')
     assert run(lab, "patches") == {"Apply": 1, "Show the state of each patch": 1}
     (file,) = uploaded("patches")
     (result,) = sarif_rules.checked((lab.root.parent / file).read_text()).results
     assert result.rule_id == "drifted" and result.level == "error"
+    assert result.properties["name"] == "page"

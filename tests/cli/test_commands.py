@@ -16,8 +16,11 @@ from typing import Any
 import click
 import pytest
 
+from cppmega.authoring import drift_result
 from cppmega.cli.main import cli, main
 from cppmega.errors import CppmegaError
+from cppmega.overlay import verdict
+from cppmega.preflight.checks import ORDER
 from tests.support import VERSIONS, copy
 from tests.support.lab import REPOSITORY, A, B, Lab
 
@@ -124,6 +127,25 @@ def test_failure_says_what_why_and_next(
         assert err.startswith("error: unknown-page\n  what: ")
         assert "\n  why:  " in err and "\n  next: cppmega list" in err
     assert code == 1
+
+
+def test_every_word_that_a_command_prints_is_explained(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words of status and drift, and the names of the preflight's checks."""
+    for words in (verdict.MEANING, verdict.PROOFS, drift_result.MEANING):
+        for word, meaning in words.items():
+            assert meaning in console(capsys, "explain", word)[1]
+    for check in ORDER:
+        code, out, _ = console(capsys, "explain", check)
+        assert code == 0 and out.startswith(f"{check}, a check of cppmega preflight: ")
+
+
+def test_a_word_that_nothing_has_gets_the_nearest(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, value, err = console(capsys, "explain", "drifte")
+    assert code == 1 and value == "" and "Did you mean drifted?" in err
 
 
 def test_state_word_first_then_name_then_detail(

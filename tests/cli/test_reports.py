@@ -166,7 +166,20 @@ def test_status_reports_the_line_of_what_is_wrong(
         "two"
     ] == ["failure"]
     found = list(annotations(capsys.readouterr().err))
-    assert {"file": f"site/{A}", "line": "8"}.items() <= found[0][1].items()
+    ((_, properties, _),) = found  # the other patch only waits for this one
+    assert {"file": f"site/{B}", "line": "8"}.items() <= properties.items()
+
+
+def test_a_patch_that_is_only_not_applied_is_reported_at_its_place(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.wheel()
+    lab.page("one")
+    assert command("status", "--megatron", str(lab.root), "--report", "github") == 1
+    ((level, properties, message),) = annotations(capsys.readouterr().err)
+    assert level == "error" and "(pending)" in properties["title"]
+    assert {"file": f"site/{A}", "line": "8"}.items() <= properties.items()
+    assert "next: python -m cppmega.apply_patches" in message
 
 
 def test_status_of_a_patched_tree_reports_nothing_wrong(lab: Lab) -> None:

@@ -326,6 +326,8 @@ def test_a_card_that_disagrees(
     with pytest.raises(CppmegaError) as caught:
         corpus.open_(tmp_path / "out")
     assert caught.value.name == name, caught.value.render()
+    if "schema" in change:
+        assert "schema 2" in caught.value.what and "upgrade cppmega" in caught.value.next
 
 
 def test_a_file_of_that_name_which_is_not_a_card(tmp_path: Path, sources: Path) -> None:

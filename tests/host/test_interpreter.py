@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from cppmega.errors import CppmegaError
 from cppmega.host import interpreter, packages
+from cppmega.tree.installed import find_root
 
 OURS = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 
@@ -35,8 +37,9 @@ def refused(root: Path, *, or_below: bool = False) -> str:
 
 def test_it_names_the_interpreter_of_the_tree(environment: Path) -> None:
     python = environment / "bin" / "python"
-    wanted = f"{python} -m cppmega verify, after `{python} -m pip install cppmega`"
-    assert refused(site(environment, OURS)) == wanted
+    assert refused(site(environment, OURS)).startswith(f"{python} -m cppmega verify, after cppmega")
+    (site(environment, OURS) / "cppmega-0.1.0.dist-info").mkdir(parents=True)
+    assert refused(site(environment, OURS)) == f"{python} -m cppmega verify"
 
 
 def test_a_tree_of_no_environment_has_none(environment: Path) -> None:
@@ -61,6 +64,24 @@ def test_torch_next_to_megatron_counts_where_it_is_imported(environment: Path) -
     interpreter.require_torch(site(environment, OURS), "cppmega preflight", or_below=True)
     interpreter.require_torch(environment / "unpacked", "cppmega preflight", or_below=True)
     refused(site(environment, "python3.1"), or_below=True)
+
+
+def test_the_environment_of_the_shell_is_offered_where_it_has_a_megatron(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool of its own finds none; the active environment is the one that trains."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("VIRTUAL_ENV", str(environment))
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    with pytest.raises(CppmegaError, match="no-megatron") as error:
+        find_root()
+    assert error.value.next.startswith("pip install megatron-core")
+    (site(environment, "python3.12") / "megatron" / "core").mkdir(parents=True)
+    with pytest.raises(CppmegaError) as error:
+        find_root()
+    assert error.value.next == f"the same command with --megatron {site(environment, 'python3.12')}"
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    assert list(interpreter.activated()) == []
 
 
 def test_an_interpreter_with_torch_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

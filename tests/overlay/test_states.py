@@ -97,6 +97,18 @@ def test_changed_statement_is_drifted_where_nobody_vouches(lab: Lab) -> None:
     lab.page(pins={"1.0": pin(FILES[A], "double")})
     verdict = lab.refused()
     assert verdict.state == "drifted" and "1.0" in verdict.detail
+    assert verdict.next == f"cppmega drift 1.0 {lab.root}"
+
+
+def test_a_text_that_no_release_had_is_explained_instead_of_compared(lab: Lab) -> None:
+    """A pin of a branch names no version that could be downloaded; of several, the newest is."""
+    lab.files[A] = FILES[A].replace(b"return x + x", b"return x + x + 0")
+    lab.export()
+    known = pin(FILES[A], "double")
+    lab.page(pins={"main-d98e8a64": known})
+    assert lab.refused().next == "cppmega explain page"
+    lab.page(pins={"0.9.2": known, "0.19.2": known, "main-d98e8a64": known})
+    assert lab.refused().next == f"cppmega drift 0.19.2 {lab.root}"
 
 
 @pytest.mark.parametrize(
@@ -557,6 +569,21 @@ def test_second_catalogue_with_our_page_name(lab: Lab, tmp_path: Path) -> None:
 
 
 # -- the active set ------------------------------------------------------------------------------
+
+
+def test_a_patch_that_fails_can_be_left_out_of_the_first_apply(lab: Lab) -> None:
+    """After an upgrade there is no receipt from which it could be removed by name."""
+    lab.page("one")
+    lab.page("two", f"{B}:single", 'replacing("x", "x + 1", times=1)')
+    lab.files[A] = FILES[A].replace(b"return x + x", b"return x + x + 0")
+    lab.wheel()
+    assert lab.refused("one").state == "drifted"
+    assert lab.apply(without=["one"]).ok
+    lab.applied("two")
+    assert lab.verdict("one").state == "off" and lab.receipt().excluded == ["one"]
+    assert lab.refused("one").state == "drifted"  # the next apply wants every patch again
+    with pytest.raises(CppmegaError, match="no page three"):
+        lab.apply(without=["three"])
 
 
 def test_only_then_revert_a_name_then_everything(lab: Lab) -> None:

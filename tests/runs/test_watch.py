@@ -117,6 +117,39 @@ def test_a_run_without_a_step_yet(tmp_path: Path) -> None:
     assert watch.look(run, TIMES, now=time.time() + 9999).stall == ""
 
 
+NVIDIA_SMI = """#!/bin/sh
+echo "0, GPU-aa, 97 %"; echo "1, GPU-ab, 12 %"; echo "2, GPU-c, [N/A]"
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "shown"), [("", "12-97 %"), ("0", "97 %"), ("GPU-ab", "12 %"), ("2", "")]
+)
+def test_the_gpus_that_it_was_given_are_shown_from_the_idlest_to_the_busiest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, shown: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    run = make(tmp_path / "runs", gpus=["an H200"], environment=environment)
+    train(run, last=3)
+    (sight,) = next(watch.sights([run], TIMES))
+    assert (f"GPU busy {shown}," in watch.line(sight)) == bool(shown)
+    end(run, 0)
+    assert watch.busy_gpus(run) == ()
+
+
+def test_a_run_on_a_cpu_has_no_gpu_that_could_be_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch.gpus, "busy", lambda visible: (50,))
+    assert watch.busy_gpus(make(tmp_path, "one")) == ()
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # as in a CPU recipe on a host with GPUs
+    assert watch.busy_gpus(make(tmp_path, "two", gpus=["an H200"], environment=hidden)) == ()
+    assert watch.busy_gpus(make(tmp_path, "three", gpus=["an H200"])) == (50,)
+
+
 # -- stalls -------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from cppmega.cli.reports.entries import Entry, Place, Report, Result
 from cppmega.errors import CppmegaError
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.verbs import Outcome
-from cppmega.overlay.verdict import DONE, FAILURES, MEANING, Proof, Verdict
+from cppmega.overlay.verdict import DONE, FAILURES, MEANING, PROOFS, Proof, Verdict
 from cppmega.page import Page
 from cppmega.rewriting.source import decode, find, parse
 
@@ -34,10 +35,6 @@ _OF_CHECK: Mapping[CheckState, Result] = {
     "failed": "failed",
     "not-applicable": "skipped",
     "not-run": "skipped",
-}
-_PROOFS: Mapping[str, str] = {
-    "failed": "the proof does not hold",
-    "stale": "the recorded proof is of another text",
 }
 _UNSOUND = "unsound"
 """The rule of what is wrong with a tree or its receipt, and not with one patch."""
@@ -59,12 +56,20 @@ def _by_name(meanings: Mapping[Any, str]) -> dict[str, str]:
 
 def of_status(outcome: Outcome, catalogues: Sequence[Path]) -> Report:
     """The states of all patches, and what is wrong with the tree."""
-    patches = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
+    blocked = any(verdict.state in FAILURES for verdict in outcome.verdicts)
+    found = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
+    patches = (_waiting(one) if blocked and one.rule == "pending" else one for one in found)
     notes = (
         Entry(name="tree", rule=_UNSOUND, result="failed", message=note) for note in outcome.notes
     )
     meanings = {**_by_name(MEANING), _UNSOUND: "the tree or its receipt is not as apply left it"}
     return Report("status", (*patches, *notes), meanings)
+
+
+def _waiting(entry: Entry) -> Entry:
+    """A pending patch while another one fails, which is the one that a reader has to see."""
+    why = "apply changes nothing until the patches that fail have been corrected"
+    return replace(entry, result="skipped", message=f"{entry.message}; {why}", next="")
 
 
 def _of_verdict(verdict: Verdict, plan: Plan, catalogues: Sequence[Path]) -> Entry:
@@ -173,7 +178,7 @@ def of_verify(proved: Iterable[Proved], pages: Mapping[str, Page]) -> Report:
         )
         for one in proved
     )
-    return Report("verify", tuple(entries), _PROOFS)
+    return Report("verify", tuple(entries), _by_name(PROOFS))
 
 
 def of_findings(command: str, findings: Iterable[Finding]) -> Report:

@@ -1,0 +1,101 @@
+"""The curves of runs in one picture: loss, gradient norm, throughput and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cppmega.errors import CppmegaError
+from cppmega.runs import plotting
+from cppmega.runs.folder import Run
+from cppmega.runs.metrics import LoggedStep
+from cppmega.runs.spikes import Spikes
+
+Curve = dict[int, LoggedStep]
+_PANELS: Mapping[str, str] = {
+    "loss": "loss, nats per token",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "peak_gib": "peak GPU memory, GiB",
+}
+"""Field of a logged step -> the title of its panel."""
+_SPIKED = ("loss", "grad_norm")
+
+
+class Drawn(NamedTuple):
+    """One run in the picture."""
+
+    label: str
+    steps: list[LoggedStep]
+
+
+def curve(run: Run) -> Curve:
+    """Step -> what was logged; of a repeated step, what was logged last."""
+    return {row.step: row for row in run.steps()}
+
+
+def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> None:
+    """Draw the curves of runs, each panel over the steps; spikes are marked.
+
+    A panel for which no run has values, such as the memory of runs on a CPU, is left out.
+
+    Raises:
+        CppmegaError: `nothing-to-plot`, and those of `plotting`.
+    """
+    pyplot = plotting.pyplot()
+    times = Counter(run.name for run in runs)
+    labels = [run.name if times[run.name] == 1 else str(run.path) for run in runs]
+    drawn = [
+        Drawn(label, [step for _, step in sorted(curve(run).items())])
+        for label, run in zip(labels, runs, strict=True)
+    ]
+    panels = [name for name in _PANELS if any(_points(one.steps, name) for one in drawn)]
+    if not panels:
+        raise CppmegaError(
+            "nothing-to-plot",
+            f"No step is logged by {', '.join(labels) or 'any run'}.",
+            "The picture would be empty.",
+            "wait for the first step (cppmega runs --watch), or name a run that has steps",
+        )
+    across = min(2, len(panels))
+    down = -(-len(panels) // across)
+    figure, grid = pyplot.subplots(
+        down, across, figsize=(5.5 * across, 0.5 + 3.5 * down), layout="constrained", squeeze=False
+    )
+    for axis, name in zip(grid.flat, panels, strict=False):
+        _panel(axis, name, drawn)
+    for axis in grid.flat[len(panels) :]:
+        axis.axis("off")
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center")
+    plotting.write(figure, target, title, text)
+
+
+def _panel(axis: Any, name: str, drawn: Sequence[Drawn]) -> None:
+    for one, colour in zip(drawn, cycle(plotting.COLOURS), strict=False):
+        points = _points(one.steps, name)
+        marker = "o" if len(points) == 1 else ""  # a line needs two
+        axis.plot(*_columns(points), color=colour, label=one.label, linewidth=1, marker=marker)
+        if name in _SPIKED:
+            spikes = _spikes(one.steps)
+            marked = [point for point in points if point[0] in spikes]
+            axis.plot(*_columns(marked), "v", color=colour, markersize=6)
+    axis.set_xlabel("step")
+    axis.set_title(_PANELS[name], fontsize=10)
+    axis.grid(alpha=0.3)
+
+
+def _points(steps: Sequence[LoggedStep], name: str) -> list[tuple[int, float]]:
+    values = ((step.step, getattr(step, name)) for step in steps)
+    return [(step, value) for step, value in values if value is not None]
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _spikes(steps: Sequence[LoggedStep]) -> set[int]:
+    seen = Spikes()
+    return {step.step for step in steps if seen.remark(step.loss, step.grad_norm)}
