@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
-from cppmega.host import packages
+from cppmega.host.importable import folder_of
 
 _LIBRARIES = re.compile(r"(.+)/lib(?:64)?/python(3\.\d+)/(?:site|dist)-packages\Z")
 """Where the packages of an environment are, and the Python version that they are for."""
@@ -26,7 +26,7 @@ def require_torch(root: Path, module: str, *, or_below: bool = False) -> None:
     Raises:
         CppmegaError: `no-torch`.
     """
-    if packages.package("torch") is not None or (or_below and _holds_torch(root)):
+    if folder_of("torch") is not None or (or_below and _holds_torch(root)):
         return
     raise CppmegaError(
         "no-torch",

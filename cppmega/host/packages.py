@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+
+from cppmega.host.importable import folder_of
 
 NAMES = (
     *("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm"),
@@ -30,7 +30,7 @@ def version(name: str) -> str | None:
 
 def _cuda() -> str | None:
     """The CUDA version in torch/version.py."""
-    folder = package("torch")
+    folder = folder_of("torch")
     if folder is None:
         return None
     for node in ast.parse((folder / "version.py").read_bytes()).body:
@@ -41,15 +41,6 @@ def _cuda() -> str | None:
                 found = value.value if isinstance(value, ast.Constant) else None
                 return found if isinstance(found, str) else None
     return None
-
-
-def package(name: str) -> Path | None:
-    """The folder of an importable package, found without importing it."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ValueError:  # a module that was made in memory
-        return None
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def demands() -> Iterator[tuple[str, Requirement, str]]:

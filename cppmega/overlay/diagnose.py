@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cppmega.host import packages
+from cppmega.host.importable import folder_of
 from cppmega.overlay.receipt import FOLDER, Loaded, Written, original
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.overlay.verdict import PatchState, Verdict
@@ -138,7 +138,7 @@ def imported_from(tree: Tree, distribution: str) -> Path | None:
     """
     if tree.has(distribution):
         return None
-    package = packages.package(PACKAGES[distribution])
+    package = folder_of(PACKAGES[distribution])
     return package.parent if package is not None else None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.host import interpreter, packages
+from cppmega.host import interpreter
 from cppmega.tree.installed import find_root
 
 OURS = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -18,7 +18,7 @@ OURS = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment with an interpreter; this process has no torch."""
-    monkeypatch.setattr(packages, "package", lambda name: None)
+    monkeypatch.setattr(interpreter, "folder_of", lambda name: None)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
     return tmp_path
@@ -85,5 +85,5 @@ def test_the_environment_of_the_shell_is_offered_where_it_has_a_megatron(
 
 
 def test_an_interpreter_with_torch_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "package", lambda name: tmp_path / name)
+    monkeypatch.setattr(interpreter, "folder_of", lambda name: tmp_path / name)
     interpreter.require_torch(tmp_path, "cppmega verify")

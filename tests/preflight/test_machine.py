@@ -22,6 +22,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import gpus, process
 from cppmega.host import packages as stack
 from cppmega.host.gpus import Gpu
+from cppmega.host.importable import folder_of
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.ask import ask
 from cppmega.preflight.checks import kernel_parity, limits, tilelang_first_kernel
@@ -195,7 +196,7 @@ def test_versions_of_the_stack() -> None:
     cuda = SMOKE.with_(stack=(("cuda", ">=99"),))
     error = "stack-differs" if stack.version("cuda") else "stack-missing"
     refuses("stack_versions", error, launch(cuda))
-    text = (stack.package("torch") or Path()).joinpath("version.py").read_text()
+    text = (folder_of("torch") or Path()).joinpath("version.py").read_text()
     assert repr(stack.version("cuda")) in text
     says_nothing("stack_versions", launch(SMOKE.with_(stack=())))
 
@@ -524,10 +525,10 @@ def test_where_the_first_kernel_is_compiled(
 ) -> None:
     any_gpu = SLICE.with_(architectures=())
     says_nothing("tilelang_first_kernel", on(H200))
-    monkeypatch.setattr(tilelang_first_kernel.stack, "package", lambda name: None)
+    monkeypatch.setattr(tilelang_first_kernel, "folder_of", lambda name: None)
     says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
     (tmp_path / "ops" / "tilelang" / "mamba3").mkdir(parents=True)
-    monkeypatch.setattr(tilelang_first_kernel.stack, "package", lambda name: tmp_path)
+    monkeypatch.setattr(tilelang_first_kernel, "folder_of", lambda name: tmp_path)
     asked: list[str] = []
 
     def answer(worker: str, order: Any, kind: Any, environ: Any) -> FirstKernelAnswer:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
-from cppmega.host import packages as stack
+from cppmega.host.importable import folder_of
 from cppmega.host.paths import PACKAGE
 from cppmega.page import Page
 from cppmega.preflight.ask import ask
@@ -64,5 +64,5 @@ def _command(pages: Iterable[Page]) -> str:
 def _packages(root: Path) -> list[Path]:
     """Folders of the packages whose kernels a run may import."""
     mamba = root / "mamba_ssm"
-    found = [root / "megatron", mamba if mamba.is_dir() else stack.package("mamba_ssm"), PACKAGE]
+    found = [root / "megatron", mamba if mamba.is_dir() else folder_of("mamba_ssm"), PACKAGE]
     return [folder for folder in found if folder is not None]

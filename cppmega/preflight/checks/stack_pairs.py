@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.host import packages as stack
+from cppmega.host.importable import folder_of
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 
@@ -45,7 +46,7 @@ def _conflicts() -> Iterator[CppmegaError]:
 
 
 def _liger(environ: Mapping[str, str]) -> Iterator[CppmegaError]:
-    folder = stack.package("liger_kernel")
+    folder = folder_of("liger_kernel")
     if folder is None or env.LINEAR_CE_KERNEL.read(environ) != "liger":
         return
     found = _values(folder.joinpath("ops", "fused_linear_cross_entropy.py").read_bytes())

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
-from cppmega.host import packages as stack
+from cppmega.host.importable import folder_of
 from cppmega.preflight.ask import ask
 from cppmega.preflight.checks.kernel_parity import SMALL
 from cppmega.preflight.context import Context
@@ -65,5 +65,5 @@ def judge(answer: FirstKernelAnswer) -> str:
 
 
 def _has_kernel() -> bool:
-    folder: Path | None = stack.package("mamba_ssm")
+    folder: Path | None = folder_of("mamba_ssm")
     return folder is not None and (folder / "ops" / "tilelang" / "mamba3").is_dir()
