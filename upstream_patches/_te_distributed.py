@@ -14,44 +14,10 @@ from unittest import mock
 
 import torch
 
+from . import _generators
+from ._generators import Generator
+
 FILE = "transformer_engine/pytorch/distributed.py"
-
-
-class Generator(torch.Generator):
-    """A generator of masks that shares its state as CUDA's does: a seed, and an offset."""
-
-    def __new__(cls, *_: Any) -> Generator:
-        return super().__new__(cls)
-
-    def __init__(self, *state: int) -> None:
-        self.state = list(state)
-
-    def manual_seed(self, seed: int) -> Generator:
-        self.state[:] = [seed, 0]
-        return self
-
-    def graphsafe_get_state(self) -> Generator:
-        other = Generator()
-        other.state = self.state
-        return other
-
-    def graphsafe_set_state(self, other: Any) -> None:
-        self.state = other.state
-
-    def get_state(self) -> torch.Tensor:
-        return torch.tensor(self.state)
-
-    def set_state(self, state: torch.Tensor) -> None:
-        self.state[:] = state.tolist()
-
-    def clone_state(self) -> Generator:
-        return Generator(*self.state)
-
-    def mask(self) -> torch.Tensor:
-        """Draw: the offset advances in place."""
-        self.state[1] += 1
-        seed, offset = self.state
-        return torch.tensor([1.0, 100.0 * seed, offset])
 
 
 class _Absent(MetaPathFinder, Loader):
@@ -106,17 +72,10 @@ def on_cpu(te: Any, device: Generator, capturing: bool = False) -> Iterator[None
         device: the generator.
         capturing: whether a CUDA graph is captured.
     """
-    cuda = {
-        "current_device": lambda: 0,
-        "default_generators": (device,),
-        "get_rng_state": device.get_state,
-        "is_current_stream_capturing": lambda: capturing,
-    }
-    calls = {"_lazy_init": lambda: None, "_lazy_call": lambda call: call()}
-    calls |= {"has_te_modules": lambda network: True, "graph_safe_rng_available": lambda: True}
+    calls = {"has_te_modules": lambda network: True, "graph_safe_rng_available": lambda: True}
     finders = [_Absent(), *sys.meta_path]  # some functions import when they are called
     with (
-        mock.patch.multiple(torch.cuda, **cuda),
+        _generators.on_cpu(te, device, capturing),
         mock.patch.multiple(te, create=True, **calls),
         mock.patch.object(sys, "meta_path", finders),
     ):

@@ -113,36 +113,19 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    import functools
+
     import torch
 
-    from ._te_distributed import Generator, load, on_cpu
+    from ._generators import Generator, outcome
+    from ._te_distributed import load, on_cpu
 
     te, device = load(), Generator(1, 0)
     tracker = te.CudaRNGStatesTracker()
-
-    def layer(hidden):  # type: ignore[no-untyped-def]
-        """Drop with the device's generator, then with that of the model-parallel ranks."""
-        dropped = hidden * device.mask()
-        with tracker.fork():
-            return dropped * device.mask()
-
-    def outcome(recompute, **options):  # type: ignore[no-untyped-def]
-        """Return what two layers compute, its gradient, and what the next masks make of ones."""
-        device.manual_seed(1)
-        tracker.reset()
-        tracker.add("model-parallel-rng", 2)
-        mine = tracker.get_states()["model-parallel-rng"]
-        given = torch.ones(3, requires_grad=True)
-        hidden = given
-        for _ in range(2):
-            hidden = recompute(layer, hidden, **options)
-        hidden.sum().backward()
-        assert tracker.get_states()["model-parallel-rng"] is mine, "the tracker lost its generator"
-        return hidden.detach(), given.grad, layer(torch.ones(3))
-
     with on_cpu(te, device):
-        plain = outcome(lambda function, hidden: function(hidden))
+        plain = outcome(lambda layer, hidden: layer(hidden), device, tracker)
         for reentrant in (True, False):
             options = {"use_reentrant": reentrant, "get_rng_state_tracker": lambda: tracker}
-            for ours, wanted in zip(outcome(te.checkpoint, **options), plain, strict=True):
+            recompute = functools.partial(te.checkpoint, **options)
+            for ours, wanted in zip(outcome(recompute, device, tracker), plain, strict=True):
                 assert torch.equal(ours, wanted), f"{ours} is not {wanted} ({reentrant=})"

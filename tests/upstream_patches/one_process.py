@@ -33,6 +33,7 @@ PAGES = {
     "mtp_loss_no_host_sync": ("0.17.1",),
     "mtp_loss_of_no_tokens": ("0.16.1",),
     "recompute_of_returned_input": ("0.17.1", "0.18.2", "0.19.2"),
+    "recompute_rng_states": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "scheduler_override_at_resume": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "rope_thd_no_host_sync": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }

@@ -131,15 +131,16 @@ def norm_with_residual() -> type:
     return Norm
 
 
+def share(output: Any, recomputed: Any) -> None:
+    """Replace the extension of `CheckpointWithoutOutput`."""
+    storage, other = output.untyped_storage(), recomputed.untyped_storage()
+    assert storage._cdata != other._cdata
+    storage.resize_(other.nbytes()).copy_(other)
+
+
 @contextlib.contextmanager
 def on_cpu(random: Any) -> Iterator[None]:
     """Let recomputation run without a GPU, Transformer Engine and a compiler."""
-
-    def share(output: Any, recomputed: Any) -> None:
-        storage, other = output.untyped_storage(), recomputed.untyped_storage()
-        assert storage._cdata != other._cdata
-        storage.resize_(other.nbytes()).copy_(other)
-
     original = random.CheckpointWithoutOutput.__init__
 
     def unquantized(self: Any, *args: Any, **kwargs: Any) -> None:
