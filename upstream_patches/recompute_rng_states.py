@@ -6,10 +6,10 @@ Why: With `--te-rng-tracker`, which CUDA graphs turn on, and with `use_cudagraph
     states are generators that share their state with those in use. The forward pass advances them,
     so that "restoring" them before the recomputation changes nothing, and dropout draws new masks:
     the backward pass differentiates another function than the one that gave the loss. Nothing
-    fails. Both of Megatron's dropouts are 0.1 unless they are set. With Megatron's own tracker
-    without CUDA graphs, whose states are tensors, the masks are right. A capture can neither read
-    nor write contents, so where the states are kept, restored, or both within one, stock's behavior
-    remains: no generator is replaced, and none is rewound.
+    fails, and both of Megatron's dropouts are 0.1 unless they are set (seen on CPU with stand-ins
+    for CUDA's generators, 0.15.3 to 0.19.2; not run on a GPU). Other runs keep tensors, and their
+    masks are right. A capture can neither read nor write the contents: where states are kept or
+    restored within one, stock's behavior remains, in which no generator is replaced or rewound.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5841 (merged into dev in August 2026)
 Remove: when `_get_all_rng_states` copies what the generators hold.
 Numerics: changes results of runs that recompute dropout under a graph-safe RNG tracker

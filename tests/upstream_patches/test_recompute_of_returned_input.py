@@ -14,6 +14,7 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from tests.support import VERSIONS, pristine, python
 from tests.upstream_patches import one_process
+from tests.upstream_patches.recomputation import share
 
 torch = pytest.importorskip("torch")
 
@@ -129,13 +130,6 @@ def norm_with_residual() -> type:
             return super().forward(hidden), hidden
 
     return Norm
-
-
-def share(output: Any, recomputed: Any) -> None:
-    """Replace the extension of `CheckpointWithoutOutput`."""
-    storage, other = output.untyped_storage(), recomputed.untyped_storage()
-    assert storage._cdata != other._cdata
-    storage.resize_(other.nbytes()).copy_(other)
 
 
 @contextlib.contextmanager

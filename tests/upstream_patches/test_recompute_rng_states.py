@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from tests.support import patched, python
 from tests.upstream_patches import one_process
-from tests.upstream_patches.test_recompute_of_returned_input import share
+from tests.upstream_patches.recomputation import beside_pages, share
 
 torch = pytest.importorskip("torch")
 
@@ -60,7 +59,7 @@ def check(stock: one_process.Stock) -> None:
 
     # Other checks of this process may have put a shim in place of the methods of `random`'s class.
     unpatched = stock.module("megatron.core.tensor_parallel.random")
-    with support("_generators").on_cpu(unpatched, support("_generators").Generator(1, 0)):
+    with beside_pages("_generators").on_cpu(unpatched, beside_pages("_generators").Generator(1, 0)):
         tracker = unpatched.CudaRNGStatesTracker()
         tracker.use_cudagraphable_rng = True
         assert replays(random, tracker) == [True, True]
@@ -73,9 +72,9 @@ def check_transformer_engine() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs  # noqa: F401 (`random` imports it late)
 
-    te = support("_te_distributed").load()
+    te = beside_pages("_te_distributed").load()
     with (
-        support("_te_distributed").on_cpu(te, support("_generators").Generator(1, 0)),
+        beside_pages("_te_distributed").on_cpu(te, beside_pages("_generators").Generator(1, 0)),
         mock.patch.object(random, "is_graph_safe_cuda_rng_tracker", lambda _: True),
     ):
         assert replays(random, te.CudaRNGStatesTracker()) == [True, True]
@@ -83,7 +82,7 @@ def check_transformer_engine() -> None:
 
 def check_captures(random: Any, tracker: Any) -> None:
     """Only where states are kept and restored outside of a capture is anything rewound."""
-    generators = support("_generators")
+    generators = beside_pages("_generators")
     for kept, restored in ((False, False), (False, True), (True, False), (True, True)):
         device = generators.Generator(1, 0)
         with using(random, tracker):
@@ -105,7 +104,7 @@ def check_captures(random: Any, tracker: Any) -> None:
 
 def replays(random: Any, tracker: Any) -> list[bool]:
     """Whether masks are those of the forward pass: `checkpoint`, `CheckpointWithoutOutput`."""
-    generators = support("_generators")
+    generators = beside_pages("_generators")
     device = generators.Generator(1, 0)
 
     def full(layer: Any, hidden: Any) -> Any:
@@ -131,8 +130,3 @@ def using(random: Any, tracker: Any) -> Iterator[None]:
     current = {"_CUDA_RNG_STATE_TRACKER": tracker, "_CUDA_RNG_STATE_TRACKER_INITIALIZED": True}
     with mock.patch.multiple(random, _get_share_storage=lambda: share, create=True, **current):
         yield
-
-
-def support(name: str) -> Any:
-    """A module beside the pages, with what the proof uses."""
-    return importlib.import_module(f"{catalogue.package_of(catalogue.builtin_folder())}.{name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from cppmega.catalogue import loader as catalogue
 from tests.support import patched, pristine, python
+from tests.upstream_patches.recomputation import beside_pages
 
 torch = pytest.importorskip("torch")
 
@@ -24,15 +24,9 @@ def test_a_captured_pass_keeps_the_generators_of_its_graph() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def helpers() -> Any:
-    """What the proof uses, with the Transformer Engine of this process's tree."""
-    package = catalogue.package_of(catalogue.builtin_folder())
-    return importlib.import_module(f"{package}._te_distributed")
-
-
 def check_capture() -> None:
-    support = helpers()
-    te, device = support.load(), support.Generator(1, 0)
+    support = beside_pages("_te_distributed")
+    te, device = support.load(), beside_pages("_generators").Generator(1, 0)
     tracker = te.CudaRNGStatesTracker()
     for capturing in (True, False):
         with support.on_cpu(te, device, capturing):
@@ -59,7 +53,7 @@ def test_dropout_on_a_device(reentrant: bool) -> None:
 
 
 def check_device(reentrant: bool, right: bool) -> None:
-    te = helpers().load()
+    te = beside_pages("_te_distributed").load()
     te.get_te_classes = lambda: ()
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 2)
