@@ -102,5 +102,5 @@ def outcome(recompute: Callable[..., Any], device: Generator, tracker: Any) -> l
         hidden = recompute(layer, hidden)
     hidden.sum().backward()
     now = [device.state, tracker.get_states()[TRACKED].state]
-    assert all(map(lambda a, b: a is b, now, known)), "a generator that graphs know was replaced"
+    assert all(a is b for a, b in zip(now, known, strict=True)), "a known generator was replaced"
     return [hidden.detach(), given.grad, layer(torch.ones(3))]
