@@ -278,15 +278,15 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     root = run_folder.root(folder)
     first, second = run_folder.find(root, one), run_folder.find(root, other)
     found = comparing.compare(first, second)
+    text = (*comparing.lines(found), *profiling.of_both(first, second))
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
     else:
-        for line in (*comparing.lines(found), *profiling.of_both(first, second)):
+        for line in text:
             click.echo(line)
     if plot is not None:
         from cppmega.runs import curves
 
-        text = (*comparing.lines(found), *profiling.of_both(first, second))
         title = f"{first.name} and {second.name}"
         curves.plot([first, second], plot, title, map(click.unstyle, text))
         console.say(f"curves: {plot}")

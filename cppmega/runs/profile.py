@@ -22,10 +22,11 @@ OTHER = "other"
 _SHOWN_KERNELS = 10
 _SHOWN_WAITS = 8
 _SHOWN_NAME = 60
-_SHOWN_OTHER = 100
-"""Of a kernel that no kind knows, whose template may tell what it is."""
-_SHOWN_HOST = 3
 """Characters of a kernel's name in a table."""
+_SHOWN_OTHER = 100
+"""The same of a kernel that no kind knows, whose template may tell what it is."""
+_SHOWN_HOST = 3
+"""What the host did most during a wait."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):

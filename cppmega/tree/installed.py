@@ -86,8 +86,7 @@ class Tree:
         """
         found: dict[str, Distribution] = {}
         for folder in sorted(self.root.glob("*.dist-info")):
-            name, _, version = folder.name.removesuffix(".dist-info").partition("-")
-            name = re.sub(r"[-_.]+", "-", name).lower()
+            name, version = named(folder)
             if name not in PACKAGES:
                 continue
             if name in found:
@@ -305,6 +304,12 @@ PACKAGES = {
     "transformer-engine": "transformer_engine",
 }
 """Distributions that pages may target -> their import folder below ROOT."""
+
+
+def named(folder: Path) -> tuple[str, str]:
+    """The normalized name and the version of the distribution whose dist-info a folder is."""
+    name, _, version = folder.name.removesuffix(".dist-info").partition("-")
+    return re.sub(r"[-_.]+", "-", name).lower(), version
 
 
 def distribution_of(path: str) -> str:

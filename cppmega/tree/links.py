@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from cppmega.tree.installed import PACKAGES
+from cppmega.tree.installed import PACKAGES, named
 
 
 def link(source: Path, to: Path, changed: Mapping[str, bytes] | None = None) -> None:
@@ -30,9 +29,7 @@ def join(trees: Iterable[Path], to: Path) -> None:
 
 def _lists(root: Path, distribution: str) -> Iterator[Path]:
     """The folder with the RECORD of a distribution, if there is one."""
-    for folder in root.glob("*.dist-info"):
-        if re.sub(r"[-_.]+", "-", folder.name.partition("-")[0]).lower() == distribution:
-            yield folder
+    return (folder for folder in root.glob("*.dist-info") if named(folder)[0] == distribution)
 
 
 def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> None:

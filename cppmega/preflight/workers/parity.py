@@ -84,7 +84,7 @@ def _cross_entropy(device: str, upstream: Any) -> float:
         ).loss
         torch.autograd.backward(loss, factors * 3)
         results.append([loss.detach(), mine.grad, its_weight.grad])
-    return max(_distance(found, plain) for found, plain in zip(*results, strict=True))
+    return _farthest(*results)
 
 
 def _hadamard(device: str) -> float:
@@ -106,15 +106,16 @@ def _indexer_prologue(device: str) -> float:
 
     made = _normal((100, 2, 8, 64), (100, 2, 64), (100, 2, 8))
     angles = torch.rand(100, 1, 1, 16, generator=torch.Generator().manual_seed(2))
-    results = []
-    for where in (device, "cpu"):  # the plain reference computes on the CPU
+
+    def run(where: str) -> list[Any]:
         q, k, weights = leaves = [x.to(where).clone().requires_grad_() for x in made]
         rotary = op.Rotary(angles=torch.cat([angles, angles], -1).to(where))
         _demand(where, op.obstacle(q, k, weights, rotary))
         ready = op.prepare_index_inputs(q, k, weights, rotary)
         torch.autograd.backward(ready, [x.to(where) for x in made])
-        results.append([*(x.detach() for x in ready), *(x.grad for x in leaves)])
-    return max(_distance(found, plain) for found, plain in zip(*results, strict=True))
+        return [*(x.detach() for x in ready), *(x.grad for x in leaves)]
+
+    return _farthest(run(device), run("cpu"))  # there, the plain reference computes
 
 
 def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
@@ -126,15 +127,16 @@ def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
     index = (150, 2, 8, 64), (150, 2, 64), (150, 2, 8)
     made = _normal(*index, (150, 2, 4, 32), (150, 2, key_heads, 32))
     loss = Loss(softmax_scale=32**-0.5, coefficient=1.0, sparse=sparse)
-    results = []
-    for where in (device, "cpu"):  # the plain reference computes on the CPU
+
+    def run(where: str) -> list[Any]:
         q, k, weights, query, key = (x.to(where).clone() for x in made)
         leaves = [x.requires_grad_() for x in (q, k, weights)]
         _demand(where, op.obstacle(q, k))
         found = op.indexer_loss(q, k, weights, query, key, 64, loss).loss
         torch.autograd.backward(found, found.new_full((), 3.0))
-        results.append([found.detach(), *(x.grad for x in leaves)])
-    return max(_distance(found, plain) for found, plain in zip(*results, strict=True))
+        return [found.detach(), *(x.grad for x in leaves)]
+
+    return _farthest(run(device), run("cpu"))  # there, the plain reference computes
 
 
 def _normal(*shapes: tuple[int, ...]) -> list[Any]:
@@ -148,6 +150,10 @@ def _normal(*shapes: tuple[int, ...]) -> list[Any]:
 def _demand(device: str, obstacle: str | None) -> None:
     if device != "cpu" and obstacle is not None:
         raise ValueError(f"it is declined: {obstacle}")
+
+
+def _farthest(found: list[Any], wanted: list[Any]) -> float:
+    return max(_distance(mine, plain) for mine, plain in zip(found, wanted, strict=True))
 
 
 def _distance(found: Any, wanted: Any) -> float:
