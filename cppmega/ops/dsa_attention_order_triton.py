@@ -1,0 +1,184 @@
+"""Sums of the contributions of query-key pairs to the gradients of keys, in one order, without atomics.
+
+A query contributes one row to the gradient of each key it chose. Added up by atomics the sum would
+depend on the order in which programs finish, and each addition would cost a read and a write of
+fp32. Here each contribution is written once, in the type of the keys, to a place of its own, and a
+second kernel adds up the contributions of each key, which are adjacent and ordered by query:
+
+    bits[b, key, query // 32]   which queries chose a key, one bit each
+    first[b, key, query // 32]  how many contributions stand before those of a word: the prefix sum
+                                of the bits that are set
+
+The place of a pair is `first` of its word plus the number of lower bits set in it. What is stored
+is rounded to the type of the keys, and summed in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+@triton.jit  # type: ignore[untyped-decorator]
+def visible(at, start, end):  # type: ignore[no-untyped-def]
+    """Whether an entry of the indices is a key that its query may see."""
+    return (at >= start) & (at < end)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bounds_of_row(  # type: ignore[no-untyped-def]
+    starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
+):
+    """The first key that a query sees, and the key after its last."""
+    if CAUSAL:
+        start = 0
+        end = s + 1 + sk - sq
+    else:
+        at = b.to(tl.int64) * bound_batch + s.to(tl.int64) * bound_row
+        start = tl.maximum(tl.load(starts + at), 0).to(tl.int32)
+        end = tl.load(ends + at).to(tl.int32)
+    return start, tl.minimum(end, sk)
+
+
+def bounds_arguments(
+    starts: Tensor | None, ends: Tensor | None, like: Tensor
+) -> tuple[Tensor, Tensor, int, int]:
+    """The arguments of `bounds_of_row`: two tensors and their strides of batch and row."""
+    if starts is None or ends is None:
+        return like, like, 0, 0
+    starts, ends = (x.expand(like.shape[:2]) for x in (starts, ends))
+    if starts.stride() != ends.stride():
+        starts, ends = starts.contiguous(), ends.contiguous()
+    return starts, ends, starts.stride(0), starts.stride(1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def ones(word):  # type: ignore[no-untyped-def]
+    """How many bits of each word are set."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 0x3F).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_of(bits, first, b, at, near, there, sk, words):  # type: ignore[no-untyped-def]
+    """The places, among those of batch element b, of a query's contributions to the keys `at`.
+
+    b counts from the first batch element of `bits`, and `near` from its first query.
+    """
+    origin = b.to(tl.int64) * sk * words
+    word = origin + at.to(tl.int64) * words + near // 32
+    lower = tl.load(bits + word, mask=there, other=0) & ((1 << (near % 32)) - 1)
+    return tl.load(first + word, mask=there, other=0) - tl.load(first + origin) + ones(lower)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bits_kernel(  # type: ignore[no-untyped-def]
+    indices, starts, ends, bound_batch, bound_row, bits, sq, sk, topk, q0, part, words,
+    SLOTS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Set the bit of one query for each of its keys, among zeros."""
+    near = tl.program_id(0) % part
+    b, s = tl.program_id(0) // part, q0 + near
+    start, end = bounds_of_row(starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL)
+    slot = tl.arange(0, SLOTS)
+    row = indices + (b.to(tl.int64) * sq + s) * topk
+    at = tl.load(row + slot, mask=slot < topk, other=-1).to(tl.int32)
+    word = bits + (b.to(tl.int64) * sk + at) * words + near // 32
+    bit = tl.full([SLOTS], 1, tl.int32) << (near % 32)
+    tl.atomic_or(word, bit, mask=visible(at, start, end), sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many bits of each word are set."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(counts + at, ones(tl.load(bits + at, mask=at < words, other=0)), mask=at < words)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    contributions, first, total, sk, words, b0, region, out_row, out_batch,
+    EACH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """Add up the contributions to one key, `EACH` of a pair; a batch element has its own region."""
+    near = (tl.program_id(0) // sk).to(tl.int64)
+    key = (tl.program_id(0) % sk).to(tl.int64)
+    origin = (b0 + near) * sk * words
+    begin = tl.load(first + origin + key * words) - tl.load(first + origin)
+    end = tl.load(first + origin + (key + 1) * words) - tl.load(first + origin)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, ROWS)
+    rows = contributions + (near * region + begin) * EACH * D
+    sums = tl.zeros([COLUMNS], tl.float32)
+    for at in range(0, (end - begin) * EACH, ROWS):
+        found = tl.load(
+            rows + (at + lane).to(tl.int64)[:, None] * D + d[None, :],
+            mask=(at + lane < (end - begin) * EACH)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        sums += tl.sum(found.to(tl.float32), axis=0)
+    into = total + key * out_row + near * out_batch + d
+    if ADD:
+        sums += tl.load(into, mask=d < D, other=0.0)
+    tl.store(into, sums.to(total.dtype.element_ty), mask=d < D)
+
+
+class Order:
+    """The places of the contributions of some queries.
+
+    Args:
+        indices: `[b, sq, topk]`, contiguous.
+        starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
+        ends: the key after its last.
+        sk: the number of keys.
+        queries: the range of queries, from a multiple of 32 on.
+    """
+
+    def __init__(
+        self,
+        indices: Tensor,
+        starts: Tensor | None,
+        ends: Tensor | None,
+        sk: int,
+        queries: tuple[int, int],
+    ) -> None:
+        batch, sq, topk = indices.shape
+        count = queries[1] - queries[0]
+        self.sk, self.words = sk, triton.cdiv(count, 32)
+        self.bits = indices.new_zeros(batch, sk, self.words, dtype=torch.int32)
+        size = self.bits.numel()
+        _bits_kernel[(batch * count,)](
+            indices, *bounds_arguments(starts, ends, indices), self.bits,
+            sq, sk, topk, queries[0], count, self.words,
+            SLOTS=int(triton.next_power_of_2(topk)), CAUSAL=starts is None,
+        )  # fmt: skip
+        counts = torch.empty_like(self.bits)
+        _count_kernel[(triton.cdiv(size, 1024),)](self.bits, counts, size, BLOCK=1024)
+        self.first = counts.new_zeros(size + 1)
+        torch.cumsum(counts.view(-1), 0, dtype=torch.int32, out=self.first[1:])
+
+    def add_up(
+        self, contributions: Tensor, b0: int, b1: int, region: int, total: Tensor, *, add: bool
+    ) -> None:
+        """Write, or add to, the gradient of the keys of a range of the batch.
+
+        Args:
+            contributions: `[b1 - b0, region, each, d]`, at the places of `place_of`.
+            b0: the first batch element.
+            b1: the one after the last.
+            region: how many places a batch element has.
+            total: `[sk, b1 - b0, d]`.
+            add: to what `total` holds.
+        """
+        each, width = contributions.shape[-2:]
+        columns = min(128, int(triton.next_power_of_2(width)))
+        _sum_kernel[((b1 - b0) * self.sk, triton.cdiv(width, columns))](
+            contributions, self.first, total, self.sk, self.words, b0, region, *total.stride()[:2],
+            EACH=each, D=width, COLUMNS=columns, ROWS=64, ADD=add, num_warps=4,
+        )  # fmt: skip
