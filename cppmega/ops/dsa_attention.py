@@ -3,16 +3,20 @@
 Absorbed (one latent key for all heads, whose first columns are the value) and with a key per head,
 which take different kernels:
 
-- `dsa_attention_forward_triton` and `dsa_attention_backward_triton`: one program for each query
-  gathers its keys once, for all heads. Products are keys by heads, so that few heads fill a tensor
-  core's tile.
+- `dsa_attention_forward_triton`, `dsa_attention_backward_triton`: one program for each query
+  gathers its keys for all heads. Products are keys by heads, so that few heads fill a tensor core's
+  tile. `dsa_attention_wide_triton` has those of latents beyond 128 columns, heads by keys.
 - `dsa_attention_per_head_triton`: a key per head leaves gathered rows no matrix to be part of. All
   tiles in which some query chose some key are multiplied, restricted by one bit for each key.
 
 Nothing of size `[b, heads, sq, sk]` exists, and no gathered key is written to memory. The backward
-keeps inputs, indices, the output and the log-sum-exp of each row; the sum that softmax's gradient
-subtracts (delta) is formed in fp32. Gradients of keys are summed in one order, so all results
-repeat bit for bit, whatever the batch they are part of.
+keeps the inputs, the indices, the log-sum-exp of each row and the output in two terms: delta, the
+product of the output and its gradient, is formed from both, in fp32.
+
+The output and the gradient of the queries repeat bit for bit, whatever the batch they are part of.
+So does that of per-head keys. The gradient of absorbed keys is added up by fp32 atomics, unless
+torch's deterministic mode is on (Megatron's `--deterministic-mode`): then each query's contribution
+is written once and summed in order, in at most 256 MiB of scratch memory.
 """
 
 from __future__ import annotations
@@ -27,22 +31,41 @@ from cppmega.ops.dsa_indexer_device import gpu_obstacle
 from cppmega.ops.dsa_indexer_problem import Bounds
 
 
-def obstacle(query: Tensor, key: Tensor, value: Tensor | None = None) -> str | None:
-    """Why the kernels cannot do a call; None if they can.
+def obstacle(query: Tensor, key: Tensor, value: Tensor | int) -> str | None:
+    """Why the kernels cannot do a call, as half a sentence; None if they can.
 
     Args:
         query: `[sq, b, heads, d]`.
         key: `[sk, b, heads or 1, d]`.
-        value: `[sk, b, heads or 1, v]`; None where it is the first columns of the key.
+        value: `[sk, b, heads or 1, v]`; or how many of the key's columns it is.
     """
     if query.device.type != "cuda":
         return f"the tensors are on {query.device.type}"
-    types = {x.dtype for x in (query, key, value) if x is not None}
+    types = {x.dtype for x in (query, key, value) if isinstance(x, Tensor)}
     if types not in ({torch.bfloat16}, {torch.float16}):
         return f"tensors are {' and '.join(sorted(map(str, types)))}, not all bf16 or all fp16"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    return gpu_obstacle(query.device)
+    if (too_small := gpu_obstacle(query.device)) is not None:
+        return too_small
+    if isinstance(value, int):
+        return absorbed_obstacle(query.size(3), value)
+    return per_head_obstacle(query.size(3), value.size(3))
+
+
+def absorbed_obstacle(width: int, value_width: int) -> str | None:
+    """Why no kernel does a latent key of these widths, as half a sentence; None if one does."""
+    if value_width > 512 or width - value_width > 128:
+        rotary = width - value_width
+        return f"latent keys of {value_width} + {rotary} columns: the kernels do at most 512 + 128"
+    return None
+
+
+def per_head_obstacle(width: int, value_width: int) -> str | None:
+    """Why no kernel does keys and values of these widths per head; None if one does."""
+    if max(width, value_width) > 256:
+        return f"keys of {width} with values of {value_width}: the kernels do at most 256 of each"
+    return None
 
 
 def sparse_attention(
@@ -53,6 +76,7 @@ def sparse_attention(
     softmax_scale: float,
     *,
     bounds: Bounds | None = None,
+    repeatable: bool | None = None,
 ) -> Tensor:
     """Attend to the chosen keys.
 
@@ -64,6 +88,7 @@ def sparse_attention(
             outside of `0 <= key < sk`, -1 for one, is not a key.
         softmax_scale: of the products.
         bounds: which keys a query may see, of those that are chosen; causal without.
+        repeatable: sum the gradient of the keys in one order; None asks torch's deterministic mode.
 
     Returns:
         `[sq, b, heads, v]` in the type of the query, 0 for a query that sees no key.
@@ -71,16 +96,19 @@ def sparse_attention(
     Raises:
         ValueError: `indices` is not `[b, sq, topk]`, or the widths do not match.
     """
-    absorbed = isinstance(value, int)
     _check(query, key, value, indices)
     starts, ends = bounds or Bounds()
-    if obstacle(query, key, None if absorbed else value) is None:
-        from cppmega.ops import dsa_attention_autograd as kernels
+    if obstacle(query, key, value) is None:
+        if isinstance(value, int):
+            from cppmega.ops.dsa_attention_autograd import absorbed
 
-        if absorbed:
-            return kernels.absorbed(query, key, value, indices, softmax_scale, starts, ends)
-        return kernels.per_head(query, key, value, indices, softmax_scale, starts, ends)
-    values = key[..., :value] if absorbed else value
+            return absorbed(
+                query, key, value, indices, softmax_scale, starts, ends, repeatable=repeatable
+            )
+        from cppmega.ops.dsa_attention_per_head import per_head
+
+        return per_head(query, key, value, indices, softmax_scale, starts, ends)
+    values = key[..., :value] if isinstance(value, int) else value
     seen = reference.visible(indices, key.size(0), starts, ends)
     return reference.attention(query, key, values, indices, seen, softmax_scale)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cppmega.ops import dsa_attention_backward_triton as backward
-from cppmega.ops import dsa_attention_forward_triton as forward
+from cppmega.ops.dsa_attention_backward_triton import Backward
+from cppmega.ops.dsa_attention_forward_triton import Attended, forward
 
 
 class _Absorbed(torch.autograd.Function):
@@ -23,33 +23,26 @@ class _Absorbed(torch.autograd.Function):
         softmax_scale: float,
         starts: Tensor | None,
         ends: Tensor | None,
+        repeatable: bool | None,
         differentiable: bool,
     ) -> Tensor:
-        want_rest = differentiable and backward.wants_rest(query, value_width, indices)
-        attended = forward.forward(
-            query, key, value_width, indices, softmax_scale, starts, ends, want_rest=want_rest
+        attended = forward(
+            query, key, value_width, indices, softmax_scale, starts, ends, want_rest=differentiable
         )
         if differentiable:
             ctx.save_for_backward(query, key, indices, starts, ends, *attended)
-            ctx.value_width, ctx.softmax_scale = value_width, softmax_scale
+            ctx.call = value_width, softmax_scale, repeatable
         return attended.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, indices, starts, ends, *attended = ctx.saved_tensors
-        dq, dkv = backward.backward(
-            query,
-            key,
-            ctx.value_width,
-            indices,
-            ctx.softmax_scale,
-            starts,
-            ends,
-            forward.Attended(*attended),
-            grad,
-        )
-        return dq, dkv, None, None, None, None, None, None
+        width, scale, repeatable = ctx.call
+        if repeatable is None:
+            repeatable = torch.are_deterministic_algorithms_enabled()
+        call = Backward(query, key, width, indices, scale, starts, ends, Attended(*attended), grad)
+        return *call.gradients(repeatable=repeatable), *(None,) * 7
 
 
 def rows(x: Tensor) -> Tensor:
@@ -65,11 +58,13 @@ def absorbed(
     softmax_scale: float,
     starts: Tensor | None,
     ends: Tensor | None,
+    *,
+    repeatable: bool | None = None,
 ) -> Tensor:
     """Attend; arguments as of `dsa_attention.sparse_attention`."""
     differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     out: Tensor = _Absorbed.apply(  # type: ignore[no-untyped-call]
         rows(query), rows(key), value_width, indices.contiguous(), softmax_scale,
-        starts, ends, differentiable,
+        starts, ends, repeatable, differentiable,
     )  # fmt: skip
     return out

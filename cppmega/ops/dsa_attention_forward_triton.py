@@ -1,14 +1,19 @@
 """The forward of DSA's absorbed sparse attention on CUDA: one program per query and block of heads.
 
-The latent key of a row is [latent | rotary], and its latent part is the value too. Products are
-keys by heads, `S^T = K Q^T` and `O^T = V^T P^T`, since there are more chosen keys (64 and more)
-than heads, and a tensor core's tile has 64 rows. Where all chosen keys fit into one block there is
-no running maximum, and nothing is scaled again.
+A latent key is [latent | rotary], and its latent part is the value too. Products are keys by heads,
+`S^T = K Q^T` and `O^T = V^T P^T`: a tensor core's tile has 64 rows, which the chosen keys fill and
+the heads of a rank often do not. A program gathers its keys in blocks, the next one while it works
+on another, and keeps a running maximum.
+
+Where gradients are wanted, P enters its product as two terms of the input's type, and what rounding
+takes from the output is kept as `rest`. Delta, which the backward subtracts, is the product of the
+output and its gradient; where one score is far above the others, dS is a small difference of large
+numbers, and the error of a delta formed from the rounded output would dominate it.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,22 +32,24 @@ class Tiles(NamedTuple):
 
     Attributes:
         keys: chosen keys of a block.
-        heads: of a block.
+        heads: of a program.
+        stages: blocks of keys that are on their way or worked on.
         warps: of a program.
-        stages: of the loop over blocks of keys.
-        registers: most that a thread may have, so that more programs fit a multiprocessor.
     """
 
     keys: int
     heads: int
-    warps: int
-    stages: int = 1
-    registers: int | None = None
+    stages: int
+    warps: int = 4
 
 
-def forward_tiles(heads: int, width: int, topk: int, gpu: Gpu) -> Tiles:
-    """The tiles of the forward for queries of a padded width."""
-    return Tiles(min(256, padded(topk)), min(32, padded(heads)), 8 if width > 64 else 4)
+def tiles_of(heads: int, width: int, gpu: Gpu) -> Tiles:
+    """The tiles of forward and backward; `width` is that of the padded latent and rotary parts."""
+    if width > 128 and gpu.capability[0] != 9:
+        return Tiles(32, min(16, padded(heads)), 1)
+    # Without a stage in advance, Triton 3.6 compiles products on sm_90 that read beyond the shared
+    # memory of a block.
+    return Tiles(64, min(32, padded(heads)), 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,8 +68,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, scale, sq, sk, topk,
     batch, q_row, q_batch, q_head, k_row, k_batch,
     HEADS: tl.constexpr, H: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    R: tl.constexpr, R_PAD: tl.constexpr, KEYS: tl.constexpr, ONE: tl.constexpr,
-    CAUSAL: tl.constexpr, REST: tl.constexpr,
+    R: tl.constexpr, R_PAD: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // sq).to(tl.int64)
     s = (tl.program_id(0) % sq).to(tl.int64)
@@ -78,7 +85,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([H], -3.0e38, tl.float32)
     total = tl.zeros([H], tl.float32)
     acc = tl.zeros([V_PAD, H], tl.float32)
-    for first in range(0, KEYS if ONE else topk, KEYS):
+    for first in range(0, topk, KEYS):
         at = tl.load(chosen + first + lane, mask=first + lane < topk, other=-1).to(tl.int32)
         there = visible(at, start, end)
         latent = gathered(key, at, there, k_row, V, V_PAD)
@@ -89,15 +96,13 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         scores = tl.where(there[:, None], scores * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=0))
         p = tl.exp2(scores - higher[None, :])
-        if ONE:
-            total = tl.sum(p, axis=0)
-            acc = tl.dot(tl.trans(latent), p.to(latent.dtype), input_precision="ieee")
-        else:
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(p, axis=0)
-            acc = tl.dot(
-                tl.trans(latent), p.to(latent.dtype), acc * shrink[None, :], input_precision="ieee"
-            )
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(p, axis=0)
+        high = p.to(latent.dtype)
+        acc = tl.dot(tl.trans(latent), high, acc * shrink[None, :], input_precision="ieee")
+        if REST:
+            low = (p - high.to(tl.float32)).to(latent.dtype)
+            acc = tl.dot(tl.trans(latent), low, acc, input_precision="ieee")
         top = higher
     some = total > 0.0
     acc = acc * tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)[None, :]
@@ -115,12 +120,11 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 class Attended(NamedTuple):
-    """What the forward leaves for the backward.
+    """What the forward computes.
 
     Attributes:
         out: `[sq, b, heads, v]`.
-        rest: what its rounding took away, in the same type; None where the backward sums delta
-            over the keys.
+        rest: what its rounding took away, in the same type; None where no gradient is wanted.
         lse: log-sum-exp of each row in base 2, `[sq, b, heads]`; +inf for a row without keys.
     """
 
@@ -143,24 +147,19 @@ def forward(
 ) -> Attended:
     """Attend; arguments as of `dsa_attention.sparse_attention`, indices contiguous."""
     sq, batch, heads, width = query.shape
-    topk, rotary = indices.size(-1), width - value_width
+    rotary = width - value_width
     out = query.new_empty(sq, batch, heads, value_width)
     rest = torch.empty_like(out) if want_rest else None
     lse = out.new_empty(sq, batch, heads, dtype=torch.float32)
-    tiles = tiles or forward_tiles(heads, padded(width), topk, gpu_of(query.device))
+    pads = padded(value_width), padded(rotary)
+    tiles = tiles or tiles_of(heads, sum(pads), gpu_of(query.device))
     if out.numel():
         _forward_kernel[(batch * sq, triton.cdiv(heads, tiles.heads))](
             query, key, indices, *bounds_arguments(starts, ends, indices),
             out, out if rest is None else rest, lse, softmax_scale * LOG2_E,
-            sq, key.size(0), topk, batch, *query.stride()[:3], *key.stride()[:2],
-            HEADS=heads, H=tiles.heads, V=value_width, V_PAD=padded(value_width),
-            R=rotary, R_PAD=padded(rotary), KEYS=tiles.keys, ONE=topk <= tiles.keys,
-            CAUSAL=starts is None, REST=want_rest, **launch_options(tiles),
+            sq, key.size(0), indices.size(-1), batch, *query.stride()[:3], *key.stride()[:2],
+            HEADS=heads, H=tiles.heads, V=value_width, V_PAD=pads[0], R=rotary, R_PAD=pads[1],
+            KEYS=tiles.keys, CAUSAL=starts is None, REST=want_rest,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return Attended(out, rest, lse)
-
-
-def launch_options(tiles: Tiles) -> dict[str, Any]:
-    """The options of a launch."""
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    return options if tiles.registers is None else {**options, "maxnreg": tiles.registers}

@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_tiles_triton import padded
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def visible(at, start, end):  # type: ignore[no-untyped-def]
     """Whether an entry of the indices is a key that its query may see."""
@@ -156,7 +159,7 @@ class Order:
         _bits_kernel[(batch * count,)](
             indices, *bounds_arguments(starts, ends, indices), self.bits,
             sq, sk, topk, queries[0], count, self.words,
-            SLOTS=int(triton.next_power_of_2(topk)), CAUSAL=starts is None,
+            SLOTS=padded(topk), CAUSAL=starts is None,
         )  # fmt: skip
         counts = torch.empty_like(self.bits)
         _count_kernel[(triton.cdiv(size, 1024),)](self.bits, counts, size, BLOCK=1024)
@@ -180,5 +183,5 @@ class Order:
         columns = min(128, int(triton.next_power_of_2(width)))
         _sum_kernel[((b1 - b0) * self.sk, triton.cdiv(width, columns))](
             contributions, self.first, total, self.sk, self.words, b0, region, *total.stride()[:2],
-            EACH=each, D=width, COLUMNS=columns, ROWS=64, ADD=add, num_warps=4,
+            EACH=each, D=width, COLUMNS=columns, ROWS=128, ADD=add, num_warps=1,
         )  # fmt: skip
