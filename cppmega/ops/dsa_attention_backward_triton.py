@@ -5,10 +5,13 @@ A program gathers its chosen keys once more and forms, keys by heads,
     P^T = exp(K Q^T - lse)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dQ^T = K^T dS^T           dK = dS^T Q + [P^T dO | 0]
 
+dS enters the product of dQ as two terms of the input's type: its sum over the keys is zero, so that
+what is left where one score is far above the others is as small as the rounding of one term.
+
 dK is the contribution of one query to each of its keys. By default these are added up by atomics in
 fp32, four numbers at a time. In the deterministic mode each is written once, in the type of the
-keys, and summed in one order, see `dsa_attention_order_triton`; P and dS then enter the product as
-two terms of that type, so that the rounding of the contributions is the only one.
+keys, and summed in one order, see `dsa_attention_order_triton`; P and dS then enter this product as
+two terms as well, so that the rounding of the contributions is the only one.
 """
 
 from __future__ import annotations
@@ -89,10 +92,13 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         p = tl.where(there[:, None], p, 0.0)
         dp = tl.dot(latent, tl.trans(upstream), input_precision="ieee")
         ds = p * (dp - delta[None, :]) * scale
-        rounded = ds.to(latent.dtype)
-        sum_latent = tl.dot(tl.trans(latent), rounded, sum_latent, input_precision="ieee")
+        high = ds.to(latent.dtype)
+        low = (ds - high.to(tl.float32)).to(latent.dtype)
+        sum_latent = tl.dot(tl.trans(latent), high, sum_latent, input_precision="ieee")
+        sum_latent = tl.dot(tl.trans(latent), low, sum_latent, input_precision="ieee")
         if R > 0:
-            sum_rotary = tl.dot(tl.trans(rotary), rounded, sum_rotary, input_precision="ieee")
+            sum_rotary = tl.dot(tl.trans(rotary), high, sum_rotary, input_precision="ieee")
+            sum_rotary = tl.dot(tl.trans(rotary), low, sum_rotary, input_precision="ieee")
         if ATOMIC:
             into = contributions + (at.to(tl.int64) * batch + b) * (V + R)
         else:

@@ -1,4 +1,4 @@
-"""Sums of the contributions of query-key pairs to the gradients of keys, in one order, without atomics.
+"""Sums of the contributions of queries to the gradients of their keys, in one order, no atomics.
 
 A query contributes one row to the gradient of each key it chose. Added up by atomics the sum would
 depend on the order in which programs finish, and each addition would cost a read and a write of
