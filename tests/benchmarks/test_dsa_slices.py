@@ -1,7 +1,8 @@
-"""The benchmark of the indexer in training: turns, time limit, ratios, curves; without a GPU."""
+"""The benchmark of the DSA kernels in training: turns, time limit, ratios and curves on CPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
@@ -27,9 +28,9 @@ from tests.support import REPOSITORY, pristine
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 training = importlib.import_module("slice_training")
-slices = importlib.import_module("dsa_indexer_slices")
-report = importlib.import_module("dsa_indexer_slices_report")
-
+slices = importlib.import_module("dsa_slices")
+report = importlib.import_module("dsa_slices_report")
+INDEXER = slices.SUBJECTS["indexer"]
 MILLISECONDS = {"before": 1000, "after": 700, "stock": 300, "again": 300, "ours": 300}
 TRAINER = """
 import json, sys
@@ -84,7 +85,7 @@ def turns(tmp_path: Path, seconds: float = 600.0, **how: Any) -> Any:
     bench.started = {}
     facts: dict[str, Any] = {"stack": {"gpu": "H200"}, "date": "2026-01-01", "gpus": 1}
     facts |= {"changes": [], "data": {"fingerprint": "f", "documents": 1, "tokens": 2}}
-    made = slices.Turns(bench, time.monotonic() + seconds, 4, 5, facts=facts, **how)
+    made = slices.Turns(bench, INDEXER, time.monotonic() + seconds, 4, 5, facts=facts, **how)
     made.tree = lambda side: tmp_path / "trees" / side
     return made
 
@@ -102,11 +103,11 @@ def test_sides_take_turns_and_are_profiled_last(tmp_path: Path) -> None:
     assert {len(run["seconds"]) for run in runs.values()} == {4}, "profiled steps do not count"
     options = made.bench.started["fused2-after2"]
     assert "micro_batch_size=2" in options.changes and options.profile == 2
-    text = slices.write_report(tmp_path)
+    text = slices.write_report(tmp_path, INDEXER)
     assert re.search(r"after over before: 1\.4\d\d \(1\.4\d\d to 1\.4\d\d\)", text)
     assert "the target of 1.4 is met" in text
     assert "Profile, before:" in text and "A is before, B after:" in text
-    assert (tmp_path / f"{slices.NAME}.md").read_text() == text
+    assert (tmp_path / f"{INDEXER.name}.md").read_text() == text
 
 
 def test_a_recipe_with_these_settings_gets_the_slower_run(tmp_path: Path) -> None:
@@ -115,13 +116,13 @@ def test_a_recipe_with_these_settings_gets_the_slower_run(tmp_path: Path) -> Non
     result = part(tmp_path, "fused8")
     result["runs"]["after2"]["tokens_per_second"] = 1234.0
     (tmp_path / "fused8.json").write_text(json.dumps(result))
-    slices.write_report(tmp_path)
+    slices.write_report(tmp_path, INDEXER)
     found = results.collect(tmp_path)
     assert [one.recipe for one in found] == ["nam56r_h200_slice_fused"]
     assert found[0].headline == "1 x H200: overlay 1234 tokens/s, 50.0 GiB"
     text = (tmp_path / "nam56r_h200_slice_fused.md").read_text()
     assert "nam56r_h200_slice_fused, 2026-01-01" in text and "| tokens/s | 1234.0 |" in text
-    data = json.loads((tmp_path / f"{slices.NAME}.json").read_text())
+    data = json.loads((tmp_path / f"{INDEXER.name}.json").read_text())
     assert data["fused8"]["runs"]["after2"]["tokens_per_second"] == 1234.0
 
 
@@ -174,7 +175,7 @@ def test_out_of_memory_is_a_result_and_not_repeated(tmp_path: Path) -> None:
     made.part("fused8")
     assert list(made.bench.started)[:3] == ["dense8-before1", "dense8-after1", "dense8-after2"]
     assert part(tmp_path, "dense8")["runs"]["before1"] == {"side": "before", "out_of_memory": True}
-    text = slices.write_report(tmp_path)
+    text = slices.write_report(tmp_path, INDEXER)
     assert "| before1 |  | out of memory |" in text and "No ratio" in text
     assert "dense over sparse loss: 1.000" in text and "the target of 0.9 is met" in text
 
@@ -184,9 +185,10 @@ def test_curves_are_judged_by_the_noise_of_two_stock_runs(tmp_path: Path) -> Non
     made.part("curves_sparse")
     assert made.bench.started["curves_sparse-ours1"].profile is None
     rows = {
-        line.split("|")[1].strip(): line for line in slices.write_report(tmp_path).splitlines()
+        line.split("|")[1].strip(): line
+        for line in slices.write_report(tmp_path, INDEXER).splitlines()
         if line.startswith("| ")
-    }  # fmt: skip
+    }
     assert "1.00e-04 | 5.00e-05 | within the noise" in rows["lm loss"]
     assert "1.00e-06 | 9.99e-04 | **beyond the noise**" in rows["indexer loss"]
     assert "0.00e+00 | 0.00e+00 | within the noise" in rows["grad norm"]
@@ -210,12 +212,22 @@ def test_a_ratio_has_the_spread_of_any_two_runs() -> None:
 def test_a_curve_that_ran_out_of_memory_is_not_judged() -> None:
     sides = {"stock": {"out_of_memory": True}, "again": {"losses": {}}, "ours": {"losses": {}}}
     runs = {f"{side}1": {"side": side, **run} for side, run in sides.items()}
-    found = report.report({"curves_dense": {"stack": {}, "date": "", "runs": runs}}, {})
+    found = report.report(INDEXER, {"curves_dense": {"stack": {}, "date": "", "runs": runs}}, {})
     assert "Not all curves have a result." in found
 
 
 def test_a_part_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    words = ["--site", "s", "--work", str(tmp_path), "--out", str(tmp_path), "--only", "fused9"]
+    words = [
+        "indexer",
+        "--site",
+        "s",
+        "--work",
+        str(tmp_path),
+        "--out",
+        str(tmp_path),
+        "--only",
+        "fused9",
+    ]
     done = CliRunner().invoke(slices.main, words)
     assert done.exit_code == 2 and "fused9: the parts are fused8, fused2" in done.output
 
@@ -223,7 +235,8 @@ def test_a_part_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_before_is_the_whole_overlay_but_for_the_named_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = turns(tmp_path, without=("two",))
+    made = turns(tmp_path)
+    made.subject = dataclasses.replace(INDEXER, pages=("two",))
     del made.tree
     made.bench.tree = lambda name: tmp_path / name
     asked = []
@@ -233,7 +246,7 @@ def test_before_is_the_whole_overlay_but_for_the_named_pages(
     for side in ("before", "again"):
         made.tree(side)
     assert asked == [("before", ("one", "six")), ("stock", slices.REFERENCE)]
-    made.without = ("no_such_page",)
+    made.subject = dataclasses.replace(INDEXER, pages=("no_such_page",))
     with pytest.raises(click.ClickException, match="no_such_page"):
         made.tree("before")
 

@@ -1,9 +1,10 @@
-"""The report of `dsa_indexer_slices.py`: ratios with their spread, profiles, and curves."""
+"""The report of `dsa_slices.py`: ratios with their spread, profiles, and curves."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,45 @@ from cppmega.runs.profile import Profile
 
 FACTOR = 2.0
 """Times the largest difference of the two stock runs that ours may differ from them."""
-TARGETS = {"fused8": 1.25, "fused2": 1.4}
-"""tokens/s of `after` over `before`."""
 DENSE = 0.9
 """tokens/s with the dense loss over those with the sparse one."""
 
 
-def report(parts: Mapping[str, dict[str, Any]], profiles: Mapping[str, dict[str, Path]]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is compared.
+
+    Attributes:
+        title: of the report.
+        name: of the files with the results.
+        pages: that `before` lacks.
+        curves: that `ours` has on top of stock in the curves.
+        targets: tokens/s of `after` over `before`, by part.
+    """
+
+    title: str
+    name: str
+    pages: tuple[str, ...]
+    curves: tuple[str, ...]
+    targets: Mapping[str, float]
+
+
+def report(
+    subject: Subject, parts: Mapping[str, dict[str, Any]], profiles: Mapping[str, dict[str, Path]]
+) -> str:
     """The report as Markdown."""
-    return "\n".join(_report(parts, profiles)) + "\n"
+    return "\n".join(_report(subject, parts, profiles)) + "\n"
 
 
 def _report(
-    parts: Mapping[str, dict[str, Any]], profiles: Mapping[str, dict[str, Path]]
+    subject: Subject, parts: Mapping[str, dict[str, Any]], profiles: Mapping[str, dict[str, Path]]
 ) -> Iterator[str]:
     first = next(iter(parts.values()), None)
     if first is None:
         yield "There is no result yet."
         return
     stack = ", ".join(f"{name} {version}" for name, version in first["stack"].items())
-    yield f"# The DSA indexer's kernels in the NAM56R slice, {first['date']}"
+    yield f"# {subject.title} in the NAM56R slice, {first['date']}"
     yield ""
     yield f"{stack}."
     for name, part in parts.items():
@@ -42,7 +62,7 @@ def _report(
         if name.startswith("curves"):
             yield from _curves(part)
         else:
-            yield from _speed(name, part)
+            yield from _speed(part, subject.targets.get(name))
             yield from _profiles(profiles.get(name, {}))
     if "dense8" in parts and "fused8" in parts:
         yield ""
@@ -68,7 +88,7 @@ def ratio(above: list[float], below: list[float]) -> tuple[float, float, float] 
     return statistics.median(above) / statistics.median(below), min(each), max(each)
 
 
-def _speed(name: str, part: Mapping[str, Any]) -> Iterator[str]:
+def _speed(part: Mapping[str, Any], target: float | None) -> Iterator[str]:
     yield "| run | overlay | step, ms | lowest | highest | tokens/s | peak memory, GiB |"
     yield "|---|---|---|---|---|---|---|"
     for run, row in part["runs"].items():
@@ -78,7 +98,7 @@ def _speed(name: str, part: Mapping[str, Any]) -> Iterator[str]:
     if found is None:
         yield "No ratio: one of the sides has no result."
         return
-    yield f"tokens/s, after over before: {_shown(found)}{_against(found[0], TARGETS.get(name))}"
+    yield f"tokens/s, after over before: {_shown(found)}{_against(found[0], target)}"
     peaks = [max(run["peak_gib"] for run in of_side(part, side)) for side in ("after", "before")]
     yield f"Peak memory: {peaks[0] - peaks[1]:+.2f} GiB."
 

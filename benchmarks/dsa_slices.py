@@ -1,11 +1,11 @@
-"""The DSA indexer's kernels in training: the NAM56R slice with and without them, in turns.
+"""The DSA kernels in training: the NAM56R slice with and without them, in turns.
 
-    python benchmarks/dsa_indexer_slices.py --site SITE --work SCRATCH --out DIR [--only PART,...]
+    python benchmarks/dsa_slices.py SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
-Parts, on one GPU:
+SUBJECT is `indexer` or `attention`: the pages whose worth is measured. Parts, on one GPU:
 
-    fused8, fused2   TileLang's sparse attention, sparse loss, micro-batch 8 and 2: tokens/s of the
-                     overlay without the indexer's pages ("before") and of all of it ("after")
+    fused8, fused2   the backend tilelang, sparse loss, micro-batch 8 and 2: tokens/s of the
+                     overlay without the subject's pages ("before") and of all of it ("after")
     dense8           the same with the dense loss, micro-batch 8
     curves_dense     20 steps of Megatron's own path twice ("stock", "again"), and of the kernels
     curves_sparse    ("ours"), dense and sparse loss: whether ours is within the noise of the others
@@ -13,8 +13,8 @@ Parts, on one GPU:
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
 run of each side is profiled after its measured steps. After each run DIR/PART.json is written. A
 run that is in there is not repeated (`--again` does), so a call that came to the end of --minutes
-is continued by the same command. At the end all parts become DIR/dsa_indexer_slices_h200.json and
-.md, and the slower run of all patches the result of the recipe that has its settings.
+is continued by the same command. At the end all parts become DIR/dsa_SUBJECT_slices_h200.json
+and .md, and the slower run of all patches the result of the recipe that has its settings.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed.
@@ -40,18 +40,29 @@ from slice_training import STARTS, Bench, environment, prepare
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from dsa_indexer_slices_report import of_side, report  # noqa: E402
+from dsa_slices_report import Subject, of_side, report  # noqa: E402
 
 from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.runs.profile import SUMMARY  # noqa: E402
 
-NAME = "dsa_indexer_slices_h200"
-PAGES = ("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store")
-"""The pages whose worth is measured."""
+SUBJECTS = {
+    "indexer": Subject(
+        title="The DSA indexer's kernels",
+        name="dsa_indexer_slices_h200",
+        pages=("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store"),
+        curves=("dsa_indexer_kernels", "dsa_indexer_prologue"),
+        targets={"fused8": 1.25, "fused2": 1.4},
+    ),
+    "attention": Subject(
+        title="The kernels of DSA's attention",
+        name="dsa_attention_slices_h200",
+        pages=("dsa_attention_kernels",),
+        curves=("dsa_attention_kernels",),
+        targets={},
+    ),
+}
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 """Patches of stock in the curves: to start, and to log the indexer loss by the same measure."""
-OURS = (*REFERENCE, "dsa_indexer_kernels", "dsa_indexer_prologue")
-"""Patches of the curves that are compared with stock: no other page may bend them."""
 _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
 _TURNS = ("before", "after", "after", "before")
@@ -94,10 +105,10 @@ class Turns:
     """One call: the runs that are left, as long as there is time."""
 
     bench: Bench
+    subject: Subject
     deadline: float
     steps: int
     curve_steps: int
-    without: tuple[str, ...] = PAGES
     again: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     taken: list[float] = field(default_factory=list)
@@ -162,7 +173,9 @@ class Turns:
         """A copy of the pristine megatron with a side's patches."""
         if side == "after":
             return self.bench.tree("after")
-        pages = {"stock": REFERENCE, "again": REFERENCE, "ours": OURS}.get(side) or self._others()
+        # No other page may bend a curve that is compared with stock.
+        ours = (*REFERENCE, *self.subject.curves)
+        pages = {"stock": REFERENCE, "again": REFERENCE, "ours": ours}.get(side) or self._others()
         root = self.bench.work / "trees" / ("stock" if side == "again" else side)
         if not root.is_dir():
             sides.copy(self.bench.site, root)
@@ -172,10 +185,10 @@ class Turns:
     def _others(self) -> tuple[str, ...]:
         """What is applied in the whole overlay, but for the pages left out."""
         states = applied(self.bench.tree("after"))
-        missing = [name for name in self.without if name not in states]
+        missing = [name for name in self.subject.pages if name not in states]
         if missing:
             raise click.ClickException(f"not applied, so there is no difference: {missing}")
-        return tuple(name for name in states if name not in self.without)
+        return tuple(name for name in states if name not in self.subject.pages)
 
 
 def apply(root: Path, pages: Sequence[str]) -> None:
@@ -228,20 +241,20 @@ def profiles(out: Path, part: dict[str, Any]) -> dict[str, Path]:
     return {side: file for side, file in found.items() if file.is_file()}
 
 
-def write_report(out: Path) -> str:
+def write_report(out: Path, subject: Subject) -> str:
     """Write the report and the data of all parts that have a result, and the recipes' results."""
     parts = {
         name: json.loads((out / f"{name}.json").read_text())
         for name in PARTS
         if (out / f"{name}.json").is_file()
     }
-    text = report(parts, {name: profiles(out, part) for name, part in parts.items()})
-    (out / f"{NAME}.md").write_text(text)
+    text = report(subject, parts, {name: profiles(out, part) for name, part in parts.items()})
+    (out / f"{subject.name}.md").write_text(text)
     short = {name: without_losses_by_step(part) for name, part in parts.items()}
-    (out / f"{NAME}.json").write_text(json.dumps(short, indent=1) + "\n")
+    (out / f"{subject.name}.json").write_text(json.dumps(short, indent=1) + "\n")
     for name, part in parts.items():
         if PARTS[name].recipe and of_side(part, "after"):
-            write_recipe(out, PARTS[name].recipe, part)
+            write_recipe(out, PARTS[name].recipe, subject, part)
     return text
 
 
@@ -254,11 +267,11 @@ def without_losses_by_step(part: dict[str, Any]) -> dict[str, Any]:
     return part | {"runs": runs}
 
 
-def write_recipe(out: Path, recipe: str, part: dict[str, Any]) -> None:
+def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any]) -> None:
     """Write the slower run of all patches as `slice_training.py` writes a recipe's result."""
     slower = min(of_side(part, "after"), key=lambda run: run["tokens_per_second"])
     row = {key: value for key, value in slower.items() if key not in ("side", "profile")}
-    result = part | {"recipe": recipe, "benchmark": NAME, "runs": {"overlay": row}}
+    result = part | {"recipe": recipe, "benchmark": subject.name, "runs": {"overlay": row}}
     del result["part"]
     result["headline"] = headline(result)
     (out / f"{recipe}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -266,6 +279,7 @@ def write_recipe(out: Path, recipe: str, part: dict[str, Any]) -> None:
 
 
 @click.command()
+@click.argument("subject", type=click.Choice(tuple(SUBJECTS)))
 @click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
 @click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
 @click.option("--out", type=_FOLDER, required=True, help="Results, logs and profiles.")
@@ -274,11 +288,9 @@ def write_recipe(out: Path, recipe: str, part: dict[str, Any]) -> None:
 @click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
 @click.option("--steps", default=12, show_default=True, help="Measured steps of a run.")
 @click.option("--curve-steps", default=20, show_default=True, help="Steps of a curve.")
-@click.option(
-    "--without", multiple=True, default=PAGES, show_default=True, help="Pages that `before` lacks."
-)
 @click.option("--again", is_flag=True, help="Repeat the runs that have a result.")
 def main(
+    subject: str,
     site: Path,
     work: Path,
     out: Path,
@@ -287,7 +299,6 @@ def main(
     minutes: float,
     steps: int,
     curve_steps: int,
-    without: tuple[str, ...],
     again: bool,
 ) -> None:
     """Run what is left of the parts, and print the report."""
@@ -301,8 +312,8 @@ def main(
     prefix = data or prepare(work / "data" / "corpus", (), site)
     recipe = recipes_index.load("nam56r_h200_slice")
     bench = Bench(recipe, (), site.resolve(), work.resolve(), out.resolve(), prefix.resolve(), 1.0)
-    facts = {**slice_training.header(bench), "benchmark": "dsa_indexer_slices"}
-    turns = Turns(bench, deadline, steps, curve_steps, without, again, facts=facts)
+    facts = {**slice_training.header(bench), "benchmark": "dsa_slices"}
+    turns = Turns(bench, SUBJECTS[subject], deadline, steps, curve_steps, again, facts=facts)
     failed = False
     for name in chosen:
         try:
@@ -310,7 +321,7 @@ def main(
         except click.ClickException as error:  # the other parts may still have their time
             failed = True
             print(f"{name}: {error.message}", file=sys.stderr)
-    print(write_report(out))
+    print(write_report(out, SUBJECTS[subject]))
     sys.exit(int(failed))
 
 
