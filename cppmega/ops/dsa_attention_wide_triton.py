@@ -1,0 +1,217 @@
+"""DSA's sparse attention, absorbed and wide (576/512), on CUDA: the forward.
+
+One program for a query and a block of its heads, whose queries stay in shared memory. It walks over
+the chosen keys a block at a time: a row that is gathered serves the scores and, by its first
+columns, the output. The softmax is online and to the base 2, and the log-sum-exp is stored to that
+base; that of a row without keys is +inf, which makes its probabilities 0 in the backward.
+
+`dsa_attention_wide_backward_triton` is the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.dsa_attention_wide_tiles import WideTiles, tiles_of
+from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
+from cppmega.ops.dsa_indexer_topk_triton import bounds_of
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bounds_of_row(  # type: ignore[no-untyped-def]
+    starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
+):
+    """The first key that a query may see, and the one after the last."""
+    if CAUSAL:
+        start = 0
+        end = (s_at + 1 + sk - sq).to(tl.int32)
+    else:
+        at = b * bound_batch + s_at * bound_row
+        start = tl.maximum(tl.load(starts + at), 0)
+        end = tl.load(ends + at)
+    return start, tl.minimum(end, sk)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def chosen_keys(indices, slot, topk, start, end):  # type: ignore[no-untyped-def]
+    """The keys of some slots of a row that its query may see; -1 for others."""
+    at = tl.load(indices + slot, mask=slot < topk, other=-1)
+    return tl.where((at >= start) & (at < end), at, -1).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def slots_in_use(indices, topk, start, end):  # type: ignore[no-untyped-def]
+    """The slots of a row up to its last key, in whole blocks of 64: its first queries have few."""
+    near = tl.arange(0, 256)
+    last = tl.zeros([256], tl.int32)
+    for first in range(0, topk, 256):
+        slot = first + near
+        last = tl.where(chosen_keys(indices, slot, topk, start, end) >= 0, slot + 1, last)
+    return (tl.max(last, axis=0) + 63) // 64 * 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    query, key, indices, starts, ends, out, rest, lse, scale, batch, sq, sk, topk,
+    q_row, q_batch, q_head, k_row, k_batch, bound_batch, bound_row,
+    HEADS: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    b, s_at = row // sq, row % sq
+    start, end = bounds_of_row(starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL)
+    heads = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = (heads < HEADS)[:, None]
+    lane = tl.arange(0, KEYS)
+    d = tl.arange(0, V)
+    q_at = query + b * q_batch + s_at * q_row + heads[:, None] * q_head
+    latent = tl.load(q_at + d[None, :], mask=inside, other=0.0)
+    if R > 0:
+        e = V + tl.arange(0, R)
+        rotary = tl.load(q_at + e[None, :], mask=inside, other=0.0)
+    key += b * k_batch
+    indices += row * topk
+    top = tl.full([BLOCK], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, V], tl.float32)
+    # A block's keys are known one block ahead, so that its gather may start one block ahead.
+    at = chosen_keys(indices, lane, topk, start, end)
+    for first in range(0, slots_in_use(indices, topk, start, end), KEYS):
+        here = (at >= 0)[:, None]
+        k_at = key + at.to(tl.int64)[:, None] * k_row
+        keys = tl.load(k_at + d[None, :], mask=here, other=0.0)
+        s = tl.dot(latent, tl.trans(keys), input_precision="ieee") * scale
+        if R > 0:
+            turned = tl.load(k_at + e[None, :], mask=here, other=0.0)
+            s += tl.dot(rotary, tl.trans(turned), input_precision="ieee") * scale
+        # Always so. Where one product feeds another, Triton gives each group of warps all columns
+        # of the first, and both groups compute the same; it does not look through a branch, nor
+        # through the factor that each of the two products above has of its own.
+        if first < topk + 64:
+            s = tl.where((at >= 0)[None, :], s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, axis=1))
+        p = tl.exp2(s - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(keys.dtype), keys, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+        at = chosen_keys(indices, first + KEYS + lane, topk, start, end)
+    # In this order the results take no more registers than the loop.
+    acc /= tl.where(total > 0.0, total, 1.0)[:, None]
+    first_out = (s_at * batch + b) * (HEADS * V)
+    place = heads[:, None] * V + d[None, :]
+    rounded = acc.to(out.dtype.element_ty)
+    if REST:
+        error = acc - rounded.to(tl.float32)
+        tl.store(rest + first_out + place, error.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + first_out + place, rounded, mask=inside)
+    sums = tl.where(total > 0.0, top + tl.log2(total), float("inf"))
+    tl.store(lse + row * HEADS + heads, sums, mask=heads < HEADS)
+
+
+@dataclass(frozen=True)
+class WideAttention:
+    """The terms of one call.
+
+    Attributes:
+        query: `[sq, b, heads, d]`.
+        key: `[sk, b, 1, d]`, whose first columns are the value.
+        value: how many they are.
+        indices: `[b, sq, topk]`, integers; an entry that is no key its query may see adds nothing.
+        softmax_scale: of the products.
+        starts: first key that a query may see, `[sq]` or `[b, sq]`; None for both is causal.
+        ends: the key after its last.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: int
+    indices: Tensor
+    softmax_scale: float
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+
+    @property
+    def rotary(self) -> int:
+        """How many columns of the key are not part of the value."""
+        return self.key.size(3) - self.value
+
+    def gpu(self) -> Gpu:
+        """The GPU of the call's tensors."""
+        return gpu_of(self.query.device)
+
+    def tiles(self) -> WideTiles:
+        """The tiles of the call's kernels."""
+        return tiles_of(self.query.size(2), self.value, self.rotary, self.gpu())
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The batch, queries, keys, and chosen keys of a row."""
+        batch, sq, topk = self.indices.shape
+        return batch, sq, self.key.size(0), topk
+
+    def strides(self) -> tuple[int, ...]:
+        """Of queries and keys by row and batch, and of queries by head."""
+        return (*self.query.stride()[:3], *self.key.stride()[:2])
+
+    @functools.cached_property
+    def chosen(self) -> Tensor:
+        """The indices, one row after the other."""
+        return self.indices.contiguous()
+
+    @functools.cached_property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """The bounds of rows in int32, and their strides by batch and row."""
+        if self.starts is None or self.ends is None:
+            nothing = self.indices.new_empty(1, dtype=torch.int32)
+            return nothing, nothing, 0, 0
+        batch = self.indices.size(0)
+        shape = max(self.starts.shape, self.ends.shape, key=len)
+        starts, ends = self.starts.expand(shape), self.ends.expand(shape)
+        if starts.stride() != ends.stride():
+            starts, ends = starts.contiguous(), ends.contiguous()
+        return bounds_of(starts, batch)[0], *bounds_of(ends, batch)
+
+    def common(self) -> dict[str, Any]:
+        """What all kernels are compiled for."""
+        causal = self.starts is None or self.ends is None
+        return {"HEADS": self.query.size(2), "V": self.value, "R": self.rotary, "CAUSAL": causal}
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """The tensor, with adjacent columns."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def forward(call: WideAttention, want_rest: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Attend to the chosen keys.
+
+    Returns:
+        The output `[sq, b, heads, v]` in the type of the query; what its rounding lost, in the same
+        type, if wanted; and the log-sum-exp to the base 2, `[b, sq, heads]` in fp32.
+    """
+    batch, sq, sk, topk = call.sizes()
+    heads = call.query.size(2)
+    out = call.query.new_empty(sq, batch, heads, call.value)
+    rest = torch.empty_like(out) if want_rest else None
+    lse = out.new_empty(batch, sq, heads, dtype=torch.float32)
+    if not out.numel():
+        return out, rest, lse
+    starts, ends, *bound_strides = call.bounds
+    tile = call.tiles().forward
+    blocks = triton.cdiv(heads, tile.heads)
+    _forward_kernel[(batch * sq * blocks,)](
+        call.query, call.key, call.chosen, starts, ends, out, out if rest is None else rest, lse,
+        call.softmax_scale * LOG2E, batch, sq, sk, topk, *call.strides(), *bound_strides,
+        BLOCKS=blocks, BLOCK=tile.heads, KEYS=tile.keys, REST=want_rest,
+        num_warps=tile.warps, num_stages=tile.stages, **call.common(),
+    )  # fmt: skip
+    return out, rest, lse
