@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from cppmega.ops import dsa_attention_reference as reference
-from cppmega.ops.dsa_indexer_device import gpu_obstacle
+from cppmega.ops.dsa_attention_wide_tiles import wide_obstacle
+from cppmega.ops.dsa_indexer_device import Gpu, gpu_obstacle, gpu_of
 from cppmega.ops.dsa_indexer_problem import Bounds
 
 
@@ -48,17 +49,25 @@ def obstacle(query: Tensor, key: Tensor, value: Tensor | int) -> str | None:
         return "triton is not installed"
     if (too_small := gpu_obstacle(query.device)) is not None:
         return too_small
+    gpu, heads = gpu_of(query.device), query.size(2)
     if isinstance(value, int):
-        return absorbed_obstacle(query.size(3), value)
+        return absorbed_obstacle(heads, query.size(3), value, gpu)
     return per_head_obstacle(query.size(3), value.size(3))
 
 
-def absorbed_obstacle(width: int, value_width: int) -> str | None:
-    """Why no kernel does a latent key of these widths, as half a sentence; None if one does."""
-    if value_width > 512 or width - value_width > 128:
-        rotary = width - value_width
-        return f"latent keys of {value_width} + {rotary} columns: the kernels do at most 512 + 128"
-    return None
+def absorbed_obstacle(heads: int, width: int, value_width: int, gpu: Gpu) -> str | None:
+    """Why no kernel does a latent key of these widths, as half a sentence; None if one does.
+
+    Args:
+        heads: of this rank.
+        width: of queries and keys.
+        value_width: of the values, the first columns of the keys.
+        gpu: that is to do it.
+    """
+    rotary = width - value_width
+    if max(value_width, rotary) <= 128:
+        return None
+    return wide_obstacle(heads, value_width, rotary, gpu)
 
 
 def per_head_obstacle(width: int, value_width: int) -> str | None:

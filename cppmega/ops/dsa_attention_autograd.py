@@ -10,6 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from cppmega.ops.dsa_attention_backward_triton import Backward
 from cppmega.ops.dsa_attention_forward_triton import Attended, forward
+from cppmega.ops.dsa_attention_wide_backward_triton import WideBackward
+from cppmega.ops.dsa_attention_wide_triton import WideAttention
+from cppmega.ops.dsa_attention_wide_triton import forward as wide_forward
 
 
 class _Absorbed(torch.autograd.Function):
@@ -26,9 +29,11 @@ class _Absorbed(torch.autograd.Function):
         repeatable: bool | None,
         differentiable: bool,
     ) -> Tensor:
-        attended = forward(
-            query, key, value_width, indices, softmax_scale, starts, ends, want_rest=differentiable
-        )
+        terms = (query, key, value_width, indices, softmax_scale, starts, ends)
+        if is_wide(query, value_width):
+            attended = wide_forward(WideAttention(*terms), want_rest=differentiable)
+        else:
+            attended = forward(*terms, want_rest=differentiable)
         if differentiable:
             ctx.save_for_backward(query, key, indices, starts, ends, *attended)
             ctx.call = value_width, softmax_scale, repeatable
@@ -41,8 +46,18 @@ class _Absorbed(torch.autograd.Function):
         width, scale, repeatable = ctx.call
         if repeatable is None:
             repeatable = torch.are_deterministic_algorithms_enabled()
-        call = Backward(query, key, width, indices, scale, starts, ends, Attended(*attended), grad)
+        terms = (query, key, width, indices, scale, starts, ends)
+        call: Backward | WideBackward
+        if is_wide(query, width):
+            call = WideBackward(WideAttention(*terms), Attended(*attended), grad)
+        else:
+            call = Backward(*terms, Attended(*attended), grad)
         return *call.gradients(repeatable=repeatable), *(None,) * 7
+
+
+def is_wide(query: Tensor, value_width: int) -> bool:
+    """Whether a latent part takes the wide kernels."""
+    return value_width > 128 or query.size(3) - value_width > 128
 
 
 def rows(x: Tensor) -> Tensor:

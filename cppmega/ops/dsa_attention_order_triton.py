@@ -10,7 +10,7 @@ second kernel adds up the contributions of each key, which are adjacent and orde
                                 of the bits that are set
 
 The place of a pair is `first` of its word plus the number of lower bits set in it. What is stored
-is rounded to the type of the keys, and summed in fp32.
+is rounded to the type of the keys (wide keys: not rounded), and summed in fp32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bounds_of_row(  # type: ignore[no-untyped-def]
     """The first key that a query sees, and the key after its last."""
     if CAUSAL:
         start = 0
-        end = s + 1 + sk - sq
+        end = (s + 1 + sk - sq).to(tl.int32)
     else:
         at = b.to(tl.int64) * bound_batch + s.to(tl.int64) * bound_row
         start = tl.maximum(tl.load(starts + at), 0).to(tl.int32)
@@ -140,7 +140,7 @@ class Order:
         starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
         ends: the key after its last.
         sk: the number of keys.
-        queries: the range of queries, from a multiple of 32 on.
+        queries: first query, and query after the last.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ at a time as a scratch of P and dS allows:
   type of the inputs, as products need them. Delta is the sum of dO * (out + rest) in fp32.
 - `_query_kernel` multiplies dS by the gathered keys, for dq.
 - `_key_kernel` multiplies [dS | P]^T by [Q ; dO], one product over all heads, for what a query
-  gives to the gradient of each key it chose. That is added to dkv by fp32 atomics, or written once
-  to a place of its own, for a sum in a fixed order.
+  gives to the gradient of each key it chose. That is added to dkv by fp32 atomics, or written once,
+  in fp32, and summed in one order, see `dsa_attention_order_triton`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_attention_forward_triton import LOG2_E, Attended
+from cppmega.ops.dsa_attention_order_triton import Order, bounds_of_row, place_of
 from cppmega.ops.dsa_attention_wide_tiles import padded_heads
 from cppmega.ops.dsa_attention_wide_triton import (
-    LOG2E,
     WideAttention,
-    bounds_of_row,
     chosen_keys,
     last_contiguous,
     slots_in_use,
@@ -33,6 +33,9 @@ from cppmega.ops.dsa_attention_wide_triton import (
 
 SCRATCH_BYTES = 1 << 29
 """Most memory of P and dS. A query of 128 heads and 2048 keys takes 1 MiB."""
+
+ORDERED_BYTES = 1 << 30
+"""The same with the contributions to the gradients of keys: 4.5 MiB of such a query."""
 
 SLOTS = 64
 """A row of P has a multiple of it, as of `slots_in_use`; the keys of every tile divide it."""
@@ -82,7 +85,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         e = V + tl.arange(0, R)
         rotary = tl.load(q_at + e[None, :], mask=inside, other=0.0)
     row = b * sq + s_at
-    own = tl.load(lse + row * HEADS + heads, mask=heads < HEADS, other=float("inf"))
+    own = tl.load(lse + (s_at * batch + b) * HEADS + heads, mask=heads < HEADS, other=float("inf"))
     key += b * k_batch
     indices += row * topk
     into = made + (near * 2 * PADDED + heads)[:, None] * slots + lane[None, :]
@@ -141,7 +144,8 @@ def _query_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_kernel(  # type: ignore[no-untyped-def]
-    query, indices, starts, ends, grad, made, positions, into, batch, sq, sk, topk, slots, q0,
+    query, indices, starts, ends, grad, made, bits, of_word, words, region, into,
+    batch, sq, sk, topk, slots, q0,
     q_row, q_batch, q_head, g_row, g_batch, g_head, bound_batch, bound_row,
     HEADS: tl.constexpr, PADDED: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
@@ -176,8 +180,8 @@ def _key_kernel(  # type: ignore[no-untyped-def]
             to = into + (b * sk + at)[:, None] * (V + R) + column[None, :]
             tl.atomic_add(to, share, mask=(at >= 0)[:, None], sem="relaxed")
         else:
-            at = tl.load(positions + row * topk + slot, mask=at >= 0, other=-1).to(tl.int64)
-            to = into + at[:, None] * (V + R) + column[None, :]
+            place = place_of(bits, of_word, b, at, (s_at - q0).to(tl.int32), at >= 0, sk, words)
+            to = into + (b * region + place)[:, None] * (V + R) + column[None, :]
             tl.store(to, share.to(into.dtype.element_ty), mask=(at >= 0)[:, None])
 
 
@@ -187,22 +191,22 @@ class WideBackward:
 
     Attributes:
         call: its terms.
-        out: its output.
-        rest: what the output's rounding lost.
-        lse: its log-sum-exp.
+        attended: its results.
         grad: the gradient of its output, `[sq, b, heads, v]`.
     """
 
     call: WideAttention
-    out: Tensor
-    rest: Tensor
-    lse: Tensor
+    attended: Attended
     grad: Tensor
 
-    def parts(self) -> list[tuple[int, int]]:
+    def parts(self, *, ordered: bool) -> list[tuple[int, int]]:
         """First query and query after the last of each part that the scratch has room for."""
-        sq = self.call.indices.size(1)
-        step = max(1, SCRATCH_BYTES // max(1, self._scratch_of(1)))
+        (batch, sq, topk), room = self.call.indices.shape, SCRATCH_BYTES
+        of_query = self._scratch_of(1)
+        if ordered:
+            of_query += batch * topk * self.call.key.size(3) * 4
+            room = ORDERED_BYTES
+        step = max(1, room // max(1, of_query))
         return [(first, min(sq, first + step)) for first in range(0, sq, step)]
 
     def _padded(self) -> int:
@@ -225,8 +229,8 @@ class WideBackward:
         tile, scale = call.tiles().scores, call.softmax_scale
         if made.numel():
             _scores_kernel[(made.size(0) * batch * padded // tile.heads,)](
-                call.query, call.key, call.chosen, starts, ends, self.out, self.rest, self.lse,
-                grad, made, scale, scale * LOG2E, *call.sizes(), slots, part[0],
+                call.query, call.key, call.chosen, starts, ends, *self.attended,
+                grad, made, scale, scale * LOG2_E, *call.sizes(), slots, part[0],
                 *call.strides(), *grad.stride()[:3], *bound_strides,
                 PADDED=padded, BLOCK=tile.heads, KEYS=tile.keys, AHEAD=tile.stages == 1,
                 num_warps=tile.warps, num_stages=tile.stages, **call.common(),
@@ -250,40 +254,48 @@ class WideBackward:
                 )  # fmt: skip
 
     def gradient_of_keys(
-        self, part: tuple[int, int], made: Tensor, into: Tensor, positions: Tensor | None = None
+        self, part: tuple[int, int], made: Tensor, into: Tensor, order: Order | None = None
     ) -> None:
         """Add one part to dkv, or write its share of every pair to a place of its own.
 
         Args:
             part: first query and query after the last.
             made: its dS and P, by `scores`.
-            into: dkv `[b, sk, d]` in fp32, that is added to; with positions, `[places, d]`.
-            positions: `[b, sq, topk]`, the place of each pair of query and key; -1 for none.
+            into: dkv `[b, sk, d]` in fp32, that is added to; with an order, `[b, places, 1, d]`.
+            order: the places of the part.
         """
         call, grad, tile = self.call, last_contiguous(self.grad), self.call.tiles().keys
         starts, ends, *bound_strides = call.bounds
+        places = (call.chosen, call.chosen, 0, 0)
+        if order is not None:
+            places = (order.bits, order.first, order.words, into.size(1))
         for first, width in ((0, call.value), (call.value, call.rotary)):
             columns = min(tile.columns, width)
             if columns and made.numel():
                 _key_kernel[(made.size(0) * made.size(1) * (width // columns),)](
-                    call.query, call.chosen, starts, ends, grad, made,
-                    call.chosen if positions is None else positions, into, *call.sizes(),
-                    made.size(4), part[0],
+                    call.query, call.chosen, starts, ends, grad, made, *places, into,
+                    *call.sizes(), made.size(4), part[0],
                     *call.query.stride()[:3], *grad.stride()[:3], *bound_strides,
                     PADDED=made.size(3), KEYS=tile.keys,
-                    COLUMNS=columns, PARTS=width // columns, FIRST=first, ADD=positions is None,
+                    COLUMNS=columns, PARTS=width // columns, FIRST=first, ADD=order is None,
                     num_warps=tile.warps, num_stages=tile.stages, **call.common(),
                 )  # fmt: skip
 
-
-def backward(work: WideBackward) -> tuple[Tensor, Tensor]:
-    """dq `[sq, b, heads, d]`, and dkv `[b, sk, d]` in fp32, by atomics in no fixed order."""
-    call = work.call
-    dq = torch.empty(call.query.shape, dtype=call.query.dtype, device=call.query.device)
-    batch, _, sk, _ = call.sizes()
-    dkv = call.key.new_zeros(batch, sk, call.key.size(3), dtype=torch.float32)
-    for part in work.parts():
-        made = work.scores(part)
-        work.gradient_of_queries(part, made, dq)
-        work.gradient_of_keys(part, made, dkv)
-    return dq, dkv
+    def gradients(self, *, repeatable: bool) -> tuple[Tensor, Tensor]:
+        """The gradients of queries and keys, those of keys summed in one order or by atomics."""
+        call = self.call
+        batch, _, sk, topk = call.sizes()
+        dq = torch.empty_like(call.query, memory_format=torch.contiguous_format)
+        dkv = call.key.new_zeros(batch, sk, call.key.size(3), dtype=torch.float32)
+        for part in self.parts(ordered=repeatable):
+            made = self.scores(part)
+            self.gradient_of_queries(part, made, dq)
+            if not repeatable:
+                self.gradient_of_keys(part, made, dkv)
+                continue
+            order = Order(call.chosen, call.starts, call.ends, sk, part)
+            region = (part[1] - part[0]) * topk
+            shares = dkv.new_empty(batch, region, 1, dkv.size(2))
+            self.gradient_of_keys(part, made, shares, order)
+            order.add_up(shares, 0, batch, region, dkv.transpose(0, 1), add=True)
+        return dq, dkv.transpose(0, 1).unsqueeze(2).to(call.key.dtype)

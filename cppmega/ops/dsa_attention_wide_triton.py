@@ -19,33 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_attention_forward_triton import LOG2_E, Attended
+from cppmega.ops.dsa_attention_order_triton import bounds_arguments, bounds_of_row, visible
 from cppmega.ops.dsa_attention_wide_tiles import WideTiles, tiles_of
 from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
-from cppmega.ops.dsa_indexer_topk_triton import bounds_of
-
-LOG2E = 1.4426950408889634
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def bounds_of_row(  # type: ignore[no-untyped-def]
-    starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
-):
-    """The first key that a query may see, and the one after the last."""
-    if CAUSAL:
-        start = 0
-        end = (s_at + 1 + sk - sq).to(tl.int32)
-    else:
-        at = b * bound_batch + s_at * bound_row
-        start = tl.maximum(tl.load(starts + at), 0)
-        end = tl.load(ends + at)
-    return start, tl.minimum(end, sk)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def chosen_keys(indices, slot, topk, start, end):  # type: ignore[no-untyped-def]
     """The keys of some slots of a row that its query may see; -1 for others."""
     at = tl.load(indices + slot, mask=slot < topk, other=-1)
-    return tl.where((at >= start) & (at < end), at, -1).to(tl.int32)
+    return tl.where(visible(at, start, end), at, -1).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -115,7 +99,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(rest + first_out + place, error.to(out.dtype.element_ty), mask=inside)
     tl.store(out + first_out + place, rounded, mask=inside)
     sums = tl.where(total > 0.0, top + tl.log2(total), float("inf"))
-    tl.store(lse + row * HEADS + heads, sums, mask=heads < HEADS)
+    tl.store(lse + (s_at * batch + b) * HEADS + heads, sums, mask=heads < HEADS)
 
 
 @dataclass(frozen=True)
@@ -169,16 +153,8 @@ class WideAttention:
 
     @functools.cached_property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """The bounds of rows in int32, and their strides by batch and row."""
-        if self.starts is None or self.ends is None:
-            nothing = self.indices.new_empty(1, dtype=torch.int32)
-            return nothing, nothing, 0, 0
-        batch = self.indices.size(0)
-        shape = max(self.starts.shape, self.ends.shape, key=len)
-        starts, ends = self.starts.expand(shape), self.ends.expand(shape)
-        if starts.stride() != ends.stride():
-            starts, ends = starts.contiguous(), ends.contiguous()
-        return bounds_of(starts, batch)[0], *bounds_of(ends, batch)
+        """The bounds of rows, and their strides by batch and row."""
+        return bounds_arguments(self.starts, self.ends, self.chosen)
 
     def common(self) -> dict[str, Any]:
         """What all kernels are compiled for."""
@@ -191,27 +167,22 @@ def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def forward(call: WideAttention, want_rest: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attend to the chosen keys.
-
-    Returns:
-        The output `[sq, b, heads, v]` in the type of the query; what its rounding lost, in the same
-        type, if wanted; and the log-sum-exp to the base 2, `[b, sq, heads]` in fp32.
-    """
+def forward(call: WideAttention, *, want_rest: bool) -> Attended:
+    """Attend to the chosen keys."""
     batch, sq, sk, topk = call.sizes()
     heads = call.query.size(2)
     out = call.query.new_empty(sq, batch, heads, call.value)
     rest = torch.empty_like(out) if want_rest else None
-    lse = out.new_empty(batch, sq, heads, dtype=torch.float32)
+    lse = out.new_empty(sq, batch, heads, dtype=torch.float32)
     if not out.numel():
-        return out, rest, lse
+        return Attended(out, rest, lse)
     starts, ends, *bound_strides = call.bounds
     tile = call.tiles().forward
     blocks = triton.cdiv(heads, tile.heads)
     _forward_kernel[(batch * sq * blocks,)](
         call.query, call.key, call.chosen, starts, ends, out, out if rest is None else rest, lse,
-        call.softmax_scale * LOG2E, batch, sq, sk, topk, *call.strides(), *bound_strides,
+        call.softmax_scale * LOG2_E, batch, sq, sk, topk, *call.strides(), *bound_strides,
         BLOCKS=blocks, BLOCK=tile.heads, KEYS=tile.keys, REST=want_rest,
         num_warps=tile.warps, num_stages=tile.stages, **call.common(),
     )  # fmt: skip
-    return out, rest, lse
+    return Attended(out, rest, lse)

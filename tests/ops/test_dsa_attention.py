@@ -17,6 +17,7 @@ from cppmega.ops.dsa_attention import (  # noqa: E402
     obstacle,
     sparse_attention,
 )
+from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -86,10 +87,13 @@ def test_what_does_not_match_is_an_error() -> None:
 def test_obstacles_are_named() -> None:
     query, key = torch.empty(4, 1, 2, 16, device="meta"), torch.empty(4, 1, 1, 16, device="meta")
     assert obstacle(query, key, 8) == "the tensors are on meta"
-    assert absorbed_obstacle(576, 512) is None
-    assert absorbed_obstacle(1088, 1024) == (
-        "latent keys of 1024 + 64 columns: the kernels do at most 512 + 128"
+    gpu = Gpu((9, 0), 227 * 1024)
+    assert absorbed_obstacle(128, 576, 512, gpu) is None
+    assert absorbed_obstacle(24, 96, 80, gpu) is None
+    assert absorbed_obstacle(8, 448, 384, gpu) == (
+        "keys of 384+64 columns are not powers of two from 16 on"
     )
+    assert "shared memory for 8 heads of 4096+64" in str(absorbed_obstacle(8, 4160, 4096, gpu))
 
 
 # The kernels
