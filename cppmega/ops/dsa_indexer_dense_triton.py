@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_bits_triton import chosen
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_sparse_triton import kl_terms
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, extent, padded, row_bounds, rows_of
@@ -77,16 +78,6 @@ def _log_sum_step(s, top, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _chosen(words, lane, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which keys of a tile are chosen, from the addresses of each row's first word of bits."""
-    # A word is loaded once for each row, not for each key of it.
-    word = tl.zeros([words.shape[0], lane.shape[0]], tl.int32)
-    for part in tl.static_range(lane.shape[0] // BITS):
-        word = tl.where((lane // BITS == part)[None, :], tl.load(words + part)[:, None], word)
-    return ((word >> (lane % BITS)[None, :]) & 1) != 0
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _lse_kernel(  # type: ignore[no-untyped-def]
     query, key, starts, ends, bits, lse, scale, sq, sk, q0, width,
     q_row, q_batch, q_head, k_row, k_batch, k_head, bound_batch, bound_row,
@@ -124,7 +115,7 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
         )
         s, lane = s * scale, at + tl.arange(0, KEYS)
         if CHOSEN:
-            seen = _chosen(words + at // BITS, tl.arange(0, KEYS), BITS)
+            seen = chosen(words + at // BITS, tl.arange(0, KEYS), BITS)
         else:
             seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
         top, total = _log_sum_step(tl.where(seen, s, float("-inf")), top, total)

@@ -19,22 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_bits_triton import Places, Rows, set_bits
 from cppmega.ops.dsa_indexer_dense_triton import AttentionTiles
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _bits_kernel(  # type: ignore[no-untyped-def]
-    indices, bits, sq, topk, q0, part, rows, words, SLOTS: tl.constexpr, BITS: tl.constexpr
-):
-    """Set the bit of each chosen key of one query, among zeros."""
-    b = (tl.program_id(0) // part).to(tl.int64)
-    near = tl.program_id(0) % part
-    slot = tl.arange(0, SLOTS)
-    at = tl.load(indices + (b * sq + q0 + near) * topk + slot, mask=slot < topk, other=-1)
-    there, at = at >= 0, tl.maximum(at, 0)
-    word = bits + (b * rows + near) * words + at // BITS
-    tl.atomic_or(word, tl.full([SLOTS], 1, tl.int32) << (at % BITS), mask=there, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -53,13 +40,11 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 def _bits(index: IndexTiles, part: tuple[int, int], indices: Tensor) -> Tensor:
     """One bit for each key of a part's queries, `[b, queries, words]` in whole tiles."""
-    topk, queries = indices.size(-1), part[1] - part[0]
-    rows = triton.cdiv(queries, index.tile) * index.tile
+    rows = triton.cdiv(part[1] - part[0], index.tile) * index.tile
     bits = indices.new_zeros(index.batch, rows, index.columns // index.bits)
-    _bits_kernel[(index.batch * queries,)](
-        indices, bits, index.sq, topk, part[0], queries, rows, bits.size(-1),
-        SLOTS=padded(topk), BITS=index.bits,
-    )  # fmt: skip
+    bounds = Rows(*index.bounds, index.bound_strides, index.causal)
+    shape = (rows, index.columns)
+    set_bits(indices, index.sk, part, bounds, Places(bits), bits=index.bits, shape=shape)
     return bits
 
 

@@ -52,6 +52,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
 
     The log-sum-exp is two kernels: over all keys, and over those whose bit is set.
     """
+    from cppmega.ops import dsa_indexer_bits_triton as bits
     from cppmega.ops import dsa_indexer_dense_triton as dense
     from cppmega.ops import dsa_indexer_per_head_triton as per_head
     from cppmega.ops import dsa_indexer_prologue_triton as prologue
@@ -63,7 +64,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
     from cppmega.ops.dsa_indexer_prologue import Rotary
 
     found: list[tuple[Any, dict[str, Any]]] = []
-    for module in (dense, per_head, prologue, sparse, tiles, topk):
+    for module in (bits, dense, per_head, prologue, sparse, tiles, topk):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Recorded(getattr(module, name), found))
 

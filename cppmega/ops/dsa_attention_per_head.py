@@ -1,0 +1,98 @@
+"""DSA's sparse attention with a key per head for autograd.
+
+The backward keeps the inputs, the indices and the bounds, the output, its rounding error and the
+log-sum-exp of each row. It sets the bits of the chosen keys again: they take `b * sq * sk / 8`
+bytes, twice as many in the backward. Queries are done in parts of at most `BITS_BYTES` of bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cppmega.ops.dsa_attention_bits_triton import WHOLE, Bits
+from cppmega.ops.dsa_attention_per_head_triton import Gradients, Heads
+from cppmega.ops.dsa_indexer_bits_triton import Rows
+
+BITS_BYTES = 1 << 29
+"""Most memory of a part's bits, by query: one part up to 64k queries and keys."""
+
+
+def _parts(sq: int, sk: int, batch: int) -> list[tuple[int, int]]:
+    """First query and query after the last of each part."""
+    row = batch * -(-sk // WHOLE) * WHOLE // 8
+    step = max(WHOLE, BITS_BYTES // max(row, 1) // WHOLE * WHOLE)
+    return [(first, min(sq, first + step)) for first in range(0, sq, step)]
+
+
+class _PerHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        indices: Tensor,
+        starts: Tensor | None,
+        ends: Tensor | None,
+        softmax_scale: float,
+        want_gradients: bool,
+    ) -> Tensor:
+        heads, indices = Heads(query, key, value, softmax_scale), indices.contiguous()
+        bounds = Rows.of(starts, ends, heads.batch, indices)
+        out, rest, lse = heads.outputs(want_gradients)
+        if out.numel():
+            for part in _parts(heads.sq, heads.sk, heads.batch):
+                heads.forward(Bits(indices, heads.sk, part, bounds, across=False), out, rest, lse)
+        if want_gradients:
+            ctx.save_for_backward(query, key, value, indices, starts, ends, out, rest, lse)
+            ctx.softmax_scale = softmax_scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        query, key, value, indices, starts, ends, out, rest, lse = ctx.saved_tensors
+        if not out.numel() or not key.numel():
+            return (*(x.new_zeros(x.shape) for x in (query, key, value)), *(None,) * 5)
+        heads = Heads(query, key, value, ctx.softmax_scale)
+        bounds = Rows.of(starts, ends, heads.batch, indices)
+        parts = _parts(heads.sq, heads.sk, heads.batch)
+        gradients = Gradients(heads, upstream, out, rest, lse, len(parts))
+        for part in parts:
+            gradients.write(Bits(indices, heads.sk, part, bounds, across=True))
+        return (gradients.dq, *gradients.of_keys_and_values(), *(None,) * 5)
+
+
+def per_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    starts: Tensor | None,
+    ends: Tensor | None,
+) -> Tensor:
+    """Attend to the chosen keys.
+
+    Args:
+        query: `[sq, b, heads, d]`.
+        key: `[sk, b, heads or 1, d]`.
+        value: `[sk, b, heads or 1, v]`.
+        indices: `[b, sq, topk]`, integers in any order; a key that is repeated counts once.
+        softmax_scale: of the products.
+        starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
+        ends: the key after its last.
+
+    Returns:
+        `[sq, b, heads, v]` in the type of the query, 0 for a query that sees no key.
+    """
+    tensors = (query, key, value)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    out: Tensor = _PerHead.apply(  # type: ignore[no-untyped-call]
+        *tensors, indices, starts, ends, softmax_scale, wanted
+    )
+    return out

@@ -1,0 +1,138 @@
+"""One bit for each query and key: which keys were chosen, for products of whole tiles.
+
+What a query chose and may see is set among zeros by atomic or, so an entry that is repeated counts
+once, in whatever order entries come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.dsa_indexer_tiles_triton import padded, row_bounds
+from cppmega.ops.dsa_indexer_topk_triton import bounds_of
+
+UNIT = 32
+"""Queries and keys of one mark."""
+
+SLOTS = 1024
+"""Entries of a query that are read at a time, at most."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bits_kernel(  # type: ignore[no-untyped-def]
+    indices, starts, ends, bits, across, marks, sq, sk, topk, q0, part, rows, words, bound_batch,
+    bound_row, CAUSAL: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
+    BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, MARKS: tl.constexpr,
+):  # fmt: skip
+    """Set the bit of each chosen key of one query, among zeros."""
+    b = (tl.program_id(0) // part).to(tl.int64)
+    near = tl.program_id(0) % part
+    row = q0 + near + tl.arange(0, 1)
+    start, end = row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    for first in range(0, topk, SLOTS):
+        slot = first + tl.arange(0, SLOTS)
+        at = tl.load(indices + (b * sq + q0 + near) * topk + slot, mask=slot < topk, other=0)
+        there = (slot < topk) & (at >= start) & (at < end)
+        at = tl.where(there, at, 0).to(tl.int32)
+        one = tl.full([SLOTS], 1, tl.int32)
+        if BY_QUERY:
+            word = bits + (b * rows + near) * words + at // BITS
+            tl.atomic_or(word, one << (at % BITS), mask=there, sem="relaxed")
+        if BY_KEY:
+            word = across + (b * words * BITS + at) * (rows // BITS) + near // BITS
+            tl.atomic_or(word, one << (near % BITS), mask=there, sem="relaxed")
+        if MARKS:
+            # Others write the same number there.
+            unit = (b * (rows // UNIT) + near // UNIT) * (words * BITS // UNIT) + at // UNIT
+            tl.store(marks + unit, one, mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def chosen(words, lane, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which columns of a tile have their bit set, from the addresses of each row's first word.
+
+    Args:
+        words: `[rows]`.
+        lane: `tl.arange(0, columns)`.
+        BITS: columns of a word.
+    """
+    # A word is loaded once for each row, not for each column of it.
+    word = tl.zeros([words.shape[0], lane.shape[0]], tl.int32)
+    for part in tl.static_range(lane.shape[0] // BITS):
+        word = tl.where((lane // BITS == part)[None, :], tl.load(words + part)[:, None], word)
+    return (word & (tl.full(lane.shape, 1, tl.int32) << (lane % BITS))[None, :]) != 0
+
+
+class Rows(NamedTuple):
+    """Which keys each query may see.
+
+    Attributes:
+        starts: first key of a row in int32, of the shape that the strides say.
+        ends: the key after its last.
+        strides: of both, by batch and row.
+        causal: the bounds are not read: a row sees the keys up to its own.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    strides: Sequence[int]
+    causal: bool
+
+    @classmethod
+    def of(cls, starts: Tensor | None, ends: Tensor | None, batch: int, like: Tensor) -> Rows:
+        """The bounds `[sq]` or `[b, sq]` as kernels take them; causal where there are none."""
+        if starts is None or ends is None:
+            nowhere = like.new_empty(1, dtype=torch.int32)
+            return cls(nowhere, nowhere, (0, 0), True)
+        (first, *strides), (last, *others) = (bounds_of(x, batch) for x in (starts, ends))
+        if strides != others:
+            first, last = (x.expand(batch, -1).contiguous() for x in (first, last))
+            _, *strides = bounds_of(first, batch)
+        return cls(first, last, strides, False)
+
+
+class Places(NamedTuple):
+    """Where bits are set: `[b, queries, words]`, `[b, keys, words]` and one mark for each unit."""
+
+    by_query: Tensor | None
+    by_key: Tensor | None = None
+    marks: Tensor | None = None
+
+
+def set_bits(
+    indices: Tensor,
+    sk: int,
+    part: tuple[int, int],
+    bounds: Rows,
+    places: Places,
+    *,
+    bits: int,
+    shape: tuple[int, int],
+) -> None:
+    """Set the bits of what a part's queries chose and may see, among zeros.
+
+    Args:
+        indices: `[b, sq, topk]`, contiguous, of any type of integers.
+        sk: the number of keys.
+        part: first query and query after the last.
+        bounds: what a query may see.
+        places: which bits are wanted.
+        bits: of one word.
+        shape: rows and columns of the bits.
+    """
+    batch, sq, topk = indices.shape
+    queries, (rows, columns) = part[1] - part[0], shape
+    by_query, by_key, marks = (indices if x is None else x for x in places)
+    _bits_kernel[(batch * queries,)](
+        indices, bounds.starts, bounds.ends, by_query, by_key, marks,
+        sq, sk, topk, part[0], queries, rows, columns // bits, *bounds.strides,
+        CAUSAL=bounds.causal, SLOTS=min(SLOTS, padded(topk)), BITS=bits, UNIT=UNIT,
+        BY_QUERY=places.by_query is not None, BY_KEY=places.by_key is not None,
+        MARKS=places.marks is not None,
+    )  # fmt: skip

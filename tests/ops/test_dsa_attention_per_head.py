@@ -1,0 +1,199 @@
+"""DSA's sparse attention with a key per head: its kernels against plain torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from cppmega.ops import dsa_attention_per_head as per_head  # noqa: E402
+from cppmega.ops.dsa_attention_per_head_tiles import HOPPER, OTHERS, tiles_for  # noqa: E402
+from cppmega.ops.dsa_indexer_device import LEAST_SHARED, Gpu  # noqa: E402
+from tests.ops.test_dsa_indexer_gpus import LIMITS, Recorded, shared_memory  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def interpreted(code: str) -> None:
+    """Run code in a process whose Triton kernels run in the interpreter, on CPU."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    start = (
+        "import tests.ops.interpreted\nimport torch\n"
+        "from tests.ops.dsa_attention_per_head_checks import *\nsmall_tiles()\n"
+    )
+    options = ["-W", "ignore::RuntimeWarning"]
+    subprocess.run([sys.executable, *options, "-c", start + code], check=True, env=environment)
+
+
+def test_output_and_gradients() -> None:
+    interpreted(
+        """
+check(Shape(34, 34, 1, 3, 3, 3, 24, 16, 7), Bounds())
+check(Shape(21, 21, 1, 8, 8, 8, 16, 8, 12), documents(21))
+check(Shape(20, 75, 1, 2, 1, 2, 80, 40, 20), Bounds(), repeats=True)
+check(Shape(33, 33, 1, 1, 1, 1, 16, 16, 20), Bounds(), dtype=torch.int16)
+check(Shape(20, 20, 1, 3, 3, 1, 96, 64, 6), Bounds(), std=20.0)
+"""
+    )
+
+
+def test_bounds_of_a_rank_whose_keys_are_gathered() -> None:
+    """By sequence, some beyond the keys, and of strides that differ; and nothing to attend to."""
+    interpreted(
+        """
+starts = torch.arange(-3, 27)
+ends = torch.stack([torch.arange(20, 80, 2), torch.arange(40, 70)])
+check(Shape(30, 66, 2, 1, 1, 1, 16, 16, 30), Bounds(starts.expand(2, -1), ends))
+check_nothing(Shape(6, 6, 1, 2, 2, 2, 16, 16, 3), Bounds())
+check_nothing(Shape(6, 6, 1, 2, 2, 2, 16, 16, 0), Bounds())
+check_nothing(Shape(0, 6, 1, 2, 1, 2, 16, 16, 2), Bounds())
+check_nothing(Shape(6, 0, 1, 2, 1, 2, 16, 16, 2), Bounds())
+"""
+    )
+
+
+def test_tiles_without_a_chosen_key_are_skipped_and_parts_do_not_change_a_bit() -> None:
+    """Nor does the place in a batch."""
+    interpreted(
+        """
+check_lists(Shape(90, 100, 2, 1, 1, 1, 16, 16, 4))
+check_parts(Shape(70, 33, 1, 1, 1, 1, 16, 16, 9), Bounds())
+check_places(Shape(20, 20, 2, 1, 1, 1, 16, 16, 9))
+"""
+    )
+
+
+def test_dS_has_the_terms_that_peaked_scores_take() -> None:
+    """With one term the error of dq here is 1.76 times that of rounding."""
+    interpreted(
+        """
+check_errors(Shape(64, 64, 1, 2, 2, 2, 64, 32, 24), Bounds(), std=20.0, dtype=torch.float16,
+    device="cpu")
+"""
+    )
+
+
+def test_parts_are_whole_tiles_within_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert per_head._parts(65536, 65536, 1) == [(0, 65536)]
+    assert per_head._parts(65536, 65536, 2) == [(0, 32768), (32768, 65536)]
+    monkeypatch.setattr(per_head, "BITS_BYTES", 1)
+    assert per_head._parts(300, 10, 3) == [(0, 128), (128, 256), (256, 300)]
+
+
+WIDTHS = {192: (128, 64), 256: (128, 128), 368: (192, 128), 384: (256, 128), 512: (256, 256)}
+"""The widest of each row of the tables."""
+
+
+def test_every_width_has_its_tiles() -> None:
+    for gpu, table in ((Gpu((9, 0), 227 << 10), HOPPER), (Gpu((12, 0), LEAST_SHARED), OTHERS)):
+        assert {most: tiles_for(*widths, gpu) for most, widths in WIDTHS.items()} == table
+        assert all(tiles_for(d, v, gpu) for d in range(1, 257) for v in range(1, 257, 5))
+
+
+@pytest.mark.parametrize(
+    ("arch", "widths"),
+    [(90, (192, 128)), (90, (256, 256)), (120, (256, 128)), (120, (256, 256))],
+)
+def test_shared_memory(arch: int, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from cppmega.ops import dsa_attention_bits_triton as bits
+    from cppmega.ops import dsa_attention_per_head_triton as kernels
+    from cppmega.ops import dsa_indexer_bits_triton as setting
+
+    found: list[tuple[object, dict[str, object]]] = []
+    for module in (bits, kernels, setting):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorded(getattr(module, name), found))
+    limit = LIMITS[arch] << 10
+    monkeypatch.setattr(kernels, "gpu_of", lambda _: Gpu((arch // 10, arch % 10), limit))
+    like = {"dtype": torch.bfloat16, "requires_grad": True}
+    query, key = (torch.zeros(256, 2, 4, widths[0], **like) for _ in range(2))
+    value = torch.zeros(256, 2, 4, widths[1], **like)
+    indices = torch.zeros(2, 256, 256, dtype=torch.int32)
+    out = per_head.per_head(query, key, value, indices, 0.1, None, None)
+    out.backward(torch.zeros_like(out))
+    taken = {
+        kernel.__name__: shared_memory(kernel, given, arch)
+        for kernel, given in found
+        if kernel.__name__ in ("_forward_kernel", "_query_kernel", "_key_kernel")
+    }
+    assert len(taken) == 3
+    assert {name: bytes_ for name, bytes_ in taken.items() if bytes_ > limit} == {}
+
+
+gpu = pytest.mark.gpu
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@cuda
+@pytest.mark.parametrize("std", [1.0, 5.0, 20.0])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "value_width"),
+    [(8, 8, 192, 128), (3, 3, 128, 128), (32, 32, 128, 64), (4, 1, 96, 64), (2, 2, 256, 256),
+     (2, 2, 72, 40)],
+)  # fmt: skip
+def test_errors_on_cuda(
+    heads: int, key_heads: int, width: int, value_width: int, std: float
+) -> None:
+    from tests.ops.dsa_attention_per_head_checks import Bounds, Shape, check_errors, documents
+
+    sq, sk = (512, 1024) if std == 1.0 else (500, 500)
+    shape = Shape(sq, sk, 1, heads, key_heads, key_heads, width, value_width, 128)
+    bounds = Bounds() if std == 1.0 else Bounds(*(x.cuda() for x in documents(sq)))
+    check_errors(shape, bounds, std=std)
+    if heads == 3:
+        check_errors(shape, bounds, std=std, dtype=torch.float16)
+
+
+@gpu
+@cuda
+def test_results_repeat_on_cuda() -> None:
+    from tests.ops.dsa_attention_per_head_checks import (
+        Bounds,
+        Shape,
+        check_places,
+        choices,
+        drawn,
+        gradients,
+    )  # fmt: skip
+
+    shape = Shape(1000, 1000, 2, 8, 8, 8, 192, 128, 128)
+    made = drawn(shape, device="cuda", dtype=torch.bfloat16)
+    indices = choices(shape, "cuda")
+    first = gradients(made, indices, 0.1, Bounds())
+    for _ in range(20):
+        assert all(map(torch.equal, first, gradients(made, indices, 0.1, Bounds())))
+    check_places(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@gpu
+@cuda
+def test_parts_on_cuda() -> None:
+    from tests.ops.dsa_attention_per_head_checks import Bounds, Shape, check_parts
+
+    shape = Shape(1000, 1000, 2, 4, 4, 4, 128, 64, 128)
+    # In several parts dk is rounded from fp32 memory, as from registers in one.
+    check_parts(shape, Bounds(), device="cuda", dtype=torch.bfloat16)
+
+
+@gpu
+@cuda
+def test_memory_on_cuda() -> None:
+    """Above inputs, indices and results: the error of the output, row sums and bits."""
+    from tests.ops.dsa_attention_per_head_checks import Bounds, Shape, choices, drawn, gradients
+
+    shape = Shape(2048, 2048, 1, 32, 32, 32, 128, 64, 256)
+    made = drawn(shape, device="cuda", dtype=torch.bfloat16)
+    indices = choices(shape, "cuda")
+    gradients(made, indices, 0.1, Bounds())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    results = gradients(made, indices, 0.1, Bounds())
+    own = results[0].nbytes + 2 * 4 * 32 * 2048 + 3 * 2048 * 2048 // 8 + (4 << 20)
+    assert torch.cuda.max_memory_allocated() - held < sum(x.nbytes for x in results) + own
