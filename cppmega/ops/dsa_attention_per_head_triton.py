@@ -4,9 +4,9 @@ A gathered key of one head is a vector, which leaves tensor cores nothing to do.
 and keys are multiplied as in flash attention, restricted by one bit for each query and key; tiles
 without any bit are not in the list that a program walks over (`dsa_attention_bits_triton`).
 
-P is rounded to the type of the inputs for its products, dS is split into two terms of it;
-everything else is fp32. Delta is the product of the upstream gradient with the output and its
-rounding error (`rest`). No sum of floating-point numbers is atomic: each has one order, whatever
+For products, dS is split into two terms of the type of the inputs, and so is P for an output whose
+gradient is wanted; everything else is fp32. Delta is the product of the upstream gradient with the
+output and its rounding error (`rest`), see `dsa_attention_forward_triton`. No sum of floating-point numbers is atomic: each has one order, whatever
 the batch and the parts that the queries are done in, so results repeat bit for bit.
 """
 
@@ -20,18 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops.dsa_attention_bits_triton import Bits, Lists
+from cppmega.ops.dsa_attention_forward_triton import LOG2_E
 from cppmega.ops.dsa_attention_per_head_tiles import tiles_for, widths_of
 from cppmega.ops.dsa_indexer_bits_triton import UNIT, chosen
 from cppmega.ops.dsa_indexer_device import gpu_of
 from cppmega.ops.dsa_indexer_tiles_triton import padded, rows_of
 
-LOG2E = 1.4426950408889634
-
 P_TERMS, DS_TERMS = 1, 2
 """Terms of the inputs' type that P and dS are split into for their products.
 
 With one term of dS the errors of dq and dk are 1.4 to 2 times those of rounding exact results, with
-two 1.0 to 1.3 times. A second term of P would lower dv's 1.4, the output's 1.2 and that 1.3.
+two 1.0 times, as long as P has two in the forward. Its one term here leaves dv at 1.4 times.
 """
 
 
@@ -272,7 +271,7 @@ class Heads:
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> None:
         tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         self.query, self.key, self.value = tensors
-        self.softmax_scale, self.scale = softmax_scale, softmax_scale * LOG2E
+        self.softmax_scale, self.scale = softmax_scale, softmax_scale * LOG2_E
         self.sq, self.batch, self.heads, self.width = query.shape
         self.sk, self.value_width = key.size(0), value.size(-1)
         self.tiles = tiles_for(self.width, self.value_width, gpu_of(query.device))
@@ -312,7 +311,7 @@ class Heads:
             out, out if rest is None else rest, out if lse is None else lse, self.scale,
             self.sq, self.sk, bits.part[0], bits.columns // UNIT, tiles, others,
             *self._strides(), out.stride(0),
-            REST=rest is not None, P_TERMS=P_TERMS, **self._common(), **tile.options(),
+            REST=rest is not None, P_TERMS=1 if rest is None else 2, **self._common(), **tile.options(),
         )  # fmt: skip
 
 
