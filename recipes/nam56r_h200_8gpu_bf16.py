@@ -38,8 +38,8 @@ RECIPE = Recipe(
     dsa_indexer_head_dim=64,
     dsa_indexer_topk=256,
     dsa_indexer_loss_coeff=0.001,
-    # As released, both fused backends decline widths of 128 and 64; with `dsa_sparse_mla_widths`
-    # tilelang takes them, but not the indexer's dense loss. See nam56r_h200_slice_fused.
+    # As released, both fused backends decline widths of 128 and 64, and tilelang the dense loss:
+    # `dsa_attention_kernels` and `dsa_indexer_kernels` do both, whatever the backend but cudnn.
     dsa_kernel_backend="none",
     num_experts=16,
     moe_router_topk=4,
@@ -63,7 +63,7 @@ RECIPE = Recipe(
     lr_warmup_iters=100,
     clip_grad=1.0,
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
-    patches=("dataset_helpers_prebuilt", "dsa_hadamard_transform"),
+    patches=("dataset_helpers_prebuilt", "dsa_hadamard_transform", "dsa_attention_kernels"),
     architectures=("sm_90",),
     stack=(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
     environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),

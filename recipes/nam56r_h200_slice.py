@@ -18,4 +18,5 @@ RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     overlap_param_gather=False,
     train_iters=50,
     recompute_modules=(),
+    patches=("dataset_helpers_prebuilt", "dsa_hadamard_transform"),  # stock's DSA is measured, too
 )

@@ -105,8 +105,8 @@ def cppmega_indexer(coefficient):
             tp_group=self.indexer.pg_collection.tp,
         )
         total, keys = indexer_loss(q, k, weights, query.detach(), key.detach(), topk, loss)
-    # `scatter_` takes no -1, and a row with fewer keys than the top-k has key 0 among them.
-    return keys.long().clamp_min(0), total
+    # `scatter_` takes no -1. A row with fewer keys than the top-k does not see the last one.
+    return keys.long().masked_fill(keys < 0, k.size(0) - 1), total
 """
 SERVES = """
 if _cppmega_serves(q, k, None if attn_mask_type is not None and sq == skv else float_mask):"""
@@ -241,7 +241,7 @@ PATCH = Patch(
     ),
     after=("dsa_indexer_loss_off",),
     reached="forward",
-    when=uses_dsa,
+    when=lambda args: uses_dsa(args) and getattr(args, "dsa_kernel_backend", None) != "cudnn",
     feature=(TARGET,),
     # TileLang's own indexer has the sparse loss alone, and Megatron then holds all scores.
     wanted_by=lambda recipe: (

@@ -143,7 +143,7 @@ PATCH = Patch(
     ),
     reached="forward",
     feature=(HOOK,),
-    when=lambda args: getattr(args, "dsa_kernel_backend", None) == "tilelang",
+    when=lambda args: False,  # also with TileLang, `dsa_attention_kernels` may attend
     wanted_by=lambda recipe: (
         recipe.uses_dsa
         and recipe.dsa_kernel_backend == "tilelang"

@@ -33,6 +33,7 @@ def describe(
 ) -> dict[str, Any]:
     """Everything that the list reports about one recipe."""
     widened = provided(pages.values(), dsa_widths.TILELANG)
+    attends = bool(provided(pages.values(), dsa_widths.ATTENTION))
     counts = parameters(recipe)
     last = last_result(recipe.name, results)
     lacking = () if recipe.kind == "loop" else missing(recipe, version)
@@ -44,7 +45,7 @@ def describe(
         "gpus": recipe.gpus,
         "parameters": counts.total,
         "parameters_of_mtp": counts.mtp,
-        "memory_gib_per_gpu": round(estimate(recipe, widened).gib, 1),
+        "memory_gib_per_gpu": round(estimate(recipe, widened, attends).gib, 1),
         "gflop_per_token": round(flops(recipe) / 1e9, 3),
         "gflop_per_token_by_megatron": round(megatron_flops(recipe) / 1e9, 3),
         "patches": list(wanted_patches(recipe, pages)),

@@ -110,7 +110,8 @@ class Context:
         """Memory of the recipe's fullest GPU; only defined where there is a recipe."""
         assert self.recipe is not None
         widened = provided(self.session.pages.values(), dsa_widths.TILELANG)
-        return estimate(self.recipe, widened)
+        attends = bool(provided(self.session.pages.values(), dsa_widths.ATTENTION))
+        return estimate(self.recipe, widened, attends)
 
     @property
     def needs_gpu(self) -> bool:

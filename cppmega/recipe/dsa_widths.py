@@ -13,6 +13,8 @@ Widths = tuple[int, int]
 RELEASED: tuple[Widths, ...] = ((576, 512),)
 TILELANG = "dsa_widths_tilelang"
 """Name under which a page provides further widths for the backend tilelang."""
+ATTENTION = "dsa_sparse_attention"
+"""Name under which a page provides attention of any widths, for every backend but cudnn."""
 
 
 def supported(backend: str | None, widened: Iterable[Widths] = ()) -> tuple[Widths, ...]:

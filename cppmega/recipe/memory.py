@@ -45,7 +45,7 @@ class Estimate:
         return self.total / GIB
 
 
-def estimate(recipe: Recipe, widened: Iterable[Widths] = ()) -> Estimate:
+def estimate(recipe: Recipe, widened: Iterable[Widths] = (), attends: bool = False) -> Estimate:
     """Estimate the fullest rank of a run on GPUs.
 
     Pipeline parallelism divides the layers evenly; the rank of the head counts as the fullest.
@@ -53,8 +53,10 @@ def estimate(recipe: Recipe, widened: Iterable[Widths] = ()) -> Estimate:
     Args:
         recipe: the run.
         widened: widths of DSA that pages provide beyond those of the release.
+        attends: a page provides DSA's attention at any widths; the backend cudnn has its own.
     """
     fused = recipe.dsa_widths in supported(recipe.dsa_kernel_backend, widened)
+    fused |= attends and recipe.dsa_kernel_backend != "cudnn"
     return Estimate(_states(recipe), _activations(recipe, fused), _logits(recipe))
 
 

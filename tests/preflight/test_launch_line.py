@@ -33,8 +33,8 @@ FULL = SLICE.with_(
     pattern="DE+E" * 13 + "/D-/D-",
     cuda_graph_impl="transformer_engine",
     cuda_graph_modules=("attn",),
-    micro_batch_size=2,
-    global_batch_size=2,
+    micro_batch_size=4,
+    global_batch_size=4,
 )
 
 
@@ -196,27 +196,35 @@ def test_what_our_trainer_does_not_do(line: Any) -> None:
     says_nothing("trainer_limits", line("raw"))
 
 
+def unpatched(line: Any, name: str) -> Context:
+    """A launch on a Megatron without the pages of DSA."""
+    recipe, words = CASES[name]
+    asked = launch(recipe, *words, root=patched("0.19.2", "dataset_helpers_prebuilt"))
+    asked.__dict__["process"] = line(name).process
+    return asked
+
+
 def test_dsa_backends_that_would_decline(line: Any) -> None:
     assert "tilelang supports" in holds("dsa_backend", line("v3.2"))
-    assert "unfused, as the line asks" in holds("dsa_backend", line("slice"))
     assert "tilelang supports" in holds("dsa_backend", line("fused"))
-    for name in ("tilelang", "dense loss"):
+    for name in ("tilelang", "dense loss", "heads and keys"):
         assert "tilelang supports" in holds("dsa_backend", line(name))
-    unpatched = launch(FUSED, MOCK, root=patched("0.19.2", "dataset_helpers_prebuilt"))
-    unpatched.__dict__["process"] = line("fused").process
-    found = refuses("dsa_backend", "dsa-backend-declines", unpatched)
-    assert "128 and 64" in found.what and "dsa_sparse_mla_widths" in found.what
-    assert "GiB" in found.what
+    assert "cppmega's kernels" in holds("dsa_backend", line("slice"))
+    for name in ("no backend", "recipe without backend"):
+        assert "cppmega's kernels" in holds("dsa_backend", line(name))
+    assert "unfused, as the line asks" in holds("dsa_backend", unpatched(line, "slice"))
+    found = refuses("dsa_backend", "dsa-backend-declines", unpatched(line, "fused"))
+    assert "128 and 64" in found.what and "GiB" in found.what
+    assert "dsa_sparse_mla_widths or dsa_attention_kernels" in found.what
     found = refuses("dsa_backend", "dsa-backend-declines", line("unfused backend"))
     assert "--attention-backend" in found.what
-    said = " ".join(one.what for one in preflight.answers("dsa_backend", line("heads and keys")))
+    sizes = preflight.answers("dsa_backend", unpatched(line, "heads and keys"))
+    said = " ".join(one.what for one in sizes)
     assert "24 heads" in said and "200 keys" in said
-    dense = launch(V32.with_(dsa_indexer_use_sparse_loss=False), MOCK, root=unpatched.root)
-    dense.__dict__["process"] = line("dense loss").process
-    found = refuses("dsa_backend", "dsa-backend-declines", dense)
+    found = refuses("dsa_backend", "dsa-backend-declines", unpatched(line, "dense loss"))
     assert "dense" in found.what and "dsa_indexer_kernels" in found.what
-    refuses("dsa_backend", "dsa-unfused", line("no backend"))
-    refuses("dsa_backend", "dsa-unfused", line("recipe without backend"))
+    refuses("dsa_backend", "dsa-unfused", unpatched(line, "no backend"))
+    refuses("dsa_backend", "dsa-unfused", unpatched(line, "recipe without backend"))
     says_nothing("dsa_backend", line("raw"))
 
 

@@ -312,7 +312,11 @@ def test_a_recipe_wants_the_pages_that_its_fields_mean_nothing_without() -> None
     pages = catalogue.load()
     fused = recipes_index.load("nam56r_h200_slice_fused")
     widths = "dsa_sparse_mla_widths"
-    assert {widths, "linear_ce_hybrid_head"} <= {*wanted_patches(fused, pages)}
+    attention = "dsa_attention_kernels"
+    assert {widths, attention, "linear_ce_hybrid_head"} <= {*wanted_patches(fused, pages)}
+    whole = recipes_index.load("nam56r_h200_8gpu_bf16")
+    assert attention in wanted_patches(whole, pages)
+    assert attention not in wanted_patches(fused.with_(dsa_kernel_backend="none"), pages)
     for other in (fused.with_(dsa_kernel_backend="none"), fused.with_(dsa_kernel_backend="cudnn")):
         assert widths not in wanted_patches(other, pages)
     padded = fused.with_(packed_documents=True, document_multiple=8)
@@ -329,6 +333,10 @@ def test_unfused_scores_count_in_the_estimate_unless_a_page_provides_the_widths(
         estimate(fused.with_(dsa_kernel_backend="cudnn"), widened),
     ):
         assert unfused.gib > estimate(fused, widened).gib + 100  # all scores, in fp32
+    attends = bool(provided(catalogue.load().values(), dsa_widths.ATTENTION))
+    unnamed, cudnn = (fused.with_(dsa_kernel_backend=name) for name in ("none", "cudnn"))
+    assert estimate(unnamed, attends=attends) == estimate(fused, widened)
+    assert estimate(cudnn, attends=attends) == estimate(cudnn)
 
 
 @pytest.mark.parametrize("answer", ["1 / 0", "None"])

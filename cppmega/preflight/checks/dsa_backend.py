@@ -26,6 +26,9 @@ AFTER: tuple[str, ...] = ("line_parses",)
 _DENSE_LOSS = "dsa_dense_indexer_loss"
 """Name under which a page provides the indexer's loss over all keys for every backend but cudnn."""
 
+_OURS = dsa_widths.ATTENTION, _DENSE_LOSS
+"""Names under which pages provide all of DSA, so that no backend has to be named."""
+
 _MERGES_WRONGLY = SpecifierSet(">=0.1.9.dev0,<0.1.11")
 
 _TILE, _BLOCK = 16, 64
@@ -41,6 +44,9 @@ def check(context: Context) -> str:
     line, args = context.launch_line, context.megatron_args
     if not uses_dsa(args):
         raise NotApplicable("no layer is DSA")
+    unnamed = getattr(args, "dsa_kernel_backend", "none") == "none"
+    if unnamed and all(_providers(context, name)[0] for name in _OURS):
+        return "no backend is named: cppmega's kernels run"
     if not hasattr(args, "dsa_kernel_backend"):
         return f"unfused, as this release has no other; {_scores(args)}"
     backend = args.dsa_kernel_backend
@@ -71,32 +77,13 @@ def _providers(context: Context, name: str) -> tuple[list[Page], list[Page]]:
 
 
 def _declined(backend: str, args: Namespace, context: Context) -> Iterator[CppmegaError]:
-    inside, outside = _providers(context, dsa_widths.TILELANG)
-    widths = args.kv_lora_rank + args.qk_pos_emb_head_dim, args.kv_lora_rank
-    reasons, supported = [], dsa_widths.supported(backend, provided(inside, dsa_widths.TILELANG))
+    reasons = []
     if str(getattr(args, "attention_backend", None)).endswith("unfused"):
         reasons.append("every call with --attention-backend unfused")
-    if widths not in supported:
-        known = ", ".join(f"{query} and {value}" for query, value in supported)
-        lacking = [
-            page.name
-            for page in outside
-            if widths in dsa_widths.supported(backend, page.patch.provides[dsa_widths.TILELANG])
-        ]
-        reasons.append(
-            f"query and value widths of {widths[0]} and {widths[1]}; it supports {known}"
-            + _without(lacking)
-        )
-    if backend == "tilelang":
-        heads = args.num_attention_heads // args.tensor_model_parallel_size
-        if heads > _TILE and heads & (heads - 1):
-            reasons.append(
-                f"{heads} heads on a rank; it supports powers of two, and any number up to {_TILE}"
-            )
-        if args.dsa_indexer_topk % _BLOCK:
-            reasons.append(
-                f"{args.dsa_indexer_topk} keys per query; it supports multiples of {_BLOCK}"
-            )
+    inside, outside = _providers(context, dsa_widths.ATTENTION)
+    if backend != "tilelang" or not inside:
+        instead = [page.name for page in outside if backend == "tilelang"]
+        reasons += _sizes(backend, args, context, instead)
     dense = args.dsa_indexer_loss_coeff and not args.dsa_indexer_use_sparse_loss
     inside, outside = _providers(context, _DENSE_LOSS)
     if backend == "tilelang" and dense and not inside:
@@ -109,6 +96,43 @@ def _declined(backend: str, args: Namespace, context: Context) -> Iterator[Cppme
             f"{_scores(args)}.",
             "A run recorded as fused would be stock's unfused one.",
             "--set dsa_kernel_backend=none, or sizes and a loss that it supports",
+        )
+
+
+def _sizes(
+    backend: str, args: Namespace, context: Context, instead: Sequence[str]
+) -> Iterator[str]:
+    """The sizes of the attention that a backend declines.
+
+    Args:
+        instead: pages that attend at all sizes and are not in the code.
+    """
+    inside, outside = _providers(context, dsa_widths.TILELANG)
+    widths = args.kv_lora_rank + args.qk_pos_emb_head_dim, args.kv_lora_rank
+    supported = dsa_widths.supported(backend, provided(inside, dsa_widths.TILELANG))
+    if widths not in supported:
+        known = ", ".join(f"{query} and {value}" for query, value in supported)
+        lacking = [
+            page.name
+            for page in outside
+            if widths in dsa_widths.supported(backend, page.patch.provides[dsa_widths.TILELANG])
+        ]
+        yield (
+            f"query and value widths of {widths[0]} and {widths[1]}; it supports {known}"
+            + _without([*lacking, *instead])
+        )
+    if backend != "tilelang":
+        return
+    heads = args.num_attention_heads // args.tensor_model_parallel_size
+    if heads > _TILE and heads & (heads - 1):
+        yield (
+            f"{heads} heads on a rank; it supports powers of two, and any number up to {_TILE}"
+            + _without(instead)
+        )
+    if args.dsa_indexer_topk % _BLOCK:
+        yield (
+            f"{args.dsa_indexer_topk} keys per query; it supports multiples of {_BLOCK}"
+            + _without(instead)
         )
 
 

@@ -1,0 +1,185 @@
+"""What a DSA backend that a run names cannot do, as an error instead of Megatron's slow path.
+
+Megatron asks the backend in every call, and one that declines is a line at debug level: the run
+goes on with fp32 scores of all keys. What the configuration shows is refused when a layer is built;
+what only a call shows (an own mask, types, layouts) at the call. The pages `dsa_attention_kernels`
+and `dsa_indexer_kernels` serve calls for which TileLang is then not asked: those have no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.ops import dsa_attention
+from cppmega.ops.dsa_indexer_device import gpu_of
+
+VARIANT = "megatron.core.transformer.experimental_attention_variant"
+_ATTENTION, _INDEXER = "_cppmega_asks_backend", "_cppmega_serves"
+"""Functions that the pages add to Megatron's `dsa`."""
+_RELEASED = 576, 512
+"""Widths of queries and values of TileLang's attention; Megatron compares with them in its hook."""
+_KEYS = 64
+"""Keys that TileLang's attention processes at a time; Megatron compares with it in its hook."""
+_INDEX_HEADS = 128
+"""Most heads of cppmega's indexer, and their greatest width."""
+
+
+def refuse_configuration(config: Any) -> None:
+    """Refuse a configuration with which the backend that it names cannot run.
+
+    Args:
+        config: Megatron's configuration of the model.
+
+    Raises:
+        CppmegaError: `dsa-backend-cannot-run`.
+    """
+    backend = getattr(config, "dsa_kernel_backend", "none")  # not in a part of a configuration
+    if backend != "none" and (found := list(limits(config))):
+        raise cannot_run(backend, "; ".join(found))
+
+
+def refuse_call(config: Any, part: str, **tensors: Tensor | None) -> None:
+    """Refuse a call that the backend has declined, where Megatron would go on without it.
+
+    Args:
+        config: Megatron's configuration of the model.
+        part: of DSA, such as "the indexer".
+        tensors: what the backend was given, by name.
+
+    Raises:
+        CppmegaError: `dsa-backend-cannot-run`.
+    """
+    if _dsa("dsa_kernels").use_fused_dsa_kernels(config):
+        given = [
+            f"{name} {tuple(tensor.shape)} in {tensor.dtype}".replace("torch.", "")
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        raise cannot_run(config.dsa_kernel_backend, f"{part} of this call: {', '.join(given)}")
+
+
+def refuse_attention(config: Any, query: Tensor, key: Tensor, value: Tensor | int) -> None:
+    """Refuse attention that the backend declined, or was not asked for, and that no page serves.
+
+    Args:
+        config: Megatron's configuration of the model.
+        query: `[sq, b, heads, d]`, or packed `[t, heads, d]`.
+        key: of the same form.
+        value: the same; or, absorbed, how many of the key's columns it is.
+
+    Raises:
+        CppmegaError: `dsa-backend-cannot-run`.
+    """
+    obstacle = dsa_attention.obstacle(query, key, value) if query.is_cuda else None
+    served = config.dsa_kernel_backend == "tilelang" and hasattr(_dsa("dsa"), _ATTENTION)
+    if obstacle is not None or not served:
+        values = value if isinstance(value, Tensor) else key[..., :value]
+        refuse_call(config, "the attention", queries=query, keys=key, values=values)
+
+
+def cannot_run(backend: str, limit: str) -> CppmegaError:
+    """The error that names a limit."""
+    return CppmegaError(
+        "dsa-backend-cannot-run",
+        f"The DSA backend {backend} cannot run {limit}.",
+        "Megatron would go on without it, with fp32 scores of all keys, in a run that is recorded "
+        "as fused.",
+        "--dsa-kernel-backend none, with the patches dsa_attention_kernels and "
+        "dsa_indexer_kernels, or a configuration within the limit",
+    )
+
+
+def limits(config: Any) -> Iterator[str]:
+    """What of a configuration the backend that it names cannot run."""
+    backend = config.dsa_kernel_backend
+    if str(config.attention_backend).endswith("unfused"):
+        yield "with attention_backend=unfused, which asks no backend"
+        return
+    try:
+        module = _dsa("dsa_kernels")._load_backend(config)
+    except RuntimeError as error:
+        yield f"here: {error}"
+        return
+    of = _of_tilelang if backend == "tilelang" else _of_cudnn
+    yield from of(config, module)
+
+
+def _of_tilelang(config: Any, module: ModuleType) -> Iterator[str]:
+    dsa, ops = _dsa("dsa"), module.tilelang_dsa
+    half = config.bf16 or config.fp16
+    gpu = gpu_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    fits = dsa_attention.absorbed_obstacle(_heads(config), *_widths(config), gpu) is None
+    if not (hasattr(dsa, _ATTENTION) and half and fits):
+        yield from _attention_of_tilelang(config, ops)
+    sizes = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+    if not (hasattr(dsa, _INDEXER) and half and max(sizes) <= _INDEX_HEADS):
+        yield from _indexer_of_tilelang(config, ops)
+
+
+def _attention_of_tilelang(config: Any, ops: ModuleType) -> Iterator[str]:
+    if ops.SparseMLA is None:
+        yield "its sparse attention, whose kernels cannot be imported"
+    if not config.bf16:
+        yield "attention in another type than bf16"
+    widths = _widths(config)
+    widened = hasattr(ops, "_cppmega_declines")  # by the page dsa_sparse_mla_widths
+    if widths not in ((_RELEASED, (128, 64), (192, 128)) if widened else (_RELEASED,)):
+        yield f"queries of {widths[0]} with values of {widths[1]}"
+    elif widths != _RELEASED and config.deterministic_mode:
+        yield f"values of {widths[1]} in the deterministic mode, as it sums by atomics"
+    heads = _heads(config)
+    if not ops._is_supported_sparse_mla_head_count(max(heads, 16)):
+        yield f"{heads} heads on a rank"
+    if config.dsa_indexer_topk % _KEYS:
+        yield f"{config.dsa_indexer_topk} keys of a query, not a multiple of {_KEYS}"
+
+
+def _indexer_of_tilelang(config: Any, ops: ModuleType) -> Iterator[str]:
+    if ops.lighting_indexer is None:
+        yield "its indexer, whose kernels cannot be imported"
+        return
+    if not config.bf16:
+        yield "an indexer in another type than bf16"
+    if not config.dsa_indexer_loss_coeff:
+        return
+    if not config.dsa_indexer_use_sparse_loss:
+        yield "the indexer's loss over all keys (without --dsa-indexer-use-sparse-loss)"
+    if not ops.is_supported_indexer_bwd_head_count(config.dsa_indexer_n_heads):
+        yield f"the gradients of {config.dsa_indexer_n_heads} index heads"
+
+
+def _of_cudnn(config: Any, module: ModuleType) -> Iterator[str]:
+    if not config.bf16:
+        yield "attention in another type than bf16"
+    width, value = _widths(config)
+    if not module._supports_flash_mla_value_layout(width, value):
+        yield f"queries of {width} with values of {value}"
+    heads = _heads(config)
+    if torch.cuda.is_available() and module._flash_mla_head_padding(heads) is None:
+        yield f"{heads} heads on a rank of this GPU"
+    dense = config.dsa_indexer_loss_coeff and not config.dsa_indexer_use_sparse_loss
+    if dense and config.context_parallel_size > 1:
+        yield "the indexer's loss over all keys with context parallelism"
+    if dense and config.dsa_indexer_topk_freq > 1:
+        yield "the indexer's loss over all keys with keys that layers share"
+
+
+def _widths(config: Any) -> tuple[int, int]:
+    """Of an absorbed query, and of its value."""
+    latent = int(config.kv_lora_rank)
+    return latent + int(config.qk_pos_emb_head_dim), latent
+
+
+def _heads(config: Any) -> int:
+    return int(config.num_attention_heads // config.tensor_model_parallel_size)
+
+
+def _dsa(name: str) -> ModuleType:
+    return import_module(f"{VARIANT}.{name}")
