@@ -29,6 +29,7 @@ from typing import Any
 import dsa_sparse_mla as yardstick
 import sides
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -37,6 +38,8 @@ from cppmega.ops.dsa_attention import sparse_attention
 NAM56R = {"heads": 32, "widths": (128, 64), "sequence": 4096, "topk": 256}
 DEEPSEEK = {"heads": 128, "widths": (576, 512), "topk": 2048}
 SMALL = {"sequence": 512, "topk": 256}
+ALL_KEYS = ("stock", "dense", "dense, flash")
+"""The ways that compute the scores of all keys."""
 CASES: dict[str, dict[str, Any]] = {
     "NAM56R, b 1": NAM56R,
     "NAM56R, b 4": {**NAM56R, "batch": 4},
@@ -48,13 +51,16 @@ CASES: dict[str, dict[str, Any]] = {
     "a sink": {**NAM56R, "sequence": 2048, "sink": True},
     "192/128": {**SMALL, "heads": 32, "widths": (192, 128)},
     "576/512": {**SMALL, "heads": 64, "widths": (576, 512)},
-    "DeepSeek-V3.2, 4k": {**DEEPSEEK, "sequence": 4096, "timed_only": True, "without": ("stock",)},
-    "DeepSeek-V3.2, 32k": {
-        **DEEPSEEK, "sequence": 32768, "timed_only": True, "without": ("stock", "dense"),
-    },
+    "DeepSeek-V3.2, 4k": {**DEEPSEEK, "sequence": 4096, "timed_only": True, "without": ALL_KEYS},
+    "DeepSeek-V3.2, 32k": {**DEEPSEEK, "sequence": 32768, "timed_only": True, "without": ALL_KEYS},
     "a key per head, b 1": {**NAM56R, "key_heads": 32, "without": ("tilelang",)},
-}  # fmt: skip
+}
 ATTEMPTS = 10
+
+
+class Declined(Exception):
+    """A way does not do a case."""
+
 
 Tensors = tuple[torch.Tensor, ...]
 Way = Callable[[], torch.Tensor]
@@ -96,6 +102,7 @@ def ways(case: dict[str, Any], tensors: Tensors, megatron: dict[str, Any]) -> It
     yield "tilelang", partial(megatron["tilelang"], query, key, indices, scale, value)
     yield "stock", partial(megatron["absorbed"], query, key, indices, scale, value, **bounds)
     yield "dense", partial(dense, query, key, key[..., :value], scale)
+    yield "dense, flash", partial(flash, query, key, key[..., :value], scale)
 
 
 def dense(
@@ -106,6 +113,15 @@ def dense(
     q, k, v = (x.expand(*shape, x.size(3)).permute(1, 2, 0, 3) for x in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     return out.permute(2, 0, 1, 3)
+
+
+def flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The same by FlashAttention 2, which takes one width: zeros make the value as wide."""
+    padded = torch.nn.functional.pad(value, (0, query.size(3) - value.size(3)))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return dense(query, key, padded, scale)[..., : value.size(3)]
 
 
 def timed(call: Callable[[], Any], attempts: int = ATTEMPTS) -> dict[str, float]:
@@ -143,8 +159,8 @@ def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
         if name not in case.get("without", ()):
             try:
                 row[name] = _of_way(way, tensors, true, floor)
-            except torch.OutOfMemoryError:
-                row[name] = {"failed": "out of memory"}
+            except (torch.OutOfMemoryError, Declined) as error:
+                row[name] = {"failed": str(error).split(".")[0]}
             torch.cuda.empty_cache()
     return row
 
@@ -154,7 +170,8 @@ def _of_way(way: Way, tensors: Tensors, true: Any, floor: Any) -> dict[str, Any]
 
     def both() -> Tensors:
         out = way()
-        assert out is not None, "declined"
+        if out is None:
+            raise Declined("declined")
         return (out.detach(), *torch.autograd.grad(out, (query, key), grad))
 
     first = both()

@@ -6,8 +6,9 @@ without any bit are not in the list that a program walks over (`dsa_attention_bi
 
 For products, dS is split into two terms of the type of the inputs, and so is P for an output whose
 gradient is wanted; everything else is fp32. Delta is the product of the upstream gradient with the
-output and its rounding error (`rest`), see `dsa_attention_forward_triton`. No sum of floating-point numbers is atomic: each has one order, whatever
-the batch and the parts that the queries are done in, so results repeat bit for bit.
+output and its rounding error (`rest`), see `dsa_attention_forward_triton`. No sum of floating-point
+numbers is atomic: each has one order, whatever the batch and the parts that the queries are done
+in, so results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -311,7 +312,8 @@ class Heads:
             out, out if rest is None else rest, out if lse is None else lse, self.scale,
             self.sq, self.sk, bits.part[0], bits.columns // UNIT, tiles, others,
             *self._strides(), out.stride(0),
-            REST=rest is not None, P_TERMS=1 if rest is None else 2, **self._common(), **tile.options(),
+            REST=rest is not None, P_TERMS=1 if rest is None else 2,
+            **self._common(), **tile.options(),
         )  # fmt: skip
 
 

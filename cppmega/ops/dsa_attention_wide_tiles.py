@@ -48,7 +48,7 @@ HOPPER = _Choice(
     forward=(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1)),
     scores=(Tile(64, 64, 8, 1), Tile(64, 32, 8, 1)),
     queries=(Tile(128, 64, 8, 3, 256),),
-    keys=(Tile(0, 64, 8, 2, 128), Tile(0, 64, 8, 2, 64), Tile(0, 64, 8, 1, 32)),
+    keys=(Tile(0, 64, 8, 2, 64), Tile(0, 64, 8, 1, 32)),
 )
 """For sm_90, whose wide products take 64 rows."""
 

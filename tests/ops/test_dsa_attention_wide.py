@@ -94,6 +94,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 @gpu
 @cuda
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in a thread of autograd
 @pytest.mark.parametrize("std", [1.0, 5.0, 20.0])
 @pytest.mark.parametrize(
     "heads, widths, topk",
