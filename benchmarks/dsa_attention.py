@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 ATTEMPTS = 10
 
 
-class Declined(Exception):
+class DeclinedError(Exception):
     """A way does not do a case."""
 
 
@@ -159,7 +159,7 @@ def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
         if name not in case.get("without", ()):
             try:
                 row[name] = _of_way(way, tensors, true, floor)
-            except (torch.OutOfMemoryError, Declined) as error:
+            except (torch.OutOfMemoryError, DeclinedError) as error:
                 row[name] = {"failed": str(error).split(".")[0]}
             torch.cuda.empty_cache()
     return row
@@ -171,7 +171,7 @@ def _of_way(way: Way, tensors: Tensors, true: Any, floor: Any) -> dict[str, Any]
     def both() -> Tensors:
         out = way()
         if out is None:
-            raise Declined("declined")
+            raise DeclinedError("declined")
         return (out.detach(), *torch.autograd.grad(out, (query, key), grad))
 
     first = both()
