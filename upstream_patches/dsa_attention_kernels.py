@@ -3,24 +3,32 @@
 What: `unfused_dsa_fn` of every release and `_unfused_absorbed_dsa_fn` (since 0.19) take the
     attention to the chosen keys from `cppmega.ops.dsa_attention`: one latent key for all heads, or
     a key for each head, packed documents and context parallelism included. With the backend
-    tilelang, absorbed attention takes it too, instead of TileLang's kernels, except where
-    `_cppmega_prefers_tilelang` says that those are the faster exact ones; the backend cudnn keeps
-    its own. A mask (Megatron makes every one from booleans, as 0 and -inf) and explicit positions
-    of keys become entries of -1 among the chosen keys. A mask with other values takes Megatron's
-    path on the CPU, and is an assertion on the GPU, where its values are not known to the host. A
-    call that the kernels cannot do, such as one in fp32, takes the path that it took before, with a
-    warning that names the reason. CPU tensors are computed by the plain reference.
+    tilelang, absorbed attention takes it too, instead of TileLang's kernels; the backend cudnn
+    keeps its own. A mask (Megatron makes every one from booleans, as 0 and -inf) and explicit
+    positions of keys become entries of -1 among the chosen keys. A mask with other values takes
+    Megatron's path on the CPU, and is an assertion on the GPU, where its values are not known to
+    the host. A call that the kernels cannot do, such as one in fp32, takes the path that it took
+    before, with a warning that names the reason. CPU tensors are computed by the plain reference.
 Why: Megatron's own paths hold fp32 scores of `[batch, heads, seq, seq]`, or fp32 copies of the
-    gathered keys, for the backward; TileLang's kernels run the forward a second time in the
-    backward, form delta from the bf16 output and sum the gradient of the keys by atomics in the
-    deterministic mode, too. The kernels here keep inputs, indices, the output in two terms and the
-    log-sum-exp of each row, and write no gathered key to memory.
+    gathered keys, for the backward: with NAM56R's 32 heads of 128 and 64, sequence length 4096, 256
+    keys and a batch of 4, forward and backward take 214 ms and 60.6 GiB, compared with 1.4 ms and
+    0.26 GiB; with a key per head and a batch of 1, 197 ms and 26 GiB compared with 2.5 ms and 0.2
+    GiB. TileLang's kernels take 3.1, 5.0 and 6.9 ms at a batch of 1, 4 and 8, compared with 0.75,
+    1.4 and 2.7 ms: they run the forward a second time in the backward and form delta from the bf16
+    output, and ignore the deterministic mode. With DeepSeek-V3.2's 128 heads of 576 and 512 and
+    2048 keys, the backward is 3.1 to 3.2 times as fast as theirs, the forward 1.5 times at 4096
+    keys and 1.16 times at 32768 (one H200; benchmarks/results/dsa_attention_h200.md, what limits
+    it: dsa_attention_designs.md). A NAM56R slice trains 1.03 times as fast as with TileLang's
+    attention (benchmarks/results/dsa_attention_slices_h200.md).
 Upstream: Not sent: the kernels are those of `cppmega.ops`.
 Remove: when Megatron's default path attends to chosen keys without scores, or copies, of all.
-Numerics: reorders sums; scores and softmax are fp32 sums of products in the type of the inputs,
-    and delta is formed in fp32. The output and the gradient of the queries repeat bitwise; that of
-    absorbed keys is summed by fp32 atomics, and in one order in torch's deterministic mode. A query
-    that sees no key has an output of 0, as since 0.19; it was NaN before.
+Numerics: reorders sums; scores, softmax and delta are fp32, products have operands of the type of
+    the inputs, P of the output and dS of dq in two terms of it. Errors of the output, dq and dkv
+    against fp64 are 1.0, 1.0 and 1.4 times those of fp32 rounded to bf16, with scores of a standard
+    deviation of 30 as well, where TileLang's are 1.0, 4.2 and 4.0 times and Megatron's 1.3, 1.4 and
+    1.6 times. The output and the gradient of the queries repeat bitwise; that of absorbed keys is
+    summed by fp32 atomics, and in one order in torch's deterministic mode. A query that sees no key
+    has an output of 0, as since 0.19; it was NaN before.
 """
 
 from __future__ import annotations
@@ -70,7 +78,7 @@ def _cppmega_seen(indices, sk, mask=None, starts=None, ends=None, positions=None
         ends = torch.arange(1, sq + 1, dtype=torch.int32, device=indices.device).clamp_max(sk)
         return indices, Bounds(torch.zeros_like(ends), ends)
     if mask is None and positions is None:
-        return indices, Bounds(starts.int(), ends.int())
+        return indices, Bounds(starts, ends)
     at = indices.clamp(0, sk - 1).long()
     if mask is not None:
         added = mask.expand(batch, sq, sk).gather(-1, at)
@@ -85,24 +93,13 @@ def _cppmega_seen(indices, sk, mask=None, starts=None, ends=None, positions=None
     return indices.masked_fill(~seen, -1), Bounds(torch.zeros_like(ends), ends)
 
 
-def _cppmega_prefers_tilelang(heads, width, value_width, topk):
-    """Whether TileLang's absorbed attention is the fastest exact one at these sizes."""
-    whole_tiles = heads >= 16 and heads & (heads - 1) == 0 and topk % 64 == 0
-    return (width, value_width) == (576, 512) and whole_tiles
-
-
-def _cppmega_asks_backend(config, query, key, v_channels, topk_indices):
+def _cppmega_asks_backend(config, query, key, v_channels):
     """Whether the backend that the run names is asked to attend, before the kernels here."""
     from cppmega.ops.dsa_attention import obstacle
 
     if config.dsa_kernel_backend != "tilelang":
         return True
-    if query.is_cuda and obstacle(query, key, v_channels) is not None:
-        return True
-    if torch.are_deterministic_algorithms_enabled():  # TileLang sums by atomics
-        return False
-    sizes = query.size(2), query.size(3), v_channels, topk_indices.size(-1)
-    return _cppmega_prefers_tilelang(*sizes)
+    return query.is_cuda and obstacle(query, key, v_channels) is not None
 
 
 # Up to 0.18 every row is causal from the first key on.
@@ -138,21 +135,13 @@ if _cppmega_attends(query, key, v_channels, mask):
 """
 FITS = 'assert key.size(-1) >= v_channels, "key last dim must contain latent value channels"'
 ASKED = "dsa_kernels.use_fused_dsa_kernels(config)"
-ASKS = "_cppmega_asks_backend(config, query, key, latent_v_channels, topk_indices)"
+ASKS = "_cppmega_asks_backend(config, query, key, latent_v_channels)"
 HELPERS = _cppmega_attends, _cppmega_seen
 
 
 def _reaches(args: Any) -> bool:
-    """Whether no other kernels attend to the chosen keys in every call."""
-    backend = getattr(args, "dsa_kernel_backend", None)
-    if not uses_dsa(args) or backend == "cudnn":
-        return False
-    if backend != "tilelang" or getattr(args, "deterministic_mode", False):
-        return True
-    value = args.kv_lora_rank or 0
-    heads = args.num_attention_heads // args.tensor_model_parallel_size
-    width = value + (args.qk_pos_emb_head_dim or 0)
-    return not _cppmega_prefers_tilelang(heads, width, value, args.dsa_indexer_topk or 0)
+    """Whether the kernels here attend in every call."""
+    return uses_dsa(args) and getattr(args, "dsa_kernel_backend", None) != "cudnn"
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
@@ -224,7 +213,7 @@ PATCH = Patch(
                 "dev-d48bd6be": "c9586f62ba634f7d",
             },
             edit=replacing(f"if {ASKED}:", f"if {ASKED} and {ASKS}:"),
-            helpers=(_cppmega_prefers_tilelang, _cppmega_asks_backend),
+            helpers=(_cppmega_asks_backend,),
             mark="",  # a call of the backend has not passed through the patch
         ),
         Edit(
@@ -243,7 +232,7 @@ PATCH = Patch(
     reached="forward",
     when=_reaches,
     feature=(TARGET,),
-    wanted_by=lambda recipe: recipe.uses_tilelang and recipe.dsa_widths != (576, 512),
+    wanted_by=lambda recipe: recipe.uses_tilelang,
     provides={"dsa_sparse_attention": ("fused",)},
     refuses=refuses,
 )
@@ -325,7 +314,7 @@ def verify() -> None:
 
 
 def _verify_backends(dsa: Any) -> None:
-    """TileLang is asked at the sizes at which it is preferred alone, and cudnn always."""
+    """TileLang is not asked, and cudnn is."""
     from types import SimpleNamespace
     from unittest import mock
 
@@ -334,7 +323,7 @@ def _verify_backends(dsa: Any) -> None:
     asked = mock.patch.object(dsa.dsa_kernels, "run_fused_absorbed_sparse_attention")
     for backend, width, value, called in (
         ("tilelang", 128, 64, False),
-        ("tilelang", 576, 512, True),
+        ("tilelang", 576, 512, False),
         ("cudnn", 128, 64, True),
         ("none", 576, 512, False),
     ):
