@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -124,22 +123,10 @@ def flash(
         return dense(query, key, padded, scale)[..., : value.size(3)]
 
 
-def timed(call: Callable[[], Any], attempts: int = ATTEMPTS) -> dict[str, float]:
-    """Median milliseconds, and the peak in GiB above what was allocated before."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    held, found = torch.cuda.memory_allocated(), []
-    for _ in range(attempts):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    peak = (torch.cuda.max_memory_allocated() - held) / 2**30
-    return {"milliseconds": round(statistics.median(found), 3), "peak_gib": round(peak, 2)}
+def timed(call: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds, and the peak in GiB above what was allocated before."""
+    milliseconds, peak = yardstick.timed(call, ATTEMPTS)
+    return {"milliseconds": round(milliseconds, 3), "peak_gib": round(peak, 2)}
 
 
 def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:

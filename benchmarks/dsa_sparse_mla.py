@@ -99,14 +99,14 @@ def errors(got: Tensors, want: Tensors) -> dict[str, float]:
     return found
 
 
-def timed(step: Callable[[], Any]) -> tuple[float, float]:
-    """Median milliseconds of 20, and the peak in GiB above what was allocated before."""
+def timed(step: Callable[[], Any], attempts: int = 20) -> tuple[float, float]:
+    """Median milliseconds, and the peak in GiB above what was allocated before."""
     for _ in range(3):
         step()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held, found = torch.cuda.memory_allocated(), []
-    for _ in range(20):
+    for _ in range(attempts):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         step()

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from cppmega.ops import dsa_attention_reference as reference
+from cppmega.ops.dsa_attention_problem import Absorbed
 from cppmega.ops.dsa_attention_wide_tiles import wide_obstacle
 from cppmega.ops.dsa_indexer_device import Gpu, gpu_obstacle, gpu_of
 from cppmega.ops.dsa_indexer_problem import Bounds
@@ -111,9 +112,8 @@ def sparse_attention(
         if isinstance(value, int):
             from cppmega.ops.dsa_attention_autograd import absorbed
 
-            return absorbed(
-                query, key, value, indices, softmax_scale, starts, ends, repeatable=repeatable
-            )
+            call = Absorbed(query, key, value, indices, softmax_scale, starts, ends)
+            return absorbed(call, repeatable=repeatable)
         from cppmega.ops.dsa_attention_per_head import per_head
 
         return per_head(query, key, value, indices, softmax_scale, starts, ends)

@@ -8,78 +8,44 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cppmega.ops import dsa_attention_forward_triton as narrow
+from cppmega.ops import dsa_attention_wide_triton as wide
 from cppmega.ops.dsa_attention_backward_triton import Backward
-from cppmega.ops.dsa_attention_forward_triton import Attended, forward
+from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_attention_wide_backward_triton import WideBackward
-from cppmega.ops.dsa_attention_wide_triton import WideAttention
-from cppmega.ops.dsa_attention_wide_triton import forward as wide_forward
 
 
 class _Absorbed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value_width: int,
-        indices: Tensor,
-        softmax_scale: float,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        repeatable: bool | None,
-        differentiable: bool,
+        ctx: Any, query: Tensor, key: Tensor, call: Absorbed, repeatable: bool | None, keep: bool
     ) -> Tensor:
-        terms = (query, key, value_width, indices, softmax_scale, starts, ends)
-        if is_wide(query, value_width):
-            attended = wide_forward(WideAttention(*terms), want_rest=differentiable)
-        else:
-            attended = forward(*terms, want_rest=differentiable)
-        if differentiable:
-            ctx.save_for_backward(query, key, indices, starts, ends, *attended)
-            ctx.call = value_width, softmax_scale, repeatable
+        attend = wide.forward if call.is_wide else narrow.forward
+        attended = attend(call, want_rest=keep)
+        if keep:
+            kept = call.query, call.key, call.indices, call.starts, call.ends
+            ctx.save_for_backward(*kept, *attended)
+            ctx.call = call.value, call.softmax_scale, repeatable
         return attended.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, indices, starts, ends, *attended = ctx.saved_tensors
-        width, scale, repeatable = ctx.call
+        value, scale, repeatable = ctx.call
         if repeatable is None:
             repeatable = torch.are_deterministic_algorithms_enabled()
-        terms = (query, key, width, indices, scale, starts, ends)
-        call: Backward | WideBackward
-        if is_wide(query, width):
-            call = WideBackward(WideAttention(*terms), Attended(*attended), grad)
-        else:
-            call = Backward(*terms, Attended(*attended), grad)
-        return *call.gradients(repeatable=repeatable), *(None,) * 7
+        call = Absorbed(query, key, value, indices, scale, starts, ends)
+        backward = WideBackward if call.is_wide else Backward
+        work = backward(call, Attended(*attended), grad)
+        return *work.gradients(repeatable=repeatable), None, None, None
 
 
-def is_wide(query: Tensor, value_width: int) -> bool:
-    """Whether a latent part takes the wide kernels."""
-    return value_width > 128 or query.size(3) - value_width > 128
-
-
-def rows(x: Tensor) -> Tensor:
-    """A tensor whose rows are contiguous, as the kernels read them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def absorbed(
-    query: Tensor,
-    key: Tensor,
-    value_width: int,
-    indices: Tensor,
-    softmax_scale: float,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    *,
-    repeatable: bool | None = None,
-) -> Tensor:
-    """Attend; arguments as of `dsa_attention.sparse_attention`."""
-    differentiable = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+def absorbed(call: Absorbed, *, repeatable: bool | None = None) -> Tensor:
+    """Attend; see `dsa_attention.sparse_attention`."""
+    query, key = call.query, call.key
+    keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     out: Tensor = _Absorbed.apply(  # type: ignore[no-untyped-call]
-        rows(query), rows(key), value_width, indices.contiguous(), softmax_scale,
-        starts, ends, repeatable, differentiable,
-    )  # fmt: skip
+        query, key, call.contiguous(), repeatable, keep
+    )
     return out

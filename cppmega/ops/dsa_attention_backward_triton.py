@@ -21,15 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_attention_forward_triton import LOG2_E, Attended, Tiles, gathered, tiles_of
-from cppmega.ops.dsa_attention_order_triton import (
-    Order,
-    bounds_arguments,
-    bounds_of_row,
-    place_of,
-    visible,
-)
-from cppmega.ops.dsa_indexer_device import gpu_of
+from cppmega.ops.dsa_attention_forward_triton import LOG2_E, Tiles, gathered, tiles_of
+from cppmega.ops.dsa_attention_order_triton import Order, bounds_of_row, place_of, visible
+from cppmega.ops.dsa_attention_problem import Absorbed, Attended
+from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_sparse_triton import product
 from cppmega.ops.dsa_indexer_tiles_triton import padded
 
@@ -131,75 +126,51 @@ class Backward:
     """The backward of one call.
 
     Args:
-        query: `[sq, b, heads, d]`.
-        key: `[sk, b, 1, d]`.
-        value_width: how many columns of the key are the value.
-        indices: `[b, sq, topk]`, contiguous.
-        softmax_scale: of the products.
-        starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
-        ends: the key after its last.
-        attended: what the forward computed.
+        call: its terms.
+        attended: what the forward computed, with the rest.
         grad: of the output.
         tiles: how the work is cut; chosen for the GPU without.
     """
 
     def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value_width: int,
-        indices: Tensor,
-        softmax_scale: float,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        attended: Attended,
-        grad: Tensor,
-        *,
-        tiles: Tiles | None = None,
+        self, call: Absorbed, attended: Attended, grad: Tensor, *, tiles: Tiles | None = None
     ) -> None:
-        assert attended.rest is not None
-        self.query, self.key, self.indices = query, key, indices
-        self.value_width, self.scale = value_width, softmax_scale
-        self.bounds, self.attended = (starts, ends), attended
-        self.grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        self.pads = padded(value_width), padded(query.size(3) - value_width)
-        gpu = gpu_of(query.device)
-        self.tiles = tiles or tiles_of(query.size(2), sum(self.pads), gpu)
-        narrow = gpu.capability[0] == 9 and sum(self.pads) <= 128
+        self.call, self.attended, self.grad = call, attended, contiguous_rows(grad)
+        self.pads = padded(call.value), padded(call.rotary)
+        self.tiles = tiles or tiles_of(call.heads, sum(self.pads), call.gpu())
+        narrow = call.gpu().capability[0] == 9 and sum(self.pads) <= 128
         self.options = {"maxnreg": HOPPER_REGISTERS} if narrow else {}
-        self.blocks = triton.cdiv(query.size(2), self.tiles.heads)
-        self.dq = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self.blocks = triton.cdiv(call.heads, self.tiles.heads)
+        self.dq = torch.empty_like(call.query, memory_format=torch.contiguous_format)
 
     def gradients(self, *, repeatable: bool) -> tuple[Tensor, Tensor]:
         """The gradients of queries and keys, those of keys summed in one order or by atomics."""
-        if not (self.dq.numel() and self.indices.numel()):
-            return self.dq.zero_(), torch.zeros_like(self.key)
+        if not (self.dq.numel() and self.call.indices.numel()):
+            return self.dq.zero_(), torch.zeros_like(self.call.key)
         return self.dq, self._ordered() if repeatable else self._by_atomics()
 
     def _by_atomics(self) -> Tensor:
-        sq, batch = self.query.shape[:2]
-        dkv = self.key.new_zeros(self.key.shape, dtype=torch.float32)
+        (batch, sq, _, _), key = self.call.sizes(), self.call.key
+        dkv = key.new_zeros(key.shape, dtype=torch.float32)
         self._launch((0, batch), (0, sq), dkv, None, 0)
-        return dkv.to(self.key.dtype)
+        return dkv.to(key.dtype)
 
     def _ordered(self) -> Tensor:
-        (sq, batch, _, width), topk = self.query.shape, self.indices.size(-1)
-        of_query = topk * self.blocks * width * self.key.element_size()
-        queries, elements = parts(sq, batch, of_query)
+        (batch, sq, _, topk), key = self.call.sizes(), self.call.key
+        width = key.size(3)
+        queries, elements = parts(sq, batch, topk * self.blocks * width * key.element_size())
         whole = queries >= sq
         region = min(queries, sq) * topk
-        room = self.key.new_empty(elements, region, self.blocks, width)
-        dkv = torch.zeros(
-            self.key.shape, device=room.device, dtype=room.dtype if whole else torch.float32
-        )
+        room = key.new_empty(elements, region, self.blocks, width)
+        dkv = key.new_zeros(key.shape, dtype=key.dtype if whole else torch.float32)
         for q0 in range(0, sq, queries):
             part = (q0, min(q0 + queries, sq))
-            order = Order(self.indices, *self.bounds, self.key.size(0), part)
+            order = Order(self.call, part)
             for b0 in range(0, batch, elements):
                 b1 = min(b0 + elements, batch)
                 self._launch((b0, b1), part, room, order, region)
                 order.add_up(room, b0, b1, region, dkv[:, b0:b1, 0], add=not whole)
-        return dkv.to(room.dtype)
+        return dkv.to(key.dtype)
 
     def _launch(
         self,
@@ -209,20 +180,16 @@ class Backward:
         order: Order | None,
         region: int,
     ) -> None:
-        query, key, out, tiles = self.query, self.key, self.attended.out, self.tiles
-        (sq, batch, heads, width), rows = query.shape, queries[1] - queries[0]
-        atomic = order is None
+        call, tiles, rows = self.call, self.tiles, queries[1] - queries[0]
+        (batch, sq, sk, topk), atomic = call.sizes(), order is None
         _backward_kernel[((elements[1] - elements[0]) * rows, self.blocks)](
-            query, key, self.indices, *bounds_arguments(*self.bounds, self.indices),
-            out, self.attended.rest, self.attended.lse, self.grad, self.dq,
-            self.indices if order is None else order.bits,
-            self.indices if order is None else order.first, contributions,
-            self.scale, self.scale * LOG2_E, sq, key.size(0), self.indices.size(-1), batch,
+            call.query, call.key, call.indices, *call.bounds, *self.attended, self.grad, self.dq,
+            call.indices if order is None else order.bits,
+            call.indices if order is None else order.first, contributions,
+            call.softmax_scale, call.softmax_scale * LOG2_E, sq, sk, topk, batch,
             0 if order is None else order.words, elements[0], queries[0], rows, region,
-            *query.stride()[:3], *key.stride()[:2], *self.grad.stride()[:3],
-            HEADS=heads, H=tiles.heads, V=self.value_width, V_PAD=self.pads[0],
-            R=width - self.value_width, R_PAD=self.pads[1], KEYS=tiles.keys,
-            CAUSAL=self.bounds[0] is None, ATOMIC=atomic,
-            SPLIT=not atomic and query.dtype != torch.float32,
-            num_warps=tiles.warps, num_stages=tiles.stages, **self.options,
+            *call.strides(), *self.grad.stride()[:3],
+            H=tiles.heads, V_PAD=self.pads[0], R_PAD=self.pads[1], KEYS=tiles.keys,
+            ATOMIC=atomic, SPLIT=not atomic and call.query.dtype != torch.float32,
+            **call.common(), num_warps=tiles.warps, num_stages=tiles.stages, **self.options,
         )  # fmt: skip

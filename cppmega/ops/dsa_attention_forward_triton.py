@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from cppmega.ops.dsa_attention_order_triton import bounds_arguments, bounds_of_row, visible
-from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
+from cppmega.ops.dsa_attention_order_triton import bounds_of_row, visible
+from cppmega.ops.dsa_attention_problem import Absorbed, Attended
+from cppmega.ops.dsa_indexer_device import Gpu
 from cppmega.ops.dsa_indexer_tiles_triton import padded
 
 LOG2_E = 1.4426950408889634
@@ -119,47 +118,18 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(rest + into, (acc - rounded.to(tl.float32)).to(rest.dtype.element_ty), mask=inside)
 
 
-class Attended(NamedTuple):
-    """What the forward computes.
-
-    Attributes:
-        out: `[sq, b, heads, v]`.
-        rest: what its rounding took away, in the same type; None where no gradient is wanted.
-        lse: log-sum-exp of each row in base 2, `[sq, b, heads]`; +inf for a row without keys.
-    """
-
-    out: Tensor
-    rest: Tensor | None
-    lse: Tensor
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value_width: int,
-    indices: Tensor,
-    softmax_scale: float,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    *,
-    want_rest: bool,
-    tiles: Tiles | None = None,
-) -> Attended:
-    """Attend; arguments as of `dsa_attention.sparse_attention`, indices contiguous."""
-    sq, batch, heads, width = query.shape
-    rotary = width - value_width
-    out = query.new_empty(sq, batch, heads, value_width)
-    rest = torch.empty_like(out) if want_rest else None
-    lse = out.new_empty(sq, batch, heads, dtype=torch.float32)
-    pads = padded(value_width), padded(rotary)
-    tiles = tiles or tiles_of(heads, sum(pads), gpu_of(query.device))
+def forward(call: Absorbed, *, want_rest: bool, tiles: Tiles | None = None) -> Attended:
+    """Attend; without tiles, those for the GPU."""
+    (batch, sq, sk, topk), attended = call.sizes(), Attended.empty(call, want_rest=want_rest)
+    out, rest, lse = attended
+    pads = padded(call.value), padded(call.rotary)
+    tiles = tiles or tiles_of(call.heads, sum(pads), call.gpu())
     if out.numel():
-        _forward_kernel[(batch * sq, triton.cdiv(heads, tiles.heads))](
-            query, key, indices, *bounds_arguments(starts, ends, indices),
-            out, out if rest is None else rest, lse, softmax_scale * LOG2_E,
-            sq, key.size(0), indices.size(-1), batch, *query.stride()[:3], *key.stride()[:2],
-            HEADS=heads, H=tiles.heads, V=value_width, V_PAD=pads[0], R=rotary, R_PAD=pads[1],
-            KEYS=tiles.keys, CAUSAL=starts is None, REST=want_rest,
+        _forward_kernel[(batch * sq, triton.cdiv(call.heads, tiles.heads))](
+            call.query, call.key, call.indices, *call.bounds,
+            out, out if rest is None else rest, lse, call.softmax_scale * LOG2_E,
+            sq, sk, topk, batch, *call.strides(), H=tiles.heads, V_PAD=pads[0], R_PAD=pads[1],
+            KEYS=tiles.keys, REST=want_rest, **call.common(),
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-    return Attended(out, rest, lse)
+    return attended

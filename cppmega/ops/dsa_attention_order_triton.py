@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_attention_problem import Absorbed
 from cppmega.ops.dsa_indexer_tiles_triton import padded
 
 
@@ -42,18 +43,6 @@ def bounds_of_row(  # type: ignore[no-untyped-def]
         start = tl.maximum(tl.load(starts + at), 0).to(tl.int32)
         end = tl.load(ends + at).to(tl.int32)
     return start, tl.minimum(end, sk)
-
-
-def bounds_arguments(
-    starts: Tensor | None, ends: Tensor | None, like: Tensor
-) -> tuple[Tensor, Tensor, int, int]:
-    """The arguments of `bounds_of_row`: two tensors and their strides of batch and row."""
-    if starts is None or ends is None:
-        return like, like, 0, 0
-    starts, ends = (x.expand(like.shape[:2]) for x in (starts, ends))
-    if starts.stride() != ends.stride():
-        starts, ends = starts.contiguous(), ends.contiguous()
-    return starts, ends, starts.stride(0), starts.stride(1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -133,33 +122,23 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 class Order:
-    """The places of the contributions of some queries.
+    """The places of the contributions of some queries of a call.
 
     Args:
-        indices: `[b, sq, topk]`, contiguous.
-        starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
-        ends: the key after its last.
-        sk: the number of keys.
+        call: its terms.
         queries: first query, and query after the last.
     """
 
-    def __init__(
-        self,
-        indices: Tensor,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        sk: int,
-        queries: tuple[int, int],
-    ) -> None:
-        batch, sq, topk = indices.shape
+    def __init__(self, call: Absorbed, queries: tuple[int, int]) -> None:
+        batch, sq, self.sk, topk = call.sizes()
         count = queries[1] - queries[0]
-        self.sk, self.words = sk, triton.cdiv(count, 32)
-        self.bits = indices.new_zeros(batch, sk, self.words, dtype=torch.int32)
+        self.words = triton.cdiv(count, 32)
+        self.bits = call.indices.new_zeros(batch, self.sk, self.words, dtype=torch.int32)
         size = self.bits.numel()
         _bits_kernel[(batch * count,)](
-            indices, *bounds_arguments(starts, ends, indices), self.bits,
-            sq, sk, topk, queries[0], count, self.words,
-            SLOTS=padded(topk), CAUSAL=starts is None,
+            call.indices, *call.bounds, self.bits,
+            sq, self.sk, topk, queries[0], count, self.words,
+            SLOTS=padded(topk), CAUSAL=call.causal,
         )  # fmt: skip
         counts = torch.empty_like(self.bits)
         _count_kernel[(triton.cdiv(size, 1024),)](self.bits, counts, size, BLOCK=1024)

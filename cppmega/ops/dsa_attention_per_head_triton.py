@@ -24,7 +24,7 @@ from cppmega.ops.dsa_attention_bits_triton import Bits, Lists
 from cppmega.ops.dsa_attention_forward_triton import LOG2_E
 from cppmega.ops.dsa_attention_per_head_tiles import tiles_for, widths_of
 from cppmega.ops.dsa_indexer_bits_triton import UNIT, chosen
-from cppmega.ops.dsa_indexer_device import gpu_of
+from cppmega.ops.dsa_indexer_device import contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_tiles_triton import padded, rows_of
 
 P_TERMS, DS_TERMS = 1, 2
@@ -270,7 +270,7 @@ class Heads:
     """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> None:
-        tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        tensors = map(contiguous_rows, (query, key, value))
         self.query, self.key, self.value = tensors
         self.softmax_scale, self.scale = softmax_scale, softmax_scale * LOG2_E
         self.sq, self.batch, self.heads, self.width = query.shape
@@ -336,7 +336,7 @@ class Gradients:
         self, heads: Heads, upstream: Tensor, out: Tensor, rest: Tensor, lse: Tensor, parts: int
     ) -> None:
         self.heads, self.out, self.rest, self.lse = heads, out, rest, lse
-        self.upstream = upstream if upstream.stride(-1) == 1 else upstream.contiguous()
+        self.upstream = contiguous_rows(upstream)
         self.delta = torch.empty_like(lse)
         self.dq = torch.empty(heads.query.shape, dtype=out.dtype, device=out.device)
         self.dk, self.dv = (self._shares(x, parts > 1) for x in (heads.key, heads.value))

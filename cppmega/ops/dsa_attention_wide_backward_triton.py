@@ -21,15 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_attention_forward_triton import LOG2_E, Attended
+from cppmega.ops.dsa_attention_forward_triton import LOG2_E
 from cppmega.ops.dsa_attention_order_triton import Order, bounds_of_row, place_of
+from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_attention_wide_tiles import padded_heads
-from cppmega.ops.dsa_attention_wide_triton import (
-    WideAttention,
-    chosen_keys,
-    last_contiguous,
-    slots_in_use,
-)
+from cppmega.ops.dsa_attention_wide_triton import chosen_keys, slots_in_use, wide_tiles
+from cppmega.ops.dsa_indexer_device import contiguous_rows
 
 SCRATCH_BYTES = 1 << 29
 """Most memory of P and dS. A query of 128 heads and 2048 keys takes 1 MiB."""
@@ -195,7 +192,7 @@ class WideBackward:
         grad: the gradient of its output, `[sq, b, heads, v]`.
     """
 
-    call: WideAttention
+    call: Absorbed
     attended: Attended
     grad: Tensor
 
@@ -210,7 +207,7 @@ class WideBackward:
         return [(first, min(sq, first + step)) for first in range(0, sq, step)]
 
     def _padded(self) -> int:
-        return padded_heads(self.call.query.size(2), self.call.tiles().scores)
+        return padded_heads(self.call.heads, wide_tiles(self.call).scores)
 
     def _slots(self) -> int:
         """The chosen keys of a row, in whole tiles."""
@@ -222,14 +219,14 @@ class WideBackward:
 
     def scores(self, part: tuple[int, int]) -> Tensor:
         """dS and P of a part's queries, `[queries, b, 2, heads, topk]`, up to their last keys."""
-        call, grad = self.call, last_contiguous(self.grad)
+        call, grad = self.call, contiguous_rows(self.grad)
         batch, padded, slots = call.indices.size(0), self._padded(), self._slots()
         made = call.query.new_empty(part[1] - part[0], batch, 2, padded, slots)
         starts, ends, *bound_strides = call.bounds
-        tile, scale = call.tiles().scores, call.softmax_scale
+        tile, scale = wide_tiles(call).scores, call.softmax_scale
         if made.numel():
             _scores_kernel[(made.size(0) * batch * padded // tile.heads,)](
-                call.query, call.key, call.chosen, starts, ends, *self.attended,
+                call.query, call.key, call.indices, starts, ends, *self.attended,
                 grad, made, scale, scale * LOG2_E, *call.sizes(), slots, part[0],
                 *call.strides(), *grad.stride()[:3], *bound_strides,
                 PADDED=padded, BLOCK=tile.heads, KEYS=tile.keys, AHEAD=tile.stages == 1,
@@ -239,14 +236,14 @@ class WideBackward:
 
     def gradient_of_queries(self, part: tuple[int, int], made: Tensor, dq: Tensor) -> None:
         """Write the rows of one part of dq `[sq, b, heads, d]`."""
-        call, tile = self.call, self.call.tiles().queries
+        call, tile = self.call, wide_tiles(self.call).queries
         starts, ends, *bound_strides = call.bounds
         blocks = made.size(0) * made.size(1) * max(1, made.size(3) // tile.heads)
         for first, width in ((0, call.value), (call.value, call.rotary)):
             columns = min(tile.columns, width)
             if columns and made.numel():
                 _query_kernel[(blocks * (width // columns),)](
-                    call.key, call.chosen, starts, ends, made, dq, *call.sizes(),
+                    call.key, call.indices, starts, ends, made, dq, *call.sizes(),
                     made.size(4), part[0], *call.key.stride()[:2], *bound_strides,
                     PADDED=made.size(3), BLOCK=min(tile.heads, made.size(3)), KEYS=tile.keys,
                     COLUMNS=columns, PARTS=width // columns, FIRST=first,
@@ -264,16 +261,16 @@ class WideBackward:
             into: dkv `[b, sk, d]` in fp32, that is added to; with an order, `[b, places, 1, d]`.
             order: the places of the part.
         """
-        call, grad, tile = self.call, last_contiguous(self.grad), self.call.tiles().keys
+        call, grad, tile = self.call, contiguous_rows(self.grad), wide_tiles(self.call).keys
         starts, ends, *bound_strides = call.bounds
-        places = (call.chosen, call.chosen, 0, 0)
+        places = (call.indices, call.indices, 0, 0)
         if order is not None:
             places = (order.bits, order.first, order.words, into.size(1))
         for first, width in ((0, call.value), (call.value, call.rotary)):
             columns = min(tile.columns, width)
             if columns and made.numel():
                 _key_kernel[(made.size(0) * made.size(1) * (width // columns),)](
-                    call.query, call.chosen, starts, ends, grad, made, *places, into,
+                    call.query, call.indices, starts, ends, grad, made, *places, into,
                     *call.sizes(), made.size(4), part[0],
                     *call.query.stride()[:3], *grad.stride()[:3], *bound_strides,
                     PADDED=made.size(3), KEYS=tile.keys,
@@ -293,7 +290,7 @@ class WideBackward:
             if not repeatable:
                 self.gradient_of_keys(part, made, dkv)
                 continue
-            order = Order(call.chosen, call.starts, call.ends, sk, part)
+            order = Order(call, part)
             region = (part[1] - part[0]) * topk
             shares = dkv.new_empty(batch, region, 1, dkv.size(2))
             self.gradient_of_keys(part, made, shares, order)

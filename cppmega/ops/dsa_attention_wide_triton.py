@@ -10,19 +10,13 @@ base; that of a row without keys is +inf, which makes its probabilities 0 in the
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from cppmega.ops.dsa_attention_forward_triton import LOG2_E, Attended
-from cppmega.ops.dsa_attention_order_triton import bounds_arguments, bounds_of_row, visible
+from cppmega.ops.dsa_attention_forward_triton import LOG2_E
+from cppmega.ops.dsa_attention_order_triton import bounds_of_row, visible
+from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_attention_wide_tiles import WideTiles, tiles_of
-from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,87 +96,24 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + (s_at * batch + b) * HEADS + heads, sums, mask=heads < HEADS)
 
 
-@dataclass(frozen=True)
-class WideAttention:
-    """The terms of one call.
-
-    Attributes:
-        query: `[sq, b, heads, d]`.
-        key: `[sk, b, 1, d]`, whose first columns are the value.
-        value: how many they are.
-        indices: `[b, sq, topk]`, integers; an entry that is no key its query may see adds nothing.
-        softmax_scale: of the products.
-        starts: first key that a query may see, `[sq]` or `[b, sq]`; None for both is causal.
-        ends: the key after its last.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: int
-    indices: Tensor
-    softmax_scale: float
-    starts: Tensor | None = None
-    ends: Tensor | None = None
-
-    @property
-    def rotary(self) -> int:
-        """How many columns of the key are not part of the value."""
-        return self.key.size(3) - self.value
-
-    def gpu(self) -> Gpu:
-        """The GPU of the call's tensors."""
-        return gpu_of(self.query.device)
-
-    def tiles(self) -> WideTiles:
-        """The tiles of the call's kernels."""
-        return tiles_of(self.query.size(2), self.value, self.rotary, self.gpu())
-
-    def sizes(self) -> tuple[int, int, int, int]:
-        """The batch, queries, keys, and chosen keys of a row."""
-        batch, sq, topk = self.indices.shape
-        return batch, sq, self.key.size(0), topk
-
-    def strides(self) -> tuple[int, ...]:
-        """Of queries and keys by row and batch, and of queries by head."""
-        return (*self.query.stride()[:3], *self.key.stride()[:2])
-
-    @functools.cached_property
-    def chosen(self) -> Tensor:
-        """The indices, one row after the other."""
-        return self.indices.contiguous()
-
-    @functools.cached_property
-    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """The bounds of rows, and their strides by batch and row."""
-        return bounds_arguments(self.starts, self.ends, self.chosen)
-
-    def common(self) -> dict[str, Any]:
-        """What all kernels are compiled for."""
-        causal = self.starts is None or self.ends is None
-        return {"HEADS": self.query.size(2), "V": self.value, "R": self.rotary, "CAUSAL": causal}
+def wide_tiles(call: Absorbed) -> WideTiles:
+    """The tiles of a call's kernels."""
+    return tiles_of(call.heads, call.value, call.rotary, call.gpu())
 
 
-def last_contiguous(x: Tensor) -> Tensor:
-    """The tensor, with adjacent columns."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def forward(call: WideAttention, *, want_rest: bool) -> Attended:
+def forward(call: Absorbed, *, want_rest: bool) -> Attended:
     """Attend to the chosen keys."""
-    batch, sq, sk, topk = call.sizes()
-    heads = call.query.size(2)
-    out = call.query.new_empty(sq, batch, heads, call.value)
-    rest = torch.empty_like(out) if want_rest else None
-    lse = out.new_empty(sq, batch, heads, dtype=torch.float32)
+    (batch, sq, sk, topk), attended = call.sizes(), Attended.empty(call, want_rest=want_rest)
+    out, rest, lse = attended
     if not out.numel():
-        return Attended(out, rest, lse)
+        return attended
     starts, ends, *bound_strides = call.bounds
-    tile = call.tiles().forward
-    blocks = triton.cdiv(heads, tile.heads)
+    tile = wide_tiles(call).forward
+    blocks = triton.cdiv(call.heads, tile.heads)
     _forward_kernel[(batch * sq * blocks,)](
-        call.query, call.key, call.chosen, starts, ends, out, out if rest is None else rest, lse,
+        call.query, call.key, call.indices, starts, ends, out, out if rest is None else rest, lse,
         call.softmax_scale * LOG2_E, batch, sq, sk, topk, *call.strides(), *bound_strides,
         BLOCKS=blocks, BLOCK=tile.heads, KEYS=tile.keys, REST=want_rest,
         num_warps=tile.warps, num_stages=tile.stages, **call.common(),
     )  # fmt: skip
-    return Attended(out, rest, lse)
+    return attended

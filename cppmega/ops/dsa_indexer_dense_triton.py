@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops.dsa_indexer_bits_triton import chosen
+from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_sparse_triton import kl_terms
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, extent, padded, row_bounds, rows_of
@@ -248,7 +249,7 @@ class AttentionTiles:
     """
 
     def __init__(self, index: IndexTiles, query: Tensor, key: Tensor, softmax_scale: float) -> None:
-        query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+        query, key = contiguous_rows(query), contiguous_rows(key)
         self.index, self.query, self.key = index, query, key
         self.scale, self.heads = softmax_scale * LOG2E, query.size(2)
         self.block = min(BLOCK, index.tile)

@@ -1,4 +1,4 @@
-"""What the indexer's kernels ask of a GPU, and what they must know of it to choose their tiles."""
+"""What DSA's kernels ask of a GPU and of tensors, and what of a GPU decides their tiles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 LEAST_SHARED = 99 * 1024
 """Shared memory that every kernel gets along with: that of a block on sm_86, sm_89 and sm_12x."""
@@ -40,3 +41,8 @@ def gpu_obstacle(device: torch.device) -> str | None:
         major, minor = gpu.capability
         return f"sm_{major}{minor} gives a block {gpu.shared >> 10} KiB of shared memory, not 99"
     return None
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """The tensor, with its last dimension contiguous, as the kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.hadamard_triton import butterflies
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def turn(
     backward: bool,
 ) -> Inputs:
     """Compute q, k and weights, or with `backward` their gradients from those of the results."""
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = contiguous_rows(q), contiguous_rows(k)
     out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, weights))
     tokens, batch, heads, d = q.shape
     wide = triton.next_power_of_2(d)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
+from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
 
@@ -121,7 +121,7 @@ def target(query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float) ->
     """
     sq, batch, heads, width = query.shape
     topk = indices.size(-1)
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    query, key = contiguous_rows(query), contiguous_rows(key)
     out = torch.empty(indices.shape, dtype=torch.float32, device=query.device)
     if not out.numel():
         return out

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_indexer_device import Gpu, gpu_of
+from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_topk_triton import bounds_of
 
 G_BYTES = 1 << 29
@@ -191,7 +191,7 @@ class IndexTiles:
         ends: Tensor | None,
         use_relu: bool,
     ) -> None:
-        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+        q, k = contiguous_rows(q), contiguous_rows(k)
         self.q, self.k, self.weights = q, k, weights
         self.sq, self.batch, self.heads, self.width = q.shape
         self.sk = k.size(0)

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_device import contiguous_rows
+
 SCRATCH_BYTES = 1 << 30
 """Most scratch memory of one launch. On 132 multiprocessors 4096 keys need 17 MiB, 32k keys 135."""
 
@@ -339,7 +341,7 @@ def choose(
     """
     sq, batch, heads, width = q.shape
     sk = k.shape[0]
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = contiguous_rows(q), contiguous_rows(k)
     h_pad = triton.next_power_of_2(heads)
     d_pad = max(16, triton.next_power_of_2(width))
     launch = launch or launch_for(h_pad, d_pad)

@@ -11,6 +11,7 @@ from cppmega.ops import dsa_attention_backward_triton as backward
 from cppmega.ops import dsa_attention_forward_triton as forward
 from cppmega.ops import dsa_attention_reference as reference
 from cppmega.ops.dsa_attention_autograd import absorbed
+from cppmega.ops.dsa_attention_problem import Absorbed
 from cppmega.ops.dsa_indexer_problem import Bounds
 from tests.ops.dsa_indexer_checks import documents, relative
 
@@ -70,9 +71,8 @@ def drawn(shape: Shape, *, std: float = 1.0, dtype: Any = torch.float32, **how: 
 def gradients(shape: Shape, given: Drawn, bounds: Bounds, repeatable: bool) -> list[Tensor]:
     """The kernels' output, and gradients of queries and keys."""
     query, key = given.query.detach().requires_grad_(), given.key.detach().requires_grad_()
-    out = absorbed(
-        query, key, shape.latent, given.indices, given.scale, *bounds, repeatable=repeatable
-    )
+    call = Absorbed(query, key, shape.latent, given.indices, given.scale, *bounds)
+    out = absorbed(call, repeatable=repeatable)
     return [out.detach(), *torch.autograd.grad(out, (query, key), given.upstream)]
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from cppmega.ops import dsa_attention_reference as reference
 from cppmega.ops import dsa_attention_wide_backward_triton as backward
-from cppmega.ops.dsa_attention_forward_triton import Attended
-from cppmega.ops.dsa_attention_wide_triton import WideAttention, forward
+from cppmega.ops.dsa_attention_problem import Absorbed, Attended
+from cppmega.ops.dsa_attention_wide_triton import forward
 from cppmega.ops.dsa_indexer_problem import Bounds
 from tests.ops.dsa_indexer_checks import relative
 from tests.ops.test_dsa_indexer import documents
@@ -47,7 +47,7 @@ def drawn(
     )
 
 
-def true_results(call: WideAttention, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def true_results(call: Absorbed, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Output, dq and dkv of the plain path, computed in a type."""
     query, key = (x.detach().to(dtype).requires_grad_() for x in (call.query, call.key))
     seen = reference.visible(call.indices, key.size(0), call.starts, call.ends)
@@ -62,7 +62,7 @@ def true_results(call: WideAttention, grad: Tensor, dtype: torch.dtype) -> list[
     return [torch.cat(outs, 2), query.grad, key.grad]
 
 
-def results(call: WideAttention, grad: Tensor) -> tuple[list[Tensor], Attended]:
+def results(call: Absorbed, grad: Tensor) -> tuple[list[Tensor], Attended]:
     """The same of the kernels, and of dkv as it is summed in one order; and what was kept."""
     attended = forward(call, want_rest=True)
     work = backward.WideBackward(call, attended, grad)
@@ -86,7 +86,7 @@ def check_exact(
     backward.SCRATCH_BYTES = backward.ORDERED_BYTES = part_bytes
     query, key, grad = drawn(sq, sk, batch, heads, widths, torch.float32)
     indices = chosen(batch, sq, sk, topk)
-    call = WideAttention(query, key, widths[0], indices, scale, *bounds)
+    call = Absorbed(query, key, widths[0], indices, scale, *bounds)
     found, attended = results(call, grad)
     true = true_results(call, grad, torch.float64)
     for mine, exact in zip(found, (*true, true[2]), strict=True):
@@ -108,7 +108,7 @@ def check_errors(
     query, key, grad = (x.cuda() for x in drawn(sq, sq, batch, heads, widths, dtype))
     indices = chosen(batch, sq, sq, topk).cuda()
     scale = std * sum(widths) ** -0.5
-    call = WideAttention(query, key, widths[0], indices, scale, *bounds)
+    call = Absorbed(query, key, widths[0], indices, scale, *bounds)
     found, _ = results(call, grad)
     true, floor = (true_results(call, grad, kind) for kind in (torch.float64, torch.float32))
     for name, mine, low, exact in zip(

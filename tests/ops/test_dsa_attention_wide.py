@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cppmega.ops.dsa_attention_problem import Absorbed  # noqa: E402
 from cppmega.ops.dsa_attention_wide_tiles import tiles_of, wide_obstacle  # noqa: E402
 from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
@@ -54,12 +55,13 @@ def test_there_are_tiles_for_every_gpu(arch: int, heads: int) -> None:
 @pytest.mark.parametrize("arch", LIMITS)
 def test_shared_memory_of_every_kernel(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    from cppmega.ops import dsa_attention_problem as problem
     from cppmega.ops import dsa_attention_wide_backward_triton as backward
     from cppmega.ops import dsa_attention_wide_triton as wide
     from tests.ops.test_dsa_indexer_gpus import Recorded, shared_memory
 
     limit = LIMITS[arch] * 1024
-    monkeypatch.setattr(wide, "gpu_of", lambda _: Gpu((arch // 10, arch % 10), limit))
+    monkeypatch.setattr(problem, "gpu_of", lambda _: Gpu((arch // 10, arch % 10), limit))
     found: list[tuple[Any, dict[str, Any]]] = []
     for module in (wide, backward):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -67,7 +69,7 @@ def test_shared_memory_of_every_kernel(arch: int, monkeypatch: pytest.MonkeyPatc
 
     query, key = (torch.zeros(2, 1, heads, 576, dtype=torch.bfloat16) for heads in (128, 1))
     indices = torch.zeros(1, 2, 2048, dtype=torch.int32)
-    call = wide.WideAttention(query, key, 512, indices, 0.1)
+    call = Absorbed(query, key, 512, indices, 0.1)
     attended = wide.forward(call, want_rest=True)
     backward.WideBackward(call, attended, attended.out).gradients(repeatable=False)
     launched = [(kernel, given) for kernel, given in found if given.get("FIRST", 0) == 0]

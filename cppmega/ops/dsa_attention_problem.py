@@ -1,0 +1,138 @@
+"""The terms of a call of DSA's absorbed sparse attention, and what its forward leaves behind."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
+
+
+class RowBounds(NamedTuple):
+    """The bounds of rows as arguments of a kernel.
+
+    Attributes:
+        starts: first key of a row.
+        ends: the key after its last.
+        batch: their stride by batch.
+        row: their stride by row.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    batch: int
+    row: int
+
+
+def row_bounds(starts: Tensor | None, ends: Tensor | None, indices: Tensor) -> RowBounds:
+    """Bounds `[sq]` or `[b, sq]` for the rows of indices `[b, sq, topk]`; anything if causal."""
+    if starts is None or ends is None:
+        return RowBounds(indices, indices, 0, 0)
+    starts, ends = (x.expand(indices.shape[:2]) for x in (starts, ends))
+    if starts.stride() != ends.stride():
+        starts, ends = starts.contiguous(), ends.contiguous()
+    return RowBounds(starts, ends, starts.stride(0), starts.stride(1))
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """The terms of one call.
+
+    Attributes:
+        query: `[sq, b, heads, d]`.
+        key: `[sk, b, 1, d]`, whose first columns are the value.
+        value: how many they are.
+        indices: `[b, sq, topk]`, contiguous integers; an entry that is not a key that its query may
+            see adds nothing.
+        softmax_scale: of the products.
+        starts: first key that a query may see, `[sq]` or `[b, sq]`; None for both is causal.
+        ends: the key after its last.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: int
+    indices: Tensor
+    softmax_scale: float
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+
+    def contiguous(self) -> Absorbed:
+        """The same, as the kernels read it."""
+        return Absorbed(
+            contiguous_rows(self.query),
+            contiguous_rows(self.key),
+            self.value,
+            self.indices.contiguous(),
+            self.softmax_scale,
+            self.starts,
+            self.ends,
+        )
+
+    @property
+    def rotary(self) -> int:
+        """How many columns of the key are not part of the value."""
+        return self.key.size(3) - self.value
+
+    @property
+    def heads(self) -> int:
+        """The heads of the query."""
+        return self.query.size(2)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the latent part takes the wide kernels."""
+        return max(self.value, self.rotary) > 128
+
+    @property
+    def causal(self) -> bool:
+        """Whether rows have no bounds of their own."""
+        return self.starts is None or self.ends is None
+
+    def gpu(self) -> Gpu:
+        """The GPU of the call's tensors."""
+        return gpu_of(self.query.device)
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The batch, queries, keys, and chosen keys of a row."""
+        batch, sq, topk = self.indices.shape
+        return batch, sq, self.key.size(0), topk
+
+    def strides(self) -> tuple[int, ...]:
+        """Of queries by row, batch and head, and of keys by row and batch."""
+        return (*self.query.stride()[:3], *self.key.stride()[:2])
+
+    @functools.cached_property
+    def bounds(self) -> RowBounds:
+        """The bounds of rows."""
+        return row_bounds(self.starts, self.ends, self.indices)
+
+    def common(self) -> dict[str, Any]:
+        """What all kernels are compiled for."""
+        return {"HEADS": self.heads, "V": self.value, "R": self.rotary, "CAUSAL": self.causal}
+
+
+class Attended(NamedTuple):
+    """What the forward computes.
+
+    Attributes:
+        out: `[sq, b, heads, v]`.
+        rest: what its rounding took away, in the same type; None where no gradient is wanted.
+        lse: log-sum-exp of each row in base 2, `[sq, b, heads]`; +inf for a row without keys.
+    """
+
+    out: Tensor
+    rest: Tensor | None
+    lse: Tensor
+
+    @classmethod
+    def empty(cls, call: Absorbed, *, want_rest: bool) -> Attended:
+        """Room for the results of a call."""
+        batch, sq, _, _ = call.sizes()
+        out = call.query.new_empty(sq, batch, call.heads, call.value)
+        rest = out.new_empty(out.shape) if want_rest else None
+        return cls(out, rest, out.new_empty(out.shape[:3], dtype=torch.float32))
