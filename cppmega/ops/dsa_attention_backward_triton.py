@@ -5,8 +5,8 @@ A program gathers its chosen keys once more and forms, keys by heads,
     P^T = exp(K Q^T - lse)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dQ^T = K^T dS^T           dK = dS^T Q + [P^T dO | 0]
 
-dS enters the product of dQ as two terms of the input's type: its sum over the keys is zero, so that
-what is left where one score is far above the others is as small as the rounding of one term.
+dS enters the product of dQ as two terms of the input's type. The sum of dS over the keys is zero,
+and where keys resemble one another, what is left of the product is small next to its terms.
 
 dK is the contribution of one query to each of its keys. By default these are added up by atomics in
 fp32, four numbers at a time. In the deterministic mode each is written once, in the type of the
