@@ -1,6 +1,8 @@
-"""The NAM56R slice with everything fused: DSA on TileLang's kernels, heads' losses without logits.
+"""The NAM56R slice with everything fused: DSA's kernels, and heads' losses without logits.
 
-TileLang's indexer has the sparse loss alone, over the chosen keys: not the loss of the other slice.
+With the backend tilelang, `dsa_attention_kernels` and `dsa_indexer_kernels` run in place of
+TileLang's. The loss is over the chosen keys, the only one that TileLang's indexer has: not that of
+the other slice.
 """
 
 from cppmega.recipe.index import load

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
+import dsa_fp8
+
 from cppmega.runs import plotting
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -23,9 +25,14 @@ _INDEXER = {
     "prologue, both ways,\n16 documents": "prologue, 4096 x 1, 32 x 64, 16 documents",
 }
 """Label -> case of the indexer's results."""
+_ATTENTION = {
+    "attention, both ways": "NAM56R, b 1",
+    "attention, both ways,\nDeepSeek-V3.2": "DeepSeek-V3.2, 4k",
+}
+"""Label -> case of the attention's results."""
 _MEASURED = {
-    "Megatron": ("reference path", "reference path, scores alone"),
-    "Megatron with TileLang": ("TileLang", "TileLang, scores and top-k"),
+    "Megatron": ("reference path", "reference path, scores alone", "stock"),
+    "Megatron with TileLang": ("TileLang", "TileLang, scores and top-k", "tilelang"),
     "cppmega": ("ours",),
 }
 _LOSSES = {
@@ -43,11 +50,15 @@ Numbers = dict[str, dict[str, Any]]
 
 def numbers() -> Numbers:
     """What the picture shows: panel -> label -> values."""
-    indexer, losses, transform = map(
-        _result, ("dsa_indexer_h200", "linear_cross_entropy_h200", "hadamard_h200")
+    indexer, attention, losses, transform = (
+        _result(f"{name}_h200")
+        for name in ("dsa_indexer", "dsa_attention", "linear_cross_entropy", "hadamard")
     )
+    cases = {label: indexer["cases"][case] for label, case in _INDEXER.items()}
+    for label, case in _ATTENTION.items():
+        cases[label] = {way: row["both"] for way, row in attention["cases"][case].items()}
     return {
-        "indexer": {label: _sides(indexer["cases"][case]) for label, case in _INDEXER.items()},
+        "dsa": {label: _sides(case) for label, case in cases.items()},
         "losses": {
             _LOSSES[name]: [row["milliseconds"], row["above_gradients_gib"]]
             for row in losses["rows"]
@@ -84,11 +95,16 @@ def _limits(
     queries = transform["queries, 64 heads, s=4096, b=8"]
     choice = cases["choice, 32768 x 1, 64 x 128, top-k 2048"]
     dense = cases["dense loss, 4096 x 8"]
+    attention = dsa_fp8.DEEPSEEK[-1]
     return {
         "Hadamard transform, of a copy": queries["copy"] / queries["kernel"],
         "linear cross-entropy, of a matrix product": loss / float(product),
         "scores and top-k, 32768 tokens, of a matrix product": _share(choice),
         "dense loss, 8 x 4096 tokens, of a matrix product": _share(dense),
+        f"sparse attention, {attention.sequence} tokens, of a matrix product": (
+            dsa_fp8.milliseconds(attention.forward + attention.backward)
+            / dsa_fp8.measured(attention)["both"]
+        ),
     }
 
 
@@ -106,8 +122,8 @@ def draw(target: Path = PICTURE) -> None:
     """Write the picture."""
     shown, pyplot = numbers(), plotting.pyplot()
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cppmega", "font.size": 9}):
-        figure, axes = pyplot.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
-        _draw_indexer(axes[0], shown["indexer"])
+        figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
+        _draw_dsa(axes[0], shown["dsa"])
         _draw_losses(axes[1], shown["losses"])
         _draw_limits(axes[2], shown["limits"])
         carried = {"Date": None, "Description": json.dumps(shown)}
@@ -115,7 +131,7 @@ def draw(target: Path = PICTURE) -> None:
         pyplot.close(figure)
 
 
-def _draw_indexer(axis: Any, cases: dict[str, dict[str, float]]) -> None:
+def _draw_dsa(axis: Any, cases: dict[str, dict[str, float]]) -> None:
     height = 0.8 / len(_SIDES)
     for at, (side, colour) in enumerate(_SIDES.items()):
         rows = [row for row, sides in enumerate(cases.values()) if side in sides]
@@ -127,7 +143,7 @@ def _draw_indexer(axis: Any, cases: dict[str, dict[str, float]]) -> None:
     axis.invert_yaxis()
     axis.set_xscale("log")
     axis.margins(x=0.15)
-    axis.set_title("DSA's indexer, 4096 tokens: ms", fontsize=10)
+    axis.set_title("DSA, 4096 tokens: ms", fontsize=10)
     axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.08))
 
 

@@ -116,12 +116,37 @@ def kernels() -> str:
     link = "[{}](benchmarks/results/{}_h200.md)".format
     sources = (
         link("indexer", "dsa_indexer"),
+        link("attention", "dsa_attention"),
         link("losses", "linear_cross_entropy"),
         link("Hadamard transform", "hadamard"),
     )
     return (
         f"\n![Times of the kernels, and their share of what the GPU can do]({picture})\n\n"
-        f"One H200; all shapes: {', '.join(sources)}.\n"
+        f"One H200; all shapes: {', '.join(sources)}.\n\n{attention()}"
+    )
+
+
+def attention() -> str:
+    """DSA's attention next to TileLang's, alone and in the NAM56R slice."""
+    cases = json.loads((RESULTS / "dsa_attention_h200.json").read_text())["cases"]
+
+    def faster(model: str) -> str:
+        ways = [case for name, case in cases.items() if name.startswith(f"{model}, ")]
+        times = [
+            [case[way]["both"]["milliseconds"] for way in ("tilelang", "ours")] for case in ways
+        ]
+        return _range([tilelang / ours for tilelang, ours in times])
+
+    slices = json.loads((RESULTS / "dsa_attention_slices_h200.json").read_text())["fused8"]["runs"]
+    before, after = (slices[run]["tokens_per_second"] / 1000 for run in ("before1", "after1"))
+    return (
+        f"Forward and backward of the sparse attention are {faster('NAM56R')} times as fast as "
+        f"TileLang's at NAM56R's widths,\nand {faster('DeepSeek-V3.2')} times at DeepSeek-V3.2's. "
+        "In the slice at a micro-batch of 8 they raise\n"
+        f"tokens/s from {before:.1f}k to {after:.1f}k "
+        "([with and without](benchmarks/results/dsa_attention_slices_h200.md),\n"
+        "[designs](benchmarks/results/dsa_attention_designs.md), "
+        "[what FP8 could save](benchmarks/results/dsa_fp8.md)).\n"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -38,6 +39,20 @@ def test_the_picture_of_the_kernels_shows_what_was_measured() -> None:
     shown = readme.kernel_plot.drawn()
     assert shown == readme.kernel_plot.numbers(), "run python scripts/readme_figures.py"
     assert all(value > 0 for panel in shown.values() for value in flat(panel)) and len(shown) == 3
+
+
+def test_the_designs_of_the_attention_repeat_the_results() -> None:
+    results = REPOSITORY / "benchmarks" / "results"
+    cases = json.loads((results / "dsa_attention_h200.json").read_text())["cases"]
+    text = (results / "dsa_attention_designs.md").read_text()
+    for batch in (1, 4, 8):
+        case = cases[f"NAM56R, b {batch}"]
+        ways = [case[way]["backward"]["milliseconds"] for way in ("ours", "ours, deterministic")]
+        assert f"| {batch} | {ways[0]} | {ways[1]} | {ways[1] / ways[0]:.2f} |" in text
+    ways = [cases["DeepSeek-V3.2, 32k"][way] for way in ("tilelang", "ours")]
+    for part in ("forward", "backward"):
+        tilelang, ours = (way[part]["milliseconds"] for way in ways)
+        assert f"{tilelang / ours:.2f} times" in " ".join(text.split()), part
 
 
 def flat(value: object) -> list[float]:
