@@ -108,10 +108,23 @@ class DevicesAnswer(Struct, frozen=True, kw_only=True):
     """Why torch can use no GPU."""
 
 
+class SparseAttention(Struct, frozen=True):
+    """The sizes of DSA's attention on a rank."""
+
+    heads: int
+    width: int
+    """Of queries and keys."""
+    value_width: int
+    """The first columns of the keys, where one latent key serves all heads."""
+    key_per_head: bool
+
+
 class ParityOrder(Order, frozen=True, kw_only=True):
     """Compare the fused kernels with their references."""
 
     device: str
+    attention: SparseAttention | None = None
+    """None where no page attends in our kernels."""
 
 
 class KernelParity(Struct, frozen=True):

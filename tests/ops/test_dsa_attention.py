@@ -119,19 +119,12 @@ def test_the_kernels_give_output_and_gradients() -> None:
 check(Shape(sq=9, sk=9, batch=2, heads=3, latent=16, rotary=16, topk=9), documents(9))
 check(Shape(sq=6, sk=40, batch=1, heads=18, latent=24, rotary=8, topk=24), Bounds(), std=20.0)
 check(Shape(sq=5, sk=5, batch=1, heads=3, latent=32, rotary=0, topk=3), Bounds())
-"""
-    )
 
-
-def test_the_kernels_in_parts_and_with_bounds() -> None:
-    pytest.importorskip("triton")
-    interpreted(
-        """
+# In parts, a batch element at a time, then 32 queries at a time.
 shape = Shape(sq=8, sk=8, batch=3, heads=2, latent=16, rotary=16, topk=5)
-check(shape, Bounds(), scratch=8 * 5 * 32 * 4)  # a batch element at a time
+check(shape, Bounds(), scratch=8 * 5 * 32 * 4)
 bounds = Bounds(*(x.clamp(max=9).expand(2, 34) for x in documents(34)))
-check(Shape(sq=34, sk=12, batch=2, heads=1, latent=16, rotary=0, topk=4), bounds,
-    scratch=1)  # 32 queries at a time
+check(Shape(sq=34, sk=12, batch=2, heads=1, latent=16, rotary=0, topk=4), bounds, scratch=1)
 """
     )
 

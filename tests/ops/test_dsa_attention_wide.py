@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops.dsa_attention_problem import Absorbed  # noqa: E402
 from cppmega.ops.dsa_attention_wide_tiles import tiles_of, wide_obstacle  # noqa: E402
 from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
+from tests.ops.kernel_memory import LIMITS  # noqa: E402
 from tests.ops.test_dsa_indexer import documents  # noqa: E402
 
 
@@ -38,10 +37,6 @@ check_exact(3, 3, 2, 2, (16, 16), 1, Bounds(torch.zeros(3), torch.tensor([[1, 2,
     subprocess.run([sys.executable, *options, "-c", code], check=True, env=environment)
 
 
-LIMITS = {80: 163, 90: 227, 100: 227, 120: 99}
-"""KiB of shared memory that a block may have, by architecture; NVIDIA's tuning guides."""
-
-
 @pytest.mark.parametrize("arch", LIMITS)
 @pytest.mark.parametrize("heads", [1, 8, 64, 128])
 def test_there_are_tiles_for_every_gpu(arch: int, heads: int) -> None:
@@ -49,33 +44,6 @@ def test_there_are_tiles_for_every_gpu(arch: int, heads: int) -> None:
     for v, r in ((512, 64), (256, 32), (512, 128), (256, 0)):
         assert wide_obstacle(heads, v, r, gpu) is None
         assert all(64 % tile.keys == 0 for tile in tiles_of(heads, v, r, gpu))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", LIMITS)
-def test_shared_memory_of_every_kernel(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from cppmega.ops import dsa_attention_problem as problem
-    from cppmega.ops import dsa_attention_wide_backward_triton as backward
-    from cppmega.ops import dsa_attention_wide_triton as wide
-    from tests.ops.test_dsa_indexer_gpus import Recorded, shared_memory
-
-    limit = LIMITS[arch] * 1024
-    monkeypatch.setattr(problem, "gpu_of", lambda _: Gpu((arch // 10, arch % 10), limit))
-    found: list[tuple[Any, dict[str, Any]]] = []
-    for module in (wide, backward):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Recorded(getattr(module, name), found))
-
-    query, key = (torch.zeros(2, 1, heads, 576, dtype=torch.bfloat16) for heads in (128, 1))
-    indices = torch.zeros(1, 2, 2048, dtype=torch.int32)
-    call = Absorbed(query, key, 512, indices, 0.1)
-    attended = wide.forward(call, want_rest=True)
-    backward.WideBackward(call, attended, attended.out).gradients(repeatable=False)
-    launched = [(kernel, given) for kernel, given in found if given.get("FIRST", 0) == 0]
-    taken = {kernel.__name__: shared_memory(kernel, given, arch) for kernel, given in launched}
-    assert len(taken) == 4
-    assert {name: size for name, size in taken.items() if size > limit} == {}
 
 
 def test_a_shape_without_tiles_is_refused_by_name() -> None:

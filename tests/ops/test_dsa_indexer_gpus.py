@@ -14,40 +14,15 @@ from torch import Tensor  # noqa: E402
 
 from cppmega.ops import dsa_indexer_device as device  # noqa: E402
 from cppmega.ops.dsa_indexer import obstacle  # noqa: E402
+from tests.ops.kernel_memory import LIMITS, Launch, record, shared_memory  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-LIMITS = {80: 163, 90: 227, 100: 227, 120: 99}
-"""KiB of shared memory that a block may have, by architecture; NVIDIA's tuning guides."""
 
 LARGEST = {"_key_kernel", "_query_kernel"}
 """The kernels that more than 99 KiB may make a difference to: they have the largest tiles."""
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.bool: "*i1",
-}
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-
-class Recorded:
-    """Stands for a kernel and keeps the arguments of its launches."""
-
-    def __init__(self, kernel: Any, launches: list[tuple[Any, dict[str, Any]]]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: object) -> Any:
-        def launch(*arguments: object, **named: object) -> None:
-            given = dict(zip(self.kernel.arg_names, arguments, strict=False))
-            self.launches.append((self.kernel, given | named))
-
-        return launch
-
-
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What 128 heads of 128 launch, for all losses and the prologue; the first of each kernel.
 
     The log-sum-exp is two kernels: over all keys, and over those whose bit is set.
@@ -63,10 +38,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
     from cppmega.ops.dsa_indexer_problem import Bounds, Loss
     from cppmega.ops.dsa_indexer_prologue import Rotary
 
-    found: list[tuple[Any, dict[str, Any]]] = []
-    for module in (bits, dense, per_head, prologue, sparse, tiles, topk):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Recorded(getattr(module, name), found))
+    found = record(monkeypatch, (bits, dense, per_head, prologue, sparse, tiles, topk))
 
     def made(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -87,46 +59,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
 def name_of(kernel: Any, given: dict[str, Any]) -> str:
     """The name of a kernel, as compiled for a launch."""
     return f"{kernel.__name__}{' of chosen keys' if given.get('CHOSEN') else ''}"
-
-
-def source_of(kernel: Any, given: dict[str, Any]) -> Any:
-    """A kernel specialized for its arguments as Triton does it at a launch."""
-    from triton.compiler import ASTSource
-
-    signature: dict[str, str] = {}
-    fixed: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    for at, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        value, is_tensor = given[name], isinstance(given[name], Tensor)
-        if parameter.is_constexpr or (not is_tensor and value == 1):
-            signature[name], fixed[(at,)] = "constexpr", value
-            continue
-        other = "fp32" if isinstance(value, float) else "i32"
-        signature[name] = TYPES[value.dtype] if is_tensor else other
-        if is_tensor or (other == "i32" and value % 16 == 0):
-            attributes[(at,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
-
-
-def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
-    """Bytes of shared memory, after Triton's passes and before its assembler."""
-    from triton._C.libtriton import ir
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    options = backend.parse_options({name: given[name] for name in OPTIONS if name in given})
-    context, stages = ir.context(), {}
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    source, functions = source_of(kernel, given), backend.get_codegen_implementation(options)
-    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
-    backend.add_stages(stages, options, source.language)
-    metadata = {"target": target, **vars(options)}
-    for stage in ("ttir", "ttgir", "llir"):
-        module = stages[stage](module, metadata)
-    return int(metadata["shared"])
 
 
 @pytest.mark.parametrize("arch", LIMITS)

@@ -6,12 +6,8 @@ batch and over chunks of 512 rows.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,9 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from cppmega import ops  # noqa: E402
 from cppmega.ops import (  # noqa: E402
     dsa_indexer,
     dsa_indexer_prologue,
@@ -31,57 +24,13 @@ from cppmega.ops import (  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds, Loss  # noqa: E402
 from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles  # noqa: E402
+from tests.ops.launch_counts import Launches, kernels_of, modules_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 LIMIT = 25
 """Launches of one layer's indexer, forward and backward each."""
-MODULES = [
-    importlib.import_module(f"cppmega.ops.{found.name}")
-    for found in pkgutil.iter_modules(ops.__path__)
-    if found.name.startswith("dsa_indexer") and found.name.endswith("_triton")
-]
-FREE = re.compile(
-    "alias|as_strided|detach|(new_)?empty(_like|_strided)?|expand|permute|select|slice|split|"
-    "squeeze|t|transpose|unbind|unsqueeze|_?(unsafe_)?view"
-)
-"""Operators of torch that launch nothing."""
-TWICE = frozenset({"sum", "mean", "amax", "max", "cumsum"})
-"""Reductions: a large one clears its semaphores first."""
-WAITING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "unique"})
-
-
-class Launches(TorchDispatchMode):  # type: ignore[misc]
-    """Counts the launches of kernels and of torch's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def recorder(self, name: str) -> Any:
-        """What stands for a Triton kernel."""
-        names = self.names
-
-        class Recorder:
-            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                assert all(0 < size < 2**31 for size in grid) and all(
-                    size < 2**16 for size in grid[1:]
-                ), f"CUDA refuses the grid {grid} of {name}"
-                return lambda *arguments, **options: names.append(name)
-
-        return Recorder()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in WAITING, f"{name} waits for the GPU"
-        if not FREE.fullmatch(name):
-            self.names += [name] * (2 if name in TWICE else 1)
-        return func(*args, **(kwargs or {}))
-
-    def taken(self) -> list[str]:
-        """The names since the last call."""
-        names, self.names[:] = list(self.names), []
-        return names
+MODULES = modules_of("dsa_indexer")
 
 
 @pytest.fixture
@@ -89,7 +38,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """The kernels' path, without a GPU."""
     counted = Launches()
     for module in (*MODULES, linear_cross_entropy_triton):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        for name in kernels_of(module):
             monkeypatch.setattr(module, name, counted.recorder(name))
     for module in (dsa_indexer, dsa_indexer_prologue):
         monkeypatch.setattr(module, "obstacle", lambda *call: None)
@@ -224,5 +173,5 @@ def test_every_kernel_is_launched_by_one_of_these_calls(launches: Launches) -> N
     for how in CALLS.values():
         for names in layer(launches, 40, 1, Bounds(), how):
             seen |= set(names)
-    kernels = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
+    kernels = {name for module in MODULES for name in kernels_of(module)}
     assert kernels <= seen, "a kernel that this test cannot see would not be counted"

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.errors import CppmegaError
@@ -36,11 +37,14 @@ from cppmega.preflight.messages import (
     FirstKernelAnswer,
     FirstKernelOrder,
     ParityAnswer,
+    ParityOrder,
     SharedMemory,
+    SparseAttention,
 )
 from cppmega.preflight.workers import devices as devices_worker
 from cppmega.preflight.workers import parity
 from tests.preflight.contexts import (
+    FUSED,
     SLICE,
     SMOKE,
     V32,
@@ -49,7 +53,7 @@ from tests.preflight.contexts import (
     refuses,
     says_nothing,
 )
-from tests.support import REPOSITORY, patched
+from tests.support import REPOSITORY, patched, pristine
 from tests.support.lab import Lab
 
 pytestmark = pytest.mark.slow
@@ -467,6 +471,64 @@ def test_parity_of_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dsa_indexer, "obstacle", lambda *call: "there is no room")
     with pytest.raises(ValueError, match="declined: there is no room"):
         parity._demand("cuda", dsa_indexer.obstacle())
+
+
+ATTENTION = SparseAttention(heads=3, width=24, value_width=16, key_per_head=False)
+
+
+@pytest.mark.parametrize("sizes", [ATTENTION, structs.replace(ATTENTION, key_per_head=True)])
+def test_parity_of_the_sparse_attention(
+    sizes: SparseAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU the reference of all heads in bf16 next to that of each; wrong scores are found."""
+    from cppmega.ops import dsa_attention
+
+    for other in ("_cross_entropy", "_hadamard", "_indexer_prologue", "_indexer_loss"):
+        monkeypatch.setattr(parity, other, lambda *given, **named: 0.0)
+    attend = dsa_attention.sparse_attention
+
+    def compared() -> dict[str, float | None]:
+        found = parity.inspect(ParityOrder(device="cpu", attention=sizes)).kernels
+        return {one.kernel: one.error for one in found if one.kernel.startswith("DSA attention")}
+
+    def wrong_beyond_one_head(query: Any, *given: Any, **named: Any) -> Any:
+        return attend(query * (1.1 if query.size(2) > 1 else 1.0), *given, **named)
+
+    fine = compared()
+    assert len(fine) == (1 if sizes.key_per_head else 2)
+    assert all(error is not None and 0 < error < 5e-3 for error in fine.values()), fine
+    monkeypatch.setattr(dsa_attention, "sparse_attention", wrong_beyond_one_head)
+    wrong = compared()
+    assert wrong.keys() == fine.keys()
+    assert all(error is not None and error > parity.TOLERANCE for error in wrong.values()), wrong
+
+
+def test_the_sparse_attention_is_compared_at_the_recipe_s_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the recipe wants a page with kernels for it, on the releases of one key and of many."""
+    sizes = SparseAttention(heads=32, width=128, value_width=64, key_per_head=False)
+    tensor = FUSED.with_(tensor_model_parallel_size=2, gpus=2)
+    newer, older = pristine("0.19.2"), pristine("0.18.2")
+    assert kernel_parity.attention(launch(FUSED, root=newer)) == sizes
+    halved = structs.replace(sizes, heads=16)
+    assert kernel_parity.attention(launch(tensor, root=newer)) == halved
+    of_heads = kernel_parity.attention(launch(FUSED, root=older))
+    assert of_heads == structs.replace(sizes, key_per_head=True)
+    wide = kernel_parity.attention(launch(V32, root=newer))
+    assert wide is not None and (wide.width, wide.value_width) == (576, 512)
+    for recipe in (SLICE, SMOKE, None):
+        assert kernel_parity.attention(launch(recipe, root=newer)) is None
+    asked: list[Any] = []
+
+    def answer(worker: str, order: Any, *given: Any) -> ParityAnswer:
+        asked.append(msgspec.json.decode(msgspec.json.encode(order), type=ParityOrder))
+        return ParityAnswer([], [])
+
+    monkeypatch.setattr(kernel_parity, "ask", answer)
+    for recipe in (FUSED, SLICE):
+        holds("kernel_parity", on(H200, recipe=recipe, root=newer, deep=True))
+    assert [order.attention for order in asked] == [sizes, None]
 
 
 def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from cppmega.catalogue import loader as catalogue
+from cppmega.page import Page, Patch
 from tests.support import pristine, python
 
 LAYER = """
@@ -197,3 +200,13 @@ def stock(version: str) -> dict[str, dict]:
     """The answer of every case on a version as released."""
     (found,) = answers(pristine(version), CASES)
     return found
+
+
+@cache
+def _pages() -> Mapping[str, Page]:
+    return catalogue.load()
+
+
+def patch_of(page: str) -> Patch:
+    """The patch of a page; the catalogue is read once."""
+    return _pages()[page].patch

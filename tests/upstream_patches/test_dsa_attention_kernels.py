@@ -5,12 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cppmega.catalogue import loader as catalogue
 from cppmega.ops import dsa_attention
 from cppmega.ops.dsa_indexer_device import gpu_of
 from cppmega.proof.stand_ins import Arguments
 from tests.support import patched, pristine
-from tests.upstream_patches.dsa_layers import CASES, PARALLEL, answers, assert_same, same, stock
+from tests.upstream_patches.dsa_layers import (
+    CASES,
+    PARALLEL,
+    answers,
+    assert_same,
+    patch_of,
+    same,
+    stock,
+)
 
 ATTENTION, INDEXER = "dsa_attention_kernels", "dsa_indexer_kernels"
 
@@ -60,7 +67,7 @@ def test_tensor_and_context_parallel_ranks_attend_as_those_of_stock() -> None:
 def test_the_preflight_names_the_widths_that_the_kernels_decline(
     widths: tuple[int, int], backend: str
 ) -> None:
-    refuses = catalogue.load()[ATTENTION].patch.refuses
+    refuses = patch_of(ATTENTION).refuses
     assert refuses is not None
     given = {"experimental_attention_variant": "dsa", "dsa_kernel_backend": backend, "bf16": True}
     given |= {"num_attention_heads": 64, "tensor_model_parallel_size": 2}
@@ -76,7 +83,7 @@ def test_the_preflight_names_the_widths_that_the_kernels_decline(
 
 @pytest.mark.parametrize("width", [256, 257])
 def test_the_preflight_names_the_widths_per_head(width: int) -> None:
-    refuses = catalogue.load()[ATTENTION].patch.refuses
+    refuses = patch_of(ATTENTION).refuses
     assert refuses is not None
     widths = {"qk_head_dim": width - 64, "qk_pos_emb_head_dim": 64, "v_head_dim": 64}
     types = {"bf16": False, "fp16": True}
@@ -101,6 +108,6 @@ def test_a_run_must_reach_the_page_unless_cudnn_attends(
 ) -> None:
     given = {"experimental_attention_variant": "dsa", "kv_lora_rank": 512, "dsa_indexer_topk": 64}
     given |= {"num_attention_heads": 64, "tensor_model_parallel_size": 2, "qk_pos_emb_head_dim": 64}
-    when = catalogue.load()[ATTENTION].patch.when
+    when = patch_of(ATTENTION).when
     assert when is not None and when(Arguments(**given | sizes)) == reaches
     assert not when(Arguments(**given | sizes | {"experimental_attention_variant": None}))

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from cppmega.catalogue import loader as catalogue
 from cppmega.proof.stand_ins import Arguments
 from tests.support import patched, pristine, python
+from tests.upstream_patches.dsa_layers import patch_of
 
 LIMITS, ATTENTION, INDEXER = "dsa_backend_limits", "dsa_attention_kernels", "dsa_indexer_kernels"
 V32 = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64}
@@ -159,7 +159,7 @@ def test_what_other_pages_serve_has_no_limit() -> None:
 
 
 def test_the_preflight_names_what_no_page_lifts() -> None:
-    refuses = catalogue.load()[LIMITS].patch.refuses
+    refuses = patch_of(LIMITS).refuses
     assert refuses is not None
 
     def said(backend: str, **given: object) -> str:

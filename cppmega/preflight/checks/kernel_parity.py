@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
+from cppmega.overlay.wanted import provided
 from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.preflight.messages import ParityAnswer, ParityOrder
+from cppmega.preflight.messages import ParityAnswer, ParityOrder, SparseAttention
+from cppmega.recipe import dsa_widths
+from cppmega.recipe.render import release_line
 
 AFTER: tuple[str, ...] = ("gpus", "kernels")
+
+_ABSORBED = 0, 19
+"""Since this release of Megatron, all heads of DSA attend to one latent key."""
 
 SMALL = {"sm_120", "sm_121"}
 """Architectures that give a block 99 KiB of dynamic shared memory."""
@@ -32,10 +38,30 @@ def check(context: Context) -> str:
         raise NotApplicable("there is no GPU")
     if not context.deep and not devices.architectures & SMALL:
         raise NotApplicable("--deep runs every kernel against its reference")
-    order = ParityOrder(device="cuda")
+    order = ParityOrder(device="cuda", attention=attention(context))
     answer = ask("cppmega.preflight.workers.parity", order, ParityAnswer, context.environ)
     refuse(wrong_kernels(answer, devices.architectures))
     return ", ".join(f"{one.kernel} {one.error:.1e}" for one in answer.kernels)
+
+
+def attention(context: Context) -> SparseAttention | None:
+    """The sizes of DSA's attention on a rank; None if the recipe wants no page with kernels for it.
+
+    Raises:
+        CppmegaError: `bad-wanted-by`, or what reading the version raises.
+    """
+    recipe = context.recipe
+    if recipe is None or not recipe.uses_dsa:
+        return None
+    pages = context.session.pages
+    wanted = [pages[name] for name in context.wanted_patches if name in pages]
+    if not provided(wanted, dsa_widths.ATTENTION):
+        return None
+    heads = recipe.num_attention_heads // recipe.tensor_model_parallel_size
+    if release_line(context.session.read_tree().version) >= _ABSORBED:
+        return SparseAttention(heads, *recipe.dsa_widths, key_per_head=False)
+    width = (recipe.qk_head_dim or 0) + (recipe.qk_pos_emb_head_dim or 0)
+    return SparseAttention(heads, width, recipe.v_head_dim or 0, key_per_head=True)
 
 
 def wrong_kernels(answer: ParityAnswer, architectures: set[str]) -> Iterator[CppmegaError]:

@@ -13,7 +13,13 @@ from math import isfinite
 from typing import Any
 
 from cppmega.preflight.ask import serve
-from cppmega.preflight.messages import KernelParity, ParityAnswer, ParityOrder, SharedMemory
+from cppmega.preflight.messages import (
+    KernelParity,
+    ParityAnswer,
+    ParityOrder,
+    SharedMemory,
+    SparseAttention,
+)
 
 TOLERANCE = 2e-2
 """Relative L2 distance in bf16; a wrong kernel is off by far more."""
@@ -23,11 +29,11 @@ _LIMIT = 99 * 1024
 
 def inspect(order: ParityOrder) -> ParityAnswer:
     """Run every kernel and its reference."""
-    return ParityAnswer(list(compare(order.device)), list(shared_memory()))
+    return ParityAnswer(list(compare(order.device, order.attention)), list(shared_memory()))
 
 
-def compare(device: str) -> Iterator[KernelParity]:
-    """Each kernel next to its reference."""
+def compare(device: str, attention: SparseAttention | None = None) -> Iterator[KernelParity]:
+    """Each kernel next to its reference; those of the sparse attention only where it has sizes."""
     kernels: dict[str, Callable[[str], float]] = {
         "linear cross-entropy (triton), any upstream gradient": _any_upstream,
         "linear cross-entropy (triton), weighted scalar": _weighted_scalar,
@@ -38,6 +44,7 @@ def compare(device: str) -> Iterator[KernelParity]:
         "DSA indexer, sparse loss, a key per head": partial(
             _indexer_loss, sparse=True, key_heads=4
         ),
+        **_attentions(attention),
     }
     for name, run in kernels.items():
         try:
@@ -137,6 +144,71 @@ def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
         return [found.detach(), *(x.grad for x in leaves)]
 
     return _farthest(run(device), run("cpu"))  # there, the plain reference computes
+
+
+def _attentions(sizes: SparseAttention | None) -> dict[str, Callable[[str], float]]:
+    """The kernels that attend at these sizes; only absorbed keys have another deterministic one."""
+    if sizes is None:
+        return {}
+    if sizes.key_per_head:
+        return {"DSA attention, a key per head": partial(_attention, sizes, repeatable=False)}
+    return {
+        "DSA attention, absorbed": partial(_attention, sizes, repeatable=False),
+        "DSA attention, absorbed, deterministic": partial(_attention, sizes, repeatable=True),
+    }
+
+
+def _attention(sizes: SparseAttention, device: str, *, repeatable: bool) -> float:
+    import torch
+
+    *inputs, upstream = _normal(*_shapes(sizes))
+    upstream[::7] = 0
+
+    def run(made: list[Any], attend: Callable[..., Any]) -> list[Any]:
+        leaves = [x.clone().requires_grad_() for x in made]
+        out = attend(sizes, leaves, repeatable=repeatable)
+        torch.autograd.backward(out, upstream.to(out))
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    found = run([x.to(device) for x in inputs], _attend)
+    return _farthest(found, run([x.float() for x in inputs], _attend_by_head))
+
+
+def _shapes(sizes: SparseAttention) -> list[tuple[int, ...]]:
+    """Of queries, keys, the values where the keys do not hold them, and the output."""
+    queries, keys = (150, 2, sizes.heads), (150, 2, sizes.heads if sizes.key_per_head else 1)
+    values = [(*keys, sizes.value_width)] if sizes.key_per_head else []
+    return [(*queries, sizes.width), (*keys, sizes.width), *values, (*queries, sizes.value_width)]
+
+
+def _attend(sizes: SparseAttention, inputs: list[Any], *, repeatable: bool) -> Any:
+    from cppmega.ops import dsa_attention as op
+
+    query, key, value = inputs if sizes.key_per_head else (*inputs, sizes.value_width)
+    _demand(query.device.type, op.obstacle(query, key, value))
+    scale = 4 * sizes.width**-0.5  # of the halves that `_normal` gives
+    chosen = _choices().to(query.device)
+    return op.sparse_attention(query, key, value, chosen, scale, repeatable=repeatable)
+
+
+def _attend_by_head(sizes: SparseAttention, inputs: list[Any], *, repeatable: bool) -> Any:
+    """The same for one head after the other: the reference copies the chosen keys of each."""
+    import torch
+
+    alone = [x.expand(-1, -1, sizes.heads, -1).split(1, 2) for x in inputs]
+    outs = [_attend(sizes, list(one), repeatable=repeatable) for one in zip(*alone, strict=True)]
+    return torch.cat(outs, 2)
+
+
+def _choices() -> Any:
+    """Keys of each query in any order, some of them behind it, with holes and a row of none."""
+    import torch
+
+    chances = torch.rand(2, 150, 150, generator=torch.Generator().manual_seed(4))
+    found = chances.tril_().topk(80).indices.int()
+    found[..., ::9] = -1
+    found[:, 1] = -1
+    return found
 
 
 def _normal(*shapes: tuple[int, ...]) -> list[Any]:

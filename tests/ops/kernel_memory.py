@@ -1,0 +1,93 @@
+"""How much shared memory Triton gives a kernel on a GPU that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.launch_counts import kernels_of
+
+LIMITS = {80: 163, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a block may have, by architecture; NVIDIA's tuning guides."""
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+Launch = tuple[Any, dict[str, Any]]
+"""A kernel, and the arguments and options of its launch."""
+
+
+class Recorded:
+    """Stands for a kernel and keeps the arguments of its launches."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: object) -> Any:
+        def launch(*arguments: object, **named: object) -> None:
+            given = dict(zip(self.kernel.arg_names, arguments, strict=False))
+            self.launches.append((self.kernel, given | named))
+
+        return launch
+
+
+def record(monkeypatch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> list[Launch]:
+    """The launches of these modules' kernels from here on, none of which runs."""
+    found: list[Launch] = []
+    for module in modules:
+        for name in kernels_of(module):
+            monkeypatch.setattr(module, name, Recorded(getattr(module, name), found))
+    return found
+
+
+def source_of(kernel: Any, given: dict[str, Any]) -> Any:
+    """A kernel specialized for its arguments as Triton does it at a launch."""
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    fixed: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for at, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value, is_tensor = given[name], isinstance(given[name], Tensor)
+        if parameter.is_constexpr or (not is_tensor and value == 1):
+            signature[name], fixed[(at,)] = "constexpr", value
+            continue
+        other = "fp32" if isinstance(value, float) else "i32"
+        signature[name] = TYPES[value.dtype] if is_tensor else other
+        if is_tensor or (other == "i32" and value % 16 == 0):
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
+
+
+def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
+    """Bytes of shared memory, after Triton's passes; LLVM's, which change nothing, do not run."""
+    from triton._C.libtriton import ir, llvm
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({name: given[name] for name in OPTIONS if name in given})
+    context, stages = ir.context(), {}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source, functions = source_of(kernel, given), backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    backend.add_stages(stages, options, source.language)
+    metadata = {"target": target, **vars(options)}
+    with mock.patch.multiple(llvm, optimize_module=mock.DEFAULT, link_extern_libs=mock.DEFAULT):
+        for stage in ("ttir", "ttgir", "llir"):
+            module = stages[stage](module, metadata)
+    return int(metadata["shared"])
