@@ -283,6 +283,7 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     says_nothing("page_limits", unpatched)
 
     sizes = {"dsa_indexer_n_heads": 32, "dsa_indexer_head_dim": 64}
+    sizes |= {"kv_lora_rank": 64, "qk_pos_emb_head_dim": 64, "dsa_kernel_backend": "none"}
     sparse: dict[str, Any] = {
         "bf16": True,
         "fp16": False,
@@ -295,7 +296,11 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
             "page_limits", "dsa-indexer-kernels-decline", resumed(fresh, **sparse | change)
         )
         assert what in found.what
-        holds("page_limits", resumed(fresh, **sparse | change, dsa_kernel_backend="cudnn"))
+        cudnn = resumed(fresh, **sparse | change | {"dsa_kernel_backend": "cudnn"})
+        if "bf16" in change:  # neither has that backend
+            refuses("page_limits", "dsa-backend-cannot-run", cudnn)
+        else:
+            holds("page_limits", cudnn)
 
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_({0}, {0}).bucket_idx_0.param"
     moment, copy = (
