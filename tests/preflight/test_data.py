@@ -283,7 +283,8 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     says_nothing("page_limits", unpatched)
 
     sizes = {"dsa_indexer_n_heads": 32, "dsa_indexer_head_dim": 64}
-    sizes |= {"kv_lora_rank": 64, "qk_pos_emb_head_dim": 64, "dsa_kernel_backend": "none"}
+    sizes |= {"kv_lora_rank": 64, "qk_pos_emb_head_dim": 64, "dsa_indexer_loss_coeff": 0}
+    sizes["dsa_kernel_backend"] = "none"
     sparse: dict[str, Any] = {
         "bf16": True,
         "fp16": False,
