@@ -16,7 +16,7 @@ product of the output and its gradient, is formed from both, in fp32.
 The output and the gradient of the queries repeat bit for bit, whatever the batch they are part of.
 So does that of per-head keys. The gradient of absorbed keys is added up by fp32 atomics, unless
 torch's deterministic mode is on (Megatron's `--deterministic-mode`): then each query's contribution
-is written once and summed in order, in at most 256 MiB of scratch memory.
+is written once and summed in order, in at most 256 MiB of scratch memory (wide latents: 1 GiB).
 """
 
 from __future__ import annotations
