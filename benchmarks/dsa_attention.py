@@ -67,8 +67,7 @@ Way = Callable[[], torch.Tensor]
 
 def inputs(case: dict[str, Any]) -> Tensors:
     """Query, key, gradient of the output in bf16, and indices; leaves of autograd."""
-    yardstick.TOPK = case["topk"]
-    names = ("heads", "widths", "sequence", "batch", "gain")
+    names = ("heads", "widths", "sequence", "batch", "gain", "topk")
     query, key, grad, indices = yardstick.inputs(**{n: case[n] for n in names if n in case})
     if case.get("sink"):  # a key that every query chose
         indices[indices == 0] = -1
@@ -164,10 +163,8 @@ def _of_way(way: Way, tensors: Tensors, true: Any, floor: Any) -> dict[str, Any]
     first = both()
     row: dict[str, Any] = {}
     if true is not None and first[0].shape == true[0].shape:
-        found = yardstick.errors(first, true)
-        row["over_floor"] = {part: round(found[part] / floor[part], 2) for part in found}
-        pairs = zip(found, first, both(), strict=True)
-        row["repeats"] = [part for part, a, b in pairs if torch.equal(a, b)]
+        row["over_floor"] = yardstick.over(yardstick.errors(first, true), floor)
+        row["repeats"] = yardstick.equal(first, both())
     del first
     with torch.no_grad():
         row["forward"] = timed(way)

@@ -41,7 +41,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def inputs(
-    heads: int, widths: tuple[int, int], sequence: int, batch: int = 1, gain: float = 1.0
+    heads: int,
+    widths: tuple[int, int],
+    sequence: int,
+    batch: int = 1,
+    gain: float = 1.0,
+    topk: int = TOPK,
 ) -> Tensors:
     """Query [s, b, h, w], key [s, b, 1, w], gradient [s, b, h, v] in bf16, indices [b, s, k]."""
     made = torch.Generator("cuda").manual_seed(0)
@@ -55,10 +60,10 @@ def inputs(
     rows = torch.logspace(-1, 0.7, sequence, device="cuda")[:, None, None, None]
     grad = (normal(sequence, batch, heads, widths[1]) * rows).bfloat16()
     drawn = torch.rand(batch, sequence, sequence, generator=made, device="cuda").tril_()
-    chosen = drawn.topk(TOPK).indices
+    chosen = drawn.topk(topk).indices
     chosen = chosen.masked_fill(chosen > torch.arange(sequence, device="cuda")[:, None], -1)
     chosen[:, 7] = -1  # a row without keys
-    order = torch.randperm(TOPK, generator=made, device="cuda")
+    order = torch.randperm(topk, generator=made, device="cuda")
     return query, key, grad, chosen[..., order]
 
 
@@ -97,6 +102,16 @@ def errors(got: Tensors, want: Tensors) -> dict[str, float]:
         assert torch.isfinite(mine).all(), name
         found[name] = float((mine.double() - true).norm() / true.norm())
     return found
+
+
+def over(found: dict[str, float], floor: dict[str, float]) -> dict[str, float]:
+    """Errors as multiples of those of the floor."""
+    return {part: round(found[part] / floor[part], 2) for part in NAMES}
+
+
+def equal(first: Tensors, again: Tensors) -> list[str]:
+    """Which of two runs' results are the same bit for bit."""
+    return [n for n, a, b in zip(NAMES, first, again, strict=True) if torch.equal(a, b)]
 
 
 def timed(step: Callable[[], Any], attempts: int = 20) -> tuple[float, float]:
@@ -146,10 +161,8 @@ def measure(case: dict[str, Any], fused: Any, unfused: Any) -> dict[str, Any]:
             "milliseconds": round(milliseconds, 3),
             "peak_gib": round(peak, 2),
             "error": {part: float(f"{found[part]:.3g}") for part in NAMES},
-            "over_floor": {part: round(found[part] / floor[part], 2) for part in NAMES},
-            "repeats": [
-                n for n, a, b in zip(NAMES, first, again, strict=True) if torch.equal(a, b)
-            ],
+            "over_floor": over(found, floor),
+            "repeats": equal(first, again),
         }
     return row
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cppmega.ops import dsa_attention_reference as reference
-from cppmega.ops.dsa_attention_problem import Absorbed
+from cppmega.ops.dsa_attention_problem import Absorbed, is_wide
 from cppmega.ops.dsa_attention_wide_tiles import wide_obstacle
 from cppmega.ops.dsa_indexer_device import Gpu, gpu_obstacle, gpu_of
 from cppmega.ops.dsa_indexer_problem import Bounds
@@ -66,7 +66,7 @@ def absorbed_obstacle(heads: int, width: int, value_width: int, gpu: Gpu) -> str
         gpu: that is to do it.
     """
     rotary = width - value_width
-    if max(value_width, rotary) <= 128:
+    if not is_wide(value_width, rotary):
         return None
     return wide_obstacle(heads, value_width, rotary, gpu)
 

@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_attention_forward_triton import LOG2_E, Tiles, gathered, tiles_of
+from cppmega.ops.dsa_attention_forward_triton import WARPS, gathered, tiles_of
 from cppmega.ops.dsa_attention_order_triton import Order, bounds_of_row, place_of, visible
 from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_sparse_triton import product
-from cppmega.ops.dsa_indexer_tiles_triton import padded
+from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded
 
 HOPPER_REGISTERS = 168
 """Of a thread, with latent and rotary parts of 64: three programs fit a multiprocessor of sm_90."""
@@ -129,15 +129,12 @@ class Backward:
         call: its terms.
         attended: what the forward computed, with the rest.
         grad: of the output.
-        tiles: how the work is cut; chosen for the GPU without.
     """
 
-    def __init__(
-        self, call: Absorbed, attended: Attended, grad: Tensor, *, tiles: Tiles | None = None
-    ) -> None:
+    def __init__(self, call: Absorbed, attended: Attended, grad: Tensor) -> None:
         self.call, self.attended, self.grad = call, attended, contiguous_rows(grad)
         self.pads = padded(call.value), padded(call.rotary)
-        self.tiles = tiles or tiles_of(call.heads, sum(self.pads), call.gpu())
+        self.tiles = tiles_of(call.heads, sum(self.pads), call.gpu())
         narrow = call.gpu().capability[0] == 9 and sum(self.pads) <= 128
         self.options = {"maxnreg": HOPPER_REGISTERS} if narrow else {}
         self.blocks = triton.cdiv(call.heads, self.tiles.heads)
@@ -191,5 +188,5 @@ class Backward:
             *call.strides(), *self.grad.stride()[:3],
             H=tiles.heads, V_PAD=self.pads[0], R_PAD=self.pads[1], KEYS=tiles.keys,
             ATOMIC=atomic, SPLIT=not atomic and call.query.dtype != torch.float32,
-            **call.common(), num_warps=tiles.warps, num_stages=tiles.stages, **self.options,
+            **call.common(), num_warps=WARPS, num_stages=tiles.stages, **self.options,
         )  # fmt: skip

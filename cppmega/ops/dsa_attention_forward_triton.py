@@ -21,9 +21,10 @@ import triton.language as tl
 from cppmega.ops.dsa_attention_order_triton import bounds_of_row, visible
 from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_indexer_device import Gpu
-from cppmega.ops.dsa_indexer_tiles_triton import padded
+from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded
 
-LOG2_E = 1.4426950408889634
+WARPS = 4
+"""Of a program, in both directions: the rows of a product are those of one group of warps."""
 
 
 class Tiles(NamedTuple):
@@ -33,13 +34,11 @@ class Tiles(NamedTuple):
         keys: chosen keys of a block.
         heads: of a program.
         stages: blocks of keys that are on their way or worked on.
-        warps: of a program.
     """
 
     keys: int
     heads: int
     stages: int
-    warps: int = 4
 
 
 def tiles_of(heads: int, width: int, gpu: Gpu) -> Tiles:
@@ -118,18 +117,18 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(rest + into, (acc - rounded.to(tl.float32)).to(rest.dtype.element_ty), mask=inside)
 
 
-def forward(call: Absorbed, *, want_rest: bool, tiles: Tiles | None = None) -> Attended:
-    """Attend; without tiles, those for the GPU."""
+def forward(call: Absorbed, *, want_rest: bool) -> Attended:
+    """Attend to the chosen keys."""
     (batch, sq, sk, topk), attended = call.sizes(), Attended.empty(call, want_rest=want_rest)
     out, rest, lse = attended
     pads = padded(call.value), padded(call.rotary)
-    tiles = tiles or tiles_of(call.heads, sum(pads), call.gpu())
+    tiles = tiles_of(call.heads, sum(pads), call.gpu())
     if out.numel():
         _forward_kernel[(batch * sq, triton.cdiv(call.heads, tiles.heads))](
             call.query, call.key, call.indices, *call.bounds,
             out, out if rest is None else rest, lse, call.softmax_scale * LOG2_E,
             sq, sk, topk, batch, *call.strides(), H=tiles.heads, V_PAD=pads[0], R_PAD=pads[1],
             KEYS=tiles.keys, REST=want_rest, **call.common(),
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            num_warps=WARPS, num_stages=tiles.stages,
         )  # fmt: skip
     return attended

@@ -21,11 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops.dsa_attention_bits_triton import Bits, Lists
-from cppmega.ops.dsa_attention_forward_triton import LOG2_E
 from cppmega.ops.dsa_attention_per_head_tiles import tiles_for, widths_of
 from cppmega.ops.dsa_indexer_bits_triton import UNIT, chosen
 from cppmega.ops.dsa_indexer_device import contiguous_rows, gpu_of
-from cppmega.ops.dsa_indexer_tiles_triton import padded, rows_of
+from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded, rows_of
 
 P_TERMS, DS_TERMS = 1, 2
 """Terms of the inputs' type that P and dS are split into for their products.

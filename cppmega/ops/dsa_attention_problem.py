@@ -38,6 +38,11 @@ def row_bounds(starts: Tensor | None, ends: Tensor | None, indices: Tensor) -> R
     return RowBounds(starts, ends, starts.stride(0), starts.stride(1))
 
 
+def is_wide(value: int, rotary: int) -> bool:
+    """Whether latent keys of so many value and rotary columns take the wide kernels."""
+    return max(value, rotary) > 128
+
+
 @dataclass(frozen=True)
 class Absorbed:
     """The terms of one call.
@@ -86,7 +91,7 @@ class Absorbed:
     @property
     def is_wide(self) -> bool:
         """Whether the latent part takes the wide kernels."""
-        return max(self.value, self.rotary) > 128
+        return is_wide(self.value, self.rotary)
 
     @property
     def causal(self) -> bool:

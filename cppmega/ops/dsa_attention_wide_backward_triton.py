@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_attention_forward_triton import LOG2_E
 from cppmega.ops.dsa_attention_order_triton import Order, bounds_of_row, place_of
 from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_attention_wide_tiles import padded_heads
 from cppmega.ops.dsa_attention_wide_triton import chosen_keys, slots_in_use, wide_tiles
 from cppmega.ops.dsa_indexer_device import contiguous_rows
+from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E
 
 SCRATCH_BYTES = 1 << 29
 """Most memory of P and dS. A query of 128 heads and 2048 keys takes 1 MiB."""

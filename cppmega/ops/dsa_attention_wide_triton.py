@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cppmega.ops.dsa_attention_forward_triton import LOG2_E
 from cppmega.ops.dsa_attention_order_triton import bounds_of_row, visible
 from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_attention_wide_tiles import WideTiles, tiles_of
+from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E
 
 
 @triton.jit  # type: ignore[untyped-decorator]

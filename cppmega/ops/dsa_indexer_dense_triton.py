@@ -21,9 +21,14 @@ from cppmega.ops.dsa_indexer_bits_triton import chosen
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_sparse_triton import kl_terms
-from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, extent, padded, row_bounds, rows_of
-
-LOG2E = 1.4426950408889634
+from cppmega.ops.dsa_indexer_tiles_triton import (
+    LOG2_E,
+    IndexTiles,
+    extent,
+    padded,
+    row_bounds,
+    rows_of,
+)
 
 BLOCK = 64
 """Queries and keys of one tile of the target."""
@@ -251,7 +256,7 @@ class AttentionTiles:
     def __init__(self, index: IndexTiles, query: Tensor, key: Tensor, softmax_scale: float) -> None:
         query, key = contiguous_rows(query), contiguous_rows(key)
         self.index, self.query, self.key = index, query, key
-        self.scale, self.heads = softmax_scale * LOG2E, query.size(2)
+        self.scale, self.heads = softmax_scale * LOG2_E, query.size(2)
         self.block = min(BLOCK, index.tile)
         self.lse = query.new_empty(index.batch, self.heads, index.sq, dtype=torch.float32)
 

@@ -22,6 +22,9 @@ from torch import Tensor
 from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_topk_triton import bounds_of
 
+LOG2_E = 1.4426950408889634
+"""Turns exponents to the base e into those to the base 2."""
+
 G_BYTES = 1 << 29
 """Most memory of G. 4096 queries of a batch of 8 need 256 MiB; longer ones are done in parts."""
 
