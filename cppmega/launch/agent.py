@@ -29,6 +29,9 @@ from cppmega.runs.status import Failure
 FAILURE = "failure.json"
 ORPHANS = 60.0
 """Seconds that ranks have to save and end after torchrun or the process in charge is gone."""
+_SEEN = 5.0
+"""Seconds within which torchrun sees that a rank was killed, on a busy host too; it itself kills a
+rank no sooner than thirty seconds after another one failed."""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -139,7 +142,11 @@ def of_torchrun(code: int) -> Failure:
 
 
 def first(failures: dict[int, Any]) -> Failure:
-    """The rank that failed first, by the exact times in the error files that have one."""
+    """The rank that failed first, by the exact times in the error files that have one.
+
+    A killed rank (SIGKILL) leaves no error file, so the error that its end caused in another rank
+    may bear the earlier time. No error of another rank kills it that soon: it is the first.
+    """
     rank = min(failures, key=lambda rank: (_time(failures[rank]), rank))
     failure = failures[rank]
     return Failure(
@@ -154,7 +161,10 @@ def first(failures: dict[int, Any]) -> Failure:
 
 def _time(failure: Any) -> float:
     exact = _error_file(failure).details.time
-    return float(failure.timestamp) if exact is None else exact
+    if exact is not None:
+        return exact
+    killed = failure.exitcode == -signal.SIGKILL
+    return float(failure.timestamp) - (_SEEN if killed else 0)
 
 
 def _message(failure: Any) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -395,6 +396,27 @@ def test_the_first_failure_is_told_by_the_exact_time(tmp_path: Path) -> None:
         )
     first = agent.first(failures)
     assert (first.rank, first.message, first.others) == (1, "trace 1", (0,))
+
+
+@pytest.mark.parametrize(("seen", "first"), [(101, 1), (131, 0)])
+def test_a_killed_rank_fails_before_the_error_that_it_causes(
+    tmp_path: Path, seen: int, first: int
+) -> None:
+    """Torchrun sees the end of a killed rank late, and kills a rank itself after thirty seconds."""
+    file = tmp_path / "0.json"
+    details = {"py_callstack": "connection reset by peer", "time": 100.9}
+    file.write_text(json.dumps({"message": {"message": "", "extraInfo": details}}))
+    failures = {
+        0: SimpleNamespace(error_file=str(file), timestamp=100, local_rank=0, exitcode=1),
+        1: SimpleNamespace(
+            error_file=str(tmp_path / "none.json"),
+            timestamp=seen,
+            local_rank=1,
+            exitcode=-signal.SIGKILL,
+            signal_name=lambda: "SIGKILL",
+        ),
+    }
+    assert agent.first(failures).rank == first
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
