@@ -150,12 +150,16 @@ import os, signal, subprocess, sys, time
 signal.signal(signal.SIGALRM, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+here, there = os.pipe()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        open({left!r}, "a").write(str(os.getpid()) + "\\n")
+        with open({left!r}, "a") as left:
+            left.write(str(os.getpid()) + "\\n")
+        os.write(there, b"!")
         time.sleep(600)
     os._exit(0)
+os.read(here, 1)  # else the proof may end before its grandchild has begun
 {then}
 """
 
