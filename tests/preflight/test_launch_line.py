@@ -29,6 +29,8 @@ MLA = (
     *("--kv-lora-rank", "512", "--qk-pos-emb-head-dim", "64"),
 )
 OVERLAP = "--overlap-moe-expert-parallel-comm"
+LOCAL = ("--cuda-graph-impl", "local")
+PADDED = ("--moe-expert-capacity-factor", "2", "--moe-pad-expert-input-to-capacity")
 FULL = SLICE.with_(
     pattern="DE+E" * 13 + "/D-/D-",
     cuda_graph_impl="transformer_engine",
@@ -77,6 +79,11 @@ CASES = {
     "no backend": Case(None, (*RAW, *BF16, *MLA)),
     "graphs": Case(FULL, (MOCK,)),
     "small graphs": Case(FULL.with_(pattern="DE/D-"), (MOCK,)),
+    "graphs of layers": Case(SLICE, (MOCK, *LOCAL)),
+    "graphs of experts": Case(SLICE, (MOCK, *LOCAL, "--cuda-graph-modules", "moe")),
+    "graphs of padded experts": Case(SLICE, (MOCK, *LOCAL, *PADDED)),
+    "graphs of routers": Case(SLICE, (MOCK, *LOCAL, "--cuda-graph-modules", "attn", "moe_router")),
+    "graphs of packs": Case(SLICE.with_(packed_documents=True), (MOCK, *LOCAL)),
     "overlap": Case(SLICE, (MOCK, OVERLAP)),
     "overlap of one": Case(SLICE.with_(pattern="DE/D-"), (MOCK, OVERLAP)),
     "overlap of a gpt": Case(None, (*RAW, *BF16, OVERLAP)),
@@ -232,6 +239,14 @@ def test_cuda_graphs_that_do_not_fit(line: Any) -> None:
     assert "GiB" in refuses("cuda_graphs", "graph-pool-does-not-fit", line("graphs")).what
     assert "pool" in holds("cuda_graphs", line("small graphs"))
     says_nothing("cuda_graphs", line("slice"))
+
+
+def test_cuda_graphs_of_what_cannot_be_captured(line: Any) -> None:
+    for name in ("graphs of layers", "graphs of experts"):
+        refuses("cuda_graphs", "graph-of-dropless-experts", line(name))
+    for name in ("graphs of padded experts", "graphs of routers"):
+        holds("cuda_graphs", line(name))
+    refuses("cuda_graphs", "graph-of-packed-documents", line("graphs of packs"))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ PAGES = {
     "recompute_of_returned_input": ("0.17.1", "0.18.2", "0.19.2"),
     "recompute_rng_states": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "scheduler_override_at_resume": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "te_graphs_hybrid_mtp": ("0.18.2", "0.19.2"),
     "rope_thd_no_host_sync": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }
 

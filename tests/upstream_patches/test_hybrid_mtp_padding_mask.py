@@ -55,8 +55,13 @@ def losses(module: Any, padding: Any, model: Any = None) -> Any:
         ).detach()
 
 
-def build(module: Any) -> Any:
-    """Build a model with only MoE layers, which need no GPU kernel."""
+def build(module: Any, **options: Any) -> Any:
+    """Build a model with only MoE layers, which need no GPU kernel.
+
+    Args:
+        module: Megatron's `hybrid_model`.
+        options: fields of the configuration.
+    """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid import hybrid_block
@@ -84,6 +89,7 @@ def build(module: Any) -> Any:
         moe_token_dispatcher_type="allgather",
         add_bias_linear=False,
         use_cpu_initialization=True,
+        **options,
     )
     moe = ModuleSpec(
         module=TransformerLayer,

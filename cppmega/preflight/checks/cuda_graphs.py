@@ -1,7 +1,8 @@
-"""The memory pool of CUDA graphs fits next to a model without pipeline stages."""
+"""CUDA graphs can capture the run, and their pool fits next to a model without pipeline stages."""
 
 from __future__ import annotations
 
+from cppmega.catalogue.megatron_args import has_experts
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
@@ -9,19 +10,40 @@ from cppmega.recipe.memory import GIB
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
+_BY_LAYER = ("local", "transformer_engine")
+"""Implementations that capture layer by layer: the whole layer unless modules are named."""
 _H200 = 140 * GIB
 """Memory of the GPU that the recipes are sized for; no GPU is asked."""
 
 
 def check(context: Context) -> str:
-    """Add the pool, scaled from the recipe's measured one, to the estimate.
+    """Refuse what cannot be captured, and add the pool to the estimate of memory.
+
+    The pool is scaled from the one that was measured for the recipe.
 
     Raises:
-        CppmegaError: `graph-pool-does-not-fit`.
+        CppmegaError: `graph-of-packed-documents`, `graph-of-dropless-experts`,
+            `graph-pool-does-not-fit`.
     """
     args, recipe = context.megatron_args, context.recipe
     if getattr(args, "cuda_graph_impl", None) in (None, "none"):
         raise NotApplicable("no CUDA graph is asked for")
+    if recipe is not None and recipe.packed_documents:
+        raise CppmegaError(
+            "graph-of-packed-documents",
+            "The run packs documents, and asks for CUDA graphs.",
+            "The lengths of a pack's documents change from step to step, and a graph takes only "
+            "tensors as arguments: Megatron would end the run at its first step.",
+            "--set cuda_graph_impl=none, or --set packed_documents=false",
+        )
+    if "moe" in _captured(args) and not _drops_and_pads(args):
+        raise CppmegaError(
+            "graph-of-dropless-experts",
+            "CUDA graphs would hold whole layers of experts, which drop no tokens.",
+            "The number of tokens of an expert changes from step to step, and is known to the GPU "
+            "alone; the host has to wait for it, which no graph can do. The capture would fail.",
+            "--set cuda_graph_modules=attn,moe_router, which leaves the experts out",
+        )
     if recipe is None or recipe.graph_pool is None:
         return "the pool was not measured for this model"
     if args.pipeline_model_parallel_size > 1:
@@ -38,3 +60,18 @@ def check(context: Context) -> str:
             "--set cuda_graph_impl=none, or pipeline stages",
         )
     return f"a pool of about {pool:.1f} GiB"
+
+
+def _captured(args: object) -> set[str]:
+    """The kinds of modules in graphs; whole layers hold their experts."""
+    named = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope", None)
+    names = {named} if isinstance(named, str) else {str(getattr(x, "name", x)) for x in named or ()}
+    whole = (not names or "full" in names) and getattr(args, "cuda_graph_impl", "") in _BY_LAYER
+    return names | ({"moe"} if whole and has_experts(args) else set())
+
+
+def _drops_and_pads(args: object) -> bool:
+    """Whether each expert gets the same number of tokens in every step."""
+    return getattr(args, "moe_expert_capacity_factor", None) is not None and bool(
+        getattr(args, "moe_pad_expert_input_to_capacity", False)
+    )
