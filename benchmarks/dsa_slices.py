@@ -2,13 +2,16 @@
 
     python benchmarks/dsa_slices.py SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
-SUBJECT is `indexer` or `attention`: the pages whose worth is measured. Parts, on one GPU:
+SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels, or `graphs`,
+CUDA graphs of all that Megatron can capture of these layers. Parts, on one GPU:
 
     fused8, fused2   the backend tilelang, sparse loss, micro-batch 8 and 2: tokens/s of the
                      overlay without the subject's pages ("before") and of all of it ("after")
     dense8           the same with the dense loss, micro-batch 8
     curves_dense     20 steps of Megatron's own path twice ("stock", "again"), and of the kernels
     curves_sparse    ("ours"), dense and sparse loss: whether ours is within the noise of the others
+    graphs8, 2, 1    the fused slice without CUDA graphs ("before") and with them ("after")
+    curves_graphs    50 steps without them, twice ("stock", "again"), and with them ("ours")
 
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
 run of each side is profiled after its measured steps. After each run DIR/PART.json is written. A
@@ -45,6 +48,7 @@ from dsa_slices_report import Subject, of_side, report  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.runs.profile import SUMMARY  # noqa: E402
 
+_KERNELS = ("fused8", "fused2", "dense8", "curves_dense", "curves_sparse")
 SUBJECTS = {
     "indexer": Subject(
         title="The DSA indexer's kernels",
@@ -52,6 +56,7 @@ SUBJECTS = {
         pages=("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store"),
         curves=("dsa_indexer_kernels", "dsa_indexer_prologue"),
         targets={"fused8": 1.25, "fused2": 1.4},
+        parts=_KERNELS,
     ),
     "attention": Subject(
         title="The kernels of DSA's attention",
@@ -59,12 +64,23 @@ SUBJECTS = {
         pages=("dsa_attention_kernels",),
         curves=("dsa_attention_kernels",),
         targets={},
+        parts=_KERNELS,
+    ),
+    "graphs": Subject(
+        title="CUDA graphs",
+        name="dsa_graph_slices_h200",
+        pages=(),
+        curves=(),
+        targets={"graphs2": 1.3, "graphs1": 1.3},
+        parts=("graphs8", "graphs2", "graphs1", "curves_graphs"),
     ),
 }
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 """Patches of stock in the curves: to start, and to log the indexer loss by the same measure."""
 _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
+_FUSED = _TILELANG + _SPARSE
+_GRAPHS = ("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "moe_router")
 _TURNS = ("before", "after", "after", "before")
 _CURVES = ("stock", "again", "ours")
 _PROFILED = 2
@@ -80,7 +96,11 @@ class Part:
     batch: int
     arguments: tuple[str, ...] = ()
     """Megatron's own: as fields, they would make the recipe ask for the pages left out."""
+    only_after: tuple[str, ...] = ()
+    """Those of the sides `after` and `ours` alone."""
     turns: tuple[str, ...]
+    steps: int | None = None
+    """Steps of a curve; None: what the caller asks for."""
     linear: bool = True
     """The heads' losses without logits, which a micro-batch of 8 needs."""
     recipe: str = ""
@@ -88,15 +108,18 @@ class Part:
 
 
 PARTS = {
-    "fused8": Part(
-        batch=8, arguments=_TILELANG + _SPARSE, turns=_TURNS, recipe="nam56r_h200_slice_fused"
-    ),
-    "fused2": Part(batch=2, arguments=_TILELANG + _SPARSE, turns=_TURNS),
+    "fused8": Part(batch=8, arguments=_FUSED, turns=_TURNS, recipe="nam56r_h200_slice_fused"),
+    "fused2": Part(batch=2, arguments=_FUSED, turns=_TURNS),
     "dense8": Part(
         batch=8, arguments=_TILELANG, turns=_TURNS, recipe="nam56r_h200_slice_fused_dense"
     ),
     "curves_dense": Part(batch=1, turns=_CURVES, linear=False),
     "curves_sparse": Part(batch=1, arguments=_SPARSE, turns=_CURVES, linear=False),
+    **{
+        f"graphs{batch}": Part(batch=batch, arguments=_FUSED, only_after=_GRAPHS, turns=_TURNS)
+        for batch in (8, 2, 1)
+    },
+    "curves_graphs": Part(batch=1, arguments=_FUSED, only_after=_GRAPHS, turns=_CURVES, steps=50),
 }
 
 
@@ -141,6 +164,8 @@ class Turns:
         self.bench.timeout = max(1.0, self.deadline - time.monotonic())
         started = time.monotonic()
         options = [*self.options(part, label, last), "--", *part.arguments]
+        if side in ("after", "ours"):
+            options += part.only_after
         try:
             self.bench.wait(label, self.bench.start(label, self.tree(side), *options))
         except MemoryError:
@@ -158,7 +183,8 @@ class Turns:
         """The trainer's options of a run."""
         curve = part.turns == _CURVES
         # The profiler starts one step before the first profiled one.
-        steps = self.curve_steps if curve else WARM + self.steps + (1 + _PROFILED) * last
+        measured_steps = WARM + self.steps + (1 + _PROFILED) * last
+        steps = (part.steps or self.curve_steps) if curve else measured_steps
         batch = str(part.batch)
         changes = {"micro_batch_size": batch, "global_batch_size": batch, "train_iters": str(steps)}
         if part.linear:
@@ -171,7 +197,7 @@ class Turns:
 
     def tree(self, side: str) -> Path:
         """A copy of the pristine megatron with a side's patches."""
-        if side == "after":
+        if side == "after" or not self.subject.pages:
             return self.bench.tree("after")
         # No other page may bend a curve that is compared with stock.
         ours = (*REFERENCE, *self.subject.curves)
@@ -245,7 +271,7 @@ def write_report(out: Path, subject: Subject) -> str:
     """Write the report and the data of all parts that have a result, and the recipes' results."""
     parts = {
         name: json.loads((out / f"{name}.json").read_text())
-        for name in PARTS
+        for name in subject.parts
         if (out / f"{name}.json").is_file()
     }
     text = report(subject, parts, {name: profiles(out, part) for name, part in parts.items()})
@@ -284,7 +310,7 @@ def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any])
 @click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
 @click.option("--out", type=_FOLDER, required=True, help="Results, logs and profiles.")
 @click.option("--data", type=_FOLDER, help="Prepared dataset [Python's own sources].")
-@click.option("--only", default=",".join(PARTS), show_default=True, help="Parts, in this order.")
+@click.option("--only", help="Parts, in this order [all of the subject's].")
 @click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
 @click.option("--steps", default=12, show_default=True, help="Measured steps of a run.")
 @click.option("--curve-steps", default=20, show_default=True, help="Steps of a curve.")
@@ -295,7 +321,7 @@ def main(
     work: Path,
     out: Path,
     data: Path | None,
-    only: str,
+    only: str | None,
     minutes: float,
     steps: int,
     curve_steps: int,
@@ -303,10 +329,11 @@ def main(
 ) -> None:
     """Run what is left of the parts, and print the report."""
     deadline = time.monotonic() + 60 * minutes
-    chosen = only.split(",")
-    unknown = sorted(set(chosen) - set(PARTS))
+    parts = SUBJECTS[subject].parts
+    chosen = only.split(",") if only else parts
+    unknown = sorted(set(chosen) - set(parts))
     if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+        raise click.BadParameter(f"{', '.join(unknown)}: the parts are {', '.join(parts)}")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     prefix = data or prepare(work / "data" / "corpus", (), site)

@@ -25,9 +25,10 @@ class Subject:
     Attributes:
         title: of the report.
         name: of the files with the results.
-        pages: that `before` lacks.
+        pages: that `before` lacks; empty: the sides differ in their arguments alone.
         curves: that `ours` has on top of stock in the curves.
         targets: tokens/s of `after` over `before`, by part.
+        parts: what is run, in this order.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Subject:
     pages: tuple[str, ...]
     curves: tuple[str, ...]
     targets: Mapping[str, float]
+    parts: tuple[str, ...]
 
 
 def report(

@@ -58,9 +58,10 @@ class Bench(training.Bench):  # type: ignore[misc, name-defined]
 
     full: tuple[str, ...] = ()
     started: dict[str, RunOptions]
+    passed: dict[str, tuple[str, ...]]
 
     def start(self, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
-        parsed, _ = read(options)
+        parsed, self.passed[name] = read(options)
         self.started[name] = parsed
         changes = dict(change.split("=") for change in parsed.changes)
         side = tree.name
@@ -82,7 +83,7 @@ class Bench(training.Bench):  # type: ignore[misc, name-defined]
 def turns(tmp_path: Path, seconds: float = 600.0, **how: Any) -> Any:
     recipe = recipes_index.load("nam56r_h200_slice")
     bench = Bench(recipe, (), tmp_path, tmp_path, tmp_path, tmp_path / "data", 20.0)
-    bench.started = {}
+    bench.started, bench.passed = {}, {}
     facts: dict[str, Any] = {"stack": {"gpu": "H200"}, "date": "2026-01-01", "gpus": 1}
     facts |= {"changes": [], "data": {"fingerprint": "f", "documents": 1, "tokens": 2}}
     made = slices.Turns(bench, INDEXER, time.monotonic() + seconds, 4, 5, facts=facts, **how)
@@ -147,6 +148,22 @@ def _settings(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         else:
             found[name] += (word,)
     return found
+
+
+def test_the_sides_may_differ_in_their_arguments_alone(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.subject = slices.SUBJECTS["graphs"]
+    made.part("graphs2")
+    made.part("curves_graphs")
+    for run, arguments in made.bench.passed.items():
+        assert ("--cuda-graph-impl" in arguments) is ("after" in run or "ours" in run), run
+        assert "tilelang" in arguments
+    assert "train_iters=50" in made.bench.started["curves_graphs-ours1"].changes
+    text = slices.write_report(tmp_path, made.subject)
+    assert "the target of 1.3 is met" in text and "| lm loss |" in text
+    del made.tree
+    made.bench.tree = lambda name: tmp_path / name
+    assert made.tree("before") == made.tree("ours") == tmp_path / "after"
 
 
 def test_a_call_continues_where_the_last_one_ended(tmp_path: Path) -> None:
