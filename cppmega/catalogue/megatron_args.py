@@ -9,6 +9,8 @@ Example:
 
 from __future__ import annotations
 
+import os
+
 
 def layer_pattern(args: object) -> str:
     """The pattern of a hybrid model's layers, under the name of any release; "" for a GPT model."""
@@ -20,6 +22,12 @@ def uses_dsa(args: object) -> bool:
     """Whether any layer's attention is DSA: the variant of a GPT model, or `D` in a pattern."""
     variant = getattr(args, "experimental_attention_variant", None)
     return variant == "dsa" or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+
+def shares_dsa_keys(args: object) -> bool:
+    """Whether some DSA layers use the keys that others choose, by Megatron's options or ours."""
+    frequency = getattr(args, "dsa_indexer_topk_freq", None) or 1
+    return uses_dsa(args) and (frequency > 1 or os.environ.get("CPPMEGA_INDEX_CACHE") == "1")
 
 
 def has_mtp(args: object) -> bool:

@@ -1,19 +1,19 @@
-"""What the DSA layers of one forward share, which its recomputation finds again.
+"""What the DSA layers of one forward share, kept for its own recomputation.
 
-A stack of layers opens a forward; its layers reach it with `current`. A checkpoint runs its function
-a second time in the backward, when another microbatch's forward may have come in between, and in a
-thread of autograd's: a function that is `bound` to its forward finds that one again. The forward
-is released together with the last function that is bound to it: after its backward, or, where
-nothing is recomputed, as soon as its stack is done.
+A stack of layers opens a forward; its layers reach it with `current`. A checkpoint runs its
+function a second time in the backward, when another microbatch's forward may have come in between,
+and in a thread of autograd's: a function that is `bound` to its forward finds that one again. The
+forward is released together with the last function that is bound to it: after its backward, or,
+where nothing is recomputed, as soon as its stack is done.
 """
 
 from __future__ import annotations
 
-import functools
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from cppmega.errors import CppmegaError
 
@@ -24,18 +24,55 @@ R = TypeVar("R")
 class Forward:
     """One pass of one microbatch through a stack; layers keep on it what later layers use."""
 
+    def __init__(self, earlier: Forward | None = None) -> None:
+        self.earlier = earlier
+        """That of the MTP depth before this one, whose layers this one's may share with."""
+
+    def holder(self, name: str) -> ChainMap[Any, Any]:
+        """An empty mapping to keep under a name; what earlier depths keep there is found, too."""
+        kept: ChainMap[Any, Any] | None = getattr(self.earlier, name, None)
+        return ChainMap({}) if kept is None else kept.new_child()
+
 
 _current: ContextVar[Forward | None] = ContextVar("_current", default=None)
 
 
 @contextmanager
-def forward() -> Iterator[Forward]:
-    """Open the forward of a stack; a stack within another one has its own."""
-    token = _current.set(Forward())
+def _inside(here: Forward) -> Iterator[None]:
+    token = _current.set(here)
     try:
-        yield current()
+        yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def forward() -> Iterator[Forward]:
+    """Open the forward of a stack; the stack of an MTP depth runs in that of its depth."""
+    here = _current.get()
+    if here is not None:
+        yield here
+        return
+    here = Forward()
+    with _inside(here):
+        yield here
+
+
+class Depths:
+    """The MTP depths of one forward, one after another; the same layers may run in each."""
+
+    def __init__(self) -> None:
+        self._last: Forward | None = None
+
+    def next(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Let a function run as the next depth, in a forward of its own."""
+
+        def in_depth(*args: P.args, **kwargs: P.kwargs) -> R:
+            self._last = Forward(self._last)
+            with _inside(self._last):
+                return function(*args, **kwargs)
+
+        return in_depth
 
 
 def current() -> Forward:
@@ -61,12 +98,8 @@ def bound(function: Callable[P, R]) -> Callable[P, R]:
     if here is None:
         return function
 
-    @functools.wraps(function)
     def in_forward(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _current.set(here)
-        try:
+        with _inside(here):
             return function(*args, **kwargs)
-        finally:
-            _current.reset(token)
 
     return in_forward
