@@ -169,6 +169,54 @@ def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
     )
 
 
+def dsa_attention(**options: Any) -> Any:
+    """The absorbed MLA of a DSA layer (0.19): 16 heads, the parts of its latents 16 and 8 wide.
+
+    Its groups are those that the caller has initialized, or of a single process.
+
+    Args:
+        options: fields of the configuration.
+    """
+    cpu_shims.init_distributed()
+    from megatron.core import tensor_parallel as tp
+    from megatron.core.transformer import identity_op
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    options = {
+        **{"num_layers": 1, "hidden_size": 32, "num_attention_heads": 16, "q_lora_rank": 16},
+        **{"kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16},
+        **{"add_bias_linear": False, "use_cpu_initialization": True, "rope_type": "rope"},
+        **{"experimental_attention_variant": "dsa", "dsa_indexer_rotate_activation": False},
+        **{"dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 6},
+    } | options
+    indexer = ModuleSpec(
+        dsa.DSAIndexer,
+        submodules=dsa.DSAIndexerSubmodules(Projection, Projection, Norm, Projection),
+    )
+    columns, norm = tp.ColumnParallelLinear, identity_op.IdentityOp
+    parts = absorbed_mla.AbsorbedMLASelfAttentionSubmodules(
+        **dict.fromkeys(("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"), columns),
+        **dict.fromkeys(("linear_kv_down_proj", "linear_kv_up_proj"), columns),
+        core_attention=ModuleSpec(
+            dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer)
+        ),
+        linear_proj=tp.RowParallelLinear,
+        q_layernorm=norm,
+        kv_layernorm=norm,
+    )
+    torch.manual_seed(0)
+    return absorbed_mla.AbsorbedMLASelfAttention(
+        MLATransformerConfig(**options),
+        parts,
+        1,
+        attn_mask_type=AttnMaskType.causal,
+        cp_comm_type=options.get("cp_comm_type"),
+    )
+
+
 def dsa_index_inputs(indexer: Any, hidden: Any, latent: Any, packed: Any = None) -> Any:
     """The queries, keys and head weights of a DSAIndexer's scores, in any release."""
     if hasattr(indexer, "forward_before_topk"):

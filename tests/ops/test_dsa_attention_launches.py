@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from cppmega.ops import dsa_attention, dsa_indexer_bits_triton  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
+from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.launch_counts import Launches, kernels_of, modules_of  # noqa: E402
 from tests.ops.test_dsa_indexer_launches import bounds_of  # noqa: E402
 
@@ -75,7 +76,7 @@ def attention(
     last = value if latent else inputs[-1]
     bounds = Bounds(*(x if x is None else x.int() for x in bounds))  # as the page gives them
     launches.taken()
-    with launches:
+    with no_host_sync(), launches:
         out = dsa_attention.sparse_attention(
             *inputs[:2], last, indices, 0.1, bounds=bounds, repeatable=call.repeatable
         )

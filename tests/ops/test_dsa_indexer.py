@@ -22,7 +22,7 @@ from cppmega.ops.dsa_indexer import (  # noqa: E402
     indexer_loss,
     obstacle,
 )
-from tests.support.host_sync import no_host_sync  # noqa: E402
+from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -23,6 +23,7 @@ from cppmega.ops import (  # noqa: E402
 )
 from cppmega.ops.dsa_indexer_problem import Bounds, Loss  # noqa: E402
 from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
+from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles  # noqa: E402
 from tests.ops.launch_counts import Launches, kernels_of, modules_of  # noqa: E402
 
@@ -82,7 +83,7 @@ def layer(
     rotary = Rotary(angles=angles(sq, 32))
     rows = torch.ones(batch, sq, dtype=torch.bool)
     launches.taken()
-    with launches:
+    with no_host_sync(), launches:
         ready = prepare_index_inputs(*made, rotary)
         if how is None:
             dsa_indexer.choose_keys(*ready, 256, bounds=bounds)

@@ -20,9 +20,9 @@ from cppmega.ops.dsa_indexer_prologue import (  # noqa: E402
     prepare_index_inputs,
 )
 from cppmega.ops.hadamard import walsh_hadamard  # noqa: E402
+from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles, check_prologue, tensors  # noqa: E402
 from tests.ops.test_dsa_indexer import Operators, Recorder  # noqa: E402
-from tests.support.host_sync import no_host_sync  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

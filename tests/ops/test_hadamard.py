@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from cppmega.ops.hadamard import walsh_hadamard  # noqa: E402
-from tests.support.host_sync import no_host_sync  # noqa: E402
+from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -524,7 +524,7 @@ def test_a_frozen_input_costs_no_gemm(upstream: str, frozen: str) -> None:
 
 @pytest.mark.parametrize("upstream", UPSTREAMS)
 def test_the_host_never_waits(upstream: str) -> None:
-    from tests.support.host_sync import no_host_sync
+    from cppmega.proof.host_sync import no_host_sync
 
     case = make_case()
     with no_host_sync():

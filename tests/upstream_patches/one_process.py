@@ -21,6 +21,7 @@ PAGES = {
     "absorbed_mla_quantized_recompute": ("0.19.2",),
     "combined_1f1b_autocast": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "dsa_indexer_prologue": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "dsa_no_host_sync": ("0.19.2",),
     "fully_reshardable_bucket_padding": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "fused_cross_entropy_grad_dtype": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "hybrid_moe_metrics": ("0.17.1", "0.18.2", "0.19.2"),

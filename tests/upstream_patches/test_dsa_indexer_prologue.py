@@ -165,7 +165,7 @@ def _check_packed_lengths(dsa: Any, theirs: Any) -> None:
     """Documents that do not fit are refused where stock refuses them, and nobody waits."""
     import torch
 
-    from tests.support.host_sync import no_host_sync
+    from cppmega.proof.host_sync import no_host_sync
 
     def of(module: Any, bounds: Any, longest: int, ranks: Any = None) -> Any:
         case = {"documents": (bounds, bounds), "longest": longest}

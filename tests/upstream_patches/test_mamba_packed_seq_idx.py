@@ -75,7 +75,7 @@ def from_mixer(module: Any, params: Any) -> Any:
 
 
 def same_bits_without_sync(patched: Any, unpatched: Any) -> None:
-    from tests.support.host_sync import HostSyncError, no_host_sync
+    from cppmega.proof.host_sync import HostSyncError, no_host_sync
 
     draw = random.Random(0)
     for tail, dtype in itertools.product((0, 0, 5), (torch.int32, torch.int64)):

@@ -23,7 +23,7 @@ def test_mtp_loss(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.transformer import multi_token_prediction as patched
 
-    from tests.support.host_sync import HostSyncError, no_host_sync
+    from cppmega.proof.host_sync import HostSyncError, no_host_sync
 
     unpatched = stock.module("megatron.core.transformer.multi_token_prediction")
     generator = torch.Generator().manual_seed(0)

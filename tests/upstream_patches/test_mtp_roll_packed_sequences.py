@@ -165,7 +165,7 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def one_rank(roll: Callable[..., Any]) -> None:
-    from tests.support.host_sync import no_host_sync
+    from cppmega.proof.host_sync import no_host_sync
 
     for pack in packs():
         for lead, dtype in zip(LEADS, DTYPES, strict=True):
@@ -239,7 +239,7 @@ def unpadded_packs_are_as_before(roll: Callable[..., Any], stock: Callable[..., 
 
 def stock_is_wrong(stock: Callable[..., Any]) -> None:
     """Assert that the replaced code has the bugs that the page describes."""
-    from tests.support.host_sync import HostSyncError, no_host_sync
+    from cppmega.proof.host_sync import HostSyncError, no_host_sync
 
     pack = Pack([(3, 4), (2, 4)], tail=1)
     tensor = torch.tensor([[1, 2, 3, 9, 4, 5, 9, 9, 7]])
@@ -314,7 +314,7 @@ def on_every_rank(roll: Callable[..., Any], stock: Callable[..., Any], backport:
 
 
 def context_parallel(roll: Callable[..., Any], group: Any, seed: int = 0) -> None:
-    from tests.support.host_sync import no_host_sync
+    from cppmega.proof.host_sync import no_host_sync
 
     size, rank = group.size(), torch.distributed.get_rank(group)
     for pack, (lead, dtype) in zip(packs(size, seed), cycle(zip(LEADS, DTYPES, strict=True))):
@@ -353,7 +353,7 @@ def refuses_a_pack_split_as_one_sequence(roll: Callable[..., Any], group: Any) -
 
 def refuses_the_boundaries_of_a_share(roll: Callable[..., Any], group: Any) -> None:
     """They are as divisible as those of the whole pack, and end at half of its documents."""
-    from tests.support.host_sync import no_host_sync
+    from cppmega.proof.host_sync import no_host_sync
 
     size = group.size()
     whole = Pack([(2 * size**2, 2 * size**2)] * 2, padded=False)

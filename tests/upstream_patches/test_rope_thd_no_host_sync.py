@@ -27,7 +27,7 @@ def test_rope(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.models.common.embeddings import rope_utils as patched
 
-    from tests.support.host_sync import HostSyncError, no_host_sync
+    from cppmega.proof.host_sync import HostSyncError, no_host_sync
 
     unpatched = stock.module("megatron.core.models.common.embeddings.rope_utils")
     names = inspect.signature(patched._apply_rotary_pos_emb_thd).parameters
