@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
     import torch
     from megatron.core.transformer.experimental_attention_variant import dsa
 
+    after_dense_steps()
     attention = dsa.DSAttention.__new__(dsa.DSAttention)
     torch.nn.Module.__init__(attention)
     defaults = {
@@ -26,13 +28,16 @@ def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
         "dsa_indexer_use_sparse_loss": False,
         "dsa_indexer_scoring_relu": True,
         "num_layers": 1,
+        "mtp_num_layers": None,  # dev reads it
         "sequence_parallel": False,
         "calculate_per_token_loss": False,
         "attention_backend": "unfused",
         "dsa_kernel_backend": "none",
     }
     attention.config = SimpleNamespace(**{**defaults, **config})
-    attention.softmax_scale, attention.layer_number = 1.0, None  # None: the loss is not logged
+    attention.softmax_scale, attention.layer_number = 1.0, 1
+    # The log of the losses is on the device, which a proof on the CPU does not have.
+    dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker = staticmethod(lambda *_, **__: None)
     attention.pg_collection = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
     attention.indexer = SimpleNamespace(
         index_topk=topk,
@@ -44,6 +49,15 @@ def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
     attention.index_topk, attention.index_share, attention.skip_topk = topk, False, False
     attention.cp_comm_type = "p2p"
     return attention
+
+
+def after_dense_steps() -> None:
+    """Let the configuration choose the loss where `dsa_dense_loss_warmup` is applied, too."""
+    from cppmega.modules import dsa_loss_schedule
+
+    if dsa_loss_schedule.STEPS not in os.environ:
+        os.environ[dsa_loss_schedule.STEPS] = "1"
+        dsa_loss_schedule.begin_step(1)
 
 
 def _with_scores(q: Any, k: Any, weights: Any, topk: int) -> Any:

@@ -247,7 +247,7 @@ PATCH = Patch(
     wanted_by=lambda recipe: (
         recipe.uses_tilelang
         and recipe.dsa_indexer_loss_coeff > 0
-        and not recipe.dsa_indexer_use_sparse_loss
+        and (recipe.dsa_dense_loss_steps > 0 or not recipe.dsa_indexer_use_sparse_loss)
     ),
     provides={"dsa_dense_indexer_loss": ("fused",)},
     refuses=refuses,

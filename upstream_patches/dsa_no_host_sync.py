@@ -240,6 +240,9 @@ def verify() -> None:
     from megatron.core.transformer.experimental_attention_variant import dsa, dsa_layout
 
     from ._dsa_host_reads import first_read
+    from ._dsa_layer import after_dense_steps
+
+    after_dense_steps()
 
     for packed, sparse in itertools.product((False, True), repeat=2):
         how = {"packed": packed, "dsa_indexer_use_sparse_loss": sparse}

@@ -24,23 +24,45 @@ def declared(pages: Iterable[Page]) -> set[str]:
 
 
 def check(pages: Iterable[Page], environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a variable that nothing declares.
+    """Refuse a variable that nothing declares, or that nothing reads while a gate is closed.
 
     Raises:
-        CppmegaError: `unknown-variable`, with the nearest name.
+        CppmegaError: `unknown-variable`, with the nearest name; `variable-without-gate`.
     """
     for problem in problems(pages, environment):
         raise problem
 
 
 def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[CppmegaError]:
-    """Yield an error for every variable that nothing declares."""
+    """Yield an error for every variable that nothing declares, or that only closed pages read."""
+    pages = list(pages)
     known = declared(pages)
+    yield from _of_closed_pages(pages, environment)
     for name in sorted(environment):
         if not name.startswith(env.PREFIX) or name in known:
             continue
         row = decisions.of_variable(name)
         yield _declined(name, row) if row is not None else _unknown(name, environment[name], known)
+
+
+def _of_closed_pages(
+    pages: Iterable[Page], environment: Mapping[str, str]
+) -> Iterator[CppmegaError]:
+    """An error for every variable that is set, and belongs to pages whose gates are closed."""
+    readers: dict[str, list[Page]] = {}
+    for page in pages:
+        for name in page.patch.variables:
+            readers.setdefault(name, []).append(page)
+    for name in sorted(readers.keys() & environment.keys() - env.NAMES):
+        if environment[name] and not any(is_on(page, environment) for page in readers[name]):
+            gate = readers[name][0].patch.gate
+            yield CppmegaError(
+                "variable-without-gate",
+                f"{name} is set, and {gate} is not: {readers[name][0].name}, which reads it, is "
+                "off.",
+                "The setting would seem to be made, but it does nothing.",
+                f"export {gate}=1, then python -m cppmega.apply_patches; or unset {name}",
+            )
 
 
 def _declined(name: str, row: decisions.Decision) -> CppmegaError:

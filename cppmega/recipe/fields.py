@@ -148,6 +148,8 @@ class Fields:
     dsa_indexer_topk: Positive | None = None
     dsa_indexer_loss_coeff: float = 0.0
     dsa_indexer_use_sparse_loss: bool = False
+    dsa_dense_loss_steps: Count = 0
+    """Steps at the start that train the indexer with the dense loss before the sparse one."""
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] | None = None
     """None: Megatron's unfused default, which a preflight refuses; `none` asks for it."""
 
@@ -230,6 +232,12 @@ class Fields:
         dense = self.first_dense_layers if self.num_experts else self.num_layers
         main = (letter + "-") * dense + (letter + "E") * (self.num_layers - dense)
         return patterns.Pattern(main, main[-2:] if self.mtp_num_layers else "", self.mtp_num_layers)
+
+    @property
+    def variables(self) -> tuple[tuple[str, str], ...]:
+        """The `CPPMEGA_*` variables by which patched code learns of fields."""
+        steps = self.dsa_dense_loss_steps
+        return (("CPPMEGA_DSA_DENSE_LOSS_STEPS", str(steps)),) if steps else ()
 
     @property
     def data_parallel_size(self) -> int:

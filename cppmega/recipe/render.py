@@ -110,7 +110,7 @@ def render(
             words += [name, *values]
     for argument in recipe.arguments:
         words.append(_name(argument, line) or argument)
-    environment = recipe.environment
+    environment = (*recipe.variables, *recipe.environment)
     if recipe.tensor_model_parallel_size > 1:
         # Before Blackwell, Megatron requires it to order communication before computation.
         environment = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), *environment)

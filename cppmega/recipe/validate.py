@@ -20,6 +20,7 @@ def check(recipe: Fields) -> None:
     accepted.from_pairs(recipe.accepted_edits)
     _layers(recipe)
     _attention(recipe)
+    _indexer_loss(recipe)
     _experts(recipe)
     _widths(recipe)
     _parallel(recipe)
@@ -132,6 +133,22 @@ def _attention(recipe: Fields) -> None:
                 f"dsa_indexer_head_dim={head} is not a power of two.",
                 "The indexer's Hadamard rotation only supports powers of two.",
             )
+
+
+def _indexer_loss(recipe: Fields) -> None:
+    if not recipe.dsa_dense_loss_steps:
+        return
+    if recipe.kind == "loop" or not recipe.uses_dsa:
+        what = "dsa_dense_loss_steps without DSA layers that Megatron trains."
+        raise invalid(recipe, what, "No step would differ.", "--set dsa_dense_loss_steps=0")
+    if not (recipe.dsa_indexer_use_sparse_loss and recipe.dsa_indexer_loss_coeff > 0):
+        raise invalid(
+            recipe,
+            "dsa_dense_loss_steps without a sparse indexer loss to follow.",
+            "The loss would be the same in every step.",
+            "--set dsa_indexer_use_sparse_loss=true, with dsa_indexer_loss_coeff above 0; or "
+            "--set dsa_dense_loss_steps=0",
+        )
 
 
 def _experts(recipe: Fields) -> None:

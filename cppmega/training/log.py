@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import UNSET, UnsetType
+
 from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import flops
 from cppmega.runs import metrics as run_metrics
@@ -31,6 +33,8 @@ class TrainingStart(Start, frozen=True, kw_only=True):
     megatron: str
     parameters: int
     arguments: tuple[str, ...]
+    dsa_dense_loss_steps: int | UnsetType = UNSET
+    """Steps whose indexer loss is dense, before it is sparse; absent where no step is named."""
 
 
 class TrainingStep(LoggedStep, frozen=True, kw_only=True):

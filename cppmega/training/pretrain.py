@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import UNSET
+
 from cppmega import guard
 from cppmega.errors import CppmegaError
 from cppmega.live import live_code
+from cppmega.modules import dsa_loss_schedule
 from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
@@ -171,13 +174,20 @@ def _profiler(plan: TrainingPlan) -> StepProfiler:
 def comparing_overlays(
     check: Callable[..., None], now: overlay_record.OverlayRecord
 ) -> Callable[..., None]:
-    """Wrap Megatron's check of a checkpoint's arguments: also print how its overlay differs."""
+    """Wrap Megatron's check of a checkpoint's arguments: also print how its overlay differs.
+
+    So does the step at which the loss of the DSA indexer changes.
+    """
 
     def compared(saved: Any, **options: Any) -> None:
         then = overlay_record.parse(getattr(saved, "cppmega_patches", ""))
-        line = overlay_record.remark_on_checkpoint(then, now)
-        if line and int(os.environ.get("RANK", "0")) == 0:
-            print(line, flush=True)
+        lines = (
+            overlay_record.remark_on_checkpoint(then, now),
+            dsa_loss_schedule.remark_on_checkpoint(saved),
+        )
+        if int(os.environ.get("RANK", "0")) == 0:
+            for line in filter(None, lines):
+                print(line, flush=True)
         check(saved, **options)
 
     return compared
@@ -222,5 +232,6 @@ def _announce(plan: TrainingPlan) -> None:
                 load=str(plan.options.load) if plan.options.load else None,
                 train_iters=recipe.train_iters,
                 arguments=plan.rendered.argv,
+                dsa_dense_loss_steps=dsa_loss_schedule.stated_steps() or UNSET,
             ),
         )

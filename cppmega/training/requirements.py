@@ -149,10 +149,10 @@ def steps_of(recipe: Recipe, options: RunOptions) -> tuple[int, int]:
 
 
 def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Check that the switches are set that the recipe relies on.
+    """Check that the switches are set that the recipe relies on, and that none contradicts it.
 
     Raises:
-        CppmegaError: `gate-not-set`.
+        CppmegaError: `gate-not-set`, `variable-differs`.
     """
     for name, wanted in recipe.gates:
         found = environment.get(name, "")
@@ -162,6 +162,15 @@ def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
                 f"Recipe {recipe.name} needs {name}={wanted}; the environment has {found!r}.",
                 "The patch it switches is off, and the run is not the one the recipe describes.",
                 f"export {name}={wanted}, then python -m cppmega.apply_patches",
+            )
+    for name, wanted in recipe.variables:
+        if environment.get(name, wanted) != wanted:
+            raise CppmegaError(
+                "variable-differs",
+                f"Recipe {recipe.name} means {name}={wanted}; the environment has "
+                f"{environment[name]!r}.",
+                "The run would follow the environment, and be recorded with the recipe.",
+                f"unset {name}, or change the recipe's field with --set",
             )
 
 

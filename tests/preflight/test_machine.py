@@ -84,7 +84,11 @@ def test_variables() -> None:
         return refuses("variables", name, launch(root=root, environ=environ)).what
 
     assert "Did you mean CPPMEGA_LINEAR_CE_KERNEL" in said(CPPMEGA_LINEAR_CE_KERNAL="triton")
-    assert "not in this release" in said(CPPMEGA_LEMYX_DSA="1")
+    warmup = {"CPPMEGA_LEMYX_DSA": "1", "CPPMEGA_DSA_DENSE_LOSS_STEPS": "2"}
+    holds("variables", launch(root=root, environ=warmup))
+    closed = launch(root=root, environ={**warmup, "CPPMEGA_LEMYX_DSA": "0"})
+    found = refuses("variables", "variable-without-gate", closed)
+    assert found.next.startswith("export CPPMEGA_LEMYX_DSA=1")
     assert "another run" in said(CPPMEGA_OVERLAY="0123")
     refuses(
         "variables",
@@ -149,6 +153,11 @@ def test_gates_of_the_recipe() -> None:
     needing = SLICE.with_(gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),))
     holds("recipe_gates", launch(needing, environ={"CPPMEGA_MAMBA_RECOMPUTE": "1"}))
     refuses("recipe_gates", "gate-not-set", launch(needing))
+    stating = FUSED.with_(dsa_dense_loss_steps=2)
+    holds("recipe_gates", launch(stating))
+    holds("recipe_gates", launch(stating, environ={"CPPMEGA_DSA_DENSE_LOSS_STEPS": "2"}))
+    other = launch(stating, environ={"CPPMEGA_DSA_DENSE_LOSS_STEPS": "3"})
+    assert "'3'" in refuses("recipe_gates", "variable-differs", other).what
     says_nothing("recipe_gates", launch(SLICE))
 
 

@@ -144,6 +144,14 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"mamba3": Mamba3(expand=0)},
         {"ngram_hash": NgramHash(orders=(2, 0))},
         {"graph_pool": {"gib": 1.0}},
+        {"dsa_dense_loss_steps": -1},
+        {"dsa_dense_loss_steps": 2},
+        {
+            "dsa_dense_loss_steps": 2,
+            "dsa_indexer_use_sparse_loss": True,
+            "dsa_indexer_loss_coeff": 0.0,
+        },
+        {"dsa_dense_loss_steps": 2, "pattern": "*E-/*-"},
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, object]) -> None:
@@ -319,6 +327,11 @@ def test_a_recipe_wants_the_pages_that_its_fields_mean_nothing_without() -> None
     assert attention not in wanted_patches(fused.with_(dsa_kernel_backend="none"), pages)
     for other in (fused.with_(dsa_kernel_backend="none"), fused.with_(dsa_kernel_backend="cudnn")):
         assert widths not in wanted_patches(other, pages)
+    warmed = fused.with_(dsa_dense_loss_steps=100)
+    warmup = {"dsa_dense_loss_warmup", "dsa_indexer_kernels"}
+    assert warmup <= {*wanted_patches(warmed, pages)}
+    assert not warmup & {*wanted_patches(fused, pages)}
+    assert warmed.variables == ((pages["dsa_dense_loss_warmup"].patch.variables[0], "100"),)
     padded = fused.with_(packed_documents=True, document_multiple=8)
     assert "mtp_roll_packed_sequences" in wanted_patches(padded, pages)
     assert "mtp_roll_packed_sequences" not in wanted_patches(fused, pages)

@@ -195,6 +195,14 @@ def test_what_a_release_lacks_is_left_out_and_said() -> None:
     assert gaps == ["DSA kernel backend tilelang"]
 
 
+def test_the_steps_of_a_dense_loss_are_a_variable_of_the_run() -> None:
+    fused = recipes_index.load("nam56r_h200_slice_fused")
+    assert "CPPMEGA_DSA_DENSE_LOSS_STEPS" not in dict(render(fused, "0.19.2").environment)
+    warmed = render(fused.with_(dsa_dense_loss_steps=100), "0.19.2")
+    assert ("CPPMEGA_DSA_DENSE_LOSS_STEPS", "100") in warmed.environment
+    assert "--dsa-indexer-use-sparse-loss" in warmed.argv
+
+
 def test_the_release_candidates_and_local_versions_are_understood() -> None:
     assert release_line("0.17.0rc0") == (0, 17)
     assert release_line("0.19.1+a1b2c3") == (0, 19)

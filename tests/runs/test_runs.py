@@ -121,7 +121,7 @@ def test_what_a_checkpoint_says_of_its_overlay() -> None:
 
 
 def test_megatron_tells_the_overlay_of_a_checkpoint_that_it_loads(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cppmega.training.pretrain import comparing_overlays
 
@@ -131,6 +131,11 @@ def test_megatron_tells_the_overlay_of_a_checkpoint_that_it_loads(
     check(saved, skip_args={"x"})
     assert "patch removed: one" in capsys.readouterr().out
     assert seen == [(saved, {"skip_args": {"x"}})]  # Megatron's own check goes on
+    monkeypatch.setenv("CPPMEGA_DSA_DENSE_LOSS_STEPS", "3")
+    check(SimpleNamespace(**vars(saved), cppmega_dsa_dense_loss_steps=2))
+    assert "first 2 steps, this run has it in the first 3" in capsys.readouterr().out
+    check(SimpleNamespace(**vars(saved), cppmega_dsa_dense_loss_steps=3))
+    assert "dense loss" not in capsys.readouterr().out
 
 
 def make(runs: Path, name: str, created: float, **manifest: Any) -> Run:

@@ -1,4 +1,4 @@
-"""The environment sets the gates that the recipe relies on."""
+"""The environment sets the gates that the recipe relies on, and contradicts none of its fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def check(context: Context) -> str:
     """Compare them with the environment of the launch.
 
     Raises:
-        CppmegaError: `gate-not-set`.
+        CppmegaError: `gate-not-set`, `variable-differs`.
     """
-    if context.recipe is None or not context.recipe.gates:
+    recipe = context.recipe
+    if recipe is None or not (recipe.gates or recipe.variables):
         raise NotApplicable("no recipe names a gate")
-    requirements.check_gates(context.recipe, context.environ)
-    return ", ".join(f"{name}={value}" for name, value in context.recipe.gates)
+    requirements.check_gates(recipe, context.environ)
+    return ", ".join(f"{name}={value}" for name, value in (*recipe.gates, *recipe.variables))

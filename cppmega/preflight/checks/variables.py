@@ -21,7 +21,8 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `unknown-variable` (with the decision about a switch of the earlier
-            overlay), `leftover-variable` (also a rank's or torchrun's own), `bad-gate-value`.
+            overlay), `variable-without-gate`, `leftover-variable` (also a rank's or torchrun's
+            own), `bad-gate-value`.
     """
     refuse(_wrong_variables(context))
     set_ = sorted(name for name in context.environ if name.startswith(env.PREFIX))
