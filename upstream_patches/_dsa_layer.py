@@ -1,4 +1,4 @@
-"""A DSA layer for proofs on CPU: `DSAttention` with given inputs of the index scores."""
+"""DSA layers for proofs on CPU: one with given inputs of the index scores, and a block of them."""
 
 from __future__ import annotations
 
@@ -75,3 +75,41 @@ def _with_scores(q: Any, k: Any, weights: Any, topk: int) -> Any:
         return scores, scores.topk(topk)[1]
 
     return forward_with_scores
+
+
+def block(here: int, before: int = 0, **options: Any) -> Any:
+    """Build a stage of a GPT model whose layers are the attention alone.
+
+    Args:
+        here: how many of the layers this stage has.
+        before: how many earlier stages have.
+        options: fields of Megatron's configuration.
+    """
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlock,
+        TransformerBlockSubmodules,
+    )
+
+    from cppmega.proof import small_models
+
+    parts = dsa.DSAIndexerSubmodules(
+        small_models.Projection, small_models.Projection, small_models.Norm, small_models.Projection
+    )
+    indexer = dsa.DSAttentionSubmodules(ModuleSpec(dsa.DSAIndexer, submodules=parts))
+
+    class Layer(torch.nn.Module):
+        def __init__(self, config: Any, layer_number: int, pg_collection: Any, **ignored: Any):
+            super().__init__()
+            self.layer_number = layer_number + before
+            self.self_attention = torch.nn.Module()
+            self.self_attention.core_attention = dsa.DSAttention(
+                config, indexer, self.layer_number, AttnMaskType.causal, "self"
+            )
+
+    config = small_models.dsa_config(**options)
+    layers = TransformerBlockSubmodules(layer_specs=[ModuleSpec(Layer)] * here)
+    return TransformerBlock(config, layers, post_layer_norm=False)

@@ -44,8 +44,9 @@ def _cppmega_mla_flops(args, tokens, squares):
     return 6 * tokens * weights, 6 * squares / 2 * heads * (key + args.v_head_dim)
 
 
-def _cppmega_dsa_flops(args, tokens, squares, layer_numbers):
+def _cppmega_dsa_flops(args, tokens, squares, decoder, depths):
     """FLOPs of DSA layers beyond their MLA projections: (attention, indexer), all layers together.
+    The numbers of the decoder's DSA layers are given, and those of all MTP depths.
 
     As in `_cppmega_mla_flops`; top-k k, indexer with m heads of d, its query made of r' features
     (r' = r, or h without a query rank), P = the pairs that the top-k leaves: S/2 while a sequence
@@ -74,9 +75,9 @@ def _cppmega_dsa_flops(args, tokens, squares, layer_numbers):
         pairs = topk * tokens - topk**2 * tokens**2 / (2 * squares)
     attention = 6 * pairs * args.num_attention_heads * pair
 
-    share = getattr(args, "dsa_indexer_topk_freq", None) or 1
-    first = max(getattr(args, "dsa_indexer_skip_topk_offset", None) or 0, 1)
-    indexers = sum(max(number - first, 0) % share == 0 for number in layer_numbers)
+    from cppmega.modules.dsa_layer_kinds import indexers_of
+
+    indexers = indexers_of(args, decoder, depths)
     width = args.dsa_indexer_n_heads * args.dsa_indexer_head_dim
     projections = (
         2
@@ -90,7 +91,7 @@ def _cppmega_dsa_flops(args, tokens, squares, layer_numbers):
     if (args.dsa_indexer_loss_coeff or 0) > 0:
         sparse = args.dsa_indexer_use_sparse_loss
         indexer += projections + 4 * (pairs if sparse else squares / 2) * width
-    return len(layer_numbers) * attention, indexers * indexer
+    return (len(decoder) + len(depths)) * attention, indexers * indexer
 
 
 def _cppmega_hybrid_latent_flops(args, tokens, squares):
@@ -98,26 +99,28 @@ def _cppmega_hybrid_latent_flops(args, tokens, squares):
     from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 
     pattern = parse_hybrid_pattern(args.hybrid_layer_pattern)
+    main, mtp = (pattern.main_pattern or "").replace("|", ""), pattern.mtp_pattern or ""
+    mla = main.count("+") + mtp.count("+") * pattern.mtp_num_depths
+    decoder = [at for at, symbol in enumerate(main, 1) if symbol == "D"]
     # MTP layers count from 1 again.
-    stacks = [(pattern.main_pattern or "").replace("|", "")]
-    stacks += [pattern.mtp_pattern or ""] * pattern.mtp_num_depths
-    mla = sum(stack.count("+") for stack in stacks)
-    dsa = [at for stack in stacks for at, symbol in enumerate(stack, 1) if symbol == "D"]
-    if not mla and not dsa:
+    depths = [at for at, symbol in enumerate(mtp, 1) if symbol == "D"] * pattern.mtp_num_depths
+    if not mla and not decoder and not depths:
         return 0
     projections, attention = _cppmega_mla_flops(args, tokens, squares)
-    flops = (mla + len(dsa)) * projections + mla * attention
-    return flops + sum(_cppmega_dsa_flops(args, tokens, squares, dsa)) if dsa else flops
+    flops = (mla + len(decoder) + len(depths)) * projections + mla * attention
+    if not decoder and not depths:
+        return flops
+    return flops + sum(_cppmega_dsa_flops(args, tokens, squares, decoder, depths))
 
 
 def _cppmega_dsa_minus_mla_flops(args, tokens, squares):
     """What a GPT model with DSA costs beyond the dense MLA that upstream counts for it."""
     if args.experimental_attention_variant != "dsa":
         return 0
-    depths = args.mtp_num_layers or 0
-    layers = [*range(1, args.num_layers + 1), *range(1, depths + 1)]  # MTP counts from 1 again
-    dense = len(layers) * _cppmega_mla_flops(args, tokens, squares)[1]
-    return sum(_cppmega_dsa_flops(args, tokens, squares, layers)) - dense
+    decoder = range(1, args.num_layers + 1)
+    depths = range(1, (args.mtp_num_layers or 0) + 1)  # MTP counts from 1 again
+    dense = (len(decoder) + len(depths)) * _cppmega_mla_flops(args, tokens, squares)[1]
+    return sum(_cppmega_dsa_flops(args, tokens, squares, decoder, depths)) - dense
 
 
 def _gpt(pins, tokens, squares):

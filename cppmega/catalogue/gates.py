@@ -12,7 +12,7 @@ from cppmega.host import env
 from cppmega.host.containment import contained
 from cppmega.page import Page
 
-_ON, _OFF = {"1", "true", "on", "yes"}, {"", "0", "false", "off", "no"}
+_OFF = {"", "0", "false", "off", "no"}
 
 
 def declared(pages: Iterable[Page]) -> set[str]:
@@ -94,7 +94,7 @@ def is_on(page: Page, environment: Mapping[str, str]) -> bool:
     if page.patch.gate is None:
         return True
     value = environment.get(page.patch.gate, "").strip().lower()
-    if value in _ON:
+    if value in env.ON:
         return True
     if value in _OFF:
         return False

@@ -21,6 +21,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 PREFIX = "CPPMEGA_"
 """Every variable of the package and of its pages begins with this."""
+ON = frozenset(("1", "true", "on", "yes"))
+"""Values of a switch that is on, in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Variable(Generic[T_co]):
     """From the text of the variable to its value; an unset variable is an empty text."""
     of_one_run: bool = False
     """Set by cppmega for the processes of one run, and never by a person."""
+    of_one_model: bool = False
+    """Describes the model that is trained; proofs build others, and do not see it."""
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T_co:
         """The value in an environment, by default that of this process."""
@@ -72,6 +76,18 @@ LINEAR_CE_UPSTREAM = Variable(
     "arbitrary: the loss weights tokens by more than its mask (default: weighted-scalar)",
     lambda text: text or "weighted-scalar",
 )
+INDEX_CACHE = Variable(
+    "CPPMEGA_INDEX_CACHE",
+    "1: DSA layers share chosen keys, as the page dsa_index_share describes",
+    lambda text: text.strip().lower() in ON,
+    of_one_model=True,
+)
+DSA_INDEX_PATTERN = Variable(
+    "CPPMEGA_DSA_INDEX_PATTERN",
+    "with CPPMEGA_INDEX_CACHE=1: F or S for each DSA layer of the decoder, Full or Shared",
+    str.strip,
+    of_one_model=True,
+)
 OVERLAY = Variable(
     "CPPMEGA_OVERLAY",
     "digest of the overlay that child processes must hold; set by cppmega.run",
@@ -99,8 +115,10 @@ RUN = Variable(
 
 VARIABLES: tuple[Variable[object], ...] = (
     *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
+    *(INDEX_CACHE, DSA_INDEX_PATTERN),
     *(OVERLAY, ROOT, GUARDED_BY, RUN),
 )
 NAMES = frozenset(variable.name for variable in VARIABLES)
 OF_ONE_RUN = tuple(variable.name for variable in VARIABLES if variable.of_one_run)
 """In the environment of a new launch they are left over from another run."""
+OF_ONE_MODEL = tuple(variable.name for variable in VARIABLES if variable.of_one_model)

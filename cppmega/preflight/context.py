@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cppmega.data.reading import Allowance
 from cppmega.errors import CppmegaError
-from cppmega.host import allocator, console
+from cppmega.host import allocator, console, env
 from cppmega.overlay import receipt
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
@@ -168,12 +168,16 @@ class Context:
 
     @property
     def megatron_args(self) -> Namespace:
-        """The launch line's arguments, as Megatron's own code has them.
+        """The launch line's arguments, as Megatron's own code has them, and its variables.
+
+        `cppmega_variables` are the variables that patched code will find in a rank.
 
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
         """
-        return Namespace(**self.parsed_line.args)
+        environ = {**self.launch_line.environment, **self.environ}
+        variables = {n: value for n, value in environ.items() if n.startswith(env.PREFIX)}
+        return Namespace(**self.parsed_line.args, cppmega_variables=variables)
 
     @cached_property
     def allowance(self) -> Allowance:

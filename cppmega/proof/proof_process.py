@@ -13,6 +13,7 @@ from typing import IO
 import msgspec
 
 from cppmega.host import python
+from cppmega.host.env import OF_ONE_MODEL
 from cppmega.host.process import alone
 from cppmega.proof import frames
 from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready, Side, TextOrder
@@ -82,7 +83,7 @@ def _started(
         pass_fds=[order.answers],
         start_new_session=True,  # it is ended together with all that it started
         env={
-            **alone(os.environ),
+            **{n: value for n, value in alone(os.environ).items() if n not in OF_ONE_MODEL},
             **environment,
             "PYTHONOPTIMIZE": "",  # proofs are assertions, also in what they call
             "PYTHONDONTWRITEBYTECODE": "1",

@@ -141,16 +141,9 @@ class Norm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps, dtype=torch.float32 if fp32 else config.params_dtype)
 
 
-def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
-    """A DSAIndexer in bf16, with 4 heads of 32 of which 8 columns are rotated.
-
-    Args:
-        dsa: the module that has the class; None: the one of the tree.
-        options: fields of the configuration.
-    """
+def dsa_config(**options: Any) -> Any:
+    """A configuration of DSA layers in bf16 whose indexers have 4 heads of 32."""
     cpu_shims.init_distributed()
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.experimental_attention_variant import dsa as installed
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     options = {
@@ -161,9 +154,23 @@ def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
         **{"apply_rope_fusion": False, "experimental_attention_variant": "dsa"},
         **{"dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 32, "dsa_indexer_topk": 8},
     } | options
+    return MLATransformerConfig(**options)
+
+
+def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
+    """A DSAIndexer of `dsa_config`, of whose 32 columns per head 8 are rotated.
+
+    Args:
+        dsa: the module that has the class; None: the one of the tree.
+        options: fields of the configuration.
+    """
+    settings = dsa_config(**options)
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.experimental_attention_variant import dsa as installed
+
     torch.manual_seed(0)
     return (dsa or installed).DSAIndexer(
-        MLATransformerConfig(**options),
+        settings,
         installed.DSAIndexerSubmodules(Projection, Projection, Norm, Projection),
         ProcessGroupCollection.use_mpu_process_groups(),
     )

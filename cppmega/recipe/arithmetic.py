@@ -53,6 +53,8 @@ def parameters(recipe: Recipe) -> Parameters:
         letter: _layer(recipe, letter) * layout.trunk.count(letter)
         for letter in dict.fromkeys(layout.trunk)
     }
+    if recipe.dsa_index_pattern:
+        layers["D"] -= recipe.dsa_index_pattern.count("S") * _indexer_parameters(recipe)
     # A depth: two input norms, the projection of their concatenation, its layers, a last norm.
     depth = 3 * recipe.hidden_size + 2 * recipe.hidden_size**2
     depth += sum(_layer(recipe, letter) for letter in layout.mtp)
@@ -147,9 +149,13 @@ def _indexer_sizes(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def _dsa(recipe: Recipe) -> int:
+    return _mla(recipe) + _indexer_parameters(recipe)
+
+
+def _indexer_parameters(recipe: Recipe) -> int:
     _, dim, _ = _indexer_sizes(recipe)
     # The key's norm is a LayerNorm in every model: weight and bias.
-    return _mla(recipe) + _indexer(recipe) + 2 * dim
+    return _indexer(recipe) + 2 * dim
 
 
 def _indexer(recipe: Recipe) -> int:
@@ -220,6 +226,7 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
     keys = (squares or recipe.seq_length) / 2  # causal: half of them on average
     layout = recipe.layout
     total = sum(count * _work(recipe, letter, keys) for letter, count in layout.counts().items())
+    total += recipe.indexers * _indexer_work(recipe, keys) if recipe.uses_dsa else 0
     products = layout.depths * 2 * recipe.hidden_size**2
     products += (1 + layout.depths) * recipe.hidden_size * recipe.padded_vocab_size
     if recipe.ngram_hash is not None:
@@ -263,23 +270,30 @@ def _work(recipe: Recipe, letter: str, keys: float) -> float:
 
 
 def _dsa_work(recipe: Recipe, keys: float) -> float:
-    """Attention in the latent space over the top-k; the indexer's scores over all keys.
-
-    The indexer only has a backward pass where it has a loss: none into its inputs, and with the
-    sparse loss only over the top-k.
-    """
+    """Attention in the latent space over the top-k; its indexer counts by itself."""
     latent, _, rope, _ = _mla_sizes(recipe)
-    heads, dim, _ = _indexer_sizes(recipe)
+    attention = _chosen(recipe, keys) * recipe.num_attention_heads * (2 * latent + rope)
+    return _PASSES * 2 * (_mla_matrices(recipe) + attention)
+
+
+def _chosen(recipe: Recipe, keys: float) -> float:
     assert recipe.dsa_indexer_topk is not None
     topk = float(recipe.dsa_indexer_topk)
     # The first top-k tokens of a document have fewer keys than that.
-    chosen = keys if 2 * keys <= topk else topk - topk**2 / (4 * keys)
-    attention = chosen * recipe.num_attention_heads * (2 * latent + rope)
+    return keys if 2 * keys <= topk else topk - topk**2 / (4 * keys)
+
+
+def _indexer_work(recipe: Recipe, keys: float) -> float:
+    """An indexer's scores over all keys, and its backward pass where it has a loss.
+
+    There is none into its inputs, and with the sparse loss only one over the top-k.
+    """
+    heads, dim, _ = _indexer_sizes(recipe)
     indexer = _indexer(recipe) + keys * heads * dim
     if recipe.dsa_indexer_loss_coeff:
-        seen = chosen if recipe.dsa_indexer_use_sparse_loss else keys
+        seen = _chosen(recipe, keys) if recipe.dsa_indexer_use_sparse_loss else keys
         indexer += _indexer(recipe) + 2 * seen * heads * dim
-    return _PASSES * 2 * (_mla_matrices(recipe) + attention) + 2 * indexer
+    return 2 * indexer
 
 
 def megatron_flops(recipe: Recipe) -> float:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]
@@ -150,6 +151,9 @@ class Fields:
     dsa_indexer_use_sparse_loss: bool = False
     dsa_dense_loss_steps: Count = 0
     """Steps at the start that train the indexer with the dense loss before the sparse one."""
+    dsa_index_pattern: str = ""
+    """F (chooses keys) or S (uses those of the last F) for each DSA layer of the trunk, by the page
+    `dsa_index_share`; empty: every layer chooses its own."""
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] | None = None
     """None: Megatron's unfused default, which a preflight refuses; `none` asks for it."""
 
@@ -236,8 +240,9 @@ class Fields:
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
         """The `CPPMEGA_*` variables by which patched code learns of fields."""
-        steps = self.dsa_dense_loss_steps
-        return (("CPPMEGA_DSA_DENSE_LOSS_STEPS", str(steps)),) if steps else ()
+        steps, pattern = self.dsa_dense_loss_steps, self.dsa_index_pattern
+        of_steps = (("CPPMEGA_DSA_DENSE_LOSS_STEPS", str(steps)),) if steps else ()
+        return (*of_steps, *(((env.DSA_INDEX_PATTERN.name, pattern),) if pattern else ()))
 
     @property
     def data_parallel_size(self) -> int:
@@ -271,6 +276,18 @@ class Fields:
     def uses_dsa(self) -> bool:
         """Whether any layer is DSA."""
         return "D" in self.layout.letters
+
+    @property
+    def indexers(self) -> int:
+        """Number of DSA layers that choose keys; those of MTP depths always do."""
+        shared = self.dsa_index_pattern.count("S")
+        return self.layout.counts()["D"] - shared
+
+    @property
+    def wanted_gates(self) -> tuple[tuple[str, str], ...]:
+        """`gates`, and those without which a field has no effect."""
+        shares = ((env.INDEX_CACHE.name, "1"),) if self.dsa_index_pattern else ()
+        return (*shares, *self.gates)
 
     @property
     def uses_tilelang(self) -> bool:

@@ -84,6 +84,7 @@ def _activations(recipe: Recipe, fused: bool) -> int:
     pipeline = recipe.pipeline_model_parallel_size
     per_layer = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
     trunk = sum(per_layer[letter] for letter in layout.trunk)
+    trunk -= recipe.dsa_index_pattern.count("S") * _indexer_scores(recipe, tokens, fused)
     # 1F1B keeps as many micro-batches in flight on its first rank as there are ranks.
     mtp = sum(per_layer[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
     return trunk + mtp * layout.depths if pipeline == 1 else max(trunk, mtp * layout.depths)
@@ -135,8 +136,14 @@ def _mlp_width(recipe: Recipe, width: int, module: str) -> int:
 def _dsa_scores(recipe: Recipe, tokens: int, heads: int, fused: bool) -> int:
     """Score tensors of sparse attention and of its indexer's loss."""
     pairs = tokens * recipe.seq_length
-    indexer = 4 * pairs if recipe.dsa_indexer_loss_coeff else 0
-    return indexer if fused else 4 * pairs * heads * _UNFUSED_SCORES + 2 * indexer
+    attention = 0 if fused else 4 * pairs * heads * _UNFUSED_SCORES
+    return attention + _indexer_scores(recipe, tokens, fused)
+
+
+def _indexer_scores(recipe: Recipe, tokens: int, fused: bool) -> int:
+    """What the loss of one indexer keeps."""
+    kept = 4 * tokens * recipe.seq_length if recipe.dsa_indexer_loss_coeff else 0
+    return kept if fused else 2 * kept
 
 
 def _logits(recipe: Recipe) -> int:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
+from cppmega.modules import dsa_layer_kinds
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
 from cppmega.tree import accepted
 
@@ -21,6 +22,7 @@ def check(recipe: Fields) -> None:
     _layers(recipe)
     _attention(recipe)
     _indexer_loss(recipe)
+    _sharing(recipe)
     _experts(recipe)
     _widths(recipe)
     _parallel(recipe)
@@ -149,6 +151,32 @@ def _indexer_loss(recipe: Fields) -> None:
             "--set dsa_indexer_use_sparse_loss=true, with dsa_indexer_loss_coeff above 0; or "
             "--set dsa_dense_loss_steps=0",
         )
+
+
+def _sharing(recipe: Fields) -> None:
+    if not recipe.dsa_index_pattern:
+        return
+    try:
+        stages = list(_dsa_stages(recipe))
+        layers = [number for stage in stages for number in stage]
+        sources = dsa_layer_kinds.from_pattern(recipe.dsa_index_pattern, layers)
+        for stage in stages:
+            dsa_layer_kinds.check_stage(sources, stage)
+    except CppmegaError as error:
+        hint = "--set dsa_index_pattern=..., or another pipeline layout"
+        raise invalid(recipe, error.what, error.why, hint) from error
+
+
+def _dsa_stages(recipe: Fields) -> Iterator[list[int]]:
+    """The numbers of the DSA layers of every pipeline stage, virtual ones too."""
+    if recipe.kind != "hybrid":  # every layer has attention, and its MLP has no number of its own
+        letters = ["D" if recipe.uses_dsa else "*"] * recipe.num_layers
+        yield from dsa_layer_kinds.even_stages(letters, recipe.pipeline_model_parallel_size)
+    elif recipe.layout.stages > 1:
+        yield from dsa_layer_kinds.marked_stages(recipe.layout.main)
+    else:
+        stages = recipe.pipeline_model_parallel_size
+        yield from dsa_layer_kinds.even_stages(recipe.layout.main, stages)
 
 
 def _experts(recipe: Fields) -> None:

@@ -24,7 +24,7 @@ from cppmega.data.corpus import Corpus
 from cppmega.data.record import Reading
 from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
-from cppmega.host import allocator
+from cppmega.host import allocator, env
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import Verdict
@@ -154,7 +154,7 @@ def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
     Raises:
         CppmegaError: `gate-not-set`, `variable-differs`.
     """
-    for name, wanted in recipe.gates:
+    for name, wanted in recipe.wanted_gates:
         found = environment.get(name, "")
         if found != wanted:
             raise CppmegaError(
@@ -172,6 +172,15 @@ def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
                 "The run would follow the environment, and be recorded with the recipe.",
                 f"unset {name}, or change the recipe's field with --set",
             )
+    pattern = env.DSA_INDEX_PATTERN.read(environment)
+    if pattern and not recipe.dsa_index_pattern:
+        raise CppmegaError(
+            "variable-differs",
+            f"{env.DSA_INDEX_PATTERN.name}={pattern} is set, and recipe {recipe.name} has no "
+            "dsa_index_pattern.",
+            "The run would follow the environment, and be recorded with the recipe.",
+            f"unset {env.DSA_INDEX_PATTERN.name}, or --set dsa_index_pattern={pattern}",
+        )
 
 
 def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:

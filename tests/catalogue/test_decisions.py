@@ -226,7 +226,6 @@ def test_the_page_is_the_table() -> None:
         ("CPPMEGA_HYBRID_SCHEDULE_PLAN", ("hybrid stacks", "declined")),
         ("CPPMEGA_MTP_LIGER_CE", ("in another form", "CPPMEGA_LINEAR_CE_KERNEL=liger")),
         ("CPPMEGA_DUALPIPEV", ("DualPipeV", "Not measured")),
-        ("CPPMEGA_INDEX_CACHE", ("not in this release", "IndexShare")),
     ],
 )
 def test_the_refusal_of_a_variable_quotes_its_row(variable: str, says: tuple[str, ...]) -> None:

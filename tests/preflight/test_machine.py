@@ -159,6 +159,12 @@ def test_gates_of_the_recipe() -> None:
     other = launch(stating, environ={"CPPMEGA_DSA_DENSE_LOSS_STEPS": "3"})
     assert "'3'" in refuses("recipe_gates", "variable-differs", other).what
     says_nothing("recipe_gates", launch(SLICE))
+    sharing, switch = SLICE.with_(dsa_index_pattern="FS"), {"CPPMEGA_INDEX_CACHE": "1"}
+    holds("recipe_gates", launch(sharing, environ=switch))
+    refuses("recipe_gates", "gate-not-set", launch(sharing))
+    differing = {**switch, "CPPMEGA_DSA_INDEX_PATTERN": "FF"}
+    for recipe in (sharing, SLICE):
+        refuses("recipe_gates", "variable-differs", launch(recipe, environ=differing))
 
 
 def test_the_allocator_ends_up_with_expandable_segments() -> None:

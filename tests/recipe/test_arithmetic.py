@@ -259,6 +259,19 @@ def test_a_token_looks_at_no_more_keys_than_the_top_k() -> None:
     assert saved == pytest.approx(per_key * (dense_keys - sparse_keys))
 
 
+def test_layers_that_share_keys_cost_no_indexer() -> None:
+    """3 Full and 6 Shared: exactly six times what an indexer adds to an MLA layer."""
+    own = BASE.with_(pattern="-".join("D" * 9), dsa_indexer_loss_coeff=1e-3)
+    shared = own.with_(dsa_index_pattern="FSSFSSFSS")
+    indexer = parameters(BASE.with_(pattern="D")).trunk - parameters(BASE.with_(pattern="+")).trunk
+    assert parameters(own).total - parameters(shared).total == 6 * indexer
+    one, none = (own.with_(pattern="DD", dsa_index_pattern=said) for said in ("FF", "FS"))
+    assert flops(own) - flops(shared) == pytest.approx(6 * (flops(one) - flops(none)))
+    assert flops(one) > flops(none)
+    kept = estimate(own).activations - estimate(shared).activations
+    assert kept == 6 * 2 * 4 * TOKENS**2
+
+
 def test_memory_is_spread_as_the_layout_says() -> None:
     one = recipes_index.load("nam56r_h200_slice")
     four = recipes_index.load("nam56r_h200_4gpu_ep4")

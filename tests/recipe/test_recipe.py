@@ -16,9 +16,11 @@ from cppmega.overlay.wanted import provided, wanted_patches
 from cppmega.recipe import Mamba3, NgramHash, Recipe, dsa_widths, layer_pattern, results
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import estimate
+from cppmega.recipe.render import render
 from cppmega.smoke.loop import learning_rate
 
 SLICE = recipes_index.load("nam56r_h200_slice")
+PIPELINE = {"pipeline_model_parallel_size": 2}
 V32 = recipes_index.load("dsv32_h200_slice")
 
 
@@ -126,6 +128,10 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"num_layers": 4},
         {"hidden_size": 0},
         {"lr_decay_style": "sawtooth"},
+        {"dsa_index_pattern": "SF"},
+        {"dsa_index_pattern": "FSS"},  # two DSA layers in the trunk of the slice
+        {"dsa_index_pattern": "FS", "gpus": 2, "pipeline_model_parallel_size": 2},
+        {"dsa_index_pattern": "FS", "gpus": 2, "pattern": "DE+E|DE", **PIPELINE},
         {"micro_batch_size": True},
         {"use_distributed_optimizer": 1},
         {"patches": ["dataset_helpers_prebuilt"]},
@@ -156,6 +162,22 @@ def test_a_broken_width_names_the_next_one_that_fits(
 )
 def test_contradictions_are_refused(changes: dict[str, object]) -> None:
     refused("recipe-invalid", **changes)
+
+
+def test_a_recipe_names_the_dsa_layers_that_share_keys() -> None:
+    shared = SLICE.with_(dsa_index_pattern="FS")
+    assert shared.indexers == 3 < SLICE.indexers == 4  # with those of two MTP depths
+    variable = ("CPPMEGA_DSA_INDEX_PATTERN", "FS")
+    assert variable in shared.variables and variable[0] not in dict(SLICE.variables)
+    assert variable in render(shared, "0.19.2").environment
+    assert ("CPPMEGA_INDEX_CACHE", "1") in shared.wanted_gates and SLICE.wanted_gates == ()
+    full = {"dsa_index_pattern": "FF", "gpus": 2, "pattern": "DE+E|DE", **PIPELINE}
+    assert SLICE.with_(**full).indexers == 2
+    gpt = {"kind": "gpt", "pattern": "", "attention": "dsa", "gpus": 2, **PIPELINE}
+    assert SLICE.with_(**gpt, num_layers=4, dsa_index_pattern="FSFS").indexers == 2
+    assert "layers 3 are Shared" in (
+        refused("recipe-invalid", **gpt, num_layers=4, dsa_index_pattern="FSSF").what
+    )
 
 
 @pytest.mark.parametrize(

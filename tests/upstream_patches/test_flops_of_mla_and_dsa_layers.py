@@ -6,6 +6,7 @@ from tests.support import patched, pristine, python
 
 COUNT = """
 import ast
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -147,7 +148,14 @@ if absorbed:
     pattern = "".join("D" if at in sparse else "+" for at in range(1, 53))
     own = hybrid("D", dsa_indexer_loss_coeff=1)
     attention = own - 2 * 2 * 32 * 736 - 6 * 512 * 24
-    assert hybrid(pattern, **share) == 43 * mla_layer + 3 * own + 6 * attention
+    shared = 43 * mla_layer + 3 * own + 6 * attention
+    assert hybrid(pattern, **share) == shared
+    with mock.patch.dict(os.environ, CPPMEGA_DSA_INDEX_PATTERN="FSSFSSFSS"):
+        named = dict(dsa_indexer_loss_coeff=1)
+        assert hybrid(pattern, **named) == 43 * mla_layer + 9 * own  # its switch is off
+        with mock.patch.dict(os.environ, CPPMEGA_INDEX_CACHE="1"):
+            assert hybrid(pattern, **named) == shared
+            assert hybrid(pattern + "/+D/+D", **named) == shared + 2 * (mla_layer + own)
 print("done")
 """
 TRAINING = "megatron/training/training.py"

@@ -16,7 +16,9 @@ def check(context: Context) -> str:
         CppmegaError: `gate-not-set`, `variable-differs`.
     """
     recipe = context.recipe
-    if recipe is None or not (recipe.gates or recipe.variables):
+    if recipe is None:
         raise NotApplicable("no recipe names a gate")
     requirements.check_gates(recipe, context.environ)
-    return ", ".join(f"{name}={value}" for name, value in (*recipe.gates, *recipe.variables))
+    if not (recipe.wanted_gates or recipe.variables):
+        raise NotApplicable("the recipe names no gate")
+    return ", ".join(f"{name}={value}" for name, value in (*recipe.wanted_gates, *recipe.variables))

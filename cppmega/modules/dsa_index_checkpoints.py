@@ -1,0 +1,119 @@
+"""Load checkpoints between models whose DSA layers share keys and models whose layers do not.
+
+Shared layers own no indexer. Weights that a checkpoint has for one are left out, which is said once
+by name. Indexers for which a checkpoint has no weights are an error: they would stay untrained.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.host import env
+
+_WEIGHT = re.compile(r"(.*)\.core_attention\.indexer\.")
+_STACKED = re.compile(r"(.*\.layers)\.(?!\d)")
+"""A tensor that holds a weight of every layer, as homogeneous models are saved."""
+
+
+def indexed_layers(names: Iterable[str]) -> list[str]:
+    """The attentions that have an indexer, in order; those of the optimizer do not count."""
+    weights = (None if name.startswith("optimizer.") else _WEIGHT.match(name) for name in names)
+    return list(dict.fromkeys(weight[1] for weight in weights if weight is not None))
+
+
+def compare(asked: Iterable[str], saved: Callable[[], Iterable[str]]) -> None:
+    """Compare the tensors that a rank asks of a distributed checkpoint with those in it.
+
+    Args:
+        asked: names of this rank's tensors.
+        saved: returns the names of the checkpoint's tensors; called only for models with DSA.
+
+    Raises:
+        CppmegaError: `dsa-indexer-not-saved`.
+    """
+    asked = list(asked)
+    mine = indexed_layers(asked)
+    if not mine:
+        return
+    held = indexed_layers(saved())
+    if lacking := [layer for layer in mine if layer not in held]:
+        raise not_saved(lacking, held)
+    shared = (layer for layer in held if layer not in mine)
+    _say_left_out([at for at in shared if any(name.startswith(f"{at}.") for name in asked)])
+
+
+def not_saved(layers: Iterable[str], held: Iterable[str]) -> CppmegaError:
+    """The error for indexers that a checkpoint lacks.
+
+    Args:
+        layers: the attentions whose indexer is lacking.
+        held: those whose indexer the checkpoint has.
+    """
+    stacked = any(_STACKED.match(f"{layer}.") for layer in held)
+    return CppmegaError(
+        "dsa-indexer-not-saved",
+        f"The checkpoint has no weights for the indexers of {', '.join(layers)}."
+        + (" It holds those of all layers in one tensor each." if stacked else ""),
+        "These layers would choose keys at random: it was saved by a model in which they share "
+        "keys, or in another layout.",
+        f"train with the sharing that it was saved with (CPPMEGA_INDEX_CACHE=1 "
+        f"{env.DSA_INDEX_PATTERN.name}=..., or --dsa-indexer-topk-freq)",
+    )
+
+
+def _say_left_out(layers: list[str]) -> None:
+    if layers and _speaks():
+        warnings.warn(
+            f"dsa_index_share_checkpoints: the checkpoint's weights of the indexers of "
+            f"{', '.join(layers)} are left out, because these layers share keys",
+            stacklevel=3,
+        )
+
+
+def _speaks() -> bool:
+    """Whether this rank speaks for those that hold the same layers."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return True
+    data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return bool(data == 0 == parallel_state.get_tensor_model_parallel_rank())
+
+
+def watch_loading(stack: Any) -> None:
+    """Let `load_state_dict` of a stack of layers judge the indexers of its DSA layers."""
+    if getattr(stack.config, "experimental_attention_variant", None) == "dsa":
+        stack._register_load_state_dict_pre_hook(_judge, with_module=True)
+
+
+def _attentions(stack: Any) -> dict[str, Any]:
+    """The DSA layers of a stack by name."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+
+    return {name: part for name, part in stack.named_modules() if isinstance(part, DSAttention)}
+
+
+def _judge(stack: Any, state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Take the weights of Shared layers out of a state, and refuse a state that lacks others.
+
+    torch tells no hook whether the load is strict, and Megatron's loader repeats a strict load that
+    failed without strictness. So a state is refused if it has indexers and lacks some of ours: one
+    without any was saved without DSA, and is left to torch.
+    """
+    held = indexed_layers(state)
+    lacking, left_out = [], []
+    for name, attention in _attentions(stack).items():
+        layer = f"{prefix}{name}".removesuffix(".core_attention")
+        if attention.indexer is not None:
+            lacking += [] if layer in held else [layer]
+        elif layer in held:
+            left_out.append(layer)
+            for key in [key for key in state if key.startswith(f"{layer}.core_attention.indexer.")]:
+                del state[key]
+    if lacking and held:
+        raise not_saved(lacking, held)
+    _say_left_out(left_out)

@@ -1,0 +1,248 @@
+"""Which DSA layers choose keys (Full), and whose choice the other ones use (Shared).
+
+A pattern says it by the order of the decoder's DSA layers, one letter for each: `FSSFSSFSS`.
+Megatron 0.19 says it by layer number, with `--dsa-indexer-topk-freq` and
+`--dsa-indexer-skip-topk-offset`. Both become one mapping, from the number of every DSA layer to
+that of the Full layer whose keys it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.host import env
+
+Sources = dict[int, int]
+"""Number of a DSA layer -> that of the Full layer whose keys it uses, itself if it is Full."""
+
+LETTER = "D"
+"""A DSA layer in the pattern of a hybrid model."""
+
+
+def dsa_layers(letters: Iterable[str], before: int = 0) -> list[int]:
+    """The numbers, from 1, of the DSA layers of a hybrid pattern.
+
+    Args:
+        letters: one per layer, without the marks of pipeline stages.
+        before: how many layers earlier stages have.
+    """
+    return [number for number, letter in enumerate(letters, before + 1) if letter == LETTER]
+
+
+def even_stages(letters: Sequence[str], stages: int) -> list[list[int]]:
+    """The DSA layers of every stage of a pipeline whose stages have equally many layers.
+
+    Args:
+        letters: one per layer.
+        stages: virtual stages included.
+    """
+    width = -(-len(letters) // stages)
+    starts = range(0, len(letters), width)
+    return [dsa_layers(letters[start : start + width], start) for start in starts]
+
+
+def marked_stages(pattern: str) -> list[list[int]]:
+    """The DSA layers of every stage of a hybrid pattern in which `|` begins a stage."""
+    before, stages = 0, []
+    for letters in pattern.split("|"):
+        stages.append(dsa_layers(letters, before))
+        before += len(letters)
+    return stages
+
+
+def from_pattern(pattern: str, layers: Sequence[int]) -> Sources:
+    """Read a pattern of F and S.
+
+    Args:
+        pattern: one letter per DSA layer of the decoder, in the order of the model.
+        layers: the numbers of these layers.
+
+    Raises:
+        CppmegaError: `dsa-index-pattern-invalid`.
+    """
+    if wrong := _problem(pattern, len(layers)):
+        raise CppmegaError(
+            "dsa-index-pattern-invalid",
+            f"DSA index pattern {pattern!r}: {wrong}.",
+            "It has one letter per DSA layer of the decoder: F chooses keys, S uses those of the "
+            "last F before it.",
+            f"{env.DSA_INDEX_PATTERN.name}={_example(len(layers))}, for example",
+        )
+    sources, full = {}, 0
+    for letter, number in zip(pattern, layers, strict=True):
+        full = number if letter == "F" else full
+        sources[number] = full
+    return sources
+
+
+def _problem(pattern: str, layers: int) -> str:
+    if others := sorted(set(pattern) - set("FS")):
+        return f"{', '.join(map(repr, others))} is neither F nor S"
+    if len(pattern) != layers:
+        return f"it has {len(pattern)} letters for {layers} DSA layers"
+    return "it begins with S, which has no layer before it" if pattern.startswith("S") else ""
+
+
+def _example(layers: int) -> str:
+    return ("FSS" * layers)[:layers]
+
+
+def from_options(frequency: int, offset: int, layers: Sequence[int]) -> Sources:
+    """Read Megatron's options: Full are layer `offset` and every `frequency`-th one after it.
+
+    Layers before `offset` are Full, too. A source need not be a DSA layer, which `check_stage`
+    refuses.
+    """
+    first = max(offset, 1)
+    return {number: number - max(number - first, 0) % frequency for number in layers}
+
+
+def indexers_of(options: Any, decoder: Sequence[int], depths: Sequence[int]) -> int:
+    """Number of DSA layers that own an indexer.
+
+    Args:
+        options: Megatron's arguments, or its configuration.
+        decoder: the numbers of the decoder's DSA layers.
+        depths: those of all MTP depths, which share only by Megatron's options.
+    """
+    frequency, offset = options_of(options)
+    if env.INDEX_CACHE.read() and (pattern := env.DSA_INDEX_PATTERN.read()):
+        return _count_full(from_pattern(pattern, decoder)) + len(depths)
+    alone = (_count_full(from_options(frequency, offset, [number])) for number in depths)
+    return _count_full(from_options(frequency, offset, decoder)) + sum(alone)
+
+
+def _count_full(sources: Sources) -> int:
+    return sum(number == source for number, source in sources.items())
+
+
+def options_of(options: Any) -> tuple[int, int]:
+    """Megatron's frequency and offset; 1 and 0 where a release has no such options."""
+    frequency = getattr(options, "dsa_indexer_topk_freq", None) or 1
+    return frequency, getattr(options, "dsa_indexer_skip_topk_offset", None) or 0
+
+
+def decide(
+    pattern: str, frequency: int, offset: int, layers: Sequence[int], asked: bool = False
+) -> Sources:
+    """The kinds of a decoder's DSA layers, by whichever of both ways is used.
+
+    Args:
+        pattern: of F and S; "" where the options decide.
+        frequency: Megatron's option; 1 where the pattern decides.
+        offset: Megatron's option.
+        layers: the numbers of the decoder's DSA layers.
+        asked: whether layers must share keys, so that one of both ways has to be used.
+
+    Raises:
+        CppmegaError: `dsa-index-share-unset`, `dsa-index-share-conflict`,
+            `dsa-index-pattern-invalid`.
+    """
+    if not pattern:
+        if frequency <= 1 and asked:
+            raise _unset(len(layers))
+        return from_options(frequency, offset, layers)
+    sources = from_pattern(pattern, layers)
+    if frequency > 1 and sources != (other := from_options(frequency, offset, layers)):
+        raise CppmegaError(
+            "dsa-index-share-conflict",
+            f"DSA index pattern {pattern} makes the layers {_full(sources)} Full; "
+            f"--dsa-indexer-topk-freq {frequency} --dsa-indexer-skip-topk-offset {offset} makes it "
+            f"{_full(other)}.",
+            "Only one of the two can be meant.",
+            f"leave the two options out, or unset {env.DSA_INDEX_PATTERN.name}",
+        )
+    return sources
+
+
+def _full(sources: Sources) -> str:
+    return ", ".join(str(number) for number, source in sources.items() if number == source)
+
+
+def _unset(layers: int) -> CppmegaError:
+    return CppmegaError(
+        "dsa-index-share-unset",
+        f"{env.INDEX_CACHE.name}=1, and nothing says which DSA layers share keys.",
+        "Every layer would choose its own, as without it.",
+        f"export {env.DSA_INDEX_PATTERN.name}={_example(layers)} (one letter per DSA layer), "
+        "or --dsa-indexer-topk-freq and --dsa-indexer-skip-topk-offset (Megatron 0.19 and later), "
+        f"or unset {env.INDEX_CACHE.name}",
+    )
+
+
+def check_stage(sources: Sources, stage: Sequence[int]) -> None:
+    """Refuse a pipeline stage, a virtual one too, that has Shared layers without their Full one.
+
+    Args:
+        sources: of all DSA layers of the decoder.
+        stage: the numbers of the DSA layers of one stage, in order.
+
+    Raises:
+        CppmegaError: `dsa-index-share-stage`.
+    """
+    alone = [number for number in stage if sources[number] not in stage]
+    if not alone:
+        return
+    needed = ", ".join(dict.fromkeys(str(sources[number]) for number in alone))
+    nowhere = {sources[number] for number in alone} - set(sources)
+    where = "which is no DSA layer" if nowhere else "which another pipeline stage has"
+    raise CppmegaError(
+        "dsa-index-share-stage",
+        f"The DSA layers {', '.join(map(str, alone))} are Shared and use the keys of layer "
+        f"{needed}, {where}. DSA layers of this stage: {', '.join(map(str, stage))}.",
+        "Chosen keys do not cross pipeline stages.",
+        f"make layer {alone[0]} Full ({env.DSA_INDEX_PATTERN.name}: F for DSA layer "
+        f"{list(sources).index(alone[0]) + 1} of {len(sources)}), or split the pipeline so that "
+        "every stage begins with a Full layer",
+    )
+
+
+_building: ContextVar[Sources | None] = ContextVar("_building", default=None)
+
+
+@contextmanager
+def decoder(config: Any, layers: Sequence[int], stage: Sequence[int]) -> Iterator[None]:
+    """Build the layers of a decoder's stage; `kind` answers for them.
+
+    Args:
+        config: Megatron's configuration of the model.
+        layers: the numbers of all DSA layers of the decoder.
+        stage: those of this stage.
+
+    Raises:
+        CppmegaError: what `decide` and `check_stage` raise.
+    """
+    if not layers:
+        yield
+        return
+    frequency, offset = options_of(config)
+    pattern, asked = env.DSA_INDEX_PATTERN.read(), env.INDEX_CACHE.read()
+    sources = decide(pattern, frequency, offset, layers, asked)
+    check_stage(sources, stage)
+    if sources != {number: number for number in sources}:
+        # Not every layer has the same weights, so they cannot be saved as one tensor for all.
+        config.hetereogenous_dist_checkpoint = True
+    token = _building.set(sources)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def kind(layer_number: int) -> tuple[bool, int] | None:
+    """Whether the layers of a decoder share keys, and the source of the layer that is being built.
+
+    None where Megatron's options decide. Layers outside a decoder, those of an MTP depth, choose
+    their own keys: their tokens are shifted, and they are numbered from 1 again.
+    """
+    if not env.DSA_INDEX_PATTERN.read():
+        return None
+    sources = _building.get()
+    if sources is None:
+        return False, layer_number
+    shares = any(number != source for number, source in sources.items())
+    return shares, sources[layer_number]
