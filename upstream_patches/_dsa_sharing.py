@@ -99,6 +99,6 @@ def _stages(args: Any) -> list[list[int]]:
     )
     if any(getattr(args, name, None) for name in uneven):
         return []
-    stages = args.pipeline_model_parallel_size or 1
+    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     stages *= 1 if pattern else getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     return kinds.even_stages(pattern or kinds.LETTER * args.num_layers, stages)

@@ -75,6 +75,10 @@ AFTER_NORM = in_order(
 )
 
 
+_WHOSE = "A layer could not tell which microbatch's keys are its own."
+_ALONE = "--dsa-indexer-topk-freq 1"
+
+
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
     """Name what runs the layers of a stack without calling it."""
     if not shares_dsa_keys(args):
@@ -84,27 +88,21 @@ def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[Cppmega
         modules = (modules,)
     captured = {getattr(module, "name", module) for module in modules} & {"attn", "full"}
     if captured and getattr(args, "cuda_graph_impl", None) in ("local", "transformer_engine"):
-        yield _refused(
+        yield CppmegaError(
             "dsa-index-share-in-graphs",
-            f"CUDA graphs of single attention layers (--cuda-graph-impl {args.cuda_graph_impl})",
-            "--cuda-graph-impl none, or --cuda-graph-modules without attn",
+            "DSA layers that share keys do not support CUDA graphs of single attention layers "
+            f"(--cuda-graph-impl {args.cuda_graph_impl}).",
+            _WHOSE,
+            f"--cuda-graph-impl none, or --cuda-graph-modules without attn, or {_ALONE}",
         )
     if getattr(args, "overlap_moe_expert_parallel_comm", False):
-        yield _refused(
+        yield CppmegaError(
             "dsa-index-share-in-combined-schedule",
-            "the schedule of --overlap-moe-expert-parallel-comm, which interleaves the layers of "
-            "two microbatches",
-            "leave out --overlap-moe-expert-parallel-comm",
+            "DSA layers that share keys do not support the schedule of "
+            "--overlap-moe-expert-parallel-comm, which interleaves the layers of two microbatches.",
+            _WHOSE,
+            f"leave out --overlap-moe-expert-parallel-comm, or {_ALONE}",
         )
-
-
-def _refused(name: str, what: str, instead: str) -> CppmegaError:
-    return CppmegaError(
-        name,
-        f"DSA layers that share keys do not support {what}.",
-        "A layer could not tell which microbatch's keys are its own.",
-        f"{instead}, or --dsa-indexer-topk-freq 1",
-    )
 
 
 PATCH = Patch(

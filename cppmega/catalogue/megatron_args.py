@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-import os
+from cppmega.host import env
 
 
 def layer_pattern(args: object) -> str:
@@ -27,7 +27,7 @@ def uses_dsa(args: object) -> bool:
 def shares_dsa_keys(args: object) -> bool:
     """Whether some DSA layers use the keys that others choose, by Megatron's options or ours."""
     frequency = getattr(args, "dsa_indexer_topk_freq", None) or 1
-    return uses_dsa(args) and (frequency > 1 or os.environ.get("CPPMEGA_INDEX_CACHE") == "1")
+    return uses_dsa(args) and (frequency > 1 or env.INDEX_CACHE.read())
 
 
 def has_mtp(args: object) -> bool:

@@ -60,7 +60,7 @@ def not_saved(layers: Iterable[str], held: Iterable[str]) -> CppmegaError:
         + (" It holds those of all layers in one tensor each." if stacked else ""),
         "These layers would choose keys at random: it was saved by a model in which they share "
         "keys, or in another layout.",
-        f"train with the sharing that it was saved with (CPPMEGA_INDEX_CACHE=1 "
+        f"train with the sharing that it was saved with ({env.INDEX_CACHE.name}=1 "
         f"{env.DSA_INDEX_PATTERN.name}=..., or --dsa-indexer-topk-freq)",
     )
 

@@ -289,6 +289,7 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
         "bf16": True,
         "fp16": False,
         "experimental_attention_variant": "dsa",
+        "num_layers": 2,
         **sizes,
     }
     holds("page_limits", resumed(fresh, **sparse))
