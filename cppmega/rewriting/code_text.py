@@ -247,10 +247,13 @@ def _walk(tree: ast.AST) -> Iterator[Any]:
     while pending:
         node = pending.pop()
         yield node
-        if isinstance(node, ast.If) and _type_checking(node.test):
-            pending += node.orelse
+        kind = type(node)
+        if kind in _LEAVES:
             continue
-        for name in node._fields:
+        if kind is ast.If and _type_checking(node.test):  # type: ignore[attr-defined]
+            pending += node.orelse  # type: ignore[attr-defined]
+            continue
+        for name in kind._fields:
             value = getattr(node, name)
             if type(value) is list:
                 pending += [child for child in value if isinstance(child, ast.AST)]
@@ -258,6 +261,7 @@ def _walk(tree: ast.AST) -> Iterator[Any]:
                 pending.append(value)
 
 
+_LEAVES = {ast.Name, ast.Constant}
 _WITHOUT_FACTS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop)
 
 
