@@ -10,7 +10,6 @@ import click
 
 from cppmega.cli import completion
 from cppmega.cli.group import FINE, cli, json_option
-from cppmega.recipe.run_options import RunOptions
 from cppmega.training.options import options
 
 _runs = click.option(
@@ -77,6 +76,7 @@ def launch(
     """
     from cppmega.launch import start
     from cppmega.launch.request import LaunchRequest
+    from cppmega.recipe.run_options import RunOptions
 
     request = LaunchRequest(
         recipe=recipe,

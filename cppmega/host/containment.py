@@ -93,7 +93,7 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
     """
     global _watch
     if _watch is not None:  # a recipe that a page loads is supervised with the page
-        with _as(failed):
+        with converted(failed):
             yield
         return
     _hook()
@@ -102,7 +102,7 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
     raised: CppmegaError | None = None
     try:
         to_stderr = contextlib.redirect_stdout(sys.stderr)
-        with _stand_ins(watch), _time_limit(watch), to_stderr, _as(failed):
+        with _stand_ins(watch), _time_limit(watch), to_stderr, converted(failed):
             yield
     except CppmegaError as error:
         raised = error
@@ -128,8 +128,8 @@ def _await_threads(watch: _Watch) -> None:
 
 
 @contextmanager
-def _as(failed: Failed) -> Iterator[None]:
-    """Turn any exception into the caller's error."""
+def converted(failed: Failed) -> Iterator[None]:
+    """Turn any exception into the caller's error, without supervision."""
     try:
         yield
     except (CppmegaError, _Forbidden, KeyboardInterrupt):

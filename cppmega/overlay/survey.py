@@ -188,12 +188,12 @@ class Survey:
 
         source = "".join(text.lines[where.start : where.end])
         try:
-            _, node = fingerprint.parse_definition(source, edit.target)
+            if edit.kind == "class-swap":
+                _, node = fingerprint.parse_definition(source, edit.target)
+                return fingerprint.of_class(node, edit.overrides)
+            return fingerprint.of_lines(source, found[0], where.start, edit.target)
         except CppmegaError as error:
             return f"!{error.what}"
-        if edit.kind == "class-swap":
-            return fingerprint.of_class(node, edit.overrides)
-        return fingerprint.of_node(node)
 
 
 def ask(page: Page, source: Source) -> bool:

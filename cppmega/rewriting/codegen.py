@@ -1,7 +1,6 @@
 """The text of libcst nodes: complete, and reduced to code.
 
-Printing is the slowest part of an apply. These states print the same text as libcst's own without
-recording positions, and produce both texts in one pass where both are needed.
+Printing is slow. These states print the same text as libcst's own without recording positions.
 """
 
 from __future__ import annotations
@@ -20,12 +19,6 @@ _NOT_CODE = (cst.TrailingWhitespace, cst.EmptyLine)
 _NO_POSITION: AbstractContextManager[None] = nullcontext()
 
 
-class _Margin(str):
-    """The indentation of the definition itself, which its bare text does not have."""
-
-    __slots__ = ()
-
-
 class _Printer(CodegenState):
     """Prints all of a node."""
 
@@ -35,24 +28,18 @@ class _Printer(CodegenState):
         return _NO_POSITION
 
 
-class _TwoTexts(_Printer):
-    """Prints all of a node and records which of its tokens the bare text leaves out."""
+class _Bare(_Printer):
+    """Prints a node with blocks indented by four spaces, and cuts out what is not code."""
 
-    def __init__(self, indent: str, newline: str, margin: str = "") -> None:
-        super().__init__(indent, newline)
-        if margin:
-            self.indent_tokens.append(_Margin(margin))
-        self.margin = bool(margin)
-        self.indented_as_bare = True
+    def __init__(self) -> None:
+        super().__init__(INDENT, "\n")
         self._starts: list[int] = []
-        self._cuts: list[tuple[int, int, list[str]]] = []
-        """First token, the one after the last, and their replacement in the bare text."""
+        """Where each of the nested nodes that are not code begins among the tokens."""
         self._docstrings: dict[int, bool] = {}
         """Identity of a docstring's statement -> whether its block holds nothing else."""
 
     def increase_indent(self, value: str) -> None:
-        self.indented_as_bare = self.indented_as_bare and value == INDENT
-        self.indent_tokens.append(value)
+        self.indent_tokens.append(INDENT)
 
     def before_codegen(self, node: cst.CSTNode) -> None:
         kind = type(node)
@@ -71,22 +58,7 @@ class _TwoTexts(_Printer):
             self._cut([*self.indent_tokens, "pass\n"] if alone else [])
 
     def _cut(self, instead: list[str]) -> None:
-        start = self._starts.pop()
-        if not self._starts:
-            self._cuts.append((start, len(self.tokens), instead))
-
-    def bare(self) -> str:
-        """Return the text without docstrings, comments and blank lines, in its own indentation."""
-        pieces: list[str] = []
-        at = 0
-        for start, stop, instead in self._cuts:
-            pieces += self.tokens[at:start]
-            pieces += instead
-            at = stop
-        pieces += self.tokens[at:]
-        if self.margin:
-            pieces = [piece for piece in pieces if type(piece) is not _Margin]
-        return "".join(pieces).strip() + "\n"
+        self.tokens[self._starts.pop() :] = instead
 
 
 def is_docstring(statement: cst.CSTNode) -> bool:
@@ -105,9 +77,16 @@ def _is_plain_string(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.SimpleString)
 
 
-def text(node: cst.CSTNode, indent: str = INDENT, newline: str = "\n") -> str:
-    """The complete text of a node."""
+def text(node: cst.CSTNode, indent: str = INDENT, newline: str = "\n", margin: str = "") -> str:
+    """Return the complete text of a node.
+
+    Args:
+        indent: the default indentation of its module.
+        margin: the indentation of the node itself.
+    """
     state = _Printer(indent, newline)
+    if margin:
+        state.indent_tokens.append(margin)
     node._codegen(state)
     return "".join(state.tokens)
 
@@ -115,26 +94,6 @@ def text(node: cst.CSTNode, indent: str = INDENT, newline: str = "\n") -> str:
 @lru_cache(maxsize=512)
 def bare(node: cst.CSTNode) -> str:
     """Return a definition without docstrings, comments and blank lines, indented by four spaces."""
-    state = _Evenly(INDENT, "\n")
+    state = _Bare()
     node._codegen(state)
-    return state.bare()
-
-
-class _Evenly(_TwoTexts):
-    """Indents every block by four spaces."""
-
-    def increase_indent(self, value: str) -> None:
-        self.indent_tokens.append(INDENT)
-
-
-def both(node: cst.CSTNode, indent: str, newline: str, margin: str) -> tuple[str, str]:
-    """Return the complete text of a definition, and its bare text.
-
-    Args:
-        indent: the default indentation of its module.
-        margin: the indentation of the definition itself.
-    """
-    state = _TwoTexts(indent, newline, margin)
-    node._codegen(state)
-    alike = state.indented_as_bare and newline == "\n"
-    return "".join(state.tokens), state.bare() if alike else bare(node)
+    return "".join(state.tokens).strip() + "\n"

@@ -1,7 +1,7 @@
 """The fingerprint of a symbol: a hash of its code that ignores comments and blank lines.
 
-SHA-256 over the libcst text without docstrings, comments, blank lines and trailing white space,
-at indentation zero. libcst prints the same text on every version of Python; `ast.dump` does not.
+SHA-256 over the text without docstrings, comments, blank lines and trailing white space, at
+indentation zero. Unlike that of `ast.dump`, it is the same on every version of Python.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import cast
 import libcst as cst
 
 from cppmega.errors import CppmegaError
+from cppmega.rewriting.bare_text import bare_text
 from cppmega.rewriting.codegen import bare, text
+from cppmega.rewriting.source import Definition
 
 LENGTH = 16
 """Hex digits kept: 64 bits, enough to rule out accidental collisions."""
@@ -76,6 +78,16 @@ def of_node(node: cst.CSTNode) -> str:
 def of_source(source: str, name: str = "the target") -> str:
     """Fingerprint of a definition given as its lines."""
     return of_node(parse_definition(source, name)[1])
+
+
+def of_lines(source: str, definition: Definition, first: int, name: str = "the target") -> str:
+    """Fingerprint of a definition given as its lines and its syntax tree.
+
+    Args:
+        first: 0-based line of the file with which the source begins.
+    """
+    found = bare_text(source, definition, first)
+    return of_source(source, name) if found is None else of_text(found)
 
 
 def of_class(node: cst.CSTNode, methods: Sequence[str]) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import libcst as cst
 
 from cppmega.errors import CppmegaError
-from cppmega.host.containment import contained
+from cppmega.host.containment import contained, converted
 from cppmega.page import Edit, Page
 from cppmega.rewriting import (
     code_text,
@@ -40,7 +40,9 @@ from cppmega.rewriting.source import (
     Span,
     Text,
     decode,
+    definitions,
     find,
+    first_line,
     parse,
     plain,
     shares_its_lines,
@@ -108,19 +110,19 @@ def rewrite(
     places = {symbol: locate(tree, text, f"{path}:{symbol}") for symbol in groups}
     inserted = Inserted(tree, path)
     cuts: list[_Cut] = []
-    after: dict[str, str] = {}
     for symbol, where in sorted(places.items(), key=lambda item: item[1].start):
         source = "".join(text.lines[where.start : where.end])
-        new, prints = _edit_slice(source, symbol, groups[symbol], path)
-        after |= prints
+        new = _edit_slice(source, symbol, groups[symbol], path)
         cuts.append(_Cut(where, new, _helpers_before(inserted, groups[symbol])))
     imports = inserted.imports((step.page, step.edit) for step in steps)
     body = _spliced(text, tree, cuts, imports)
     result = text.encode(body, path)
     new_text = decode(result, path)
-    new_tree = parse(new_text, path)
+    edited = {plain(symbol) for symbol in groups}
+    new_tree = parse(_outline(text, tree, cuts, imports, edited), path)
     own_imports = code_text.imports_of(new_tree) if f"{code_text.PACKAGE}." in body else ()
-    _check(text, tree, new_text, new_tree, path, cuts, groups, inserted)
+    after = {step.edit.symbol: _print_after(step, new_text, new_tree, path) for step in steps}
+    _check(text, tree, new_text, new_tree, path, cuts, groups, inserted, edited)
     return Rewritten(result, after, inserted.fingerprint(), own_imports)
 
 
@@ -164,10 +166,8 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
     return where
 
 
-def _edit_slice(
-    source: str, symbol: str, group: Sequence[Step], path: str
-) -> tuple[str, dict[str, str]]:
-    """Return the new lines of a definition, and the fingerprint of every target in it."""
+def _edit_slice(source: str, symbol: str, group: Sequence[Step], path: str) -> str:
+    """Return the new lines of a definition."""
     module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
     try:
         for step in group:
@@ -182,23 +182,22 @@ def _edit_slice(
         raise _bad_edit(group[0], "changes the node that it is given, or a later page's edit does")
     for step in group:
         node = _within(node, symbol, step, _marked)
-    new, bare = _printed(module, node, wrapped=source.startswith((" ", "\t")))
-    after = {}
-    for step in group:
-        after[step.edit.symbol] = _print_after(step, symbol, node, bare)
+    new = _printed(module, node, wrapped=source.startswith((" ", "\t")))
     ending = source[len(source.rstrip("\r\n")) :]  # libcst drops a last line end of "\r" alone
-    return new.rstrip("\r\n") + ending, after
+    return new.rstrip("\r\n") + ending
 
 
 def _are_repeatable(group: Sequence[Step]) -> bool:
     return all(is_repeatable(step.edit.edit) for step in group)
 
 
-def _print_after(step: Step, symbol: str, node: cst.CSTNode, bare: str) -> str:
-    """Fingerprint of a step's target in the edited definition."""
-    below = step.edit.symbol[len(symbol) + 1 :]
-    inner = _below(step, node, below)
-    after = fingerprint.of_node(inner) if below else fingerprint.of_text(bare)
+def _print_after(step: Step, text: Text, tree: ast.Module, path: str) -> str:
+    """Fingerprint of a step's target in the edited file."""
+    target = f"{path}:{step.edit.symbol}"
+    where = locate(tree, text, target)
+    source = "".join(text.lines[where.start : where.end])
+    definition = find(tree, step.edit.symbol)[0]
+    after = fingerprint.of_lines(source, definition, where.start, target)
     if after in step.known | set(step.edit.pins.values()):
         raise _bad_edit(step, "produces a text that it would edit again")
     return after
@@ -229,13 +228,13 @@ def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
     return marks.with_mark(node, step.page, step.edit)
 
 
-def _printed(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> tuple[str, str]:
-    """The lines of an edited definition, and its bare text."""
+def _printed(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
+    """The lines of an edited definition."""
     margin = ""
     if wrapped:
         block = cast(cst.IndentedBlock, cast(cst.If, module.body[0]).body)
         margin = block.indent or module.default_indent
-    return codegen.both(node, module.default_indent, module.default_newline, margin)
+    return codegen.text(node, module.default_indent, module.default_newline, margin)
 
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
@@ -251,10 +250,11 @@ def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
 
 def _called(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
     """Run the edit, twice unless it is known to be deterministic."""
+    known = is_repeatable(step.edit.edit)  # nothing of the page runs, and supervision takes time
     try:
-        with contained(partial(_bad_edit, step)):
+        with (converted if known else contained)(partial(_bad_edit, step)):
             new = step.edit.edit(node)
-            return new, new if is_repeatable(step.edit.edit) else step.edit.edit(node)
+            return new, new if known else step.edit.edit(node)
     except BadEditError:
         raise
     except EditMismatchError as error:
@@ -274,24 +274,54 @@ def _bad_edit(step: Step, what: str) -> BadEditError:
     )
 
 
-def _spliced(text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequence[str]) -> str:
-    """Return the new text of the file: the old lines with the cuts and the inserted blocks."""
+def _spliced(
+    text: Text,
+    tree: ast.Module,
+    cuts: Sequence[_Cut],
+    imports: Sequence[str],
+    stubs: Mapping[int, tuple[int, str]] | None = None,
+) -> str:
+    """Return the new text of the file: the old lines with the cuts and the inserted blocks.
+
+    Args:
+        stubs: first line of a definition to shorten -> the line after its last, and its stub.
+    """
     front: dict[int, list[str]] = {cut.where.top: [] for cut in cuts}
     for cut in cuts:
         front[cut.where.top] += [block.rstrip("\n") + "\n\n\n" for block in cut.blocks]
     front.setdefault(_import_line(tree, min(front)), [])[:0] = [line + "\n" for line in imports]
-    replaced = {cut.where.start: cut for cut in cuts}
+    replaced = {cut.where.start: (cut.where.end, cut.new) for cut in cuts} | dict(stubs or {})
     pieces: list[str] = []
     at = 0
     while at < len(text.lines):
         pieces += [block.replace("\n", text.newline) for block in front.get(at, ())]
-        if at in replaced:
-            pieces.append(replaced[at].new)
-            at = replaced[at].where.end
-        else:
-            pieces.append(text.lines[at])
-            at += 1
+        at, new = replaced.get(at, (at + 1, text.lines[at]))
+        pieces.append(new)
     return "".join(pieces)
+
+
+def _outline(
+    text: Text, tree: ast.Module, cuts: Sequence[_Cut], imports: Sequence[str], edited: set[str]
+) -> Text:
+    """Return the new text with definitions that are not edited as stubs of as many lines.
+
+    They are the old ones, which have been parsed, and most of the text.
+    """
+    stubs = {}
+    pending = [("", definition) for definition in definitions(tree)]
+    while pending:
+        prefix, definition = pending.pop()
+        name = prefix + definition.name
+        if name in edited:
+            continue
+        start, end = first_line(definition, text) - 1, definition.end_lineno or 0
+        if any(symbol.startswith(f"{name}.") for symbol in edited):
+            pending += [(f"{name}.", inner) for inner in definitions(definition)]
+        elif not text.lines[start][: definition.col_offset].strip():
+            indentation = text.lines[start][: definition.col_offset]
+            stub = f"{indentation}def {definition.name}(): pass"
+            stubs[start] = end, stub + text.newline * (end - start)
+    return replace(text, lines=(_spliced(text, tree, cuts, imports, stubs),))
 
 
 def _import_line(tree: ast.Module, limit: int) -> int:
@@ -315,6 +345,7 @@ def _check(
     cuts: Sequence[_Cut],
     groups: Mapping[str, Sequence[Step]],
     extra: Inserted,
+    edited: set[str],
 ) -> None:
     """Check that only targets and what belongs to them changed, and all names are defined."""
     pages = ", ".join(dict.fromkeys(step.page for group in groups.values() for step in group))
@@ -342,7 +373,6 @@ def _check(
                 "Only what a page declares may differ from upstream.",
                 "let the edit change its target only; other symbols need edits of their own",
             )
-    edited = {plain(symbol) for symbol in groups}
     undefined = undefined_names.undefined(new_tree, edited | set(extra.helpers), path)
     if undefined:
         undefined -= undefined_names.undefined(parse(old, path), edited, path)

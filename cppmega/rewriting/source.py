@@ -157,11 +157,12 @@ def span(tree: ast.Module, text: Text, node: Definition) -> Span:
         for statement in tree.body
         if statement.lineno <= node.lineno <= (statement.end_lineno or 0)
     )
-    first = start if top is node else _first_line(top, text)
+    first = start if top is node else first_line(top, text)
     return Span(start - 1, end, first - 1)
 
 
-def _first_line(statement: ast.stmt, text: Text) -> int:
+def first_line(statement: ast.stmt, text: Text) -> int:
+    """The first line of a statement, its decorators included; counted from 1."""
     decorators = getattr(statement, "decorator_list", None)
     start = decorators[0].lineno if decorators else statement.lineno
     while decorators and not text.lines[start - 1].lstrip().startswith("@"):

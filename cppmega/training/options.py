@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from cppmega.errors import CppmegaError
-from cppmega.recipe.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from cppmega.recipe.run_options import RunOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,6 +98,8 @@ def read(words: Sequence[str]) -> tuple[RunOptions, tuple[str, ...]]:
     Raises:
         CppmegaError: `wrong-usage`.
     """
+    from cppmega.recipe.run_options import RunOptions
+
     try:
         values: dict[str, Any] = _words.main(list(words), standalone_mode=False)
     except click.ClickException as error:

@@ -43,16 +43,16 @@ def _definition(text: str) -> tuple[cst.Module, Any]:
 
 @pytest.mark.parametrize("indent", ["    ", "  ", "\t"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("margin", ["", "    "])
-def test_one_pass_gives_both_texts(indent: str, newline: str, margin: str) -> None:
+def test_all_of_a_node_and_its_code(indent: str, newline: str) -> None:
     text = _TEXT.replace("    ", indent).replace("\n", newline)
     module, node = _definition(text)
-    whole, bare = codegen.both(node, module.default_indent, module.default_newline, margin)
-    assert bare == codegen.bare(node)
+    bare = codegen.bare(node)
     assert "comment" not in bare.replace("# no comment", "") and "Doc" not in bare
-    if not margin:
-        assert whole == text == codegen.text(node, module.default_indent, module.default_newline)
-        assert whole == module.code
+    whole = codegen.text(node, module.default_indent, module.default_newline)
+    assert whole == text == module.code
+    below = codegen.text(node, module.default_indent, module.default_newline, margin=indent)
+    block = cst.If(test=cst.Name("x"), body=cst.IndentedBlock([node]))
+    assert f"if x:{newline}{below}" == module.with_changes(body=[block]).code
 
 
 def test_the_bare_text_says_what_a_block_of_a_docstring_alone_does() -> None:
