@@ -32,9 +32,11 @@ def described(node: Node) -> str:
     if failure.rank is None:
         lines = tail(node.console)
         return "\n".join([f"{failure.message}. Its last lines:", *_indented(lines), *note])
-    how = _signal(failure) or f"exit {failure.exit}"
-    head = f"rank {failure.rank} on {status.host} failed first ({how})"
     message = failure.message.strip()
+    how = _signal(failure) or f"exit {failure.exit}"
+    if message and failure.signal:  # torchrun ends the ranks that have not exited yet
+        how += " after its error"
+    head = f"rank {failure.rank} on {status.host} failed first ({how})"
     if not message and failure.signal:
         hint = " (the kernel does so when memory runs out)" if failure.exit == -9 else ""
         return "\n".join([f"{head}: it was ended from outside{hint}.", *note])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -192,7 +193,9 @@ def test_the_first_rank_that_failed_is_shown_first(
     assert failures.in_one_line(run) == "rank 1: ValueError: the data ended"
     logs.show(run, None, follow=True)
     out = capfd.readouterr().out
-    assert out.startswith("rank 1 on ") and "failed first (exit 1)" in out.splitlines()[0]
+    # On a busy machine torchrun sees the end of rank 0 first, and ends rank 1 while it exits.
+    how = r"exit 1|killed by signal 15 \(SIGTERM\) after its error"
+    assert re.match(rf"rank 1 on \S+ failed first \(({how})\):\n", out)
     assert out.index("ValueError: the data ended") < out.index("rank 0 of 2")
     assert "(after it failed: rank 0)" in out
     logs.show(run, 1, follow=False)  # its own output, which the terminal did not show
