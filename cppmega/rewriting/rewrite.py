@@ -120,7 +120,7 @@ def rewrite(
     new_text = decode(result, path)
     edited = {plain(symbol) for symbol in groups}
     new_tree = parse(_outline(text, tree, cuts, imports, edited), path)
-    own_imports = code_text.imports_of(new_tree) if f"{code_text.PACKAGE}." in body else ()
+    own_imports = code_text.imports_of(new_tree, body) if f"{code_text.PACKAGE}." in body else ()
     after = {step.edit.symbol: _print_after(step, new_text, new_tree, path) for step in steps}
     _check(text, tree, new_text, new_tree, path, cuts, groups, inserted, edited)
     return Rewritten(result, after, inserted.fingerprint(), own_imports)
