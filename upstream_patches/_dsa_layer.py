@@ -39,12 +39,7 @@ def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
     # The log of the losses is on the device, which a proof on the CPU does not have.
     dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker = staticmethod(lambda *_, **__: None)
     attention.pg_collection = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
-    attention.indexer = SimpleNamespace(
-        index_topk=topk,
-        pg_collection=attention.pg_collection,
-        forward_before_topk=lambda *inputs: (q, k, weights),
-        forward_with_scores=_with_scores(q, k, weights, topk),
-    )
+    attention.indexer = indexer(lambda *inputs: (q, k, weights), topk, attention.pg_collection)
     # Attributes that 0.19 added.
     attention.index_topk, attention.index_share, attention.skip_topk = topk, False, False
     attention.cp_comm_type = "p2p"
@@ -60,7 +55,23 @@ def after_dense_steps() -> None:
         dsa_loss_schedule.begin_step(1)
 
 
-def _with_scores(q: Any, k: Any, weights: Any, topk: int) -> Any:
+def indexer(project: Any, topk: int, groups: Any) -> Any:
+    """Build an indexer that projects its inputs with a function.
+
+    Args:
+        project: from `x` and `qr` to the inputs of the scores, as `layer` takes them.
+        topk: keys per query.
+        groups: process groups.
+    """
+    return SimpleNamespace(
+        index_topk=topk,
+        pg_collection=groups,
+        forward_before_topk=project,
+        forward_with_scores=_with_scores(project, topk),
+    )
+
+
+def _with_scores(project: Any, topk: int) -> Any:
     """The method of an indexer, which the page `dsa_indexer_kernels` gives a parameter in 0.16."""
 
     def forward_with_scores(
@@ -68,6 +79,7 @@ def _with_scores(q: Any, k: Any, weights: Any, topk: int) -> Any:
     ) -> Any:
         import torch
 
+        q, k, weights = project(*inputs)
         if before_topk:
             return q, k, weights
         scores = torch.einsum("sbht,sbh->bst", torch.einsum("sbhd,tbd->sbht", q, k).relu(), weights)

@@ -11,6 +11,9 @@ from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.modules import dsa_layer_kinds as kinds
 
+_PARTS, _PARTS_UP_TO_0_17 = "cuda_graph_modules", "cuda_graph_scope"
+"""Names of the argument that lists the parts of a layer to capture in a CUDA graph."""
+
 
 def problems(args: Any) -> Iterator[CppmegaError]:
     """Name the first reason for which building the model would be refused."""
@@ -33,15 +36,7 @@ def _variables(args: Any) -> Mapping[str, str]:
 
 
 def ignored(args: Any) -> Iterator[CppmegaError]:
-    """Name a switch or a pattern that no patched code would read."""
-    if is_asked(args) and not hasattr(args, "dsa_indexer_topk_freq"):
-        yield CppmegaError(
-            "dsa-index-share-not-in-release",
-            f"{env.INDEX_CACHE.name}=1, and this release of Megatron has no DSA layers that share "
-            "keys.",
-            "Every DSA layer would choose its own.",
-            f"pip install megatron-core==0.19.2, or unset {env.INDEX_CACHE.name}",
-        )
+    """Name a pattern that no patched code would read."""
     pattern = env.DSA_INDEX_PATTERN.read(_variables(args))
     if pattern and not is_asked(args):
         yield CppmegaError(
@@ -51,6 +46,43 @@ def ignored(args: Any) -> Iterator[CppmegaError]:
             f"export {env.INDEX_CACHE.name}=1, then python -m cppmega.apply_patches; or unset "
             f"{env.DSA_INDEX_PATTERN.name}",
         )
+
+
+def outside_stacks(args: Any) -> Iterator[CppmegaError]:
+    """Name what runs the layers of a stack without calling it, where layers share keys."""
+    whose = "A layer could not tell which microbatch's keys are its own."
+    switch = f"unset {env.INDEX_CACHE.name}"
+    alone = switch if is_asked(args) else "--dsa-indexer-topk-freq 1"
+    if _captures_attention(args):
+        yield CppmegaError(
+            "dsa-index-share-in-graphs",
+            "DSA layers that share keys do not support CUDA graphs of single attention layers "
+            f"(--cuda-graph-impl {args.cuda_graph_impl}).",
+            whose,
+            f"--cuda-graph-impl none, or {_option_of_parts(args)} without attn, or {alone}",
+        )
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        yield CppmegaError(
+            "dsa-index-share-in-combined-schedule",
+            "DSA layers that share keys do not support the schedule of "
+            "--overlap-moe-expert-parallel-comm, which interleaves the layers of two microbatches.",
+            whose,
+            f"leave out --overlap-moe-expert-parallel-comm, or {alone}",
+        )
+
+
+def _captures_attention(args: Any) -> bool:
+    """Whether attention layers are captured in CUDA graphs of their own."""
+    if getattr(args, "cuda_graph_impl", None) not in ("local", "transformer_engine"):
+        return False
+    parts = getattr(args, _PARTS, None) or getattr(args, _PARTS_UP_TO_0_17, None) or ("attn",)
+    parts = (parts,) if isinstance(parts, str) else parts
+    return bool({getattr(part, "name", part) for part in parts} & {"attn", "full"})
+
+
+def _option_of_parts(args: Any) -> str:
+    name = _PARTS if hasattr(args, _PARTS) else _PARTS_UP_TO_0_17
+    return f"--{name.replace('_', '-')}"
 
 
 def decided(args: Any) -> kinds.Sources:

@@ -10,12 +10,12 @@ What: With `CPPMEGA_INDEX_CACHE=1` at apply, `CPPMEGA_DSA_INDEX_PATTERN=FSSFSSFS
     pattern, the DSA layers of MTP depths are Full: their tokens are shifted, and they are numbered
     from 1 again. Only Full layers have an indexer loss, on their own attention; the paper's
     distillation over all the layers that a Full one serves (arXiv 2603.12201) is not implemented.
-    `dsa_index_share_holder` keeps the chosen keys for each forward. Releases before 0.19 share no
-    keys, and this page does not bring them.
+    `dsa_index_share_holder` keeps the chosen keys for each forward. Up to 0.18, Megatron shares no
+    keys and has neither option; there, `dsa_index_share_backport` lets layers use the chosen keys.
 Why: Upstream's options count all layers of a model: NAM56R's 9 DSA layers, of 52, share threefold
     with frequency 16 and offset 5, and another layer in front of them makes other layers Full. A
     hybrid model is not checked when it is built, and fails in the middle of a forward.
-Upstream: Not sent: upstream's options would have to count DSA layers.
+Upstream: Not sent: upstream's options, new in 0.19, would have to count DSA layers.
 Remove: when Megatron takes a list of the DSA layers that choose keys, and checks hybrid models.
 Numerics: changes results: Shared layers attend to the keys of a Full layer.
 """
@@ -33,9 +33,7 @@ from cppmega.page import Edit, Patch, Source
 
 from ._dsa_sharing import problems
 
-DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention"
-LAYER = f"{DSA}.__init__"
-HOLDER = f"{DSA}._get_index_share_carrier"
+LAYER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention.__init__"
 BLOCK = "megatron/core/transformer/transformer_block.py:TransformerBlock.__init__"
 HYBRID = "megatron/core/models/hybrid/hybrid_model.py:HybridModel.__init__"
 
@@ -46,6 +44,19 @@ kind = dsa_layer_kinds.kind(self.layer_number)
 if kind is not None:  # otherwise Megatron's options have said it
     self.index_share, self.source_layer = kind
     self.skip_topk = self.source_layer != self.layer_number
+"""
+# Up to 0.18, every DSA layer has an indexer.
+INDEXER = """
+self.indexer = build_module(submodules.indexer, config=self.config, pg_collection=pg_collection)
+"""
+INDEXER_OF_FULL = f"""
+from cppmega.modules import dsa_layer_kinds
+
+kind = dsa_layer_kinds.kind(self.layer_number)
+self.index_share, self.source_layer = kind or (False, self.layer_number)
+self.indexer = None
+if self.source_layer == self.layer_number:
+    {INDEXER.strip()}
 """
 DECODER = """
 self.decoder = build_module(
@@ -107,8 +118,20 @@ PATCH = Patch(
             edit=inserting(KIND, before="self.indexer = None"),
         ),
         Edit(
+            target=LAYER,
+            pins={
+                "0.16.1": "1fa85909abf71d31",
+                "0.17.1": "1fa85909abf71d31",
+                "0.18.2": "1fa85909abf71d31",
+            },
+            edit=replacing(INDEXER, INDEXER_OF_FULL),
+        ),
+        Edit(
             target=BLOCK,
             pins={
+                "0.16.1": "6765a936639d1274",
+                "0.17.1": "f67b22f7785cc47d",
+                "0.18.2": "f67b22f7785cc47d",
                 "0.19.2": "f67b22f7785cc47d",
                 "main-d98e8a64": "8e4e3ed8f5b6f624",
                 "dev-d48bd6be": "6bc08bc4c18fa677",
@@ -122,6 +145,7 @@ PATCH = Patch(
         Edit(
             target=HYBRID,
             pins={
+                "0.18.2": "b737be12a45fe896",
                 "0.19.2": "b7202dcd6e0814cb",
                 "main-d98e8a64": "1c3179209e7986b2",
                 "dev-d48bd6be": "b7202dcd6e0814cb",
@@ -133,7 +157,7 @@ PATCH = Patch(
     ),
     reached="startup",
     when=uses_dsa,
-    feature=(HOLDER,),  # 0.19 is the first that shares keys
+    feature=(LAYER,),
     refuses=refuses,
     gate="CPPMEGA_INDEX_CACHE",
     wanted_by=lambda recipe: bool(recipe.dsa_index_pattern),
@@ -170,7 +194,7 @@ def verify() -> None:
             except CppmegaError as error:
                 return error.name
         cores = [layer.self_attention.core_attention for layer in layers]
-        return [(core.indexer is None, core.source_layer) for core in cores]
+        return [(core.indexer is None, getattr(core, "source_layer", None)) for core in cores]
 
     assert kinds("FSFS") == [(False, 1), (True, 1), (False, 3), (True, 3)], kinds("FSFS")
     assert kinds("FSFS", before=2) == [(False, 3), (True, 3)]

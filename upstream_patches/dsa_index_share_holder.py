@@ -37,11 +37,12 @@ from cppmega.edits import body_of, in_order, inserting, replacing
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
 
+from ._dsa_forward import BINDS, BOUND, BOUND_BY_TE, OPENED_BY_BLOCK, OPENED_BY_STACK, OPENS
+from ._dsa_sharing import outside_stacks
+
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention"
 CARRIER = f"{DSA}._get_index_share_carrier"
 MTP = "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionBlock.forward"
-OPENS = ("from cppmega.modules.dsa_forward import forward as _cppmega_forward",)
-BINDS = ("from cppmega.modules.dsa_forward import bound as _cppmega_bound",)
 DEPTHS = ("from cppmega.modules.dsa_forward import Depths as _CppmegaDepths",)
 
 
@@ -75,34 +76,10 @@ AFTER_NORM = in_order(
 )
 
 
-_WHOSE = "A layer could not tell which microbatch's keys are its own."
-_ALONE = "--dsa-indexer-topk-freq 1"
-
-
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
     """Name what runs the layers of a stack without calling it."""
-    if not shares_dsa_keys(args):
-        return
-    modules = getattr(args, "cuda_graph_modules", None) or ("attn",)
-    if isinstance(modules, str):
-        modules = (modules,)
-    captured = {getattr(module, "name", module) for module in modules} & {"attn", "full"}
-    if captured and getattr(args, "cuda_graph_impl", None) in ("local", "transformer_engine"):
-        yield CppmegaError(
-            "dsa-index-share-in-graphs",
-            "DSA layers that share keys do not support CUDA graphs of single attention layers "
-            f"(--cuda-graph-impl {args.cuda_graph_impl}).",
-            _WHOSE,
-            f"--cuda-graph-impl none, or --cuda-graph-modules without attn, or {_ALONE}",
-        )
-    if getattr(args, "overlap_moe_expert_parallel_comm", False):
-        yield CppmegaError(
-            "dsa-index-share-in-combined-schedule",
-            "DSA layers that share keys do not support the schedule of "
-            "--overlap-moe-expert-parallel-comm, which interleaves the layers of two microbatches.",
-            _WHOSE,
-            f"leave out --overlap-moe-expert-parallel-comm, or {_ALONE}",
-        )
+    if shares_dsa_keys(args):
+        yield from outside_stacks(args)
 
 
 PATCH = Patch(
@@ -153,10 +130,7 @@ PATCH = Patch(
                 "main-d98e8a64": "dddd6e7c7dc03940",
                 "dev-d48bd6be": "c7a658a3eec64311",
             },
-            edit=replacing(
-                "with rng_context, outer_quantization_context:",
-                "with _cppmega_forward(), rng_context, outer_quantization_context:",
-            ),
+            edit=OPENED_BY_BLOCK,
             imports=OPENS,
             mark="",  # models without DSA pass here
         ),
@@ -167,9 +141,7 @@ PATCH = Patch(
                 "main-d98e8a64": "50ac5b73f74c7aa0",
                 "dev-d48bd6be": "edfdf11c3ea33a4e",
             },
-            edit=replacing(
-                "with outer_fp8_context:", "with _cppmega_forward(), outer_fp8_context:"
-            ),
+            edit=OPENED_BY_STACK,
             imports=OPENS,
             mark="",
         ),
@@ -194,11 +166,7 @@ PATCH = Patch(
                 "main-d98e8a64": "92de7aacdf933d8c",
                 "dev-d48bd6be": "92de7aacdf933d8c",
             },
-            edit=replacing(
-                "CheckpointFunction.apply(function, distribute_saved_activations, *args)",
-                "CheckpointFunction.apply("
-                "_cppmega_bound(function), distribute_saved_activations, *args)",
-            ),
+            edit=BOUND,
             imports=BINDS,
             mark="",
         ),
@@ -209,10 +177,7 @@ PATCH = Patch(
                 "main-d98e8a64": "23886b0d89555be2",
                 "dev-d48bd6be": "23886b0d89555be2",
             },
-            edit=inserting(
-                "forward_func = _cppmega_bound(forward_func)",
-                before="from transformer_engine.pytorch.distributed import checkpoint",
-            ),
+            edit=BOUND_BY_TE,
             imports=BINDS,
             mark="",
         ),
@@ -233,127 +198,30 @@ def fixed_upstream(source: Source) -> bool:
 def verify() -> None:
     from unittest import mock
 
-    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_token_prediction
-    from megatron.core.transformer.experimental_attention_variant import dsa
 
     from cppmega.proof import small_models
 
-    full = {
-        **{"recompute_granularity": "full", "recompute_method": "uniform"},
-        **{"recompute_num_layers": 1},
-    }
-    used: dict[str, list[list[Any]]] = {}
+    from ._dsa_forward_proof import (
+        RECOMPUTED,
+        assert_bound_by_te,
+        assert_kept,
+        assert_released,
+        keys_used,
+    )
+
     # On main, it fails without Transformer Engine.
     asked = {"is_inference_column_parallel_linear": lambda linear: False}
     with mock.patch.multiple(multi_token_prediction, create=True, **asked):
-        gpt = small_models.gpt(mtp=2, num_layers=2, **full)
+        gpt = small_models.gpt(mtp=2, num_layers=2, **RECOMPUTED)
     depths = [layer.mtp_model_layer for layer in gpt.mtp.layers]
-    hybrid = small_models.hybrid(**full)
-    with (
-        mock.patch.object(random, "_get_cuda_rng_state", return_value=None),
-        mock.patch.object(random, "_set_cuda_rng_state"),
-        mock.patch.object(dsa, "_run_sparse_attention", _noting(dsa._run_sparse_attention, used)),
-    ):
-        for model, names in ((gpt, ("L1", "L2", "M1", "M2")), (hybrid, ("H1",))):
-            layers = (*model.decoder.layers, *depths) if model is gpt else model.decoder.layers
-            for name, layer in zip(names, layers, strict=False):
-                layer.self_attention = _sharing(name, model.config)
-            losses = [_loss(model, seed) for seed in (0, 1)]
-            for loss in losses:
-                loss.backward()
-            del losses, loss
-    for name, (first, second, *again) in used.items():
-        assert first != second, "both microbatches choose the same keys"
-        assert again == [first, second], f"{name} is recomputed on keys of another forward"
+    names = ("L1", "L2", "M1", "M2")
+    used = keys_used(gpt, dict(zip(names, (*gpt.decoder.layers, *depths), strict=True)))
+    hybrid = small_models.hybrid(**RECOMPUTED)
+    assert_kept({**used, **keys_used(hybrid, {"H1": hybrid.decoder.layers[0]})})
     assert used["L1"] == used["L2"] and used["M1"] == used["M2"] != used["L1"], "not shared"
+    assert_released()
     for model in (gpt, hybrid):
-        _assert_released(model.config)
-    _verify_te_checkpoint()
-
-
-def _noting(attention: Any, used: dict[str, list[list[Any]]]) -> Any:
-    """`_run_sparse_attention`, which notes the keys that each layer attends to."""
-
-    def noting(*, topk_indices: Any, config: Any, **given: Any) -> Any:
-        used.setdefault(config.running, []).append(topk_indices.tolist())
-        return attention(topk_indices=topk_indices, config=config, **given)
-
-    return noting
-
-
-def _loss(model: Any, seed: int) -> Any:
-    import torch
-
-    from cppmega.proof import small_models
-
-    torch.manual_seed(seed)
-    tokens = torch.randint(small_models.V, (small_models.B, small_models.S))
-    given = {"input_ids": tokens, "labels": tokens, "attention_mask": None}
-    return model(**small_models.arguments(model, **given)).sum()
-
-
-def _sharing(name: str, model_config: Any) -> Any:
-    """A layer's attention: number 1 is Full and never chooses alike, number 2 is Shared."""
-    import torch
-
-    from ._dsa_layer import layer
-
-    core = layer(None, None, None, topk=2, dsa_indexer_loss_coeff=0.0)
-    if not hasattr(model_config, "of_dsa"):
-        model_config.of_dsa = core.config  # one for all layers, as in a model
-    core.config, core.index_share = model_config.of_dsa, True
-    core.layer_number, core.source_layer = int(name[1]), 1
-    core.skip_topk = core.layer_number != 1
-    calls = []
-
-    def projected(x: Any, *ignored: Any) -> Any:
-        calls.append(x)
-        return x.unsqueeze(2), x * (-1) ** len(calls), torch.ones(*x.shape[:2], 1)
-
-    core.indexer.forward_before_topk = projected
-
-    class Attention(torch.nn.Module):
-        def forward(self, hidden_states: Any, **ignored: Any) -> Any:
-            from megatron.core.transformer.enums import AttnMaskType
-
-            core.config.running = name
-            x = hidden_states.unflatten(-1, (2, -1))
-            causal = AttnMaskType.causal
-            return core(x, x, x, None, hidden_states, hidden_states, attn_mask_type=causal), None
-
-    return Attention()
-
-
-def _assert_released(model_config: Any) -> None:
-    import gc
-
-    from cppmega.modules.dsa_forward import Forward
-
-    gc.collect()
-    assert not any(isinstance(thing, Forward) for thing in gc.get_objects()), "a forward leaks"
-    left = [name for name in vars(model_config.of_dsa) if "holder" in name]
-    assert not left, f"{left} are left on the configuration"
-
-
-def _verify_te_checkpoint() -> None:
-    import sys
-    from types import ModuleType
-    from unittest import mock
-
-    from megatron.core.extensions import transformer_engine as extension
-
-    from cppmega.modules import dsa_forward
-
-    package = "transformer_engine"
-    names = (package, f"{package}.pytorch", f"{package}.pytorch.distributed")
-    stand_ins: dict[str, Any] = {name: ModuleType(name) for name in names}
-    stand_ins[names[-1]].checkpoint = lambda function, *args, **named: function
-    with (
-        mock.patch.dict(sys.modules, stand_ins),
-        mock.patch.object(extension, "HAVE_TE", True),
-        mock.patch.object(extension, "is_te_min_version", return_value=True),
-        dsa_forward.forward() as here,
-    ):
-        again = extension.te_checkpoint(dsa_forward.current, False, None, None)
-    assert again() is here, "te_checkpoint recomputes outside of the forward"
+        left = [name for name in vars(model.config.of_dsa) if "holder" in name]
+        assert not left, f"{left} are left on the configuration"
+    assert_bound_by_te()
