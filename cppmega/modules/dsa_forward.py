@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from cppmega.errors import CppmegaError
+from cppmega.host import env
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +88,8 @@ def current() -> Forward:
             "dsa-layer-outside-a-stack",
             "A DSA layer that shares chosen keys was called outside a forward of its stack.",
             "It could only use what another microbatch left behind.",
-            "call the model, or train without sharing (--dsa-indexer-topk-freq 1)",
+            "call the model, or train without sharing (--dsa-indexer-topk-freq 1, or unset "
+            f"{env.INDEX_CACHE.name})",
         )
     return found
 

@@ -8,6 +8,7 @@ import queue
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +16,7 @@ from unittest import mock
 import torch
 
 from cppmega.errors import CppmegaError
-from tests.upstream_patches import dsa_sharing_models as models
-from tests.upstream_patches.dsa_sharing_models import dsa
+from tests.upstream_patches import dsa_models as models
 
 SHARE = {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
 
@@ -29,19 +29,12 @@ def said(pattern: str, switch: str = "1") -> Any:
 def trained(model: Any) -> dict[str, Any]:
     """One training step's loss and gradients, and the keys that each call of attention used."""
     used = []
-    name = "_run_sparse_attention" if models.NEW else "unfused_dsa_fn"
-    attention = getattr(dsa, name)
-
-    def seen(*inputs: Any, **named: Any) -> Any:
-        used.append((named["topk_indices"] if models.NEW else inputs[3]).tolist())
-        return attention(*inputs, **named)
-
-    with mock.patch.object(dsa, name, seen):
+    with models.noting_keys(lambda keys: used.append(keys.tolist())):
         loss = models.loss(model.train())
         loss.backward()
+        with torch.no_grad():
+            models.loss(model.eval())
     grads = {n: p.grad.tolist() for n, p in model.named_parameters() if p.grad is not None}
-    with mock.patch.object(dsa, name, seen), torch.no_grad():
-        models.loss(model.eval())
     return {
         "loss": float(loss),
         "grads": grads,
@@ -144,33 +137,57 @@ def round_trips(how: str) -> dict[str, Any]:
     return found
 
 
-def main(what: str) -> None:
+HYBRID = "D-DD-D/D-"
+"""Four DSA layers, and one of an MTP depth."""
+
+
+def stock() -> dict[str, Any]:
+    """Keys shared by Megatron's options, since 0.19."""
+    return {
+        "gpt": trained(models.gpt(4, **SHARE)),
+        "hybrid": trained(models.hybrid(HYBRID, **{**SHARE, "dsa_indexer_topk_freq": 3})),
+    }
+
+
+def kinds() -> dict[str, Any]:
+    """Keys shared by a pattern."""
+    found = {"gpt": trained(build("FSFS", "gpt"))}
+    if models.HYBRID:
+        found["hybrid"] = trained(build("FSFS", HYBRID))
+    if models.NEW:
+        found["options"] = trained(build("", "gpt", **SHARE))
+    return found
+
+
+def full() -> dict[str, Any]:
+    """A model whose DSA layers are all Full."""
+    return {"gpt": trained(build("FFFF", "gpt"))}
+
+
+def refused() -> dict[str, Any]:
+    """Models that cannot share keys, and stages that can."""
+    found = {
+        "unset": build("", "gpt"),
+        "length": build("FSS", "gpt"),
+        "first": build("SFFF", "gpt"),
+        "gpt": second_stage("FSSF", "gpt"),
+        "gpt fits": second_stage("FSFS", "gpt"),
+    }
+    if models.HYBRID:
+        found["hybrid"] = second_stage("FSSF", "D-D|D-D")
+        found["hybrid fits"] = second_stage("FSFS", "D-D|D-D")
+    if models.NEW:
+        found["both"] = build("FSSS", "gpt", **SHARE)
+        found["options"] = second_stage("", "D-D|D-D", **{**SHARE, "dsa_indexer_topk_freq": 6})
+    return found
+
+
+def checkpoints() -> dict[str, Any]:
+    """Round trips of models of both kinds."""
+    return {how: round_trips(how) for how in ("gpt", "D-DD-D")[: 1 + models.HYBRID]}
+
+
+def main(*parts: Callable[[], dict[str, Any]]) -> None:
     models.start()
-    hybrid = "D-DD-D" + ("/D-" if models.NEW else "")
-    if what == "stock":
-        answer: Any = {
-            "gpt": trained(models.gpt(4, **SHARE)),
-            "hybrid": trained(models.hybrid(hybrid, **{**SHARE, "dsa_indexer_topk_freq": 3})),
-        }
-    elif what == "kinds":
-        answer = {
-            "gpt": trained(build("FSFS", "gpt")),
-            "hybrid": trained(build("FSFS", hybrid)),
-            "options": trained(build("", "gpt", **SHARE)),
-        }
-    elif what == "refused":
-        answer = {
-            "unset": build("", "gpt"),
-            "length": build("FSS", "D-DD-D"),
-            "first": build("SFFF", "D-DD-D"),
-            "both": build("FSSS", "gpt", **SHARE),
-            "gpt": second_stage("FSSF", "gpt"),
-            "gpt fits": second_stage("FSFS", "gpt"),
-            "hybrid": second_stage("FSSF", "D-D|D-D"),
-            "hybrid fits": second_stage("FSFS", "D-D|D-D"),
-            "options": second_stage("", "D-D|D-D", **{**SHARE, "dsa_indexer_topk_freq": 6}),
-        }
-    else:
-        answer = {"gpt": round_trips("gpt"), "hybrid": round_trips("D-DD-D")}
-    print(json.dumps(answer))
+    print(json.dumps({part.__name__: part() for part in parts}))
     sys.stdout.flush()

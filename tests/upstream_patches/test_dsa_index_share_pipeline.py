@@ -13,10 +13,12 @@ from tests.support import patched, pristine, python
 pytestmark = pytest.mark.slow
 
 STEPS = """
-import json, torch
+import json, os, torch
+from functools import partial
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from cppmega.proof import cpu_shims
+from cppmega.proof.small_models import arguments
 from tests.upstream_patches import dsa_models as models
 from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.dsa_models import ATTENTION, FULL, batch, gradients, same
@@ -30,7 +32,7 @@ models.start()
 def step(model):
     # The gradients of this stage, summed over four microbatches.
     def forward(batches, model):
-        out = model(attention_mask=None, **batch(next(batches)))
+        out = model(**arguments(model, **batch(next(batches))))
         return out, lambda per_token: (per_token.sum(), {})
 
     with on_cpu():
@@ -42,11 +44,15 @@ def step(model):
 
 
 given = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+share, recomputed = {"dsa_indexer_topk_freq": 2}, ATTENTION
+if not models.NEW:  # neither the option, nor recomputation of the attention alone
+    os.environ |= {"CPPMEGA_INDEX_CACHE": "1", "CPPMEGA_DSA_INDEX_PATTERN": "FSFS"}
+    share, recomputed = {}, FULL
+cases = [("gpt", partial(models.gpt, **share), recomputed)]
+if models.HYBRID:
+    cases.append(("hybrid, MTP", partial(models.hybrid, "DD|DD/DD", **share), FULL))
 found = {}
-for name, make, options in (
-    ("gpt", models.gpt, ATTENTION),
-    ("hybrid, MTP", lambda **options: models.hybrid("DD|DD", 1, **options), FULL),
-):
+for name, make, options in cases:
     wanted = step(make(**given))  # nothing is recomputed
     model = make(**given, **options)
     found[name] = {"same": same(step(model), wanted), "left": models.left_over(model)}
@@ -62,8 +68,18 @@ def stages(root: Path) -> list[dict[str, dict]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_every_stage_keeps_to_the_keys_of_each_microbatch() -> None:
-    first, last = stages(patched("0.19.2", "dsa_index_share_holder"))
+OLD = ("dsa_index_share", "dsa_index_share_backport", "mtp_full_recompute")
+
+
+@pytest.mark.parametrize(
+    ("version", "pages"),
+    [("0.16.1", OLD), ("0.17.1", OLD), ("0.18.2", OLD), ("0.19.2", ("dsa_index_share_holder",))],
+)
+def test_every_stage_keeps_to_the_keys_of_each_microbatch(
+    version: str, pages: tuple[str, ...]
+) -> None:
+    first, last = stages(patched(version, *pages))
+    assert len(first) == 1 + (version >= "0.18")
     for answer in (*first.values(), *last.values()):
         assert answer == {"same": True, "left": []}
 
