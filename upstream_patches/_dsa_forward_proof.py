@@ -19,8 +19,8 @@ def keys_used(model: Any, layers: Mapping[str, Any]) -> Keys:
 
     Args:
         model: one of `small_models`.
-        layers: its layers by name, a letter and the number of the layer: number 1 is Full and never
-            chooses alike, number 2 is Shared.
+        layers: its layers by name, a letter and the number of the layer: number 1 is Full and would
+            choose others when it is recomputed, number 2 is Shared.
     """
     from unittest import mock
 
@@ -62,7 +62,8 @@ def _attention(name: str, model_config: Any, running: list[str]) -> Any:
 
     def projected(x: Any, *ignored: Any) -> Any:
         calls.append(x)
-        return x.unsqueeze(2), x * (-1) ** len(calls), torch.ones(*x.shape[:2], 1)
+        again = len(calls) > 2  # after a forward of both microbatches
+        return x.unsqueeze(2), -x if again else x, torch.ones(*x.shape[:2], 1)
 
     core.indexer = None if core.skip_topk else indexer(projected, 2, core.pg_collection)
 
