@@ -12,7 +12,7 @@ from cppmega.host import env
 from cppmega.modules import dsa_layer_kinds as kinds
 
 _PARTS, _PARTS_UP_TO_0_17 = "cuda_graph_modules", "cuda_graph_scope"
-"""Names of the argument that lists the parts of a layer to capture in a CUDA graph."""
+"""The argument that lists the parts of a layer to capture in CUDA graphs, by its two names."""
 
 
 def problems(args: Any) -> Iterator[CppmegaError]:

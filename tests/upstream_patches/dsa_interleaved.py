@@ -102,7 +102,7 @@ def of_pattern() -> dict[str, Any]:
     """A pattern makes every second DSA layer of a decoder Full; on any release."""
     os.environ |= {"CPPMEGA_INDEX_CACHE": "1", "CPPMEGA_DSA_INDEX_PATTERN": "FSFS"}
     models_of = {"gpt": models.gpt, "gpt, MTP": partial(models.gpt, depths=2)}
-    if models.HYBRID:
+    if models.HAS_HYBRID:
         models_of["hybrid"] = partial(models.hybrid, "D-DD-D")
         models_of["hybrid, MTP"] = partial(models.hybrid, "DDDD/DD/DD")
     return {

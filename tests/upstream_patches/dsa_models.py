@@ -35,7 +35,7 @@ from cppmega.proof.small_models import Norm, Projection, arguments
 
 LENGTH, BATCH, WORDS, TOPK = 12, 2, 32, 4
 NEW = hasattr(dsa, "dsa_kernels")  # 0.19
-HYBRID = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # 0.18
+HAS_HYBRID = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # 0.18
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
