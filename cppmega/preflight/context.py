@@ -167,6 +167,11 @@ class Context:
         return self.process.line
 
     @property
+    def rank_environment(self) -> Mapping[str, str]:
+        """The variables of the ranks: those of the launch, and what the recipe adds to them."""
+        return {**self.launch_line.environment, **self.environ}
+
+    @property
     def megatron_args(self) -> Namespace:
         """The launch line's arguments, as Megatron's own code has them, and its variables.
 
@@ -175,8 +180,8 @@ class Context:
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
         """
-        environ = {**self.launch_line.environment, **self.environ}
-        variables = {n: value for n, value in environ.items() if n.startswith(env.PREFIX)}
+        environ = self.rank_environment.items()
+        variables = {name: value for name, value in environ if name.startswith(env.PREFIX)}
         return Namespace(**self.parsed_line.args, cppmega_variables=variables)
 
     @cached_property

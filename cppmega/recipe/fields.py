@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
+from cppmega.modules import dsa_loss_schedule
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]
@@ -241,7 +242,7 @@ class Fields:
     def variables(self) -> tuple[tuple[str, str], ...]:
         """The `CPPMEGA_*` variables by which patched code learns of fields."""
         steps, pattern = self.dsa_dense_loss_steps, self.dsa_index_pattern
-        of_steps = (("CPPMEGA_DSA_DENSE_LOSS_STEPS", str(steps)),) if steps else ()
+        of_steps = ((dsa_loss_schedule.STEPS, str(steps)),) if steps else ()
         return (*of_steps, *(((env.DSA_INDEX_PATTERN.name, pattern),) if pattern else ()))
 
     @property

@@ -146,11 +146,7 @@ def plain(symbol: str) -> str:
 
 def span(tree: ast.Module, text: Text, node: Definition) -> Span:
     """The lines of a definition, from its first decorator to its last line."""
-    start = node.lineno
-    if node.decorator_list:
-        start = node.decorator_list[0].lineno
-        while not text.lines[start - 1].lstrip().startswith("@"):
-            start -= 1  # `@` and its expression may be on two lines joined by a backslash
+    start = first_line(node, text)
     end = node.end_lineno or node.lineno
     top = next(
         statement
@@ -166,7 +162,7 @@ def first_line(statement: ast.stmt, text: Text) -> int:
     decorators = getattr(statement, "decorator_list", None)
     start = decorators[0].lineno if decorators else statement.lineno
     while decorators and not text.lines[start - 1].lstrip().startswith("@"):
-        start -= 1
+        start -= 1  # `@` and its expression may be on two lines joined by a backslash
     return int(start)
 
 

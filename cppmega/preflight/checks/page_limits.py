@@ -31,7 +31,7 @@ def check(context: Context) -> str:
     limited = list(_limited_pages(context))
     if not limited:
         raise NotApplicable("no applied patch has a limit")
-    shapes, environ = _resumed(context), _environment(context)
+    shapes, environ = _resumed(context), context.rank_environment
     refuse(
         error
         for page in limited
@@ -78,11 +78,6 @@ def _demanded(page: Page, args: Namespace, environ: Mapping[str, str]) -> list[C
         return []
     with contained(failed):
         return [*page.patch.demands(args, environ)]
-
-
-def _environment(context: Context) -> Mapping[str, str]:
-    """The variables of the ranks: those of the launch, and what the recipe adds to them."""
-    return {**context.launch_line.environment, **context.environ}
 
 
 def _resumed(context: Context) -> Mapping[str, tuple[int, ...]]:
