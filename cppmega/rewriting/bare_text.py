@@ -1,6 +1,6 @@
 """The bare text of a definition, cut out of its lines instead of printed from libcst's tree.
 
-It is the text that `codegen.bare` prints, four times as fast. Layouts in which the two could differ
+It is the text that `codegen.bare` prints, without that tree. Layouts in which the two could differ
 (tabs, blocks that are not indented by four spaces, strings inside f-strings) are left to libcst.
 """
 
