@@ -57,7 +57,7 @@ _ON_A_FULL_DISK = """
 mount -t tmpfs -o size=300k none "$1" || exit 77
 cp -a "$2"/. "$1" && cd "$1" || exit 78
 {python} -m cppmega.launch.supervise "$1/runs/full/nodes/0" < /dev/null &
-while ! ls runs/full/ready-1 > /dev/null 2>&1; do sleep 0.1; done
+while ! ls runs/full/ready-0 runs/full/ready-1 > /dev/null 2>&1; do sleep 0.1; done
 cat /dev/zero > filler 2> /dev/null
 kill -TERM $!
 wait $!
