@@ -45,8 +45,10 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.data",
+    "unittest.mock",
     "libcst",
     "packaging.requirements",
+    "pytest",
     "setuptools.command.build_ext",
     "yaml",
 )
@@ -107,6 +109,7 @@ def serve(listener: int, folder: str) -> None:
     with warnings.catch_warnings(action="ignore"):
         for name in PRELOADED:
             importlib.import_module(name)
+        sys.modules["torch"].compile(leave)  # it reads most of what it needs at its first call
     assert len(list(Path("/proc/self/task").iterdir())) == 1, (
         "a process with threads cannot be forked"
     )
