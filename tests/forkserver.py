@@ -11,12 +11,12 @@ when they start. Tests of those run `sys.executable`.
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import fcntl
 import gc
 import importlib
-import json
 import os
 import runpy
 import select
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import types
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,27 @@ from typing import Any
 PRELOADED = (
     "torch",
     "torch._dynamo",
+    "torch._dynamo.repro.after_dynamo",
     "torch._inductor.compile_fx",
+    "torch.distributed._symmetric_memory",
     "torch.distributed._tensor",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.data",
+    "unittest.mock",
     "libcst",
+    "packaging.requirements",
+    "pytest",
+    "setuptools.command.build_ext",
+    "yaml",
 )
 """Slow to import, and the same whatever tree is tested."""
+CLIENT = Path(__file__).with_name("forkclient.py")
 STDIN = 0
 MOST_FILES = 16
+STATUS: list[int] = []
+"""With which a fork ends, once that is known."""
 
 
 @cache
@@ -56,7 +67,7 @@ def executable() -> str:
         return sys.executable  # an import may look for GPUs, and CUDA does not survive a fork
     folder = Path(tempfile.mkdtemp(prefix="forks-", dir="/tmp"))  # a socket's path must be short
     client = folder / "python"
-    here = f"'{sys.executable}' -IS '{__file__}' '{folder}/socket'"
+    here = f"'{sys.executable}' -IS '{CLIENT}' '{folder}/socket'"
     client.write_text(f'#!/bin/sh\nexec {here} "$@"\n')
     client.chmod(0o700)
     _start(folder)
@@ -89,63 +100,24 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     server.wait()
 
 
-# -- the client -----------------------------------------------------------------------------------
-
-
-def ask(path: str, arguments: list[str]) -> None:
-    """Have a command run, and end as it ends."""
-    files = inherited()
-    order = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "folder": str(Path.cwd()),
-        "files": files,
-    }
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        socket.send_fds(connection, [b"files"], files)
-        connection.sendall(json.dumps(order).encode() + b"\n")
-        code = int(connection.recv(16) or b"1")
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def inherited() -> list[int]:
-    """The files that this process was started with; its own are closed on exec."""
-    return [
-        number
-        for number in map(int, os.listdir("/proc/self/fd"))  # noqa: PTH208
-        if number < 3 or (_is_open(number) and os.get_inheritable(number))
-    ]
-
-
-def _is_open(number: int) -> bool:
-    """Not so for the folder that was just listed."""
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
 # -- the server -----------------------------------------------------------------------------------
 
 
 def serve(listener: int, folder: str) -> None:
     """Fork for every order, until the process that started the server ends."""
+    atexit.register(leave)
     with warnings.catch_warnings(action="ignore"):
         for name in PRELOADED:
             importlib.import_module(name)
+        sys.modules["torch"].compile(leave)  # it reads most of what it needs at its first call
     assert len(list(Path("/proc/self/task").iterdir())) == 1, (
         "a process with threads cannot be forked"
     )
     gc.freeze()
     order = Server(socket.socket(fileno=listener)).order_of_a_fork()
     if order:
-        become(order)
+        with short_end():
+            become(order)
     else:
         shutil.rmtree(folder)
 
@@ -189,7 +161,7 @@ class Server:
         if not line:  # it was killed before it had sent an order
             client.close()
             return None
-        order: dict[str, Any] = json.loads(line)
+        order: dict[str, Any] = ast.literal_eval(line.decode())
         child = os.fork()
         if child:
             self.forks[os.pidfd_open(child)] = child, client
@@ -216,6 +188,33 @@ class Server:
 # -- a fork ---------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def short_end() -> Iterator[None]:
+    """End without taking torch apart, which copies most of the server's memory.
+
+    Python still reports errors, waits for threads and calls what is registered with `atexit`; the
+    first that was registered, `leave`, is called last.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            STATUS.append(int(end.code or 0))
+        raise
+    except Exception:
+        STATUS.append(1)
+        raise
+    STATUS.append(0)
+
+
+def leave() -> None:
+    """Be gone, with everything written, if this is a fork that ends as most programs do."""
+    if STATUS:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(STATUS[-1] & 0xFF)
+
+
 def become(order: dict[str, Any]) -> None:
     """Be `python` with the arguments, the environment and the working folder of the client."""
     os.chdir(order["folder"])
@@ -239,7 +238,3 @@ def become(order: dict[str, Any]) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     assert kind == "-c", "only -c and -m are known"
     exec(compile(what, "<string>", "exec"), sys.modules["__main__"].__dict__)
-
-
-if __name__ == "__main__":
-    ask(sys.argv[1], sys.argv[2:])

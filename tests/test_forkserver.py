@@ -77,6 +77,24 @@ def test_a_client_that_is_killed_before_it_orders(tmp_path: Path) -> None:
 
 
 @either
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("sys.exit(259)", 3), ("sys.exit('said')", 1), ("raise KeyboardInterrupt", -2)],
+)
+def test_what_is_left_to_do_is_done_before_the_end(which: str, end: str, status: int) -> None:
+    code = """
+import atexit, sys, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
+"""
+    command = [executable(which), "-c", code + end]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stdout == "a thread\nat exit\n"
+    assert ("said" in done.stderr) is ("said" in end)
+
+
+@either
 def test_a_signal_is_the_status(which: str) -> None:
     for signal in (9, 15):
         code = f"import os; os.kill(os.getpid(), {signal})"

@@ -5,15 +5,22 @@ function a second time in the backward, when another microbatch's forward may ha
 and in a thread of autograd's: a function that is `bound` to its forward finds that one again. The
 forward is released together with the last function that is bound to it: after its backward, or,
 where nothing is recomputed, as soon as its stack is done.
+
+Megatron captures layers in CUDA graphs one by one, ahead of the steps that replay them, and calls
+no stack. It captures all layers of one microbatch's forward before those of the next, so what a
+layer needs is the latest that another has kept.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
+import sys
+from collections import ChainMap, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
@@ -35,6 +42,57 @@ class Forward:
         return ChainMap({}) if kept is None else kept.new_child()
 
 
+class _OfCapture(Forward):
+    """One call of a layer that is warmed up or captured without its stack."""
+
+    def holder(self, name: str) -> ChainMap[Any, Any]:
+        """A mapping that finds the latest of other calls, as it was when the layer was called."""
+        latest = _latest.setdefault((name, _records()), {})
+        return ChainMap(_Noted(latest), _ReadByGraphs(latest))  # type: ignore[arg-type]
+
+
+class _Noted(UserDict[Any, Any]):
+    """What a call keeps: it is the latest, too, for the calls that follow."""
+
+    def __init__(self, latest: dict[Any, Any]) -> None:
+        super().__init__()
+        self.latest = latest
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.latest[key] = value
+
+
+class _ReadByGraphs(UserDict[Any, Any]):
+    """What other calls have kept; a replayed graph reads the memory that it read when captured."""
+
+    def __getitem__(self, key: Any) -> Any:
+        value = super().__getitem__(key)
+        if _records():
+            _read_by_graphs.append(value)
+        return value
+
+
+_latest: dict[tuple[str, bool], dict[Any, Any]] = {}
+"""What captured layers keep: by name, and whether it was recorded or computed.
+
+A layer that is warmed up must not use what was recorded, which no graph has computed yet.
+"""
+_read_by_graphs: list[Any] = []
+"""Never released, as a graph says nothing when it is deleted."""
+
+
+def _records() -> bool:
+    """Whether what runs now is recorded in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _captured_call() -> Forward | None:
+    """A forward for a layer that Megatron captures alone, if it captures at all."""
+    graphs = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    return _OfCapture() if graphs is not None and graphs.is_graph_capturing() else None
+
+
 _current: ContextVar[Forward | None] = ContextVar("_current", default=None)
 
 
@@ -54,6 +112,7 @@ def forward() -> Iterator[Forward]:
     if here is not None:
         yield here
         return
+    _latest.clear()  # the capture is over
     here = Forward()
     with _inside(here):
         yield here
@@ -77,12 +136,12 @@ class Depths:
 
 
 def current() -> Forward:
-    """The forward that this code runs in.
+    """The forward that this code runs in; a call of a layer that is captured alone has its own.
 
     Raises:
         CppmegaError: `dsa-layer-outside-a-stack`: a layer is called without its stack.
     """
-    found = _current.get()
+    found = _current.get() or _captured_call()
     if found is None:
         raise CppmegaError(
             "dsa-layer-outside-a-stack",
@@ -96,7 +155,7 @@ def current() -> Forward:
 
 def bound(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function that runs now and again in the backward find this forward both times."""
-    here = _current.get()
+    here = _current.get() or _captured_call()
     if here is None:
         return function
 

@@ -96,7 +96,17 @@ def patched(version: str, *names: str) -> Path:
         if missing:
             shutil.rmtree(to, ignore_errors=True)
             _apply(copy(version, to), names)
+            _share_bytecode(pristine(version), to)
     return to
+
+
+def _share_bytecode(original: Path, to: Path) -> None:
+    """Let a copy of a tree begin with its bytecode, which a file that was changed does not fit."""
+    kept = Path(os.environ["TESTS_SCRATCH"], "bytecode")
+    for file in (kept / original.relative_to("/")).rglob("*.pyc"):
+        link = kept / to.relative_to("/") / file.relative_to(kept / original.relative_to("/"))
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.hardlink_to(file)
 
 
 def _apply(to: Path, names: Sequence[str]) -> None:

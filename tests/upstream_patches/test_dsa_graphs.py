@@ -1,0 +1,41 @@
+"""DSA layers in CUDA graphs compute what they compute without, to the bit, with shared keys too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support import patched, python
+
+PAGES = (
+    *("dsa_index_share_holder", "dsa_no_host_sync", "dsa_indexer_loss_in_graphs"),
+    *("dsa_indexer_kernels", "dsa_attention_kernels"),
+)
+
+
+def _replayed() -> dict[str, dict]:
+    code = "from tests.upstream_patches import dsa_graphs; dsa_graphs.main()"
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    done = python(patched("0.19.2", *PAGES), code, env=deterministic)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _assert_like_eager(found: dict[str, dict]) -> None:
+    assert len(found) == 4
+    for name, case in found.items():
+        assert case == {"differ": [], "changes": True, "logged by the capture": [0.0, 0.0]}, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replays_on_new_data_equal_eager_to_the_bit() -> None:
+    _assert_like_eager(_replayed())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU captures")
+def test_layers_that_are_captured_alone_find_the_keys_of_their_microbatch() -> None:
+    _assert_like_eager(_replayed())
