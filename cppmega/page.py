@@ -86,10 +86,8 @@ class Patch:
     """Called with the run's arguments (Megatron's namespace): whether it must reach the patch."""
     refuses: Callable[[Any, Mapping[str, tuple[int, ...]]], Iterable[CppmegaError]] | None = None
     """Called with the run's arguments, and the shapes of the tensors from which it resumes (empty
-    for a fresh start): the errors for what the page does not support, reported by the preflight."""
-    demands: Callable[[Any, Mapping[str, str]], Iterable[CppmegaError]] | None = None
-    """Called with the run's arguments and its environment: the errors for variables of the page
-    that are missing or that it cannot use, reported by the preflight."""
+    for a fresh start): the errors for what the page does not support, reported by the preflight.
+    `megatron_args.variables` finds the variables of the run with its arguments."""
     needs: tuple[str, ...] = ("cpu",)
     """Requirements of `verify`: cpu, cuda, sm_90, te, triton, tilelang, an importable module."""
     gate: str | None = None

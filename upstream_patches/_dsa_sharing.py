@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from cppmega.catalogue.megatron_args import layer_pattern
+from cppmega.catalogue.megatron_args import cuda_graphs, layer_pattern, variables
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.modules import dsa_layer_kinds as kinds
@@ -27,17 +26,12 @@ def problems(args: Any) -> Iterator[CppmegaError]:
 
 def is_asked(args: Any) -> bool:
     """Whether the launch sets the switch of `dsa_index_share`."""
-    return env.INDEX_CACHE.read(_variables(args))
-
-
-def _variables(args: Any) -> Mapping[str, str]:
-    """Those that patched code will find in a rank."""
-    return cast(Mapping[str, str], getattr(args, "cppmega_variables", os.environ))
+    return env.INDEX_CACHE.read(variables(args))
 
 
 def ignored(args: Any) -> Iterator[CppmegaError]:
     """Name a pattern that no patched code would read."""
-    pattern = env.DSA_INDEX_PATTERN.read(_variables(args))
+    pattern = env.DSA_INDEX_PATTERN.read(variables(args))
     if pattern and not is_asked(args):
         yield CppmegaError(
             "dsa-index-pattern-ignored",
@@ -50,30 +44,29 @@ def ignored(args: Any) -> Iterator[CppmegaError]:
 
 def outside_stacks(args: Any) -> Iterator[CppmegaError]:
     """Name what runs the layers of a stack without calling it, where layers share keys."""
-    whose = "A layer could not tell which microbatch's keys are its own."
     switch = f"unset {env.INDEX_CACHE.name}"
     alone = switch if is_asked(args) else "--dsa-indexer-topk-freq 1"
     if _captures_attention(args):
         yield CppmegaError(
             "dsa-index-share-in-graphs",
             "DSA layers that share keys do not support CUDA graphs of single attention layers "
-            f"(--cuda-graph-impl {args.cuda_graph_impl}).",
-            whose,
-            f"--cuda-graph-impl none, or {_option_of_parts(args)} without attn, or {alone}",
+            f"({cuda_graphs(args)}).",
+            "No GPU has shown yet that a replayed layer reads the keys of its own microbatch.",
+            f"train without CUDA graphs, or {_option_of_parts(args)} without attn, or {alone}",
         )
     if getattr(args, "overlap_moe_expert_parallel_comm", False):
         yield CppmegaError(
             "dsa-index-share-in-combined-schedule",
             "DSA layers that share keys do not support the schedule of "
             "--overlap-moe-expert-parallel-comm, which interleaves the layers of two microbatches.",
-            whose,
+            "A layer could not tell which microbatch's keys are its own.",
             f"leave out --overlap-moe-expert-parallel-comm, or {alone}",
         )
 
 
 def _captures_attention(args: Any) -> bool:
     """Whether attention layers are captured in CUDA graphs of their own."""
-    if getattr(args, "cuda_graph_impl", None) not in ("local", "transformer_engine"):
+    if cuda_graphs(args) not in ("local", "transformer_engine"):
         return False
     parts = getattr(args, _PARTS, None) or getattr(args, _PARTS_UP_TO_0_17, None) or ("attn",)
     parts = (parts,) if isinstance(parts, str) else parts
@@ -92,7 +85,7 @@ def decided(args: Any) -> kinds.Sources:
         CppmegaError: what `dsa_layer_kinds.decide` raises.
     """
     switch = is_asked(args)
-    pattern = env.DSA_INDEX_PATTERN.read(_variables(args)) if switch else ""
+    pattern = env.DSA_INDEX_PATTERN.read(variables(args)) if switch else ""
     frequency, offset = kinds.options_of(args)
     return kinds.decide(pattern, frequency, offset, _layers(args), asked=switch)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cppmega.catalogue.megatron_args import uses_dsa
+from cppmega.catalogue.megatron_args import uses_dsa, variables
 from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
 from cppmega.modules import dsa_loss_schedule
@@ -65,18 +65,14 @@ def _asked_everywhere(node: Any) -> Any:
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what rules the dense steps out."""
-    if uses_dsa(args):
-        yield from dsa_loss_schedule.obstacles(args)
-
-
-def demands(args: Any, environ: Mapping[str, str]) -> Iterator[CppmegaError]:
-    """Name a number of steps that is missing, or is not one."""
-    if uses_dsa(args):
-        try:
-            dsa_loss_schedule.dense_steps(environ)
-        except CppmegaError as error:
-            yield error
+    """Name what rules the dense steps out, or a number of them that is missing or is not one."""
+    if not uses_dsa(args):
+        return
+    yield from dsa_loss_schedule.obstacles(args)
+    try:
+        dsa_loss_schedule.dense_steps(variables(args))
+    except CppmegaError as error:
+        yield error
 
 
 PATCH = Patch(
@@ -129,7 +125,6 @@ PATCH = Patch(
     variables=(dsa_loss_schedule.STEPS,),
     wanted_by=lambda recipe: recipe.dsa_dense_loss_steps > 0,
     refuses=refuses,
-    demands=demands,
 )
 
 

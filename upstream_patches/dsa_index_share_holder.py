@@ -8,11 +8,13 @@ What: With `--dsa-indexer-topk-freq` above 1, a Shared layer uses the keys that 
     the graph of its microbatch, or, where nothing is recomputed, when the stack is done. A depth
     finds the keys of the depths before it, as upstream numbers those of a GPT model, and not those
     of the decoder: on the dev branch, which continues the decoder's numbers, a depth that shares
-    with a decoder layer raises the error of a Full layer that did not run. Refused are CUDA graphs
-    of attention layers, and the schedule of `--overlap-moe-expert-parallel-comm`: neither calls a
-    stack. Recomputation then keeps the indices of each Full layer for every microbatch under way. A
-    Full layer that is recomputed takes the gradient of its sparse loss over keys that it chooses
-    again, as it does without sharing.
+    with a decoder layer raises the error of a Full layer that did not run. Refused is the schedule
+    of `--overlap-moe-expert-parallel-comm`, which calls no stack. CUDA graphs of attention layers
+    are refused as well, until a GPU has shown them: layers that are captured one by one find the
+    latest choice of their Full layer, which has been tested on CPU alone. Recomputation then keeps
+    the indices of each Full layer for every microbatch under way. A Full layer that is recomputed
+    takes the gradient of its sparse loss over keys that it chooses again, as it does without
+    sharing.
 Why: Stock hangs the keys on the packed-sequence parameters, on the attention mask or, without
     either, on the configuration of the model. Without a mask, as in most training, a layer that is
     recomputed uses the keys of the latest forward, so with a second microbatch in between (pipeline

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cppmega.catalogue.megatron_args import uses_dsa
+from cppmega.catalogue.megatron_args import cuda_graphs, uses_dsa
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -95,7 +95,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    when=lambda args: uses_dsa(args) and getattr(args, "cuda_graph_impl", None) == "local",
+    when=lambda args: uses_dsa(args) and cuda_graphs(args) == "local",
     feature=(
         "megatron/core/transformer/experimental_attention_variant/dsa.py"
         ":DSAIndexerLossLoggingHelper",

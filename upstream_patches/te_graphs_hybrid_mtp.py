@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cppmega.catalogue.megatron_args import has_mtp, layer_pattern
+from cppmega.catalogue.megatron_args import cuda_graphs, has_mtp, layer_pattern
 from cppmega.edits import in_order, replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -114,9 +114,7 @@ PATCH = Patch(
     ),
     reached="startup",
     when=lambda args: (
-        getattr(args, "cuda_graph_impl", None) == "transformer_engine"
-        and has_mtp(args)
-        and bool(layer_pattern(args))
+        cuda_graphs(args) == "transformer_engine" and has_mtp(args) and bool(layer_pattern(args))
     ),
     feature=(f"{HELPER}._discover_layers",),  # 0.16 does not capture MTP at all
 )

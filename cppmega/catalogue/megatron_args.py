@@ -9,7 +9,16 @@ Example:
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import cast
+
 from cppmega.host import env
+
+
+def variables(args: object) -> Mapping[str, str]:
+    """Those that patched code will find in a rank; where no launch is checked, this process's."""
+    return cast(Mapping[str, str], getattr(args, "cppmega_variables", os.environ))
 
 
 def layer_pattern(args: object) -> str:
@@ -27,7 +36,7 @@ def uses_dsa(args: object) -> bool:
 def shares_dsa_keys(args: object) -> bool:
     """Whether some DSA layers use the keys that others choose, by Megatron's options or ours."""
     frequency = getattr(args, "dsa_indexer_topk_freq", None) or 1
-    return uses_dsa(args) and (frequency > 1 or env.INDEX_CACHE.read())
+    return uses_dsa(args) and (frequency > 1 or env.INDEX_CACHE.read(variables(args)))
 
 
 def has_mtp(args: object) -> bool:
@@ -46,3 +55,15 @@ def recomputes(args: object, module: str = "") -> bool:
     if not module:
         return granularity == "full"
     return granularity == "selective" and module in (getattr(args, "recompute_modules", None) or ())
+
+
+def cuda_graphs(args: object) -> str:
+    """How CUDA graphs are captured: none, local, transformer_engine or full_iteration.
+
+    `--enable-cuda-graph` and `--external-cuda-graph`, deprecated names in every release, count
+    where Megatron has not replaced them yet.
+    """
+    older = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+    named = next((how for name, how in older.items() if getattr(args, name, False)), "none")
+    given = getattr(args, "cuda_graph_impl", None) or "none"
+    return str(given) if given != "none" else named

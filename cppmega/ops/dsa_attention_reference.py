@@ -42,10 +42,9 @@ def attention(
         seen: which of them count, the same shape; see `visible`.
         softmax_scale: of the products.
     """
-    heads = query.size(2)
     at = torch.where(seen, indices, 0).long()
     batch = torch.arange(at.size(0), device=at.device)[:, None, None]
-    keys, values = (wide(x)[at, batch].expand(-1, -1, -1, heads, -1) for x in (key, value))
+    keys, values = (wide(x)[at, batch] for x in (key, value))  # one head is that of all
     scores = torch.einsum("sbhd,bsthd->bsht", wide(query), keys) * softmax_scale
     scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
     empty = ~seen.any(-1)[:, :, None, None]

@@ -53,3 +53,18 @@ def test_recomputes() -> None:
     )
     assert not megatron_args.recomputes(Args(recompute_granularity="selective"), "mlp")
     assert not megatron_args.recomputes(Args())
+
+
+@pytest.mark.parametrize(
+    ("args", "how"),
+    [
+        (Args(), "none"),
+        (Args(cuda_graph_impl=None), "none"),
+        (Args(cuda_graph_impl="local", enable_cuda_graph=False), "local"),
+        (Args(cuda_graph_impl="none", enable_cuda_graph=True), "local"),
+        (Args(external_cuda_graph=True, enable_cuda_graph=False), "transformer_engine"),
+        (Args(cuda_graph_impl="full_iteration"), "full_iteration"),
+    ],
+)
+def test_cuda_graphs_by_any_name(args: Args, how: str) -> None:
+    assert megatron_args.cuda_graphs(args) == how

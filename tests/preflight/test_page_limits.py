@@ -14,8 +14,8 @@ from cppmega.page import Page, Patch
 from cppmega.preflight.checks import page_limits
 
 
-def _page(refuses: Any = None, demands: Any = None) -> Page:
-    patch = Patch((), "forward", refuses=refuses, demands=demands)
+def _page(refuses: Any) -> Page:
+    patch = Patch((), "forward", refuses=refuses)
     return Page("page", patch, "", "r", "page.py", "builtin")
 
 
@@ -41,18 +41,3 @@ def test_a_limit_that_fails_names_its_page(refuses: Any, said: str) -> None:
 def test_what_a_page_refuses_is_passed_on() -> None:
     (refused,) = page_limits._refused(_page(_limit), Namespace(width=3), {})
     assert refused.name == "too-wide"
-
-
-def test_what_a_page_demands_of_the_environment() -> None:
-    def demands(args: Namespace, environ: Mapping[str, str]) -> Iterator[CppmegaError]:
-        if args.width > 2 and "WIDTH" not in environ:
-            yield CppmegaError("no-width", "None is set.", "It fails.", "export WIDTH=N")
-
-    page = _page(demands=demands)
-    (demanded,) = page_limits._demanded(page, Namespace(width=3), {})
-    assert demanded.name == "no-width"
-    assert page_limits._demanded(page, Namespace(width=3), {"WIDTH": "3"}) == []
-    assert page_limits._demanded(_page(), Namespace(), {}) == []
-    with pytest.raises(CppmegaError) as caught:
-        page_limits._demanded(page, Namespace(), {})
-    assert caught.value.name == "bad-demands" and "AttributeError" in caught.value.what

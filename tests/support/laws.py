@@ -46,7 +46,9 @@ def pages_of(release: str) -> tuple[str, ...]:
 @cache
 def session(version: str) -> overlay.Session:
     """A session on the shared, pristine wheel of a version: for plans, never for writing."""
-    return overlay.Session(pristine(version), ())
+    made = overlay.Session(pristine(version), ())
+    made.pages = pages()  # loaded once for all versions
+    return made
 
 
 def gates(release: str = "") -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppmega.catalogue.megatron_args import has_experts
+from cppmega.catalogue.megatron_args import cuda_graphs, has_experts
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
@@ -26,7 +26,7 @@ def check(context: Context) -> str:
             `graph-pool-does-not-fit`.
     """
     args, recipe = context.megatron_args, context.recipe
-    if getattr(args, "cuda_graph_impl", None) in (None, "none"):
+    if cuda_graphs(args) == "none":
         raise NotApplicable("no CUDA graph is asked for")
     if recipe is not None and recipe.packed_documents:
         raise CppmegaError(
@@ -66,7 +66,7 @@ def _captured(args: object) -> set[str]:
     """The kinds of modules in graphs; whole layers hold their experts."""
     named = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope", None)
     names = {named} if isinstance(named, str) else {str(getattr(x, "name", x)) for x in named or ()}
-    whole = (not names or "full" in names) and getattr(args, "cuda_graph_impl", "") in _BY_LAYER
+    whole = (not names or "full" in names) and cuda_graphs(args) in _BY_LAYER
     return names | ({"moe"} if whole and has_experts(args) else set())
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from cppmega.catalogue.megatron_args import (
+    cuda_graphs,
     has_experts,
     has_mtp,
     layer_pattern,
@@ -37,12 +38,6 @@ def _without(*names: str) -> Callable[[Namespace], bool]:
     return lambda args: not any(getattr(args, name, None) for name in names)
 
 
-def _no_graphs(args: Namespace) -> bool:
-    implementation = getattr(args, "cuda_graph_impl", None)
-    older = _without("enable_cuda_graph", "external_cuda_graph")
-    return implementation in (None, "none") and older(args)
-
-
 def _no_mtp(args: Namespace) -> bool:
     return not has_mtp(args) and "/" not in layer_pattern(args)
 
@@ -55,7 +50,7 @@ def _no_fused_down_projection(args: Namespace) -> bool:
 _IDLE = (
     Idle(
         ("--cuda-graph-scope", "--cuda-graph-modules"),
-        _no_graphs,
+        lambda args: cuda_graphs(args) == "none",
         "no CUDA graph is captured without --cuda-graph-impl",
     ),
     Idle(

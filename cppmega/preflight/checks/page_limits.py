@@ -1,7 +1,7 @@
 """Every applied page supports the run and the checkpoint that it resumes from.
 
 The code of a page may be wrong in some configuration, or fail there after hours. The page itself
-declares that, given the arguments, the tensors of the checkpoint, and the environment.
+declares that, given the arguments with the variables, and the tensors of the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,27 +24,22 @@ def check(context: Context) -> str:
     """Ask every applied page that has a limit.
 
     Raises:
-        CppmegaError: what a page's `refuses` or `demands` returns; `bad-refuses`, `bad-demands`.
+        CppmegaError: what a page's `refuses` returns; `bad-refuses`.
         NotApplicable: no page that is applied has one, or nothing that Megatron parses is launched.
     """
     args = context.megatron_args
     limited = list(_limited_pages(context))
     if not limited:
         raise NotApplicable("no applied patch has a limit")
-    shapes, environ = _resumed(context), context.rank_environment
-    refuse(
-        error
-        for page in limited
-        for error in (*_refused(page, args, shapes), *_demanded(page, args, environ))
-    )
+    shapes = _resumed(context)
+    refuse(error for page in limited for error in _refused(page, args, shapes))
     return ", ".join(page.name for page in limited)
 
 
 def _limited_pages(context: Context) -> Iterator[Page]:
     for name, verdict in context.plan.verdicts.items():
         page = context.session.pages[name]
-        limits = page.patch.refuses, page.patch.demands
-        if verdict.state in ("applied", "armed") and any(limits):
+        if verdict.state in ("applied", "armed") and page.patch.refuses is not None:
             yield page
 
 
@@ -59,25 +54,9 @@ def _refused(
             "correct the page; `refuses` gets arguments and shapes, and returns errors",
         )
 
-    if page.patch.refuses is None:
-        return []
+    assert page.patch.refuses is not None
     with contained(failed):
         return [*page.patch.refuses(args, shapes)]
-
-
-def _demanded(page: Page, args: Namespace, environ: Mapping[str, str]) -> list[CppmegaError]:
-    def failed(what: str) -> CppmegaError:
-        return CppmegaError(
-            "bad-demands",
-            f"`demands` of {page.name} {what}.",
-            "Whether the variables of this run suffice is not known.",
-            "correct the page; `demands` gets arguments and environment, and returns errors",
-        )
-
-    if page.patch.demands is None:
-        return []
-    with contained(failed):
-        return [*page.patch.demands(args, environ)]
 
 
 def _resumed(context: Context) -> Mapping[str, tuple[int, ...]]:
