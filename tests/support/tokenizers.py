@@ -1,0 +1,39 @@
+"""A small byte-level BPE, trained on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+END = "<end>"
+
+
+def byte_level(texts: Iterable[str], size: int, *, trim: bool = False) -> Any:
+    """A tokenizer of the package tokenizers that ends a document with `END`.
+
+    Args:
+        texts: what it learns its merges from.
+        size: ids.
+        trim: whether its places leave out a token's leading blank, as GPT-2's do.
+    """
+    import tokenizers
+
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator(texts, trainer)
+    return trained
+
+
+def saved(folder: Path, tokenizer: Any) -> Path:
+    """Write it as a model's folder has it; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(f'{{"eos_token": "{END}"}}')
+    return folder
