@@ -28,6 +28,9 @@ LEVELS = 16
 MOST_ERRORS = 0.25
 """Share of a document's bytes in ERROR nodes up to which it counts as parsed."""
 
+COLUMN = ".structure"
+"""What the names of the files with the ids have after the dataset's: `PREFIX.structure.bin`."""
+
 Language = Literal["c", "cpp", "python"]
 
 

@@ -31,6 +31,11 @@ class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     """Hash of the tokenizer's file; empty for bytes."""
 
+    @property
+    def digest(self) -> str:
+        """One hash of all of it, for records that belong to the tokens that it makes."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
     def __post_init__(self) -> None:
         if self.eod >= self.vocab_size:
             raise ValueError(
