@@ -22,7 +22,7 @@ from cppmega.data.sources import files
 from cppmega.data.structure import COLUMN, LEVELS, Kind, language_of
 from cppmega.errors import CppmegaError
 from tests.data.test_structure_labels import CPP, PYTHON, C
-from tests.support.tokenizers import byte_level, saved
+from tests.support.tokenizers import byte_level, codes_of, saved
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 BYTES = tokenizers.ByteTokenizer()
@@ -98,19 +98,10 @@ def test_every_token_has_the_ids_of_its_text(made: Path) -> None:
     tokens, codes = sequences(made / "whole"), sequences(made / f"whole{COLUMN}")
     left_out = ("empty.py", "picture.py", "latin1.py")
     paths = [path for path in files([made / "sources"], ()) if path.name not in left_out]
-    pieces = tokenizers.load(str(made / "tokenizer"))._tokenizer
+    tokenizer = tokenizers.load(str(made / "tokenizer"))
     assert len(paths) == len(tokens) == len(codes) == 7
     for path, ids, own in zip(paths, tokens, codes, strict=True):
-        text = path.read_bytes()
-        of_bytes, _ = structure_labels.of_bytes(text, language_of(path.suffix))
-        place, expected = 0, []
-        for one in ids[:-1]:
-            # A character of a byte-level token stands for one byte.
-            within = range(place, place + len(pieces.id_to_token(int(one))))
-            place = within.stop
-            solid = [i for i in within if not text[i : i + 1].isspace()]
-            expected.append(int(of_bytes[(solid or within)[0]]))
-        assert place == len(text)
+        expected = codes_of(path.read_bytes(), language_of(path.suffix), tokenizer, ids[:-1])
         assert own.tolist() == [*expected, 0], path
         assert any(expected) == (path.name not in ("five.txt", "six.py"))
     assert {int(code) // LEVELS for own in codes for code in own} == set(map(int, Kind))

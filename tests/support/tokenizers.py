@@ -1,10 +1,12 @@
-"""A small byte-level BPE, trained on the spot."""
+"""A small byte-level BPE, trained on the spot, and the structure codes of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from cppmega.data import structure_labels
 
 END = "<end>"
 
@@ -37,3 +39,19 @@ def saved(folder: Path, tokenizer: Any) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(f'{{"eos_token": "{END}"}}')
     return folder
+
+
+def codes_of(text: bytes, language: Any, tokenizer: Any, ids: Iterable[int]) -> list[int]:
+    """The structure code of every token of a document, without the places that the package gives.
+
+    A character of a byte-level token stands for one byte, so the lengths of the tokens tell.
+    """
+    of_bytes, _ = structure_labels.of_bytes(text, language)
+    place, codes = 0, []
+    for one in ids:
+        within = range(place, place + len(tokenizer._tokenizer.id_to_token(int(one))))
+        solid = [i for i in within if not text[i : i + 1].isspace()]
+        codes.append(int(of_bytes[(solid or within)[0]]))
+        place = within.stop
+    assert place == len(text)
+    return codes
