@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 
-from cppmega.data import corpus, tokenizers
+from cppmega.data import corpus, structure_files, tokenizers
 from cppmega.data import reading as data_reading
 from cppmega.data import record as data_record
 from cppmega.data.corpus import Corpus
+from cppmega.data.record import Reading
 from cppmega.errors import CppmegaError
 from cppmega.host import progress
 
@@ -37,6 +38,8 @@ def main(
 ) -> None:
     """Read the datasets PREFIXES completely: every number of the index, every id, and the hashes.
 
+    Structure ids that a dataset has are read as well.
+
     The result is kept in PREFIX.checked.json (in the cache folder if that cannot be written), and
     is valid for launches until one of the files changes. Exit status 0 if all is well.
     """
@@ -51,16 +54,24 @@ def main(
 
 def _read(prefix: Path, vocab_size: int | None, zeros_are_data: bool) -> str:
     found = corpus.open_(prefix)
-    with progress.of_bytes(f"reading {prefix.name}", found.size) as advance:
-        reading = data_reading.read(found, advance=advance, zeros_are_data=zeros_are_data)
+    reading = _read_one(found, zeros_are_data)
     allowed = vocab_size or _of_the_card(found)
     if allowed is not None:
         corpus.check_width(found, allowed)
     data_reading.check(found, reading, allowed or max(reading.highest + 1, 1))
+    structure = found.card.structure if found.card is not None else None
+    if structure is not None:
+        structure_files.check(found, _read_one)
+    also = f", {structure.said}" if structure is not None else ""
     return (
         f"{prefix} {data_record.name(found)} {found.documents} documents {found.tokens} tokens, "
-        f"ids {reading.lowest} to {reading.highest}, read at {reading.speed / 1e9:.2f} GB/s"
+        f"ids {reading.lowest} to {reading.highest}, read at {reading.speed / 1e9:.2f} GB/s{also}"
     )
+
+
+def _read_one(found: Corpus, zeros_are_data: bool = False) -> Reading:
+    with progress.of_bytes(f"reading {found.prefix.name}", found.size) as advance:
+        return data_reading.read(found, advance=advance, zeros_are_data=zeros_are_data)
 
 
 def _of_the_card(found: Corpus) -> int | None:

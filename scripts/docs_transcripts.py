@@ -76,6 +76,10 @@ WITH_TORCH: dict[str, tuple[Shown, ...]] = {
         Shown("python -m cppmega.data.command --out data/checked text", notes=False),
         Shown("python -m cppmega.check_data data/checked", notes=False),
     ),
+    "structure": (
+        Shown("python -m cppmega.data.command --structure --out data/code code", notes=False),
+        Shown("python -m cppmega.check_data data/code", notes=False),
+    ),
     "launch": (Shown("cppmega launch smoke_cpu --name demo --dry-run", tree=True),),
 }
 """Commands that import torch or numpy, and take minutes: they are recorded."""
@@ -115,7 +119,7 @@ def record(names: Sequence[str] = ()) -> None:
 
 @contextmanager
 def workplace(stock: bool = True) -> Iterator[Path]:
-    """A folder with a stock Megatron, two runs that have ended, and some text."""
+    """A folder with a stock Megatron, two runs that have ended, some text and some code."""
     with tempfile.TemporaryDirectory(prefix="cppmega-docs-") as folder:
         place = Path(folder)
         if stock:
@@ -125,6 +129,9 @@ def workplace(stock: bool = True) -> Iterator[Path]:
         (place / "text").mkdir()
         for name in ("README.md", "CONTRIBUTING.md"):
             shutil.copy(REPOSITORY / name, place / "text" / f"{Path(name).stem.lower()}.txt")
+        (place / "code").mkdir()
+        for name in ("scripts/train.py", "scripts/smoke.py", "scripts/Dockerfile"):
+            shutil.copy(REPOSITORY / name, place / "code")
         yield place
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 
 from cppmega.data import prepare as data
-from cppmega.data import tokenizers
+from cppmega.data import sources, tokenizers
+from cppmega.data.corpus import Card
 from cppmega.errors import CppmegaError
 from cppmega.host import progress
 
@@ -26,6 +27,14 @@ from cppmega.host import progress
 @click.option(
     "--suffix", multiple=True, help="In folders, only files with this suffix; repeatable."
 )
+@click.option(
+    "--structure",
+    is_flag=True,
+    help="Also write the syntactic kind and depth of every token: C, C++ and Python.",
+)
+@click.option(
+    "--language-key", help="Field of a JSON line with the language or the file of its text."
+)
 def main(
     inputs: tuple[Path, ...],
     out: Path,
@@ -33,6 +42,8 @@ def main(
     eod: str | None,
     key: str,
     suffix: tuple[str, ...],
+    structure: bool,
+    language_key: str | None,
 ) -> None:
     """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
 
@@ -41,27 +52,32 @@ def main(
     # Megatron warns of packages, ranks and devices that only training uses.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     try:
-        _run(inputs, out, tokenizer, eod, key, suffix)
+        if language_key is not None and not structure:
+            raise click.UsageError("--language-key is of use only with --structure.")
+        chosen = tokenizers.load(tokenizer, eod)
+        total = sum(path.stat().st_size for path in sources.files(inputs, suffix))
+        with progress.of_bytes(f"preparing {out.name}", total) as advance:
+            card = data.prepare(
+                out,
+                inputs,
+                chosen,
+                key=key,
+                suffixes=suffix,
+                structure=structure,
+                language_key=language_key,
+                advance=advance,
+            )
+        _report(out, card)
     except CppmegaError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(1)
 
 
-def _run(
-    inputs: tuple[Path, ...],
-    out: Path,
-    tokenizer: str,
-    eod: str | None,
-    key: str,
-    suffix: tuple[str, ...],
-) -> None:
-    chosen = tokenizers.load(tokenizer, eod)
-    total = sum(path.stat().st_size for path in data.files(inputs, suffix))
-    with progress.of_bytes(f"preparing {out.name}", total) as advance:
-        card = data.prepare(out, inputs, chosen, key=key, suffixes=suffix, advance=advance)
+def _report(out: Path, card: Card) -> None:
     for reason, count in card.skipped.items():
         print(f"left out: {count} documents ({reason})", file=sys.stderr)
-    print(f"{out} {card.fingerprint} {card.documents} documents {card.tokens} tokens")
+    parsed = f", {card.structure.said}" if card.structure is not None else ""
+    print(f"{out} {card.fingerprint} {card.documents} documents {card.tokens} tokens{parsed}")
 
 
 if __name__ == "__main__":

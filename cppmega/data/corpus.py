@@ -16,6 +16,7 @@ import msgspec
 
 from cppmega.data import index_file
 from cppmega.data.index_file import Index
+from cppmega.data.structure import COLUMN
 from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
 
@@ -28,6 +29,27 @@ _HIGHEST = {
 """Type -> the ids that it can hold."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StructureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a card says of the structure ids of its tokens."""
+
+    definition: Annotated[int, msgspec.Meta(ge=1)]
+    """`structure.DEFINITION` of the release that made them."""
+    grammars: dict[str, str]
+    """Package -> version, of tree-sitter and its grammars."""
+    tokenizer: str
+    """Digest of the tokenizer's record."""
+    documents: dict[str, Count]
+    """Language, `no grammar` or `not parsed` -> documents."""
+    bin_sha256: str
+    idx_sha256: str
+
+    @property
+    def said(self) -> str:
+        """One line about it."""
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self.documents.items()))
+        return f"structure ids of definition {self.definition} ({counts})"
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,16 +66,23 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Files read."""
     skipped: dict[str, int] = {}
     """Reason -> documents that are not in the dataset."""
+    structure: StructureRecord | None = None
+    """None: its tokens have no structure ids."""
     schema: int = 1
 
     @property
     def fingerprint(self) -> str:
         """One name for the content, for logs, checkpoints and results."""
-        return hashlib.sha256((self.bin_sha256 + self.idx_sha256).encode()).hexdigest()[:16]
+        hashes = self.bin_sha256 + self.idx_sha256
+        if self.structure is not None:
+            hashes += self.structure.bin_sha256 + self.structure.idx_sha256
+        return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
     def dump(self) -> str:
         """The JSON text."""
         card = {**msgspec.to_builtins(self), "fingerprint": self.fingerprint}
+        if self.structure is None:
+            del card["structure"]  # as earlier releases wrote it
         return json.dumps(card, indent=1) + "\n"
 
 
@@ -122,6 +151,8 @@ def _card_problem(card: Card, fingerprint: object) -> str:
         return f"it has schema {card.schema}, and this release of cppmega reads schema 1"
     if fingerprint != card.fingerprint:
         return f"its fingerprint is {fingerprint}, and that of its hashes {card.fingerprint}"
+    if card.structure is not None and card.structure.tokenizer != card.tokenizer.digest:
+        return "its structure ids belong to the tokens of another tokenizer"
     return ""
 
 
@@ -136,7 +167,8 @@ def open_(prefix: Path) -> Corpus:
     if missing:
         parts = with_suffix(prefix, ".parts")
         name = "data-unfinished" if parts.is_dir() else "data-not-found"
-        here = sorted(path.with_suffix("").name for path in prefix.parent.glob("*.idx"))
+        named = {path.with_suffix("") for path in prefix.parent.glob("*.idx")}
+        here = sorted(path.name for path in named if path.suffix != COLUMN)
         raise CppmegaError(
             name,
             f"{prefix}: {' and '.join(missing)} missing"

@@ -136,6 +136,20 @@ def check_all(index: Index, data_bytes: int) -> None:
         _check_modes(index)
 
 
+def same_lengths(one: Index, other: Index) -> bool:
+    """Whether two datasets have sequences of the same lengths in the same order.
+
+    Raises:
+        CppmegaError: `data-broken`, `data-not-readable`.
+    """
+    import numpy as np
+
+    lists = (_parts(index, "<i4", _HEADER.size, index.sequences) for index in (one, other))
+    return one.sequences == other.sequences and all(
+        np.array_equal(own, others) for (_, own), (_, others) in zip(*lists, strict=True)
+    )
+
+
 def _check_sequences(index: Index, data_bytes: int) -> None:
     import numpy as np
 

@@ -8,43 +8,41 @@ joined, and the card with the fingerprint of the result is written last.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from filelock import FileLock, Timeout
 
-from cppmega.data.corpus import Card, Count, digest, with_suffix
+from cppmega.data import shards, sources, structure_labels
+from cppmega.data.corpus import Card, Count, StructureRecord, digest, with_suffix
+from cppmega.data.shards import Shard
+from cppmega.data.sources import Document
+from cppmega.data.structure import COLUMN, DEFINITION
 from cppmega.data.tokenizers import Tokenizer, TokenizerRecord
 from cppmega.errors import CppmegaError
-from cppmega.host import durable, interpreter
-from cppmega.tree.installed import find_root
+from cppmega.host import durable
 
 SHARD_TOKENS = 1 << 24
 """Tokens after which a shard is finished, and the most that a kill can cost."""
 _BATCH = 256
 """Documents encoded together."""
-_LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
-"""Folders of a source tree that hold no sources; hidden ones are left out as well."""
 
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document as read, and how many bytes of input it took."""
+class StructureSettings(msgspec.Struct, frozen=True):
+    """What the structure ids of a preparation depend on besides the text."""
 
-    text: bytes
-    took: int
-    problem: str = ""
-    """Why it is left out; empty if it is not."""
+    definition: int
+    grammars: dict[str, str]
+    """Package -> version."""
+    language_key: str | None
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -54,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True):
     key: str
     inputs: tuple[tuple[str, int, int], ...]
     """Path, size and modification time (ns) of every input file."""
+    structure: StructureSettings | None = None
+    """None: the tokens get no structure ids."""
 
 
 class PrepareProgress(msgspec.Struct):
@@ -66,79 +66,31 @@ class PrepareProgress(msgspec.Struct):
     documents: Count = 0
     tokens: Count = 0
     skipped: dict[str, int] = {}
+    languages: dict[str, int] = {}
+    """Documents with structure ids, as in `StructureRecord`."""
     joining: bool = False
 
 
-def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """List every input file, in an order that does not depend on the file system.
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call of `prepare`."""
 
-    Raises:
-        CppmegaError: `input-not-found`, `no-input`.
-    """
-    found: list[Path] = []
-    for path in inputs:
-        if path.is_dir():
-            found += sorted(_tree(path, suffixes))
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise CppmegaError(
-                "input-not-found",
-                f"There is no file or folder {path}.",
-                "A corpus with a part missing looks like a complete one.",
-                "correct the path",
-            )
-    if not found:
-        raise CppmegaError(
-            "no-input",
-            f"No files in {', '.join(map(str, inputs))}"
-            + (f" end in {', '.join(suffixes)}." if suffixes else "."),
-            "The dataset would be empty.",
-            "other inputs, or other --suffix",
-        )
-    return found
+    out: Path
+    paths: Sequence[Path]
+    tokenizer: Tokenizer
+    settings: Settings
+    shard_tokens: int
+    advance: Advance
 
+    @property
+    def parts(self) -> Path:
+        """The folder of the unfinished dataset."""
+        return with_suffix(self.out, ".parts")
 
-def _tree(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
-    for where, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if not n.startswith(".") and n not in _LEFT_OUT]
-        for name in names:
-            if not name.startswith(".") and (not suffixes or name.endswith(tuple(suffixes))):
-                yield Path(where) / name
-
-
-def documents(paths: Iterable[Path], key: str) -> Iterator[Document]:
-    """Read one document per file, or per line of a `.jsonl` file.
-
-    Raises:
-        CppmegaError: `bad-jsonl`.
-    """
-    for path in paths:
-        if path.suffix == ".jsonl":
-            yield from _lines(path, key)
-            continue
-        text = path.read_bytes()
-        problem = "empty" if not text.strip() else "binary" if b"\0" in text else ""
-        yield Document(text, len(text), problem)
-
-
-def _lines(path: Path, key: str) -> Iterator[Document]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[key]
-                if not isinstance(text, str):
-                    raise TypeError(f"{key} is not a text")
-            except (ValueError, KeyError, TypeError) as error:
-                raise CppmegaError(
-                    "bad-jsonl",
-                    f"{path}, line {number}: {type(error).__name__} {error}",
-                    f"Every line must be a JSON object with a text under {key!r}.",
-                    "correct the line, or name the field with --key",
-                ) from error
-            yield Document(text.encode(), len(line), "" if text.strip() else "empty")
+    def shard(self, state: PrepareProgress) -> Shard:
+        """Begin the shard after those that are finished."""
+        name = f"{len(state.shards):06d}"
+        return Shard(self.parts, name, self.tokenizer, self.settings.structure is not None)
 
 
 def prepare(
@@ -148,6 +100,8 @@ def prepare(
     *,
     key: str = "text",
     suffixes: Sequence[str] = (),
+    structure: bool = False,
+    language_key: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
     advance: Advance = lambda took: None,
 ) -> Card:
@@ -159,33 +113,51 @@ def prepare(
         tokenizer: turns them into tokens.
         key: the field of a JSON line that holds the text.
         suffixes: in folders, only files with these endings; empty: every text file.
+        structure: whether every token also gets its structure ids, in `out.structure.bin` and
+            `out.structure.idx`.
+        language_key: the field of a JSON line that names the language of its text, or the file
+            that it is from; only for structure ids.
         shard_tokens: tokens after which a shard is finished.
         advance: called with the bytes of input read, those of an earlier call included.
 
     Raises:
         CppmegaError: `data-exists`, `inputs-changed`, `input-not-found`, `no-input`, `bad-jsonl`,
-            `no-documents`, `data-in-use`, `preparation-damaged`.
+            `no-documents`, `data-in-use`, `preparation-damaged`, `language-unknown`,
+            `grammars-not-installed`, `grammar-differs`.
     """
-    paths = files(inputs, suffixes)
-    parts = with_suffix(out, ".parts")
-    parts.parent.mkdir(parents=True, exist_ok=True)
+    paths = sources.files(inputs, suffixes)
+    asked = _structure_settings(paths, structure, language_key)
+    settings = Settings(tokenizer.describe(), key, _states(paths), asked)
+    job = _Job(out, paths, tokenizer, settings, shard_tokens, advance)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with _lock(out):
-        state = _begin(out, parts, _settings(paths, tokenizer, key))
-        return _build(out, parts, state, paths, tokenizer, key, shard_tokens, advance)
+        return _build(job, _begin(out, job.parts, settings))
 
 
-def _build(
-    out: Path,
-    parts: Path,
-    state: PrepareProgress,
-    paths: Sequence[Path],
-    tokenizer: Tokenizer,
-    key: str,
-    shard_tokens: int,
-    advance: Advance,
-) -> Card:
+def _structure_settings(
+    paths: Sequence[Path], structure: bool, language_key: str | None
+) -> StructureSettings | None:
+    """What the structure ids depend on; None if there are to be none.
+
+    Raises:
+        CppmegaError: `language-unknown`, `grammars-not-installed`, `grammar-differs`.
+    """
+    lines = next((path for path in paths if path.suffix == ".jsonl"), None)
+    if structure and lines is not None and language_key is None:
+        raise CppmegaError(
+            "language-unknown",
+            f"{lines} does not say by its name in which language its texts are.",
+            "All of them would get the structure ids of a language without a grammar.",
+            "name the field that holds the language, or the name of the file, with --language-key",
+        )
+    if not structure:
+        return None
+    return StructureSettings(DEFINITION, structure_labels.grammars(), language_key)
+
+
+def _build(job: _Job, state: PrepareProgress) -> Card:
     if not state.joining:
-        _write_shards(parts, state, documents(paths, key), tokenizer, shard_tokens, advance)
+        _write_shards(job, state)
         if not state.documents:
             raise CppmegaError(
                 "no-documents",
@@ -194,8 +166,8 @@ def _build(
                 "other inputs",
             )
         state.joining = True
-        _save(parts, state)
-    return _join(out, parts, state, len(paths), tokenizer)
+        _save(job.parts, state)
+    return _join(job, state)
 
 
 @contextmanager
@@ -215,10 +187,10 @@ def _lock(out: Path) -> Iterator[None]:
     with_suffix(out, ".lock").unlink(missing_ok=True)
 
 
-def _settings(paths: Sequence[Path], tokenizer: Tokenizer, key: str) -> Settings:
+def _states(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
+    """Path, size and modification time of every input file."""
     stats = [(str(path), path.stat()) for path in paths]
-    inputs = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    return Settings(tokenizer.describe(), key, inputs)
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _begin(out: Path, parts: Path, settings: Settings) -> PrepareProgress:
@@ -229,7 +201,7 @@ def _begin(out: Path, parts: Path, settings: Settings) -> PrepareProgress:
         if state.settings != settings:
             raise CppmegaError(
                 "inputs-changed",
-                f"{parts} was begun with other inputs or another tokenizer.",
+                f"{parts} was begun with other inputs, another tokenizer or other structure ids.",
                 "One dataset would hold parts of two corpora.",
                 f"use the same as before, or remove {parts} and start again",
             )
@@ -237,7 +209,8 @@ def _begin(out: Path, parts: Path, settings: Settings) -> PrepareProgress:
             if path != saved and path.name.partition(".")[0] not in state.shards:
                 path.unlink()  # a shard that was being written
         return state
-    taken = [p for p in (with_suffix(out, s) for s in (".bin", ".idx", ".json")) if p.exists()]
+    endings = (".bin", ".idx", f"{COLUMN}.bin", f"{COLUMN}.idx", ".json")
+    taken = [path for path in (with_suffix(out, ending) for ending in endings) if path.exists()]
     if taken:
         raise CppmegaError(
             "data-exists",
@@ -267,27 +240,35 @@ def _save(parts: Path, state: PrepareProgress) -> None:
     durable.replace(parts / "state.json", json.dumps(msgspec.to_builtins(state)).encode())
 
 
-def _write_shards(
-    parts: Path,
-    state: PrepareProgress,
-    stream: Iterator[Document],
-    tokenizer: Tokenizer,
-    shard_tokens: int,
-    advance: Advance,
-) -> None:
+def _write_shards(job: _Job, state: PrepareProgress) -> None:
+    asked = job.settings.structure
+    language_key = asked.language_key if asked is not None else None
+    stream = sources.documents(job.paths, job.settings.key, language_key)
     for document in islice(stream, state.read):
-        advance(document.took)
-    shard = _Shard(parts, f"{len(state.shards):06d}", tokenizer)
+        job.advance(document.took)
+    shard = job.shard(state)
     try:
         for batch in _batches(stream):
-            shard.add(batch, state.skipped)
-            advance(sum(document.took for document in batch))
-            if shard.tokens >= shard_tokens:
-                shard.finish(state)
-                shard = _Shard(parts, f"{len(state.shards):06d}", tokenizer)
-        shard.finish(state)
+            shard.add(batch)
+            job.advance(sum(document.took for document in batch))
+            if shard.tokens >= job.shard_tokens:
+                _finish(job.parts, state, shard)
+                shard = job.shard(state)
+        _finish(job.parts, state, shard)
     finally:
         shard.close()
+
+
+def _finish(parts: Path, state: PrepareProgress, shard: Shard) -> None:
+    """Finish a shard, then record that it is complete."""
+    shard.finish()
+    state.shards.append(shard.name)
+    state.read += shard.read
+    state.documents += shard.documents
+    state.tokens += shard.tokens
+    state.skipped = dict(Counter(state.skipped) + shard.skipped)
+    state.languages = dict(Counter(state.languages) + shard.languages)
+    _save(parts, state)
 
 
 def _batches(stream: Iterator[Document]) -> Iterator[list[Document]]:
@@ -301,85 +282,41 @@ def _batches(stream: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-class _Shard:
-    """One shard being written by Megatron's own builder."""
-
-    def __init__(self, parts: Path, name: str, tokenizer: Tokenizer) -> None:
-        self.parts, self.name, self.tokenizer = parts, name, tokenizer
-        self.tokens = self.documents = self.read = 0
-        self._builder = _builder(parts / f"{name}.bin.new", tokenizer.vocab_size)
-
-    def add(self, batch: Sequence[Document], skipped: dict[str, int]) -> None:
-        """Encode and write a batch; counts what is left out."""
-        counts = Counter(document.problem for document in batch if document.problem)
-        texts = [document.text for document in batch if not document.problem]
-        try:
-            encoded = self.tokenizer.encode(texts)
-        except UnicodeDecodeError:
-            encoded = []
-            for text in texts:
-                try:
-                    encoded += self.tokenizer.encode([text])
-                except UnicodeDecodeError:
-                    counts["not UTF-8"] += 1
-        for ids in encoded:
-            ids.append(self.tokenizer.eod)
-            self._builder.add_document(ids, [len(ids)])
-            self.tokens += len(ids)
-        self.documents += len(encoded)
-        self.read += len(batch)
-        for problem, count in counts.items():
-            skipped[problem] = skipped.get(problem, 0) + count
-
-    def close(self) -> None:
-        """Close the data file; one that is not finished is removed by the next call."""
-        self._builder.data_file.close()
-
-    def finish(self, state: PrepareProgress) -> None:
-        """Close the files, give them their names, then record that they are complete."""
-        self._builder.finalize(str(self.parts / f"{self.name}.idx.new"))
-        for suffix in (".bin", ".idx"):
-            path = self.parts / f"{self.name}{suffix}"
-            path.with_name(path.name + ".new").replace(path)
-        state.shards.append(self.name)
-        state.read += self.read
-        state.documents += self.documents
-        state.tokens += self.tokens
-        _save(self.parts, state)
-
-
-def _builder(path: Path, vocab_size: int) -> Any:
-    try:
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    except ModuleNotFoundError:
-        interpreter.require_torch(find_root(), "cppmega.data.command")
-        raise
-    return IndexedDatasetBuilder(str(path), dtype=DType.optimal_dtype(vocab_size))
-
-
-def _join(
-    out: Path, parts: Path, state: PrepareProgress, sources: int, tokenizer: Tokenizer
-) -> Card:
-    builder = _builder(parts / "whole.bin", tokenizer.vocab_size)
-    for name in state.shards:
-        builder.add_index(str(parts / name))
-    builder.finalize(str(parts / "whole.idx"))
+def _join(job: _Job, state: PrepareProgress) -> Card:
+    asked, parts = job.settings.structure, job.parts
+    types = shards.join(parts, state.shards, job.tokenizer, asked is not None)
     data, index = digest(parts / "whole")
     card = Card(
-        tokenizer=tokenizer.describe(),
+        tokenizer=job.settings.tokenizer,
         documents=state.documents,
         tokens=state.tokens,
-        dtype=builder.dtype.__name__,
+        dtype=types[""],
         bin_sha256=data,
         idx_sha256=index,
-        sources=sources,
+        sources=len(job.paths),
         skipped=state.skipped,
+        structure=_structure_record(asked, state, parts) if asked is not None else None,
     )
-    for suffix in (".bin", ".idx"):
-        (parts / f"whole{suffix}").replace(with_suffix(out, suffix))
+    for column in types:
+        for suffix in (".bin", ".idx"):
+            (parts / f"whole{column}{suffix}").replace(with_suffix(job.out, column + suffix))
     new = parts / "card.new"
     new.write_text(card.dump())
-    new.replace(with_suffix(out, ".json"))
+    new.replace(with_suffix(job.out, ".json"))
     (parts / "state.json").unlink()  # first: without it the rest of the folder is rubbish
     shutil.rmtree(parts)
     return card
+
+
+def _structure_record(
+    asked: StructureSettings, state: PrepareProgress, parts: Path
+) -> StructureRecord:
+    codes, index = digest(parts / f"whole{COLUMN}")
+    return StructureRecord(
+        definition=asked.definition,
+        grammars=asked.grammars,
+        tokenizer=state.settings.tokenizer.digest,
+        documents=state.languages,
+        bin_sha256=codes,
+        idx_sha256=index,
+    )

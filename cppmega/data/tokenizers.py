@@ -8,11 +8,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 
 from cppmega.errors import CppmegaError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BYTES = 256
 """Ids of the byte tokenizer below its end-of-document token."""
@@ -28,12 +31,28 @@ class TokenizerRecord(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     """Hash of the tokenizer's file; empty for bytes."""
 
+    @property
+    def digest(self) -> str:
+        """One hash of all of it, for records that belong to the tokens that it makes."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
     def __post_init__(self) -> None:
         if self.eod >= self.vocab_size:
             raise ValueError(
                 f"its tokenizer ends a document with id {self.eod}, and has ids below "
                 f"{self.vocab_size}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The tokens of one document, and where they are in it."""
+
+    ids: list[int]
+    begins: np.ndarray[Any, Any]
+    """First byte of each token, int64. A character that is split over tokens belongs to each."""
+    ends: np.ndarray[Any, Any]
+    """The byte after its last, int64; a token that stands for no text is empty."""
 
 
 class Tokenizer(Protocol):
@@ -50,6 +69,9 @@ class Tokenizer(Protocol):
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
         """Token ids of each document, without the end; UnicodeDecodeError if one is not a text."""
 
+    def encode_placed(self, documents: Sequence[bytes]) -> list[Placed]:
+        """The same ids with their places; UnicodeDecodeError as `encode`."""
+
     def describe(self) -> TokenizerRecord:
         """Its identity, as the dataset's card keeps it."""
 
@@ -64,6 +86,14 @@ class ByteTokenizer:
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
         """The bytes themselves."""
         return [list(document) for document in documents]
+
+    def encode_placed(self, documents: Sequence[bytes]) -> list[Placed]:
+        """The bytes themselves, each at its place."""
+        import numpy as np
+
+        at = [np.arange(len(document) + 1) for document in documents]
+        ids = self.encode(documents)
+        return [Placed(one, own[:-1], own[1:]) for one, own in zip(ids, at, strict=True)]
 
     def describe(self) -> TokenizerRecord:
         """Kind and sizes."""
@@ -126,9 +156,20 @@ class HuggingFaceTokenizer:
 
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
         """Ids of each document, on all threads."""
+        return [list(one.ids) for one in self._encodings(documents)]
+
+    def encode_placed(self, documents: Sequence[bytes]) -> list[Placed]:
+        """Ids of each document with the places that the tokenizer itself gives them."""
+        encodings = self._encodings(documents)
+        return [
+            _placed(list(one.ids), one.offsets, document)
+            for one, document in zip(encodings, documents, strict=True)
+        ]
+
+    def _encodings(self, documents: Sequence[bytes]) -> list[Any]:
         texts = [document.decode() for document in documents]
-        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [list(one.ids) for one in encoded]
+        encodings: list[Any] = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return encodings
 
     def describe(self) -> TokenizerRecord:
         """Kind, sizes, and the hash of the file."""
@@ -147,6 +188,18 @@ def load(name: str, eod: str | None = None) -> ByteTokenizer | HuggingFaceTokeni
         CppmegaError: what `HuggingFaceTokenizer` raises.
     """
     return ByteTokenizer() if name == "byte" else HuggingFaceTokenizer(Path(name), eod)
+
+
+def _placed(ids: list[int], offsets: Sequence[tuple[int, int]], document: bytes) -> Placed:
+    """Turn places that count characters, as the package does, into places that count bytes."""
+    import numpy as np
+
+    of_bytes = np.frombuffer(document, np.uint8)
+    characters = np.append(np.flatnonzero((of_bytes & 0xC0) != 0x80), len(document))
+    begins, ends = characters[np.array(offsets, np.int64).reshape(-1, 2)].T
+    # GPT-2's tokenizer counts no blank before a word, so a token of blanks is empty, at its end.
+    previous = np.concatenate(([0], ends[:-1]))
+    return Placed(ids, np.where(begins == ends, np.minimum(previous, begins), begins), ends)
 
 
 def _end_token(folder: Path) -> str | None:

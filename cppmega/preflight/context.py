@@ -31,7 +31,7 @@ from cppmega.preflight.messages import ParsedLine, RankAnswer, RankOrder
 from cppmega.recipe import Recipe, dsa_widths
 from cppmega.recipe.memory import Estimate, estimate
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import requirements
+from cppmega.training import data_requirements
 from cppmega.training.batch import DataTokens
 
 _SECONDS = 60.0
@@ -195,11 +195,11 @@ class Context:
 
         Raises:
             NotApplicable: nothing that Megatron parses is launched.
-            CppmegaError: what `requirements.check_data` raises.
+            CppmegaError: what `data_requirements.check` raises.
         """
         options = self.launch_line.options
         assert self.recipe is not None
-        return requirements.check_data(self.recipe, options, self.allowance.read)
+        return data_requirements.check(self.recipe, options, self.allowance.read)
 
     @cached_property
     def devices(self) -> Devices:

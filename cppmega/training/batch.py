@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cppmega.errors import CppmegaError
-from cppmega.recipe import Recipe
+from cppmega.recipe import Recipe, Structure
 from cppmega.training.packing import pack
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class Batch:
     """None if every sample is one causal sequence."""
     squares: float
     """Mean over tokens of the length of their document, for the FLOPs."""
+    structure_kinds: torch.Tensor | None = None
+    """int64, of the shape of `tokens`; None exactly if the recipe has no structure embedding."""
+    structure_depths: torch.Tensor | None = None
+    """As `structure_kinds`."""
 
 
 def dataset_provider(
@@ -85,6 +89,11 @@ def dataset_provider(
             create_attention_mask=False,
         )
         kind = GPTDataset if prefixes else MockGPTDataset
+        if recipe.structure is not None:
+            from cppmega.training import structure_datasets as structured
+
+            real, mock = structured.StructureGPTDataset, structured.MockStructureGPTDataset
+            kind = real if prefixes else mock
         return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks the function
@@ -125,6 +134,30 @@ def check_batch(
         )
 
 
+_STRUCTURE_IDS = ("structure_kinds", "structure_depths")
+
+
+def check_structure(sample: Mapping[str, torch.Tensor], structure: Structure) -> None:
+    """Check that the structure embedding has a row for every id of a micro-batch.
+
+    Raises:
+        CppmegaError: `structure-out-of-range`.
+    """
+    import torch
+
+    rows = (structure.categories, structure.levels)
+    for name, count in zip(_STRUCTURE_IDS, rows, strict=True):
+        lowest, highest = (int(value) for value in torch.aminmax(sample[name]))
+        if lowest < 0 or highest >= count:
+            raise CppmegaError(
+                "structure-out-of-range",
+                f"The {name} of a micro-batch hold {lowest if lowest < 0 else highest}; the "
+                f"embedding has the rows 0 to {count - 1}.",
+                "The data changed after it was checked, or was never checked completely.",
+                "python -m cppmega.check_data PREFIX, for every --data of the run",
+            )
+
+
 def next_batch(
     recipe: Recipe, iterator: Iterator[dict[str, torch.Tensor]], eod: int, device: Any
 ) -> Batch:
@@ -133,12 +166,17 @@ def next_batch(
     Nothing is read back from the device: values, sizes and boundaries come from the host's tensors.
 
     Raises:
-        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`.
+        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`, `structure-out-of-range`.
     """
     from cppmega.ops.linear_cross_entropy import counting_tokens
 
     sample = next(iterator)
     check_batch(sample["tokens"], sample["labels"], sample["loss_mask"], recipe.vocab_size)
+
+    ids = {}
+    if recipe.structure is not None:
+        check_structure(sample, recipe.structure)
+        ids = {name: sample[name] for name in _STRUCTURE_IDS}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
@@ -155,9 +193,10 @@ def next_batch(
             position_ids=moved(sample["position_ids"]),
             packed_seq_params=None,
             squares=float(recipe.seq_length),
+            **{name: moved(values) for name, values in ids.items()},
         )
     packed = pack(
-        sample["tokens"], sample["labels"], sample["loss_mask"], eod, recipe.document_multiple
+        sample["tokens"], sample["labels"], sample["loss_mask"], eod, recipe.document_multiple, ids
     )
     return Batch(
         tokens=moved(packed.tokens),
@@ -166,4 +205,5 @@ def next_batch(
         position_ids=moved(packed.position_ids),
         packed_seq_params=packed.params(device),
         squares=packed.squares,
+        **{name: moved(values) for name, values in packed.beside.items()},
     )

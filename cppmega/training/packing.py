@@ -7,7 +7,7 @@ boundaries of the padded documents and the true lengths are then different lists
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ class Packed:
     """Tokens of each document, padding not included."""
     sample: int
     """Tokens of one sample, s."""
+    beside: dict[str, torch.Tensor]
+    """Further values of the tokens; 0 where there is padding."""
 
     @property
     def padded(self) -> bool:
@@ -87,7 +89,12 @@ class Packed:
 
 
 def pack(
-    tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, eod: int, multiple: int = 1
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    loss_mask: torch.Tensor,
+    eod: int,
+    multiple: int = 1,
+    beside: Mapping[str, torch.Tensor] | None = None,
 ) -> Packed:
     """Pack the documents of a micro-batch.
 
@@ -100,6 +107,7 @@ def pack(
         loss_mask: [b, s].
         eod: id of the token that ends a document.
         multiple: every document begins at a multiple of this; s must be one.
+        beside: further values of the tokens by name, each [b, s].
     """
     import torch
 
@@ -108,6 +116,10 @@ def pack(
     out_labels = torch.zeros_like(out_tokens)
     out_mask = torch.zeros(batch * sample, dtype=loss_mask.dtype)
     positions = torch.zeros_like(out_tokens)
+    beside = beside or {}
+    out_beside = {
+        name: torch.zeros(batch * sample, dtype=values.dtype) for name, values in beside.items()
+    }
     starts: list[int] = []
     lengths: list[int] = []
     for row in range(batch):
@@ -121,6 +133,8 @@ def pack(
             out_labels[to] = labels[row, source]
             out_mask[to] = loss_mask[row, source]
             positions[to] = torch.arange(length)
+            for name, values in beside.items():
+                out_beside[name][to] = values[row, source]
             starts.append(at)
             lengths.append(length)
             at += -(-length // multiple) * multiple
@@ -133,6 +147,7 @@ def pack(
         starts=starts,
         lengths=lengths,
         sample=sample,
+        beside={name: values.unsqueeze(0) for name, values in out_beside.items()},
     )
 
 

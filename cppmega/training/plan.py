@@ -14,7 +14,7 @@ from cppmega.rank import imported
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import requirements
+from cppmega.training import data_requirements, requirements
 from cppmega.training.batch import DataTokens
 from cppmega.tree import accepted
 
@@ -73,7 +73,7 @@ def check_files(recipe: Recipe, options: RunOptions, session: Session) -> Traini
     # The end token is known only once the data is: it adds to the arguments and takes none away.
     requirements.check_complete(recipe, render(recipe, version, options))
     requirements.check_gates(recipe, os.environ)
-    data = requirements.check_data(recipe, options)
+    data = data_requirements.check(recipe, options)
     requirements.check_checkpoint(options.load)
     return TrainingPlan(
         recipe=recipe,

@@ -9,20 +9,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
-from cppmega.data import corpus, tokenizers
-from cppmega.data import reading as data_reading
-from cppmega.data import record as data_record
-from cppmega.data.corpus import Corpus
-from cppmega.data.record import Reading
-from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, env
 from cppmega.overlay import receipt
@@ -32,7 +24,6 @@ from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training.batch import DataTokens
 from cppmega.tree.installed import Tree
 
 
@@ -222,109 +213,6 @@ def check_packages(recipe: Recipe, options: RunOptions) -> None:
                 f"pip install {package.replace('_', '-')}"
                 + (f", or {otherwise}" * bool(otherwise)),
             )
-
-
-def check_data(
-    recipe: Recipe,
-    options: RunOptions,
-    read: Callable[[Corpus], Reading | None] = data_record.kept,
-) -> DataTokens:
-    """Check that the data is present, complete, and made for this model's vocabulary.
-
-    Args:
-        recipe: the run.
-        options: name the datasets and their tokenizer, or ask for mock data.
-        read: returns what a complete dataset contains; None: unknown, so its ends are inspected.
-
-    Raises:
-        CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
-            `tokenizer-differs`, `vocabulary-too-small`, and what `corpus`, `data_reading` and
-            `tokens` raise.
-    """
-    if options.mock_data:
-        if options.data:
-            raise CppmegaError(
-                "data-and-mock-data",
-                "Both --data and --mock-data are given.",
-                "It would not be clear afterwards what the model was trained on.",
-                "leave one of them out",
-            )
-        return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
-    if not options.data:
-        raise CppmegaError(
-            "no-data",
-            "Neither --data nor --mock-data is given.",
-            "Mock data is never used silently: it trains faster and means nothing.",
-            "python -m cppmega.data.command --out PREFIX TEXT..., then --data PREFIX",
-        )
-    found = [corpus.open_(Path(prefix)) for prefix in options.data]
-    described = [_described(one, options.tokenizer, options.eod) for one in found]
-    for one, other in zip(found, described, strict=True):
-        if other != described[0]:
-            raise _differs(one, other, described[0], f"as {found[0].prefix}")
-    vocab = described[0].vocab_size
-    if vocab > recipe.vocab_size:
-        raise CppmegaError(
-            "vocabulary-too-small",
-            f"The data has {vocab} token ids, recipe {recipe.name} {recipe.vocab_size}.",
-            "The embedding has no rows for the highest ones.",
-            f"--set vocab_size={vocab}, or data made with the model's tokenizer",
-        )
-    for one in found:
-        corpus.check_width(one, vocab)
-        reading = read(one)
-        if reading is not None:
-            data_reading.check(one, reading, vocab)
-        else:
-            data_reading.check_unread(one, vocab)
-        if one.tokens <= recipe.seq_length:
-            raise CppmegaError(
-                "data-too-small",
-                f"{one.prefix} has {one.tokens} tokens; a sample takes {recipe.seq_length + 1}.",
-                "There would not be a single one.",
-                "prepare more text",
-            )
-    names = "+".join(map(data_record.name, found))
-    return DataTokens(recipe.vocab_size, described[0].eod, names)
-
-
-def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> TokenizerRecord:
-    """The tokenizer that made a dataset.
-
-    Raises:
-        CppmegaError: `tokenizer-unknown`, `tokenizer-differs`, and what `tokenizers` raises.
-    """
-    own = found.card.tokenizer if found.card is not None else None
-    if tokenizer is None:
-        if own is None:
-            raise CppmegaError(
-                "tokenizer-unknown",
-                f"{found.prefix} has no card: it is not known which tokenizer made it.",
-                "The end of a document and the size of the vocabulary are the tokenizer's.",
-                "--tokenizer byte, or the path of its tokenizer.json",
-            )
-        return own
-    named = tokenizers.load(tokenizer, eod).describe()
-    if own is not None and own != named:
-        raise _differs(found, own, named, "than --tokenizer")
-    return named
-
-
-def _differs(
-    found: Corpus, own: TokenizerRecord, other: TokenizerRecord, whose: str
-) -> CppmegaError:
-    theirs = structs.asdict(other)
-    parts = [
-        f"{name} {value} and {theirs[name]}"
-        for name, value in structs.asdict(own).items()
-        if value != theirs[name]
-    ]
-    return CppmegaError(
-        "tokenizer-differs",
-        f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
-        "Its ids would stand for other tokens.",
-        "leave --tokenizer out to use the data's own, or prepare the data again",
-    )
 
 
 def check_checkpoint(load: Path | None) -> None:

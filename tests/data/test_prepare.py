@@ -15,6 +15,7 @@ import pytest
 from cppmega.data import corpus
 from cppmega.data import prepare as data
 from cppmega.data import tokenizers as tokens
+from cppmega.data.sources import files
 from cppmega.errors import CppmegaError
 from tests.support import REPOSITORY
 from tests.support.datasets import write
@@ -70,7 +71,7 @@ def test_megatron_reads_back_the_documents_that_were_given(
     tmp_path: Path, sources: Path, indexed: Any
 ) -> None:
     card = prepared(tmp_path / "out", sources)
-    paths = [p for p in data.files([sources], ()) if p.name not in ("empty.txt", "picture.txt")]
+    paths = [p for p in files([sources], ()) if p.name not in ("empty.txt", "picture.txt")]
     dataset = indexed(str(tmp_path / "out"))
     assert [bytes(d[:-1].astype("uint8")) for d in dataset] == [p.read_bytes() for p in paths]
     assert all(document[-1] == 256 for document in dataset)
@@ -105,7 +106,7 @@ def test_a_run_killed_while_reading_goes_on_and_ends_the_same(
     taken: list[int] = []
     resumed = prepared(tmp_path / "killed", sources, advance=taken.append)
     assert resumed == whole
-    assert sum(taken) == sum(path.stat().st_size for path in data.files([sources], ()))
+    assert sum(taken) == sum(path.stat().st_size for path in files([sources], ()))
     assert not (tmp_path / "killed.parts").exists()
 
 
@@ -248,7 +249,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path, sources: Path, indexed: Any) -
     card = data.prepare(tmp_path / "out", [sources], loaded, shard_tokens=100)
     assert card.skipped == {"empty": 1, "binary": 1, "not UTF-8": 1}
     assert card.tokenizer.vocab_size == trained.get_vocab_size()
-    text = next(p for p in data.files([sources], ()) if p.name == "0.txt").read_text()
+    text = next(p for p in files([sources], ()) if p.name == "0.txt").read_text()
     dataset = indexed(str(tmp_path / "out"))
     first = dataset[0]
     assert trained.decode(first[:-1].tolist()) == text

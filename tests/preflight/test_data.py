@@ -9,16 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.data import corpus
 from cppmega.data import reading as data_reading
-from cppmega.data.corpus import Card, with_suffix
+from cppmega.data.corpus import Card, StructureRecord, with_suffix
+from cppmega.data.structure import COLUMN, DEFINITION
 from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
+from cppmega.overlay.verbs import Session
 from cppmega.preflight import context as check
 from cppmega.preflight.context import Context
+from cppmega.recipe import Structure
 from cppmega.recipe import index as recipes_index
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training import plan, requirements
 from tests.preflight.contexts import SLICE, SMOKE, holds, launch, parsed, refuses, says_nothing
 from tests.support import REPOSITORY, patched, pristine
 from tests.support.datasets import write
@@ -46,6 +52,29 @@ def dataset(prefix: Path, tokens: int = 20_000, **tokenizer: Any) -> Path:
         sources=1,
     )
     with_suffix(prefix, ".json").write_text(card.dump())
+    return prefix
+
+
+def with_structure(prefix: Path, **of_record: Any) -> Path:
+    """A dataset of bytes whose tokens have structure ids."""
+    card = corpus.read_card(dataset(prefix))
+    assert card is not None
+    ids = np.arange(card.tokens) % 144
+    data, index = corpus.digest(
+        write(with_suffix(prefix, COLUMN), ids, [card.tokens], dtype="uint8")
+    )
+    record = StructureRecord(
+        **{
+            "definition": DEFINITION,
+            "grammars": {},
+            "tokenizer": card.tokenizer.digest,
+            "documents": {"c": 1},
+            "bin_sha256": data,
+            "idx_sha256": index,
+            **of_record,
+        }
+    )
+    with_suffix(prefix, ".json").write_text(structs.replace(card, structure=record).dump())
     return prefix
 
 
@@ -154,6 +183,43 @@ def test_several_datasets_are_each_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert "bad.bin" in refuses("data", "token-out-of-vocabulary", both).what
     write(bad, ids, [10_000, 10_000], pointers=[0, 10_000])
     assert "bad.idx" in refuses("data", "data-broken", both).what
+
+
+def test_a_recipe_with_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = SLICE.with_(structure=Structure())
+    good = with_structure(tmp_path / "good")
+    assert "read completely in" in holds("data", on(good, recipe=recipe))
+    assert "by an earlier launch" in holds("data", on(good, recipe=recipe))
+    holds("data", on(good))  # a recipe without structure takes the same data
+    without = on(dataset(tmp_path / "without"), recipe=recipe)
+    assert "--structure" in refuses("data", "structure-missing", without).next
+    older = on(with_structure(tmp_path / "older", definition=DEFINITION + 1), recipe=recipe)
+    assert "definition" in refuses("data", "structure-differs", older).what
+    other = on(with_structure(tmp_path / "other", tokenizer="0" * 64), recipe=recipe)
+    assert "another tokenizer" in refuses("data", "data-card-broken", other).what
+    # Of several datasets, each.
+    both = on(good, "--data", str(tmp_path / "without"), recipe=recipe)
+    assert "without" in refuses("data", "structure-missing", both).what
+    tokenizers = pytest.importorskip("tokenizers")
+    named = tmp_path / "tokenizer.json"
+    words = tokenizers.models.WordLevel({"<unk>": 0, "<end>": 1}, "<unk>")
+    tokenizers.Tokenizer(words).save(str(named))
+    asked = on(good, "--tokenizer", str(named), "--eod", "<end>", recipe=recipe)
+    refuses("data", "tokenizer-differs", asked)
+
+    wide = recipe.with_(structure=Structure(categories=10))
+    for context in (on(good, recipe=wide), on(None, "--mock-data", recipe=wide)):
+        assert "10 categories" in refuses("data", "structure-differs", context).what
+    assert holds("data", on(None, "--mock-data", recipe=recipe)) == "mock data"
+
+    codes = with_suffix(good, f"{COLUMN}.bin")
+    np.roll(np.fromfile(codes, np.uint8), 1).tofile(codes)
+    refuses("data", "data-changed", on(good, recipe=recipe))
+    # The trainer asks the same before it imports torch; it has its own word on what is complete.
+    monkeypatch.setattr(requirements, "check_complete", lambda recipe, rendered: None)
+    options = RunOptions(data=(str(tmp_path / "without"),))
+    with pytest.raises(CppmegaError, match="structure-missing"):
+        plan.check_files(recipe, options, Session(patched("0.19.2")))
 
 
 @pytest.mark.parametrize(

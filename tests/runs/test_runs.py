@@ -45,8 +45,8 @@ from cppmega.runs.folder import Run
 from cppmega.runs.manifest import DataRecord
 from cppmega.runs.metrics import LoggedStep
 from cppmega.runs.status import Failure, Status
+from cppmega.training import data_requirements
 from cppmega.training import options as trainer_options
-from cppmega.training import requirements
 from cppmega.tree import accepted
 from tests.support import REPOSITORY, pristine
 from tests.support.lab import Lab
@@ -587,13 +587,13 @@ def test_what_the_preflight_has_found_is_not_sought_again(
 
     def checks(context: Context, recipe: str) -> dict[str, str]:
         assert context.data and context.receipt and context.accepted == {}
-        assert sorted(set(calls)) == ["check_data", "load", "merged"]
+        assert sorted(set(calls)) == ["check", "load", "merged"]
         calls.clear()
         return {"data": "ok"}
 
     monkeypatch.setattr(launch, "_examined", checks)
     for module, name in (
-        (requirements, "check_data"),
+        (data_requirements, "check"),
         (receipt, "load"),
         (accepted, "merged"),
         (trainer_options, "read"),

@@ -20,7 +20,7 @@ def check(context: Context) -> str:
     """Open it as the trainer does, and read what no earlier launch has read.
 
     Raises:
-        CppmegaError: what `requirements.check_data` raises.
+        CppmegaError: what `data_requirements.check` raises.
         NotApplicable: the launch is not our trainer's.
     """
     recipe, prefixes = context.recipe, context.options.data

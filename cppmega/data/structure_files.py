@@ -1,0 +1,93 @@
+"""The structure ids of a dataset on disk: are they complete, and those of its tokens?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cppmega.data import corpus, index_file
+from cppmega.data.corpus import Corpus, StructureRecord, with_suffix
+from cppmega.data.record import Reading
+from cppmega.data.structure import COLUMN, DEFINITION
+from cppmega.errors import CppmegaError
+
+
+def check(found: Corpus, read: Callable[[Corpus], Reading | None]) -> None:
+    """Check the structure ids of a dataset as its tokens are checked.
+
+    Args:
+        found: the dataset.
+        read: returns what a complete dataset contains; None: unknown, so only its index is read.
+
+    Raises:
+        CppmegaError: `structure-missing`, `structure-differs`, `data-broken`, `data-changed`, and
+            what `corpus.open_` and `read` raise.
+    """
+    record = recorded(found)
+    codes = _open(found)
+    reading = read(codes)
+    if reading is None:
+        index_file.check_all(codes.index, codes.data_file.stat().st_size)
+    elif (reading.bin_sha256, reading.idx_sha256) != (record.bin_sha256, record.idx_sha256):
+        raise CppmegaError(
+            "data-changed",
+            f"{codes.prefix} is not what the card of {found.prefix} describes: its hash is "
+            "different.",
+            "The tokens would get the structure ids of other tokens.",
+            "prepare the data again, under another name",
+        )
+    if not index_file.same_lengths(codes.index, found.index):
+        raise _other(found, "its documents have other lengths")
+
+
+def recorded(found: Corpus) -> StructureRecord:
+    """What the card of a dataset says of its structure ids.
+
+    Raises:
+        CppmegaError: `structure-missing`, `structure-differs`.
+    """
+    record = found.card.structure if found.card is not None else None
+    if record is None:
+        raise CppmegaError(
+            "structure-missing",
+            f"{found.prefix} has no structure ids: "
+            + ("it has no card." if found.card is None else "it was prepared without --structure."),
+            "The structure embedding would be fed nothing, and never learn.",
+            "python -m cppmega.data.command --structure --out PREFIX TEXT..., then --data PREFIX",
+        )
+    if record.definition != DEFINITION:
+        raise CppmegaError(
+            "structure-differs",
+            f"The structure ids of {found.prefix} are of definition {record.definition}; this "
+            f"release of cppmega has definition {DEFINITION}.",
+            "The same number would stand for another kind or depth.",
+            "prepare the data again with --structure, or train with the release that made it",
+        )
+    return record
+
+
+def _open(found: Corpus) -> Corpus:
+    """Open the files of the structure ids, one byte for each token."""
+    prefix = with_suffix(found.prefix, COLUMN)
+    files = [with_suffix(prefix, suffix) for suffix in (".bin", ".idx")]
+    missing = [path for path in files if not path.is_file()]
+    if missing:
+        raise CppmegaError(
+            "structure-missing",
+            f"{found.prefix} has structure ids by its card, and there is no {missing[0]}.",
+            "A part of the dataset was not copied, or was removed.",
+            "copy the dataset again, with all files of that name",
+        )
+    codes = corpus.open_(prefix)
+    there = (codes.tokens, codes.documents, codes.index.sequences, codes.dtype)
+    if there != (found.tokens, found.documents, found.index.sequences, "uint8"):
+        raise _other(
+            found,
+            f"it has {codes.tokens} numbers in {codes.documents} documents as {codes.dtype}, and "
+            f"the tokens are {found.tokens} in {found.documents}",
+        )
+    return codes
+
+
+def _other(found: Corpus, what: str) -> CppmegaError:
+    files = with_suffix(found.prefix, COLUMN)
+    return index_file.broken(files, f"it does not belong to the tokens of {found.prefix}: {what}")

@@ -1,0 +1,151 @@
+"""What must hold for the data of a training run, checked without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import structs
+
+from cppmega.data import corpus, structure_files, tokenizers
+from cppmega.data import reading as data_reading
+from cppmega.data import record as data_record
+from cppmega.data.corpus import Corpus
+from cppmega.data.record import Reading
+from cppmega.data.structure import LEVELS, Kind
+from cppmega.data.tokenizers import TokenizerRecord
+from cppmega.errors import CppmegaError
+from cppmega.recipe import Recipe
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training.batch import DataTokens
+
+
+def check(
+    recipe: Recipe,
+    options: RunOptions,
+    read: Callable[[Corpus], Reading | None] = data_record.kept,
+) -> DataTokens:
+    """Check that the data is present, complete, and made for this model's vocabulary.
+
+    Args:
+        recipe: the run.
+        options: name the datasets and their tokenizer, or ask for mock data.
+        read: returns what a complete dataset contains; None: unknown, so its ends are inspected.
+
+    Raises:
+        CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
+            `tokenizer-differs`, `vocabulary-too-small`, `structure-differs`, and what `corpus`,
+            `data_reading`, `structure_files` and `tokenizers` raise.
+    """
+    if options.mock_data:
+        if options.data:
+            raise CppmegaError(
+                "data-and-mock-data",
+                "Both --data and --mock-data are given.",
+                "It would not be clear afterwards what the model was trained on.",
+                "leave one of them out",
+            )
+        _check_structure_rows(recipe)
+        return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
+    if not options.data:
+        raise CppmegaError(
+            "no-data",
+            "Neither --data nor --mock-data is given.",
+            "Mock data is never used silently: it trains faster and means nothing.",
+            "python -m cppmega.data.command --out PREFIX TEXT..., then --data PREFIX",
+        )
+    found = [corpus.open_(Path(prefix)) for prefix in options.data]
+    described = [_described(one, options.tokenizer, options.eod) for one in found]
+    for one, other in zip(found, described, strict=True):
+        if other != described[0]:
+            raise _differs(one, other, described[0], f"as {found[0].prefix}")
+    vocab = described[0].vocab_size
+    if vocab > recipe.vocab_size:
+        raise CppmegaError(
+            "vocabulary-too-small",
+            f"The data has {vocab} token ids, recipe {recipe.name} {recipe.vocab_size}.",
+            "The embedding has no rows for the highest ones.",
+            f"--set vocab_size={vocab}, or data made with the model's tokenizer",
+        )
+    _check_structure_rows(recipe)
+    for one in found:
+        _check_one(one, recipe, vocab, read)
+    names = "+".join(map(data_record.name, found))
+    return DataTokens(recipe.vocab_size, described[0].eod, names)
+
+
+def _check_one(
+    found: Corpus, recipe: Recipe, vocab: int, read: Callable[[Corpus], Reading | None]
+) -> None:
+    """Check what one dataset contains."""
+    corpus.check_width(found, vocab)
+    reading = read(found)
+    if reading is not None:
+        data_reading.check(found, reading, vocab)
+    else:
+        data_reading.check_unread(found, vocab)
+    if found.tokens <= recipe.seq_length:
+        raise CppmegaError(
+            "data-too-small",
+            f"{found.prefix} has {found.tokens} tokens; a sample takes {recipe.seq_length + 1}.",
+            "There would not be a single one.",
+            "prepare more text",
+        )
+    if recipe.structure is not None:
+        structure_files.check(found, read)
+
+
+def _check_structure_rows(recipe: Recipe) -> None:
+    """Check that a structure embedding has a row for each kind and depth, and no other.
+
+    Raises:
+        CppmegaError: `structure-differs`.
+    """
+    own = recipe.structure
+    if own is not None and (own.categories, own.levels) != (len(Kind), LEVELS):
+        raise CppmegaError(
+            "structure-differs",
+            f"The structure embedding of recipe {recipe.name} has {own.categories} categories and "
+            f"{own.levels} levels; tokens have {len(Kind)} kinds and {LEVELS} depths.",
+            "Rows would be missing, or never be trained.",
+            f"Structure(categories={len(Kind)}, levels={LEVELS}) in the recipe",
+        )
+
+
+def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> TokenizerRecord:
+    """The tokenizer that made a dataset.
+
+    Raises:
+        CppmegaError: `tokenizer-unknown`, `tokenizer-differs`, and what `tokenizers` raises.
+    """
+    own = found.card.tokenizer if found.card is not None else None
+    if tokenizer is None:
+        if own is None:
+            raise CppmegaError(
+                "tokenizer-unknown",
+                f"{found.prefix} has no card: it is not known which tokenizer made it.",
+                "The end of a document and the size of the vocabulary are the tokenizer's.",
+                "--tokenizer byte, or the path of its tokenizer.json",
+            )
+        return own
+    named = tokenizers.load(tokenizer, eod).describe()
+    if own is not None and own != named:
+        raise _differs(found, own, named, "than --tokenizer")
+    return named
+
+
+def _differs(
+    found: Corpus, own: TokenizerRecord, other: TokenizerRecord, whose: str
+) -> CppmegaError:
+    theirs = structs.asdict(other)
+    parts = [
+        f"{name} {value} and {theirs[name]}"
+        for name, value in structs.asdict(own).items()
+        if value != theirs[name]
+    ]
+    return CppmegaError(
+        "tokenizer-differs",
+        f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
+        "Its ids would stand for other tokens.",
+        "leave --tokenizer out to use the data's own, or prepare the data again",
+    )
