@@ -229,9 +229,10 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
     total += recipe.indexers * _indexer_work(recipe, keys) if recipe.uses_dsa else 0
     products = layout.depths * 2 * recipe.hidden_size**2
     products += (1 + layout.depths) * recipe.hidden_size * recipe.padded_vocab_size
-    if recipe.ngram_hash is not None:
+    if recipe.ngram_hash is not None:  # every depth embeds its tokens again
         ngram = recipe.ngram_hash
-        products += len(ngram.tables) * ngram.dim * recipe.hidden_size
+        width = len(ngram.tables) * ngram.dim
+        products += (1 + layout.depths) * width * recipe.hidden_size
     if recipe.structure is not None:
         products += recipe.structure.bottleneck * recipe.hidden_size
     return total + _PASSES * 2 * products
