@@ -1,23 +1,26 @@
-"""Add embeddings of hashed n-grams to the embedding of the tokens, in the trunk and in MTP depths.
+"""Add embeddings of n-grams and of syntax to that of the tokens, in the trunk and in MTP depths.
 
 What: `LanguageModelEmbedding` holds what `cppmega.modules.input_embeddings` makes for it, and adds
-    its output to the tokens' before scaling and dropout. `CPPMEGA_NGRAM_HASH`, which the trainer
-    sets from the recipe's field `ngram_hash`, states the sizes; without it nothing is added. GPT
-    and hybrid models find the rows of n-grams from the whole sequence: none crosses the start of a
-    document, as said by the end token, the position ids or the boundaries of a pack, and an MTP
-    depth embeds a token as the trunk does. A loop of one's own attaches the end token to the tokens
-    by `cppmega.modules.input_embeddings.feeding`; a model that is not fed stops. The first stage
-    and the MTP stage of a pipeline hold one set of parameters, with summed gradients and one entry
-    in a checkpoint; tensor-parallel ranks hold all of it. The multipliers have a seed of their own,
-    and a checkpoint with others is refused. Context parallelism, FSDP, MuP, the overlap of experts'
-    communication, graphs of a whole iteration and inference are refused.
-Why: NAM56R has them, and Megatron has no place for them. The earlier overlay drew the multipliers
+    its output to the tokens' before scaling and dropout. `CPPMEGA_NGRAM_HASH` and
+    `CPPMEGA_STRUCTURE`, which the trainer sets from the recipe's fields `ngram_hash` and
+    `structure`, state the sizes; without them nothing is added. GPT and hybrid models look up what
+    belongs to a token in the whole sequence: no n-gram crosses the start of a document, as said by
+    the end token, the position ids or the boundaries of a pack, and an MTP depth embeds a token as
+    the trunk does. A loop of one's own attaches the end token and the structure ids to the tokens
+    by `cppmega.modules.input_embeddings.feeding`; a model that is not fed, or is fed an id that it
+    has no row for, stops. The first stage and the MTP stage of a pipeline hold one set of
+    parameters, with summed gradients and one entry in a checkpoint; tensor-parallel ranks hold all
+    of it. The multipliers of n-grams have a seed of their own, and a checkpoint with others is
+    refused. Context parallelism, FSDP, MuP, the overlap of experts' communication, graphs of a
+    whole iteration, pipeline layouts with MTP and inference are refused.
+Why: NAM56R has both, and Megatron has no place for them. The earlier overlay drew the multipliers
     from the global random state, so that a resumed run hashed differently, and its n-grams crossed
-    documents.
-Upstream: Not sent: upstream has no n-gram embeddings.
+    documents. Both factors of its structure embedding started from zero, so that neither ever had a
+    gradient, and its ids were `tokens % 7`, or absent.
+Upstream: Not sent: upstream has no embeddings of n-grams or syntax.
 Remove: when Megatron's language models take further input embeddings, with copies for MTP.
-Numerics: changes results, of models with the switch alone; without it none (bitwise). An untrained
-    model has the losses of the one without, because the projection starts from zero.
+Numerics: changes results, of models with a switch alone; without one none (bitwise). An untrained
+    model has the losses of the one without, because both projections start from zero.
 """
 
 from __future__ import annotations

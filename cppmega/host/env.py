@@ -94,6 +94,12 @@ NGRAM_HASH = Variable(
     str.strip,
     of_one_model=True,
 )
+STRUCTURE = Variable(
+    "CPPMEGA_STRUCTURE",
+    "sizes of a model's structure embedding, as JSON; set by the trainer from its recipe",
+    str.strip,
+    of_one_model=True,
+)
 OVERLAY = Variable(
     "CPPMEGA_OVERLAY",
     "digest of the overlay that child processes must hold; set by cppmega.run",
@@ -121,7 +127,7 @@ RUN = Variable(
 
 VARIABLES: tuple[Variable[object], ...] = (
     *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
-    *(INDEX_CACHE, DSA_INDEX_PATTERN, NGRAM_HASH),
+    *(INDEX_CACHE, DSA_INDEX_PATTERN, NGRAM_HASH, STRUCTURE),
     *(OVERLAY, ROOT, GUARDED_BY, RUN),
 )
 NAMES = frozenset(variable.name for variable in VARIABLES)

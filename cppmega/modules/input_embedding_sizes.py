@@ -46,6 +46,17 @@ class NgramHash:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Embeddings of the kind and depth of the construct that a token of source code is in."""
+
+    categories: Positive = 9
+    levels: Positive = 16
+    bottleneck: Positive = 64
+    seed: Count = 20_142
+    """Of the first values of its two tables."""
+
+
 def ngram_hash(environ: Mapping[str, str] = os.environ) -> NgramHash | None:
     """The n-gram hash of the model that is being built; None: it has none.
 
@@ -58,9 +69,18 @@ def ngram_hash(environ: Mapping[str, str] = os.environ) -> NgramHash | None:
     return sizes
 
 
-def text(sizes: Any) -> str:
-    """The sizes as the variable has them."""
-    return msgspec.json.encode(sizes).decode()
+def structure(environ: Mapping[str, str] = os.environ) -> Structure | None:
+    """The structure embedding of the model that is being built; None: it has none.
+
+    Raises:
+        CppmegaError: `input-embeddings-misstated`.
+    """
+    return _read(env.STRUCTURE, Structure, environ)
+
+
+def text(sizes: NgramHash | Structure | None) -> str:
+    """The sizes as the variable has them; "" for none."""
+    return msgspec.json.encode(sizes).decode() if sizes is not None else ""
 
 
 def _read(
@@ -90,7 +110,7 @@ def asked_for(environ: Mapping[str, str] = os.environ) -> bool:
     Raises:
         CppmegaError: `input-embeddings-misstated`.
     """
-    return ngram_hash(environ) is not None
+    return ngram_hash(environ) is not None or structure(environ) is not None
 
 
 def obstacles(args: Any) -> Iterator[CppmegaError]:

@@ -1,4 +1,4 @@
-"""What is added to the embedding of the tokens: of hashed n-grams, in Megatron's models.
+"""What Megatron's models add to the embedding of tokens: that of n-grams, and that of structure.
 
 The ids that are looked up come from the whole sequence, before any shift: an MTP depth embeds a
 token as the trunk does, with the same n-grams, one place earlier. What is past the end of a
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from cppmega.errors import CppmegaError
 from cppmega.modules import input_embedding_sizes as sizes
 from cppmega.modules.ngram_hash import HASHING, NgramHashEmbedding
+from cppmega.modules.structure_embedding import StructureEmbedding
 from cppmega.ops.ngram_hash import table_rows
 
 _FED = "cppmega_fed"
@@ -34,19 +35,25 @@ class Fed:
 
     end: int
     """Id of the token that ends a document."""
+    kinds: Tensor | None
+    depths: Tensor | None
 
 
-def feeding(tokens: Tensor, end: int) -> Tensor:
+def feeding(
+    tokens: Tensor, end: int, kinds: Tensor | None = None, depths: Tensor | None = None
+) -> Tensor:
     """Attach to a batch's tokens what the embeddings need besides.
 
     Args:
         tokens: int64 [b, s], as they are given to the model.
         end: id of the token that ends a document.
+        kinds: int64 [b, s], the kind of the construct that a token is in.
+        depths: int64 [b, s], how deeply the construct is nested.
 
     Returns:
         The same tensor. Tensors derived from it, including views, do not carry it.
     """
-    setattr(tokens, _FED, Fed(end))
+    setattr(tokens, _FED, Fed(end, kinds, depths))
     return tokens
 
 
@@ -56,9 +63,9 @@ def _fed(tokens: Tensor) -> Fed:
         raise CppmegaError(
             "input-embeddings-not-fed",
             "A model with n-gram or structure embeddings was given tokens alone.",
-            "N-grams would cross the ends of documents.",
-            "tokens = cppmega.modules.input_embeddings.feeding(tokens, end) before the model's "
-            "call, with the tensor that the model gets",
+            "N-grams would cross the ends of documents, and structure ids be lost.",
+            "tokens = cppmega.modules.input_embeddings.feeding(tokens, end, kinds, depths) before "
+            "the model's call, with the tensor that the model gets",
         )
     return found
 
@@ -85,6 +92,8 @@ class InputEmbeddings(nn.Module):
         of_model = (config.hidden_size, config.init_method_std, config.params_dtype, weight.device)
         ngrams = sizes.ngram_hash()
         self.ngram_hash = None if ngrams is None else NgramHashEmbedding(ngrams, *of_model)
+        structure = sizes.structure()
+        self.structure = None if structure is None else StructureEmbedding(structure, *of_model)
         for parameter in self.parameters():
             parameter.sequence_parallel = self.splits  # type: ignore[attr-defined]
 
@@ -100,13 +109,15 @@ class InputEmbeddings(nn.Module):
             int64 [ids, b, s] of all parts, one after the other.
 
         Raises:
-            CppmegaError: `input-embeddings-not-fed`.
+            CppmegaError: `input-embeddings-not-fed`, `structure-not-fed`, `structure-ids-wrong`.
         """
         fed = _fed(tokens)
         found = []
         if self.ngram_hash is not None:
             starts = document_starts(tokens, fed.end, position_ids, packed_seq_params)
             found.append(table_rows(tokens, starts, self.ngram_hash.hashing))
+        if self.structure is not None:
+            found.append(self.structure.table_rows(fed.kinds, fed.depths, tokens))
         return torch.cat(found)
 
     def forward(self, ids: Tensor | None) -> Tensor:
@@ -130,7 +141,7 @@ class InputEmbeddings(nn.Module):
             )
         if self.splits:
             ids = ids.chunk(self.group.size(), dim=-1)[self.group.rank()]
-        parts = [part for part in (self.ngram_hash,) if part is not None]
+        parts = [part for part in (self.ngram_hash, self.structure) if part is not None]
         own = ids.split([part.ids for part in parts])
         embedded: list[Tensor] = [part(ids) for part, ids in zip(parts, own, strict=True)]
         return torch.stack(embedded).sum(0) if len(embedded) > 1 else embedded[0]
@@ -280,6 +291,9 @@ def shared_parameters(config: Any) -> Iterator[Callable[[Any], nn.Parameter]]:
     if sizes.ngram_hash() is not None:
         for name in ("tables", "projection"):
             yield partial(_parameter, f"ngram_hash.{name}")
+    if sizes.structure() is not None:
+        for name in ("kinds", "depths", "scales", "widening"):
+            yield partial(_parameter, f"structure.{name}")
 
 
 def _parameter(name: str, model: Any) -> nn.Parameter:

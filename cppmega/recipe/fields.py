@@ -13,7 +13,7 @@ from msgspec import Meta
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.modules import dsa_loss_schedule, input_embedding_sizes
-from cppmega.modules.input_embedding_sizes import Count, NgramHash, Positive
+from cppmega.modules.input_embedding_sizes import Count, NgramHash, Positive, Structure
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]
@@ -51,15 +51,6 @@ class M2RNN:
     key_dim: Positive = 64
     value_dim: Positive = 16
     conv: Positive = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """Structure and depth-level embeddings of source code. No Megatron release has them."""
-
-    categories: Positive = 9
-    levels: Positive = 16
-    bottleneck: Positive = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +221,15 @@ class Fields:
         stated = {
             dsa_loss_schedule.STEPS: str(steps) if steps else "",
             env.DSA_INDEX_PATTERN.name: pattern,
-            env.NGRAM_HASH.name: input_embedding_sizes.text(self.ngram_hash)
-            if self.ngram_hash
-            else "",
+            env.NGRAM_HASH.name: input_embedding_sizes.text(self.ngram_hash),
+            env.STRUCTURE.name: input_embedding_sizes.text(self.structure),
         }
         return tuple((name, value) for name, value in stated.items() if value)
 
     @property
     def adds_to_embedding(self) -> bool:
         """Whether the model has further input embeddings."""
-        return self.ngram_hash is not None
+        return self.ngram_hash is not None or self.structure is not None
 
     @property
     def data_parallel_size(self) -> int:

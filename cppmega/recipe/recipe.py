@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
-from cppmega.modules.input_embedding_sizes import NgramHash
+from cppmega.modules.input_embedding_sizes import NgramHash, Structure
 from cppmega.recipe import field_types, validate
-from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3, Structure
+from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3
 
 __all__ = ["M2RNN", "GraphPool", "Mamba3", "NgramHash", "Recipe", "Structure"]
 

@@ -195,12 +195,14 @@ def _experts(recipe: Fields) -> None:
 
 
 def _input_embeddings(recipe: Fields) -> None:
-    if recipe.ngram_hash is None:
-        return
-    if recipe.kind == "loop":
-        what = "ngram_hash in a loop, whose model has none."
-        raise invalid(recipe, what, "It would have no effect.", "--set ngram_hash=None")
-    if recipe.ngram_hash.problem:
+    if recipe.adds_to_embedding and recipe.kind == "loop":
+        raise invalid(
+            recipe,
+            "ngram_hash or structure in a loop, whose model has neither.",
+            "They would have no effect.",
+            "--set ngram_hash=None --set structure=None",
+        )
+    if recipe.ngram_hash is not None and recipe.ngram_hash.problem:
         raise invalid(
             recipe,
             f"ngram_hash has {recipe.ngram_hash.problem}.",

@@ -52,6 +52,10 @@ class Batch:
     """None if every sample is one causal sequence."""
     squares: float
     """Mean over tokens of the length of their document, for the FLOPs."""
+    structure_kinds: torch.Tensor | None = None
+    """int64, of the shape of `tokens`; None exactly if the recipe has no structure embedding."""
+    structure_depths: torch.Tensor | None = None
+    """As `structure_kinds`."""
 
 
 def dataset_provider(

@@ -152,6 +152,7 @@ def steps_of(recipe: Recipe, options: RunOptions) -> tuple[int, int]:
 _OF_FIELDS = {
     env.DSA_INDEX_PATTERN.name: "dsa_index_pattern",
     env.NGRAM_HASH.name: "ngram_hash",
+    env.STRUCTURE.name: "structure",
 }
 """Variables that change a model, with the fields that set them."""
 

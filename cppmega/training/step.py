@@ -59,7 +59,7 @@ class ForwardStep:
             _count_for_megatron(batch.packed_seq_params.cu_seqlens_q)
         self._watch.begin(model)
         output = model(
-            feeding(batch.tokens, self.eod),
+            feeding(batch.tokens, self.eod, batch.structure_kinds, batch.structure_depths),
             batch.position_ids,
             None,  # every attention here is causal
             labels=batch.labels,

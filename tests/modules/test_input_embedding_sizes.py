@@ -9,7 +9,7 @@ import pytest
 from cppmega.errors import CppmegaError
 from cppmega.modules import input_embedding_sizes as sizes
 from cppmega.recipe import index as recipes_index
-from cppmega.recipe.recipe import NgramHash
+from cppmega.recipe.recipe import NgramHash, Structure
 from cppmega.recipe.render import missing, render
 from cppmega.training import requirements
 
@@ -18,16 +18,19 @@ PLAIN = recipes_index.load("nam56r_h200_slice")
 
 
 def test_ranks_read_what_the_recipe_states() -> None:
-    recipe = PLAIN.with_(ngram_hash=SMALL)
+    recipe = PLAIN.with_(ngram_hash=SMALL, structure=Structure(levels=7))
     environment = dict(render(recipe, "0.19.2").environment)
     assert sizes.ngram_hash(environment) == SMALL
-    assert sizes.ngram_hash(dict(render(PLAIN, "0.19.2").environment)) is None
-    assert not sizes.asked_for({})
+    assert sizes.structure(environment) == Structure(levels=7)
+    without = dict(render(PLAIN, "0.19.2").environment)
+    assert sizes.ngram_hash(without) is sizes.structure(without) is None
+    assert sizes.asked_for(environment) and not sizes.asked_for(without)
     requirements.check_gates(recipe, environment)
-    for other in (PLAIN, recipe.with_(ngram_hash=NgramHash())):
-        with pytest.raises(CppmegaError, match="CPPMEGA_NGRAM_HASH") as caught:
-            requirements.check_gates(other, environment)
-        assert caught.value.name == "variable-differs"
+    for field, other in (("ngram_hash", NgramHash()), ("structure", Structure(levels=8))):
+        for changed in (recipe.with_(**{field: other}), recipe.with_(**{field: None})):
+            with pytest.raises(CppmegaError, match=f"CPPMEGA_{field.upper()}") as caught:
+                requirements.check_gates(changed, environment)
+            assert caught.value.name == "variable-differs"
 
 
 @pytest.mark.parametrize(
@@ -37,13 +40,16 @@ def test_a_text_without_sense_is_refused(text: str) -> None:
     with pytest.raises(CppmegaError) as caught:
         sizes.asked_for({"CPPMEGA_NGRAM_HASH": text})
     assert caught.value.name == "input-embeddings-misstated"
+    with pytest.raises(CppmegaError, match="CPPMEGA_STRUCTURE"):
+        sizes.asked_for({"CPPMEGA_STRUCTURE": '{"levels": "many"}'})
 
 
 def test_older_releases_say_which_one_has_them() -> None:
-    recipe = PLAIN.with_(ngram_hash=SMALL)
+    recipe = PLAIN.with_(ngram_hash=SMALL, structure=Structure())
     assert not missing(recipe, "0.19.2")
-    (gap,) = (gap for gap in missing(recipe, "0.18.2") if "n-gram" in gap.part)
-    assert "0.19.2" in gap.reason and "0.18.2" in gap.reason
+    gaps = [gap for gap in missing(recipe, "0.18.2") if gap.part.endswith("embedding")]
+    assert [gap.part for gap in gaps] == ["n-gram hash embedding", "structure embedding"]
+    assert all("0.19.2" in gap.reason and "0.18.2" in gap.reason for gap in gaps)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,6 @@ def test_what_is_not_supported_is_refused_before_the_model_is_built(
 ) -> None:
     args = SimpleNamespace(**arguments)
     with pytest.raises(CppmegaError, match=said) as caught:
-        requirements.check_arguments(PLAIN.with_(ngram_hash=SMALL), None, args)  # type: ignore[arg-type]
+        requirements.check_arguments(PLAIN.with_(structure=Structure()), None, args)  # type: ignore[arg-type]
     assert caught.value.name == "input-embeddings-not-supported"
     assert not list(sizes.obstacles(SimpleNamespace(cuda_graph_impl="local", mtp_num_layers=2)))

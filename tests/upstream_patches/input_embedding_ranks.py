@@ -36,7 +36,11 @@ from tests.upstream_patches.distributed_optimizer import on_cpu
 
 END = 5
 NGRAMS = sizes.NgramHash((2, 3), 2, (89, 97, 101, 103), dim=4)
-STATED = {"CPPMEGA_NGRAM_HASH": sizes.text(NGRAMS)}
+STRUCTURE = sizes.Structure(bottleneck=6)
+STATED = {
+    "CPPMEGA_NGRAM_HASH": sizes.text(NGRAMS),
+    "CPPMEGA_STRUCTURE": sizes.text(STRUCTURE),
+}
 ADDED = "embedding.input_embeddings."
 GPT = Configuration(model="gpt", mtp=2, packing="padded", optimizer="distributed")
 HYBRID = replace(GPT, model="hybrid", packing="none")
@@ -101,8 +105,13 @@ def without_dropout(setting: Configuration) -> Any:
 
 def fed(batch: Batch) -> Batch:
     """The batch with what a loop attaches to its tokens."""
-    feeding(batch.tokens, END)
+    feeding(batch.tokens, END, *structure_of(batch.tokens, batch.positions))
     return batch
+
+
+def structure_of(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Kinds and depths of which every one occurs, and which no shift leaves as they are."""
+    return (tokens + positions) % STRUCTURE.categories, (tokens * 3 + positions) % STRUCTURE.levels
 
 
 class Run(training.Run):
@@ -230,11 +239,7 @@ def check_a_checkpoint_of_other_multipliers_is_refused(folder: Path) -> None:
         on_ranks(folder, GPT, looked_at, saved)
 
     def refused(setting: Configuration) -> str:
-        try:
-            looked_at(setting, saved)
-        except CppmegaError as error:
-            return error.name
-        return "loaded"
+        return refusal(partial(looked_at, setting, saved))
 
     with with_them(CPPMEGA_NGRAM_HASH=sizes.text(replace(NGRAMS, seed=NGRAMS.seed + 1))):
         assert on_ranks(folder, GPT, refused) == ["ngram-hash-differs"]
@@ -255,15 +260,17 @@ def embedded_alike(setting: Configuration) -> None:
     model.embedding.register_forward_hook(lambda *call: outputs.append(call[-1].detach()))
     forward(model, fed(batch))
     trunk, *depths = outputs
+    structure = structure_of(batch.tokens, batch.positions)
     assert len(depths) == setting.mtp
     for row in range(len(batch.tokens)):
         for begin, end in documents(setting, batch.tokens[row].tolist()):
-            alone = feeding(batch.tokens[row : row + 1, begin:end].clone(), END)
+            tokens, *own = (x[row : row + 1, begin:end].clone() for x in (batch.tokens, *structure))
+            alone = feeding(tokens, END, *own)
             places = torch.arange(end - begin)[None]
-            own = of_trunk(model.embedding, alone, places, None)(
+            found = of_trunk(model.embedding, alone, places, None)(
                 input_ids=alone, position_ids=places
             )
-            torch.testing.assert_close(own[:, 0], trunk[begin:end, row], rtol=0, atol=1e-5)
+            torch.testing.assert_close(found[:, 0], trunk[begin:end, row], rtol=0, atol=1e-5)
     for number, depth in enumerate(depths, start=1):
         for begin, end in shifted_within(setting):
             ours, theirs = depth[begin : end - number], trunk[begin + number : end]
@@ -313,24 +320,35 @@ def forward(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def check_a_model_that_is_not_fed_stops(folder: Path) -> None:
-    """As does an embedding that is called by itself."""
+    """As it does for structure ids that it has no row for; they never count as nothing."""
 
     def named(setting: Configuration) -> list[str]:
-        model, names = filled(setting), []
+        model = filled(setting)
         batch = micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group())
-        calls = (
+        kinds, depths = structure_of(batch.tokens, batch.positions)
+        given = ((), (kinds,), (kinds + 1, depths), (kinds, depths - 1), (kinds, depths[:1]))
+        calls = [
             partial(forward, model, batch),
             partial(model.embedding, batch.tokens, batch.positions),
-        )
-        for call in calls:
-            try:
-                call()
-            except CppmegaError as error:
-                names.append(error.name)
-        return names
+        ]
+        for wrong in given:
+            tokens = feeding(batch.tokens.clone(), END, *wrong)
+            calls.append(partial(forward, model, replace(batch, tokens=tokens)))
+        return [refusal(call) for call in calls]
 
     with with_them():
-        assert on_ranks(folder, HYBRID, named) == [["input-embeddings-not-fed"] * 2]
+        (names,) = on_ranks(folder, HYBRID, named)
+    wanted = {"input-embeddings-not-fed": 2, "structure-not-fed": 2, "structure-ids-wrong": 3}
+    assert names == [name for name, times in wanted.items() for _ in range(times)]
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The name of the error that a call raises."""
+    try:
+        call()
+    except CppmegaError as error:
+        return error.name
+    return "nothing was refused"
 
 
 def counted(folder: Path) -> dict[str, float]:

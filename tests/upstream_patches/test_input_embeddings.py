@@ -1,4 +1,4 @@
-"""N-gram embeddings in Megatron's models: against stock, one rank, and documents alone."""
+"""N-gram and structure embeddings in models: against stock, one rank, and documents alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cppmega.recipe.arithmetic import flops, parameters
-from cppmega.recipe.recipe import NgramHash, Recipe
+from cppmega.recipe.recipe import NgramHash, Recipe, Structure
 from tests.support import made_once, patched, pristine, python
 
 VERSION = "0.19.2"
@@ -80,7 +80,10 @@ def test_what_is_built_is_what_the_recipe_counts() -> None:
         seq_length=32,
         vocab_size=128,
     )
-    whole = recipe.with_(ngram_hash=NgramHash((2, 3), 2, (89, 97, 101, 103), dim=4))
+    whole = recipe.with_(
+        ngram_hash=NgramHash((2, 3), 2, (89, 97, 101, 103), dim=4),
+        structure=Structure(bottleneck=6),
+    )
     assert answers()["counted"] == {
         "parameters": parameters(whole).total - parameters(recipe).total,
         "flops": flops(whole) - flops(recipe),
