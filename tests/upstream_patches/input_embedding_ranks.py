@@ -35,7 +35,8 @@ from tests.configurations.settings import Configuration
 from tests.upstream_patches.distributed_optimizer import on_cpu
 
 END = 5
-NGRAMS = sizes.NgramHash((2, 3), 2, (89, 97, 101, 103), dim=4)
+NGRAMS = sizes.NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8)
+"""So large that the replicas of a first stage cut the tables in two, and those of a last do not."""
 STRUCTURE = sizes.Structure(bottleneck=6)
 STATED = {
     "CPPMEGA_NGRAM_HASH": sizes.text(NGRAMS),

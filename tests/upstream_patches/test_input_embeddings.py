@@ -81,7 +81,7 @@ def test_what_is_built_is_what_the_recipe_counts() -> None:
         vocab_size=128,
     )
     whole = recipe.with_(
-        ngram_hash=NgramHash((2, 3), 2, (89, 97, 101, 103), dim=4),
+        ngram_hash=NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8),
         structure=Structure(bottleneck=6),
     )
     assert answers()["counted"] == {
