@@ -88,6 +88,18 @@ DSA_INDEX_PATTERN = Variable(
     str.strip,
     of_one_model=True,
 )
+NGRAM_HASH = Variable(
+    "CPPMEGA_NGRAM_HASH",
+    "sizes of a model's n-gram hash embedding, as JSON; set by the trainer from its recipe",
+    str.strip,
+    of_one_model=True,
+)
+STRUCTURE = Variable(
+    "CPPMEGA_STRUCTURE",
+    "sizes of a model's structure embedding, as JSON; set by the trainer from its recipe",
+    str.strip,
+    of_one_model=True,
+)
 OVERLAY = Variable(
     "CPPMEGA_OVERLAY",
     "digest of the overlay that child processes must hold; set by cppmega.run",
@@ -115,7 +127,7 @@ RUN = Variable(
 
 VARIABLES: tuple[Variable[object], ...] = (
     *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
-    *(INDEX_CACHE, DSA_INDEX_PATTERN),
+    *(INDEX_CACHE, DSA_INDEX_PATTERN, NGRAM_HASH, STRUCTURE),
     *(OVERLAY, ROOT, GUARDED_BY, RUN),
 )
 NAMES = frozenset(variable.name for variable in VARIABLES)

@@ -66,7 +66,7 @@ def parameters(recipe: Recipe) -> Parameters:
     if recipe.structure is not None:
         own = recipe.structure
         rows = own.categories + own.levels
-        scales = 2  # one per kind of input
+        scales = 2  # one per table
         extras["structure"] = (rows + recipe.hidden_size) * own.bottleneck + scales
     return Parameters(
         layers=layers,
@@ -229,11 +229,16 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
     total += recipe.indexers * _indexer_work(recipe, keys) if recipe.uses_dsa else 0
     products = layout.depths * 2 * recipe.hidden_size**2
     products += (1 + layout.depths) * recipe.hidden_size * recipe.padded_vocab_size
-    if recipe.ngram_hash is not None:
+    if recipe.ngram_hash is not None:  # every depth embeds its tokens again
         ngram = recipe.ngram_hash
-        products += len(ngram.tables) * ngram.dim * recipe.hidden_size
+        width = len(ngram.tables) * ngram.dim
+        products += (1 + layout.depths) * width * recipe.hidden_size
     if recipe.structure is not None:
-        products += recipe.structure.bottleneck * recipe.hidden_size
+        own = recipe.structure
+        products += (1 + layout.depths) * own.bottleneck * recipe.hidden_size
+        # Rows are chosen by a product, whose other factor has no gradient.
+        chosen = (1 + layout.depths) * (own.categories + own.levels) * own.bottleneck
+        total += (_PASSES - 1) * 2 * chosen
     return total + _PASSES * 2 * products
 
 

@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
-from cppmega.modules import dsa_loss_schedule
+from cppmega.modules import dsa_loss_schedule, input_embedding_sizes
+from cppmega.modules.input_embedding_sizes import Count, NgramHash, Positive, Structure
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]
@@ -21,8 +22,6 @@ Precision = Literal["bf16", "fp8", "fp32"]
 Activation = Literal["gelu", "squared_relu", "swiglu"]
 Attention = Literal["full", "mla", "dsa"]
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
 PositiveReal = Annotated[float, Meta(gt=0)]
 NonNegativeReal = Annotated[float, Meta(ge=0)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
@@ -52,29 +51,6 @@ class M2RNN:
     key_dim: Positive = 64
     value_dim: Positive = 16
     conv: Positive = 4
-
-
-@dataclass(frozen=True, slots=True)
-class NgramHash:
-    """Hashed n-gram embeddings added to the token embedding. No Megatron release has them."""
-
-    orders: tuple[Positive, ...] = (2, 3)
-    heads: Positive = 8
-    tables: tuple[Positive, ...] = (
-        *(499_801, 499_819, 499_853, 499_879, 499_883, 499_897, 499_903, 499_927),
-        *(499_943, 499_957, 499_969, 499_973, 499_979, 500_009, 500_029, 500_041),
-    )
-    """Rows of each table, one per order and head: the 16 primes just around 500,000."""
-    dim: Positive = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """Structure and depth-level embeddings of source code. No Megatron release has them."""
-
-    categories: Positive = 9
-    levels: Positive = 16
-    bottleneck: Positive = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +218,18 @@ class Fields:
     def variables(self) -> tuple[tuple[str, str], ...]:
         """The `CPPMEGA_*` variables by which patched code learns of fields."""
         steps, pattern = self.dsa_dense_loss_steps, self.dsa_index_pattern
-        of_steps = ((dsa_loss_schedule.STEPS, str(steps)),) if steps else ()
-        return (*of_steps, *(((env.DSA_INDEX_PATTERN.name, pattern),) if pattern else ()))
+        stated = {
+            dsa_loss_schedule.STEPS: str(steps) if steps else "",
+            env.DSA_INDEX_PATTERN.name: pattern,
+            env.NGRAM_HASH.name: input_embedding_sizes.text(self.ngram_hash),
+            env.STRUCTURE.name: input_embedding_sizes.text(self.structure),
+        }
+        return tuple((name, value) for name, value in stated.items() if value)
+
+    @property
+    def adds_to_embedding(self) -> bool:
+        """Whether the model has further input embeddings."""
+        return self.ngram_hash is not None or self.structure is not None
 
     @property
     def data_parallel_size(self) -> int:

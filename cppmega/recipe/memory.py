@@ -65,10 +65,11 @@ def _states(recipe: Recipe) -> int:
     tensor, pipeline = recipe.tensor_model_parallel_size, recipe.pipeline_model_parallel_size
     replicas = recipe.data_parallel_size
     expert = recipe.expert_model_parallel_size
-    ends = counts.total - sum(counts.layers.values())
+    everywhere = sum(counts.extras.values())  # every tensor-parallel rank has all of them
+    ends = counts.total - sum(counts.layers.values()) - everywhere
     body = sum(counts.layers.values()) // pipeline
     routed = counts.experts // pipeline
-    dense = (body + ends - routed) // tensor
+    dense = (body + ends - routed) // tensor + everywhere
     spread = routed // expert
     if recipe.kind == "loop":
         return (dense + spread) * 16  # fp32 weight, gradient and Adam's two moments

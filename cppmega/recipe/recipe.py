@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
+from cppmega.modules.input_embedding_sizes import NgramHash, Structure
 from cppmega.recipe import field_types, validate
-from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3, NgramHash, Structure
+from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3
 
 __all__ = ["M2RNN", "GraphPool", "Mamba3", "NgramHash", "Recipe", "Structure"]
 

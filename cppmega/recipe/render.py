@@ -136,8 +136,8 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
         ("ngram_hash", "n-gram hash embedding"),
         ("structure", "structure embedding"),
     ):
-        if getattr(recipe, name) is not None:
-            reason = "no megatron-core release has it, and cppmega does not provide it yet"
+        if getattr(recipe, name) is not None and line < (0, 19):
+            reason = f"cppmega adds it to megatron-core 0.19.2, and not to {version}"
             found.append(Missing(part, reason))
     if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
         reason = f"megatron-core {version} accepts the argument, and its builder then stops"

@@ -24,6 +24,7 @@ def check(recipe: Fields) -> None:
     _indexer_loss(recipe)
     _sharing(recipe)
     _experts(recipe)
+    _input_embeddings(recipe)
     _widths(recipe)
     _parallel(recipe)
     _training(recipe)
@@ -191,6 +192,22 @@ def _experts(recipe: Fields) -> None:
             raise invalid(recipe, "the expert bias needs sigmoid scores.", "Megatron refuses it.")
     elif recipe.num_experts is not None and recipe.kind == "hybrid":
         raise invalid(recipe, "num_experts is set but no layer is E.", "It would have no effect.")
+
+
+def _input_embeddings(recipe: Fields) -> None:
+    if recipe.adds_to_embedding and recipe.kind == "loop":
+        raise invalid(
+            recipe,
+            "ngram_hash or structure in a loop, whose model has neither.",
+            "They would have no effect.",
+            "--set ngram_hash=None --set structure=None",
+        )
+    if recipe.ngram_hash is not None and recipe.ngram_hash.problem:
+        raise invalid(
+            recipe,
+            f"ngram_hash has {recipe.ngram_hash.problem}.",
+            "Every head of every order reads a table of its own.",
+        )
 
 
 def _widths(recipe: Fields) -> None:

@@ -17,6 +17,7 @@ from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, env
+from cppmega.modules import input_embedding_sizes
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import Verdict
@@ -139,6 +140,14 @@ def steps_of(recipe: Recipe, options: RunOptions) -> tuple[int, int]:
     return done, min(last, recipe.train_iters)
 
 
+_OF_FIELDS = {
+    env.DSA_INDEX_PATTERN.name: "dsa_index_pattern",
+    env.NGRAM_HASH.name: "ngram_hash",
+    env.STRUCTURE.name: "structure",
+}
+"""Variables that change a model, with the fields that set them."""
+
+
 def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
     """Check that the switches are set that the recipe relies on, and that none contradicts it.
 
@@ -163,15 +172,16 @@ def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
                 "The run would follow the environment, and be recorded with the recipe.",
                 f"unset {name}, or change the recipe's field with --set",
             )
-    pattern = env.DSA_INDEX_PATTERN.read(environment)
-    if pattern and not recipe.dsa_index_pattern:
-        raise CppmegaError(
-            "variable-differs",
-            f"{env.DSA_INDEX_PATTERN.name}={pattern} is set, and recipe {recipe.name} has no "
-            "dsa_index_pattern.",
-            "The run would follow the environment, and be recorded with the recipe.",
-            f"unset {env.DSA_INDEX_PATTERN.name}, or --set dsa_index_pattern={pattern}",
-        )
+    meant = dict(recipe.variables)
+    for variable, field in _OF_FIELDS.items():
+        found = environment.get(variable, "").strip()
+        if found and variable not in meant:
+            raise CppmegaError(
+                "variable-differs",
+                f"{variable}={found} is set, and recipe {recipe.name} has no {field}.",
+                "The run would follow the environment, and be recorded with the recipe.",
+                f"unset {variable}, or --set {field}=...",
+            )
 
 
 def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
@@ -247,8 +257,11 @@ def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
     """Check the parsed arguments in the places where a run has claimed what it did not do.
 
     Raises:
-        CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`.
+        CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`,
+            `input-embeddings-not-supported`.
     """
+    for obstacle in input_embedding_sizes.obstacles(args) if recipe.adds_to_embedding else ():
+        raise obstacle
     check_nan(args)
     check_precision(recipe, args)
     check_mock_data(options, args.mock_data)

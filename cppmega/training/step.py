@@ -47,6 +47,8 @@ class ForwardStep:
         """Run the forward pass of one micro-batch."""
         from megatron.training import get_timers
 
+        from cppmega.modules.input_embeddings import feeding
+
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
         batch = next_batch(self.recipe, data_iterator, self.eod, self.device)
@@ -57,7 +59,7 @@ class ForwardStep:
             _count_for_megatron(batch.packed_seq_params.cu_seqlens_q)
         self._watch.begin(model)
         output = model(
-            batch.tokens,
+            feeding(batch.tokens, self.eod, batch.structure_kinds, batch.structure_depths),
             batch.position_ids,
             None,  # every attention here is causal
             labels=batch.labels,

@@ -1,0 +1,159 @@
+"""Sizes of the embeddings that are added to the tokens', and what they do not go with.
+
+A recipe states the sizes. Patched code reads them from the environment, which is where the ranks of
+a run have them; without it nothing is added. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from cppmega.errors import CppmegaError
+from cppmega.host import env
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Sizes = TypeVar("Sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class NgramHash:
+    """Hashed n-gram embeddings added to the token embedding."""
+
+    orders: tuple[Positive, ...] = (2, 3)
+    heads: Positive = 8
+    tables: tuple[Positive, ...] = (
+        *(499_801, 499_819, 499_853, 499_879, 499_883, 499_897, 499_903, 499_927),
+        *(499_943, 499_957, 499_969, 499_973, 499_979, 500_009, 500_029, 500_041),
+    )
+    """Rows of each table, one per order and head: the 16 primes just around 500,000."""
+    dim: Positive = 16
+    seed: Count = 20_141
+    """Of the multipliers, which a checkpoint keeps, and of the tables' first values."""
+
+    @property
+    def problem(self) -> str:
+        """Why the sizes contradict each other; empty where they do not."""
+        wanted = len(self.orders) * self.heads
+        if len(self.tables) != wanted:
+            return f"{len(self.tables)} tables for {wanted} pairs of order and head"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Embeddings of the kind and depth of the construct that a token of source code is in."""
+
+    categories: Positive = 9
+    levels: Positive = 16
+    bottleneck: Positive = 64
+    seed: Count = 20_142
+    """Of the first values of its two tables."""
+
+
+def ngram_hash(environ: Mapping[str, str] = os.environ) -> NgramHash | None:
+    """The n-gram hash of the model that is being built; None: it has none.
+
+    Raises:
+        CppmegaError: `input-embeddings-misstated`.
+    """
+    sizes = _read(env.NGRAM_HASH, NgramHash, environ)
+    if sizes is not None and sizes.problem:
+        raise _misstated(env.NGRAM_HASH, sizes.problem)
+    return sizes
+
+
+def structure(environ: Mapping[str, str] = os.environ) -> Structure | None:
+    """The structure embedding of the model that is being built; None: it has none.
+
+    Raises:
+        CppmegaError: `input-embeddings-misstated`.
+    """
+    return _read(env.STRUCTURE, Structure, environ)
+
+
+def text(sizes: NgramHash | Structure | None) -> str:
+    """The sizes as the variable has them; "" for none."""
+    return msgspec.json.encode(sizes).decode() if sizes is not None else ""
+
+
+def _read(
+    variable: env.Variable[str], kind: type[Sizes], environ: Mapping[str, str]
+) -> Sizes | None:
+    stated = variable.read(environ)
+    if not stated:
+        return None
+    try:
+        return msgspec.json.decode(stated, type=kind)
+    except msgspec.DecodeError as error:
+        raise _misstated(variable, str(error)) from error
+
+
+def _misstated(variable: env.Variable[str], reason: str) -> CppmegaError:
+    return CppmegaError(
+        "input-embeddings-misstated",
+        f"{variable.name} does not state the sizes of an embedding: {reason}.",
+        "The model would have other parameters than its recipe.",
+        f"unset {variable.name}, and let the trainer set it from the recipe's field",
+    )
+
+
+def asked_for(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether anything is added to the embedding of the tokens.
+
+    Raises:
+        CppmegaError: `input-embeddings-misstated`.
+    """
+    return ngram_hash(environ) is not None or structure(environ) is not None
+
+
+def obstacles(args: Any) -> Iterator[CppmegaError]:
+    """What in a model's configuration, or in Megatron's arguments, rules the embeddings out.
+
+    Args:
+        args: whichever of the two is at hand; what it does not have is off.
+    """
+
+    def has(name: str) -> Any:
+        return getattr(args, name, None)
+
+    if (has("context_parallel_size") or 1) > 1:
+        yield _unsupported("context parallelism", "An n-gram would miss the tokens of other ranks.")
+    if has("use_megatron_fsdp") or has("use_torch_fsdp2"):
+        yield _unsupported(
+            "FSDP", "The copy of the MTP stage would get a part of the gradient of another part."
+        )
+    if has("use_mup"):
+        yield _unsupported("MuP", "Nobody has derived how their rates scale with the width.")
+    if has("overlap_moe_expert_parallel_comm"):
+        yield _unsupported(
+            "--overlap-moe-expert-parallel-comm",
+            "Its schedule calls the MTP depths without the context of their tokens.",
+        )
+    if has("cuda_graph_impl") == "full_iteration":
+        yield _unsupported(
+            "--cuda-graph-impl full_iteration",
+            "The graph replays copies of the tokens, and what is fed beside them is not copied.",
+        )
+    if has("mtp_num_layers") and has("pipeline_model_parallel_layout"):
+        yield _unsupported(
+            "a pipeline layout with MTP depths",
+            "The copies of the parameters are looked for in the first and in the last stage.",
+        )
+    if has("init_model_with_meta_device"):
+        yield _unsupported("a model built on the meta device", "Nothing would draw their weights.")
+
+
+def _unsupported(what: str, why: str) -> CppmegaError:
+    return CppmegaError(
+        "input-embeddings-not-supported",
+        f"The model has n-gram or structure embeddings together with {what}.",
+        why,
+        f"leave out {what}, or train with --set ngram_hash=None --set structure=None",
+    )

@@ -1,0 +1,87 @@
+"""The embedding of hashed n-grams, which is added to that of the tokens.
+
+Its projection starts from zero, so that an untrained model is the one without it; its tables do
+not, or neither would ever have a gradient. Both are the same on every tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cppmega.errors import CppmegaError
+from cppmega.modules.input_embedding_sizes import NgramHash
+from cppmega.ops import ngram_hash as ops
+
+HASHING = "hashing"
+"""Name of the buffer with the tables' rows and multipliers, in a checkpoint too."""
+
+
+class NgramHashEmbedding(nn.Module):
+    """Tables of hashed n-grams and the projection of what they have for a token."""
+
+    hashing: Tensor
+
+    def __init__(
+        self, sizes: NgramHash, hidden: int, std: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Create tables that every rank draws alike, from a generator of their own.
+
+        Args:
+            sizes: of the tables.
+            hidden: width of the model.
+            std: standard deviation of the tables' first values.
+            dtype: of the parameters.
+            device: of the parameters.
+        """
+        super().__init__()
+        self.sizes = sizes
+        hashing = ops.hashing(sizes.orders, sizes.heads, sizes.tables, sizes.seed)
+        self.register_buffer(HASHING, hashing.to(device))
+        generator = torch.Generator(device).manual_seed(sizes.seed)
+        drawn = torch.empty(sum(sizes.tables), sizes.dim, dtype=dtype, device=device)
+        self.tables = nn.Parameter(drawn.normal_(std=std, generator=generator))
+        width = len(sizes.tables) * sizes.dim
+        self.projection = nn.Parameter(torch.zeros(hidden, width, dtype=dtype, device=device))
+
+    @property
+    def ids(self) -> int:
+        """How many ids of a token `forward` takes."""
+        return len(self.sizes.tables)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Embed the n-grams that end at each token.
+
+        Args:
+            rows: int64 [tables, b, s], as `cppmega.ops.ngram_hash.table_rows` returns them.
+
+        Returns:
+            [s, b, hidden].
+        """
+        found = ops.lookup(self.tables, rows.permute(2, 1, 0))
+        return nn.functional.linear(found.flatten(-2), self.projection)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:
+        """Compare the multipliers with those of the checkpoint before anything is copied.
+
+        Raises:
+            CppmegaError: `ngram-hash-differs`.
+        """
+        saved = state_dict.get(prefix + HASHING)
+        if f"{prefix}tables" in state_dict and not self._hashes_like(saved):
+            raise CppmegaError(
+                "ngram-hash-differs",
+                "The checkpoint's n-gram tables were filled with other multipliers than those of "
+                f"seed {self.sizes.seed}, or with none.",
+                "Every n-gram would find the row of another one.",
+                "give ngram_hash the seed, orders, heads and tables of the run that saved it",
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # type: ignore[no-untyped-call]
+
+    def _hashes_like(self, saved: Tensor | None) -> bool:
+        own = self.hashing.cpu()
+        return saved is not None and saved.shape == own.shape and torch.equal(saved.cpu(), own)

@@ -1,0 +1,119 @@
+"""Hashed n-grams: the rows of their tables, and a lookup whose gradient repeats to the bit.
+
+A table has a prime number of rows p and one multiplier in [1, p) per token of its n-gram; an n-gram
+hashes to the sum of tokens times multipliers, modulo p (Carter and Wegman, "Universal classes of
+hash functions", 1979): two different n-grams share a row of one table with probability 1/p.
+`ngram_hash_reference` has the same in plain Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def hashing(orders: Sequence[int], heads: int, sizes: Sequence[int], seed: int) -> Tensor:
+    """Draw the multipliers of all tables, which depend on nothing but the arguments.
+
+    Args:
+        orders: tokens of an n-gram, one number for every `heads` tables.
+        heads: tables of each order.
+        sizes: rows of each table, the heads of the first order first.
+        seed: chooses the multipliers; torch's generators are neither read nor advanced.
+
+    Returns:
+        int64 [tables, 1 + max(orders)]: the rows of a table; the multiplier of an n-gram's last
+        token, of the one before it, and so on; 0 where the order has no such token.
+
+    Raises:
+        ValueError: the number of sizes is not that of orders times heads.
+    """
+    if len(sizes) != len(orders) * heads:
+        raise ValueError(f"{len(sizes)} tables for {len(orders)} orders of {heads} heads")
+    table_orders = [order for order in orders for _ in range(heads)]
+    rows = [
+        [
+            size,
+            *(_drawn(seed, table, place, size) for place in range(order)),
+            *([0] * (max(orders) - order)),
+        ]
+        for table, (order, size) in enumerate(zip(table_orders, sizes, strict=True))
+    ]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _drawn(seed: int, table: int, place: int, size: int) -> int:
+    """A number in [1, size), the same on every machine and in every version of Python and torch."""
+    digest = hashlib.sha256(f"{seed} {table} {place}".encode()).digest()
+    return 1 + int.from_bytes(digest) % max(size - 1, 1)
+
+
+def table_rows(tokens: Tensor, starts: Tensor, hashed_with: Tensor) -> Tensor:
+    """Which row of each table the n-gram that ends at a token has.
+
+    Args:
+        tokens: int64 [b, s], each below 2^20, so that no product leaves 63 bits.
+        starts: bool [b, s], whether a document begins at the token.
+        hashed_with: what `hashing` returned, on the same device.
+
+    Returns:
+        int64 [tables, b, s]: rows of the tables laid one after the other, counted from 1; 0 where
+        the document has begun less than n tokens before.
+    """
+    sizes, multipliers = hashed_with[:, 0], hashed_with[:, 1:]
+    longest = multipliers.size(1)
+    sums = tokens[None] * multipliers[:, :1, None]
+    begun, complete = starts, torch.ones_like(starts).expand(len(sizes), -1, -1)
+    for back in range(1, longest):
+        used = multipliers[:, back, None, None]
+        sums = sums + _before(tokens, back)[None] * used
+        complete = complete & ((used == 0) | ~begun)
+        begun = begun | _before(starts, back, fill=True)
+    first = sizes.cumsum(0) - sizes
+    rows = sums % sizes[:, None, None] + first[:, None, None] + 1
+    return rows.masked_fill(~complete, 0)
+
+
+def _before(values: Tensor, back: int, fill: bool = False) -> Tensor:
+    """The value some places earlier in [b, s]."""
+    here = values[:, : max(values.size(1) - back, 0)]
+    return torch.nn.functional.pad(here, (min(back, values.size(1)), 0), value=fill)
+
+
+def lookup(tables: Tensor, rows: Tensor) -> Tensor:
+    """Read rows of a table; row 0 is not in it, reads as zeros and has no gradient.
+
+    The gradient is summed in fp32 (fp64 for such a table) and in a fixed order, on a GPU too:
+    `torch.nn.functional.embedding` promises neither, and a frequent n-gram occurs thousands of
+    times in a batch. It is as large as the tables, in four bytes each, until it is rounded.
+
+    Args:
+        tables: [rows, dim] of a floating-point type.
+        rows: int64 of any shape, from 0 to the number of rows.
+
+    Returns:
+        [*rows, dim] of the tables' type.
+    """
+    return cast(Tensor, _Lookup.apply(tables, rows))  # type: ignore[no-untyped-call]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tables: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.tables = tables.shape, tables.dtype
+        return tables[(rows - 1).clamp(min=0)].masked_fill_((rows == 0).unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        (count, dim), dtype = ctx.tables
+        wide = torch.promote_types(dtype, torch.float32)
+        sums = torch.zeros(count + 1, dim, dtype=wide, device=gradient.device)
+        # With accumulation, CUDA's kernel sorts stably and adds in that order.
+        sums.index_put_((rows.flatten(),), gradient.reshape(-1, dim).to(wide), accumulate=True)
+        return sums[1:].to(dtype), None

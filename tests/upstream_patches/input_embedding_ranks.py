@@ -1,0 +1,385 @@
+"""Models with further input embeddings on forked ranks: trained, saved, loaded, and looked into.
+
+Imported in the process that runs a tree, never by pytest itself. Importing megatron-core takes
+longer than all of the checks, so that one process runs them, and every rank is a fork of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import queue
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.utils.flop_counter import FlopCounterMode
+
+from cppmega.errors import CppmegaError
+from cppmega.modules import input_embedding_sizes as sizes
+from cppmega.modules.input_embeddings import feeding, of_trunk
+from tests.configurations import models, stand_ins, training
+from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
+from tests.configurations.settings import Configuration
+from tests.upstream_patches.distributed_optimizer import on_cpu
+
+END = 5
+NGRAMS = sizes.NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8)
+"""So large that the replicas of a first stage cut the tables in two, and those of a last do not."""
+STRUCTURE = sizes.Structure(bottleneck=6)
+STATED = {
+    "CPPMEGA_NGRAM_HASH": sizes.text(NGRAMS),
+    "CPPMEGA_STRUCTURE": sizes.text(STRUCTURE),
+}
+ADDED = "embedding.input_embeddings."
+GPT = Configuration(model="gpt", mtp=2, packing="padded", optimizer="distributed")
+HYBRID = replace(GPT, model="hybrid", packing="none")
+
+configured_with_dropout = models.configured
+numbers = itertools.count()
+
+
+def prepare() -> None:
+    """Import and replace everything once, before ranks are forked."""
+    torch.set_num_threads(1)
+    torch._dynamo.config.disable = True
+    stand_ins.install()
+    filesystem_async._results_queue = queue.Queue()  # it would start a process
+
+
+def on_ranks(
+    folder: Path, setting: Configuration, work: Callable[..., Any], *given: Any
+) -> list[Any]:
+    """What `work(setting, *given)` returns on every rank of a layout, each a fork of this one."""
+    store = folder / f"store{next(numbers)}"
+    children = []
+    for rank in range(setting.ranks):
+        child = os.fork()
+        if child == 0:
+            _be_a_rank(rank, setting, store, partial(work, setting, *given))
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
+        raise RuntimeError(store.with_suffix(".error").read_text())
+    return [pickle.loads(store.with_suffix(f".{n}").read_bytes()) for n in range(setting.ranks)]
+
+
+def _be_a_rank(rank: int, setting: Configuration, store: Path, work: Callable[[], Any]) -> None:
+    status = 1
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=setting.tensor,
+            pipeline_model_parallel_size=setting.pipeline,
+        )
+        store.with_suffix(f".{rank}").write_bytes(pickle.dumps(work()))
+        status = 0
+    except BaseException:
+        store.with_suffix(".error").write_text(traceback.format_exc())
+    os._exit(status)
+
+
+def with_them(**changed: str) -> Any:
+    """The variables that state what a model adds."""
+    return mock.patch.dict(os.environ, {**STATED, **changed})
+
+
+def without_dropout(setting: Configuration) -> Any:
+    """The configuration in fp32 and without dropout, so that layouts can be compared."""
+    made = configured_with_dropout(replace(setting, optimizer="float32"))
+    made.hidden_dropout = 0.0
+    return made
+
+
+def fed(batch: Batch) -> Batch:
+    """The batch with what a loop attaches to its tokens."""
+    feeding(batch.tokens, END, *structure_of(batch.tokens, batch.positions))
+    return batch
+
+
+def structure_of(tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Kinds and depths of which every one occurs, and which no shift leaves as they are."""
+    return (tokens + positions) % STRUCTURE.categories, (tokens * 3 + positions) % STRUCTURE.levels
+
+
+class Run(training.Run):
+    """A model in fp32 under the setting's optimizer, whose batches say where documents end."""
+
+    def __init__(self, setting: Configuration) -> None:
+        with mock.patch.object(models, "configured", without_dropout):
+            super().__init__(setting, seed=1)
+
+    def _forward(self, batches: Any, model: Any) -> Any:
+        return super()._forward(iter([fed(next(batches))]), model)
+
+    def added(self) -> dict[str, torch.Tensor]:
+        """The parameters of the embeddings that this rank holds."""
+        return {
+            name.partition(ADDED)[2]: parameter.detach().clone()
+            for name, parameter in self.model.named_parameters()
+            if ADDED in name
+        }
+
+
+def trained(
+    setting: Configuration, steps: range, load: Path | None = None, save: Path | None = None
+) -> tuple[Any, ...]:
+    """Rows of training steps, the embeddings' parameters after them, and who had no gradient."""
+    with on_cpu():
+        run = Run(setting)
+        if load is not None:
+            run.load(load)
+        rows = [run.step(number) for number in steps]
+        if save is not None:
+            save.mkdir(exist_ok=True)
+            torch.distributed.barrier()
+            run.save(save)
+        still = [name for name, p in run.model.named_parameters() if not p.main_grad.any()]
+        return rows, run.added(), still
+
+
+def rows_without(folder: Path) -> dict[str, Any]:
+    """Training without the embeddings, to the bit."""
+    return {
+        setting.model: on_ranks(folder, setting, trained, range(1, 3))[0][0]
+        for setting in (replace(GPT, packing="packed"), HYBRID)
+    }
+
+
+def check_an_untrained_model_is_the_one_without(folder: Path) -> None:
+    """In the first step, whose gradient reaches only the projections; all learn in the second."""
+    for setting in (GPT, HYBRID):
+        ((off, nothing, _),) = on_ranks(folder, setting, trained, range(1, 3))
+        with with_them():
+            ((on, added, still),) = on_ranks(folder, setting, trained, range(1, 3))
+        assert not nothing and added
+        assert off[0]["losses"] == on[0]["losses"]
+        assert off[1]["losses"] != on[1]["losses"]
+        assert not still, f"no gradient in the second step: {still}"
+
+
+def check_layouts_train_as_one_rank(folder: Path) -> None:
+    """From the checkpoint of one rank: tensor and sequence parallel, pipeline, and recompute."""
+    layouts = (
+        replace(GPT, tensor=2, sequence_parallel=True),
+        replace(GPT, recompute="uniform"),
+        replace(HYBRID, tensor=2),
+        replace(HYBRID, pipeline=2),
+    )
+    with with_them():
+        for alone in (GPT, HYBRID):
+            saved = folder / alone.model
+            on_ranks(folder, alone, trained, range(1, 3), None, saved)
+            one = on_ranks(folder, alone, trained, range(3, 5), saved)
+            for layout in layouts:
+                if layout.model == alone.model:
+                    many = on_ranks(folder, layout, trained, range(3, 5), saved)
+                    assert_same(one, many, layout.name)
+
+
+def check_sharded_states_and_a_checkpoint_of_two_stages(folder: Path) -> None:
+    """Two replicas cut the optimizer's states of both stages alike; one rank loads the result."""
+    replicas = replace(HYBRID, data=2)
+    stages = replace(replicas, pipeline=2)
+    first, last = folder / "replicas", folder / "stages"
+    with with_them():
+        on_ranks(folder, replicas, trained, range(1, 3), None, first)
+        one = on_ranks(folder, replicas, trained, range(3, 5), first)
+        many = on_ranks(folder, stages, trained, range(3, 5), first, last)
+        assert_same(one, many, stages.name)
+        ((_, loaded, _),) = on_ranks(folder, HYBRID, looked_at, last)
+    for name, value in loaded.items():
+        assert value.equal(many[0][1][name]), name
+
+
+def looked_at(setting: Configuration, folder: Path) -> tuple[Any, ...]:
+    """What a checkpoint has, without a step."""
+    with on_cpu():
+        run = Run(setting)
+        run.load(folder)
+        return (), run.added(), ()
+
+
+def assert_same(one: list[Any], many: list[Any], name: str) -> None:
+    """The losses and the norms of two layouts, and the embeddings on every rank that has them."""
+    for step in range(2):
+        ours, theirs = (  # the ranks of a stage are not those of another layout
+            sorted(loss for rows, *_ in ranks for loss in rows[step]["losses"])
+            for ranks in (many, one)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0, msg=f"{name}, step {step}")
+        norms = [ranks[0][0][step]["gradient"] for ranks in (many, one)]
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0, msg=f"{name}, norm {norms}")
+    wanted = one[0][1]
+    assert all(value.any() for value in wanted.values())
+    for _, added, _ in many:
+        assert added.keys() == wanted.keys()
+        for part, value in added.items():
+            assert value.equal(many[0][1][part]), f"{name}: {part} differs among the ranks"
+            torch.testing.assert_close(value, wanted[part], rtol=0, atol=1e-6, msg=f"{name} {part}")
+
+
+def check_a_checkpoint_of_other_multipliers_is_refused(folder: Path) -> None:
+    """By Megatron's own loading, which fills tensors in place."""
+    saved = folder / "hashed"
+    with with_them():
+        on_ranks(folder, GPT, trained, range(1, 2), None, saved)
+        on_ranks(folder, GPT, looked_at, saved)
+
+    def refused(setting: Configuration) -> str:
+        return refusal(partial(looked_at, setting, saved))
+
+    with with_them(CPPMEGA_NGRAM_HASH=sizes.text(replace(NGRAMS, seed=NGRAMS.seed + 1))):
+        assert on_ranks(folder, GPT, refused) == ["ngram-hash-differs"]
+
+
+def check_what_a_token_is_embedded_as(folder: Path) -> None:
+    """In a pack as in its document alone, and in a depth as in the trunk."""
+    with with_them():
+        for setting in (GPT, HYBRID):
+            on_ranks(folder, setting, embedded_alike)
+
+
+def embedded_alike(setting: Configuration) -> None:
+    """Compare what the embedding returns in one forward pass."""
+    model, outputs = filled(setting), []
+    batch = micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group())
+    batch.tokens[:, [4, 20]] = END
+    model.embedding.register_forward_hook(lambda *call: outputs.append(call[-1].detach()))
+    forward(model, fed(batch))
+    trunk, *depths = outputs
+    structure = structure_of(batch.tokens, batch.positions)
+    assert len(depths) == setting.mtp
+    for row in range(len(batch.tokens)):
+        for begin, end in documents(setting, batch.tokens[row].tolist()):
+            tokens, *own = (x[row : row + 1, begin:end].clone() for x in (batch.tokens, *structure))
+            alone = feeding(tokens, END, *own)
+            places = torch.arange(end - begin)[None]
+            found = of_trunk(model.embedding, alone, places, None)(
+                input_ids=alone, position_ids=places
+            )
+            torch.testing.assert_close(found[:, 0], trunk[begin:end, row], rtol=0, atol=1e-5)
+    for number, depth in enumerate(depths, start=1):
+        for begin, end in shifted_within(setting):
+            ours, theirs = depth[begin : end - number], trunk[begin + number : end]
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def documents(setting: Configuration, tokens: list[int]) -> list[tuple[int, int]]:
+    """Where documents begin and end: at the boundaries of a pack, and after every end token."""
+    ends = {number + 1 for number, token in enumerate(tokens) if token == END}
+    if setting.packing == "padded":
+        ends |= set(itertools.accumulate(DOCUMENTS))
+    return list(itertools.pairwise(sorted({0, *ends, LENGTH})))
+
+
+def shifted_within(setting: Configuration) -> list[tuple[int, int]]:
+    """What MTP shifts as one piece, without padding."""
+    if setting.packing == "none":
+        return [(0, LENGTH)]
+    ends = itertools.accumulate(DOCUMENTS)
+    return [
+        (end - length, end - padding)
+        for end, length, padding in zip(ends, DOCUMENTS, PADDING, strict=True)
+    ]
+
+
+def filled(setting: Configuration) -> Any:
+    """A model whose added parameters are all at work."""
+    with mock.patch.object(models, "configured", without_dropout):
+        _, model = models.build(setting, seed=1)
+    for name, parameter in model.named_parameters():
+        if ADDED in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def forward(model: Any, batch: Batch) -> torch.Tensor:
+    """The model's losses."""
+    out: torch.Tensor = model(
+        batch.tokens,
+        batch.positions,
+        None,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        packed_seq_params=batch.pack,
+    )
+    return out
+
+
+def check_a_model_that_is_not_fed_stops(folder: Path) -> None:
+    """As it does for structure ids that it has no row for; they never count as nothing."""
+
+    def named(setting: Configuration) -> list[str]:
+        model = filled(setting)
+        batch = micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group())
+        kinds, depths = structure_of(batch.tokens, batch.positions)
+        given = ((), (kinds,), (kinds + 1, depths), (kinds, depths - 1), (kinds, depths[:1]))
+        calls = [
+            partial(forward, model, batch),
+            partial(model.embedding, batch.tokens, batch.positions),
+        ]
+        for wrong in given:
+            tokens = feeding(batch.tokens.clone(), END, *wrong)
+            calls.append(partial(forward, model, replace(batch, tokens=tokens)))
+        return [refusal(call) for call in calls]
+
+    with with_them():
+        (names,) = on_ranks(folder, HYBRID, named)
+    wanted = {"input-embeddings-not-fed": 2, "structure-not-fed": 2, "structure-ids-wrong": 3}
+    assert names == [name for name, times in wanted.items() for _ in range(times)]
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The name of the error that a call raises."""
+    try:
+        call()
+    except CppmegaError as error:
+        return error.name
+    return "nothing was refused"
+
+
+def counted(folder: Path) -> dict[str, float]:
+    """Parameters, and operations per token, of what the embeddings add to a hybrid model."""
+
+    def count(setting: Configuration) -> tuple[int, float]:
+        model = filled(setting)
+        batch = micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group())
+        with FlopCounterMode(display=False) as counter:
+            forward(model, fed(batch)).sum().backward()
+        total = counter.get_total_flops() / (SAMPLES * LENGTH)
+        return sum(p.numel() for p in model.parameters()), total
+
+    (without,) = on_ranks(folder, HYBRID, count)
+    with with_them():
+        (whole,) = on_ranks(folder, HYBRID, count)
+    return {"parameters": whole[0] - without[0], "flops": whole[1] - without[1]}
+
+
+def report(*names: str) -> None:
+    """Print what these functions return, and the traceback of each that fails."""
+    prepare()
+    with tempfile.TemporaryDirectory() as scratch:
+        answers = {name: _answer(name, Path(scratch)) for name in names}
+    sys.stdout.flush()
+    print(json.dumps(answers))
+
+
+def _answer(name: str, folder: Path) -> Any:
+    try:
+        return globals()[name](folder)
+    except Exception:
+        return traceback.format_exc()
