@@ -53,21 +53,26 @@ LAYERS = "from cppmega.modules import mhc_layers"
 OF_DEPTHS = "from cppmega.modules import mhc_depths"
 
 
-def _cppmega_read(layer, args, kwargs):
-    """Replace the hidden states among the arguments of a layer by what its attention reads."""
+def _cppmega_attention(layer, args, kwargs):
+    """Run the attention of a layer on what it reads of the streams."""
     from cppmega.modules import mhc_layers
 
     if args:
-        return (mhc_layers.input_of(layer, "self_attention", args[0]), *args[1:]), kwargs
-    read = mhc_layers.input_of(layer, "self_attention", kwargs["hidden_states"])
-    return args, {**kwargs, "hidden_states": read}
+        args = (mhc_layers.input_of(layer, "self_attention", args[0]), *args[1:])
+    else:
+        read = mhc_layers.input_of(layer, "self_attention", kwargs["hidden_states"])
+        kwargs = {**kwargs, "hidden_states": read}
+    with mhc_layers.around(layer, "self_attention"):
+        return layer._forward_attention(*args, **kwargs)
 
 
-def _cppmega_read_by_mlp(layer, hidden_states):
-    """What the MLP of a layer reads."""
+def _cppmega_mlp(layer, hidden_states, *args, **kwargs):
+    """Run the MLP of a layer on what it reads of the streams."""
     from cppmega.modules import mhc_layers
 
-    return mhc_layers.input_of(layer, "mlp", hidden_states)
+    read = mhc_layers.input_of(layer, "mlp", hidden_states)
+    with mhc_layers.around(layer, "mlp"):
+        return layer._forward_mlp(read, *args, **kwargs)
 
 
 WIDTH = ("from cppmega.modules.mhc_options import width as _cppmega_width",)
@@ -117,16 +122,31 @@ EDITS = (
         target=LAYER,
         pins={"0.19.2": "20223052f8f0c7b8"},
         edit=in_order(
-            inserting(
-                "args, kwargs = _cppmega_read(self, args, kwargs)",
-                before="hidden_states, context = self._forward_attention(*args, **kwargs)",
+            replacing(
+                "self._forward_attention(*args, **kwargs)",
+                "_cppmega_attention(self, args, kwargs)",
             ),
-            inserting(
-                "hidden_states = _cppmega_read_by_mlp(self, hidden_states)",
-                after="hidden_states, context = self._forward_attention(*args, **kwargs)",
+            replacing(
+                """
+self._forward_mlp(
+    hidden_states,
+    kwargs.get("inference_context", None),
+    padding_mask=kwargs.get("padding_mask", None),
+    packed_seq_params=kwargs.get("packed_seq_params", None),
+)
+""",
+                """
+_cppmega_mlp(
+    self,
+    hidden_states,
+    kwargs.get("inference_context", None),
+    padding_mask=kwargs.get("padding_mask", None),
+    packed_seq_params=kwargs.get("packed_seq_params", None),
+)
+""",
             ),
         ),
-        helpers=(_cppmega_read, _cppmega_read_by_mlp),
+        helpers=(_cppmega_attention, _cppmega_mlp),
         mark="",
     ),
     Edit(

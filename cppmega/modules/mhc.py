@@ -11,6 +11,7 @@ The definition is in `cppmega.ops.mhc_reference`.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
+from cppmega.modules import mhc_recompute
 from cppmega.ops import mhc_reference as reference
 from cppmega.ops.dsa_indexer_reference import wide
 
@@ -59,14 +61,27 @@ class HyperConnectionModule(torch.nn.Module):
             torch.nn.init.xavier_uniform_(self.mapping_proj.weight)
         keep_fp32(self, config, ("alpha_pre", "alpha_post", "alpha_res", "bias"))
         keep_fp32(self.mapping_proj, config, ("weight",))
+        self.block: mhc_recompute.Block | None = None
         self._open: _Open | None = None
 
     def read(self, streams: Tensor) -> Tensor:
         """The input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
-        apart = split(streams, self.streams)
-        h_pre, h_post, h_res = reference.weights(apart, self._parameters_of_op(), self.iterations)
-        self._open = _Open(apart, h_res, h_post)
-        return reference.aggregate(apart, h_pre)
+        with mhc_recompute.scope(self):
+            apart = split(streams, self.streams)
+            h_pre, h_post, h_res = self._call(self._weights, apart, *self._learned())
+            x: Tensor = self._call(reference.aggregate, apart, h_pre)
+        if self.block is not None:
+            before, h = self.block.recipe(streams), h_pre.detach()
+            self.block.know(x, lambda: reference.aggregate(split(before.value(), len(h[0, 0])), h))
+        self._open = _Open(streams, h_res, h_post)
+        return x
+
+    def _weights(self, streams: Tensor, *learned: Tensor) -> reference.Weights:
+        return reference.weights(streams, reference.Parameters(*learned), self.iterations)
+
+    def _call(self, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        call = function if self.block is None else functools.partial(mhc_recompute.again, function)
+        return call(*inputs)
 
     def bias_dropout_add(
         self, training: bool, fused: bool
@@ -77,15 +92,31 @@ class HyperConnectionModule(torch.nn.Module):
     def _write(
         self, out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
     ) -> Tensor:
-        """The streams `[s, b, n * C]` after the sub-layer; they are the residual, and not `[s, b,
-        C]`, which is what the sub-layer was given."""
+        """The streams `[s, b, n * C]` after the sub-layer.
+
+        The residual that the sub-layer passes is its input, which is not added to anything.
+        """
         if self._open is None:
             raise RuntimeError("a hyper-connection is written to that was not read")
-        (streams, h_res, h_post), self._open = self._open, None
-        out, bias = out_with_bias
-        return reference.update(streams, h_res, h_post, out, bias).flatten(-2)
+        (streams, *weights), self._open = self._open, None
+        with mhc_recompute.scope(self):
+            apart = split(streams, self.streams)
+            after: Tensor = self._call(reference.update, apart, *weights, *out_with_bias).flatten(
+                -2
+            )
+        if self.block is not None:
+            before = self.block.recipe(streams)
+            kept: list[Any] = [
+                None if t is None else t.detach() for t in (*weights, *out_with_bias)
+            ]
+            count = self.streams
+            self.block.know(
+                after, lambda: reference.update(split(before.value(), count), *kept).flatten(-2)
+            )
+        streams = after
+        return streams
 
-    def _parameters_of_op(self) -> reference.Parameters:
+    def _learned(self) -> reference.Parameters:
         return reference.Parameters(
             self.mapping_proj.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
         )

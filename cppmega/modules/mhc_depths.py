@@ -19,7 +19,7 @@ from megatron.core.typed_torch import apply_module
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import mhc, mhc_layers
+from cppmega.modules import mhc, mhc_layers, mhc_recompute
 
 
 def connect(depth: Any, tp_group: Any) -> None:
@@ -63,6 +63,9 @@ def joined(depth: Any, streams: Tensor, decoder_input: Tensor) -> Tensor:
             "Speculative decoding hands over hidden states, and a depth reads the streams.",
             "generate without MTP",
         )
+    if depth.mtp_layer_pattern is None:  # otherwise the stack in it begins
+        layers = [mhc_layers.sites(depth.mtp_model_layer)]
+        mhc_recompute.begin(layers, depth.config, depth.training)
     embedded, _ = depth.e_proj(apply_module(depth.enorm)(decoder_input))
     count = depth.config.mhc_num_residual_streams
     # As more sequences of a batch: Megatron's linear layers take three axes.

@@ -6,6 +6,7 @@ layer of a GPT model keeps its keys and has two sites beside its sub-layers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import mhc
+from cppmega.modules import mhc, mhc_recompute
 
 SITES = {
     "self_attention": ("self_attn_bda", "self_attention_hyper_connection"),
@@ -43,7 +44,9 @@ class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """Return what the layer returns, with streams in place of hidden states."""
-        return self.inner_layer(hidden_states=self.hyper_connection.read(hidden_states), **kwargs)
+        read = self.hyper_connection.read(hidden_states)
+        with mhc_recompute.scope(self.hyper_connection):
+            return self.inner_layer(hidden_states=read, **kwargs)
 
     def mamba_state_shapes_per_request(self) -> Any:
         """Return those of the Mamba layer."""
@@ -105,12 +108,26 @@ def input_of(layer: Any, name: str, hidden_states: Tensor) -> Tensor:
     return hidden_states if site is None else site.read(hidden_states)
 
 
+def around(layer: Any, name: str) -> contextlib.AbstractContextManager[Any]:
+    """What a sub-layer of a GPT model's layer runs in."""
+    return mhc_recompute.scope(getattr(layer, SITES[name][1], None))
+
+
+def sites(layer: Any) -> list[mhc.HyperConnectionModule]:
+    """The hyper-connections of a layer, in the order in which it uses them."""
+    names = ("hyper_connection", *(site for _, site in SITES.values()))
+    found = (getattr(layer, name, None) for name in names)
+    return [site for site in found if site is not None]
+
+
 def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
-    """The streams with which the first stage begins; elsewhere they have arrived already."""
+    """The streams with which a stack begins: in the first stage all are the hidden states."""
     config = stack.config
-    begins = stack.pre_process and not getattr(stack, "is_mtp_layer", False)
-    if not (begins and getattr(config, "enable_mhc_connections", False)):
+    if not getattr(config, "enable_mhc_connections", False):
         return hidden_states
+    mhc_recompute.begin([sites(layer) for layer in stack.layers], config, stack.training)
+    if not stack.pre_process or getattr(stack, "is_mtp_layer", False):
+        return hidden_states  # the streams, from the stage before or from the depth
     return mhc.expand(hidden_states, config.mhc_num_residual_streams)
 
 

@@ -51,7 +51,7 @@ def problems(options: Any) -> Iterator[CppmegaError]:
 
 
 def _without(options: Any) -> Iterator[CppmegaError]:
-    if RECOMPUTED in _recomputed(options):
+    if recomputes(options):
         yield CppmegaError(
             "mhc-not-enabled",
             f"{RECOMPUTED} is to be recomputed, but --enable-mhc-connections is missing.",
@@ -88,7 +88,7 @@ def _layers(options: Any) -> Iterator[CppmegaError]:
         yield _refusal(
             "--cuda-graph-impl", "The graphs of a layer take one stream, and a site has several."
         )
-    if RECOMPUTED in _recomputed(options) and "mlp" in _recomputed(options):
+    if recomputes(options) and "mlp" in _recomputed(options):
         yield _refusal(
             "--recompute-modules mlp", "Both would recompute what the sub-layer begins with."
         )
@@ -125,6 +125,11 @@ def _invalid(name: str, how: str) -> CppmegaError:
         "Such hyper-connections are not defined.",
         f"another value of {option}",
     )
+
+
+def recomputes(options: Any) -> bool:
+    """Whether streams are recomputed in the backward pass."""
+    return RECOMPUTED in _recomputed(options)
 
 
 def check(config: Any) -> None:

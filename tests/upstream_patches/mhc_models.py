@@ -22,6 +22,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, random
 from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -31,7 +32,6 @@ from megatron.core.transformer.transformer_layer import (
 
 from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import arguments
-from tests.upstream_patches.dsa_models import WrappedNorm
 
 LENGTH, BATCH, WORDS, WIDTH = 12, 2, 32, 16
 MHC = {"enable_mhc_connections": True, "mhc_num_residual_streams": 4, "mhc_init_gating_factor": 0.3}
@@ -49,10 +49,20 @@ def start(**parallel: int) -> None:
     cpu_shims.init_distributed(**parallel)
     mock.patch.object(random, "_get_cuda_rng_state", lambda *device, **named: None).start()
     mock.patch.object(random, "_set_cuda_rng_state", lambda *state, **named: None).start()
+    WrappedTorchNorm.__new__ = lambda cls, *given, **named: Norm(*given, **named)
     fused_softmax.get_default_causal_mask = lambda n: torch.ones(n, n).triu(1).bool()
     tensor = torch.tensor
     torch.tensor = lambda *data, pin_memory=False, **named: tensor(*data, **named)
     torch.Tensor.cuda = lambda self, **named: self
+
+
+class Norm(torch.nn.LayerNorm):
+    """Replaces torch's norm of Megatron, which refuses sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
 
 
 class Mixer(torch.nn.Linear):
@@ -114,11 +124,11 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
         **options,
     )
     head = mtp.MultiTokenPredictionLayerSubmodules(
-        enorm=WrappedNorm,
-        hnorm=WrappedNorm,
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
         eh_proj=ColumnParallelLinear,
         mtp_model_layer=None,
-        layer_norm=WrappedNorm,
+        layer_norm=WrappedTorchNorm,
     )
     heads = mtp.MultiTokenPredictionBlockSubmodules(
         layer_specs=[ModuleSpec(mtp.MultiTokenPredictionLayer, submodules=head)]
@@ -138,7 +148,7 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
         )
         parts = TransformerLayerSubmodules(mlp=moe, **ends)
         experts["moe_layer"] = ModuleSpec(MoETransformerLayer, submodules=parts)
-    mamba = MambaLayerSubmodules(norm=WrappedNorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
+    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
     layers = block.HybridStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
         attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
@@ -146,7 +156,7 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
         mtp_block_spec=ModuleSpec(mtp.MultiTokenPredictionBlock, submodules=heads),
         **experts,
     )
-    with mock.patch.object(block, "TENorm", WrappedNorm):
+    with mock.patch.object(block, "TENorm", WrappedTorchNorm):
         return HybridModel(
             hybrid_stack_spec=ModuleSpec(block.HybridStack, submodules=layers),
             hybrid_layer_pattern=pattern,

@@ -1,0 +1,164 @@
+"""Models with hyper-connections on two ranks, against the same model on one.
+
+Each begins from one checkpoint, which every layout loads, and a layout's last weights go back into
+the model of one rank. Imported in the processes that run a tree, never by pytest itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from cppmega.proof import cpu_shims
+from cppmega.proof.small_models import arguments
+from tests.upstream_patches import mhc_models as models
+from tests.upstream_patches.distributed_optimizer import on_cpu
+
+STEPS, RATE = 3, 0.05
+SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+EXPERT_RANKS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gpt, TP 2 with sequence parallelism": (
+        partial(models.gpt, depths=1),
+        partial(models.gpt, depths=1),
+        SEQUENCES,
+    ),
+    "hybrid, TP 2 with sequence parallelism": (
+        partial(models.hybrid, "M*-/*-"),
+        partial(models.hybrid, "M*-/*-"),
+        SEQUENCES,
+    ),
+    "gpt, PP 2": (partial(models.gpt, depths=1), partial(models.gpt, depths=1), STAGES),
+    "hybrid, PP 2, recomputed": (
+        partial(models.hybrid, "M*-*/*-"),
+        partial(models.hybrid, "M*|-*/*-", **models.FULL),
+        STAGES,
+    ),
+    "hybrid, EP 2": (
+        partial(models.hybrid, "*E", **models.EXPERTS),
+        partial(models.hybrid, "*E", **models.EXPERTS),
+        EXPERT_RANKS,
+    ),
+}
+
+
+def main(folder: str) -> None:
+    """Print the losses of each case on one rank and on two, and how far weights differ."""
+    cpu_shims.shim()
+    torch.distributed.init_process_group("gloo")
+    # It would start a process for the results of writers that are other processes.
+    filesystem_async._results_queue = queue.Queue()
+    parallel_state.initialize_model_parallel()
+    models.start()
+    found = {}
+    for number, (name, (one, two, layout)) in enumerate(CASES.items()):
+        found[name] = compared(one, two, layout, Path(folder) / str(number))
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(found))
+
+
+def compared(one: Any, two: Any, layout: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train a model on one rank and on two from the same weights."""
+    arrange({})
+    alone = one(**models.MHC)
+    save(alone, folder / "begun")
+    expected = trained(alone)
+    arrange(layout)
+    split = two(**models.MHC, **layout)
+    load(split, folder / "begun")
+    losses = trained(split)
+    save(split, folder / "ended")
+    arrange({})
+    back = one(**models.MHC)
+    load(back, folder / "ended")
+    pairs = zip(alone.named_parameters(), back.parameters(), strict=True)
+    apart = {name: (a - b).abs().max().item() for (name, a), b in pairs}
+    return {"expected": expected, "losses": losses, "apart": max(apart.items(), key=lambda x: x[1])}
+
+
+def arrange(layout: dict[str, Any]) -> None:
+    """Form the groups of a layout."""
+    parallel_state.destroy_model_parallel()
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    sizes = {name: layout.get(name, 1) for name in (*names, "expert_model_parallel_size")}
+    parallel_state.initialize_model_parallel(**sizes)
+
+
+def trained(model: Any) -> list[float]:
+    """The losses of a few steps of SGD; every rank reports those of the last stage."""
+    losses = []
+    for _ in range(STEPS):
+        model.zero_grad()
+        losses.append(step(model))
+        whole = SimpleNamespace(
+            ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+            named_parameters=model.named_parameters,
+        )
+        _allreduce_non_tensor_model_parallel_grads(
+            [whole], model.config, parallel_state.get_tensor_model_parallel_group()
+        )
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= RATE * p.grad
+    return losses
+
+
+def step(model: Any) -> float:
+    """The loss of two microbatches, whose gradients are left on the parameters."""
+    values: list[torch.Tensor] = []
+
+    def forward(seeds: Any, model: Any) -> Any:
+        out = model(**arguments(model, **models.batch(next(seeds))))
+
+        def mean(per_token: torch.Tensor) -> Any:
+            values.append(per_token.detach().mean())
+            return per_token.mean(), {}
+
+        return out, mean
+
+    with on_cpu():
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter((1, 2)),
+            model=[model],
+            num_microbatches=2,
+            seq_length=models.LENGTH,
+            micro_batch_size=models.BATCH,
+            forward_only=False,
+        )
+    total = torch.stack(values).sum() if values else torch.zeros(())
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def save(model: Any, folder: Path) -> None:
+    """Save the weights of a model of any layout."""
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(model.sharded_state_dict(), str(folder))
+
+
+def load(model: Any, folder: Path) -> None:
+    """Load weights that another layout saved."""
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
+
+
+if __name__ == "__main__":
+    main(os.environ["FOLDER"])
