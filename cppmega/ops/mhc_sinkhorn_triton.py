@@ -28,18 +28,24 @@ WARPS = LANES // 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def empty():  # type: ignore[no-untyped-def]
+    """A tuple to add to; written out, its type would be that of the empty tuple."""
+    return ()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def row(at, here, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The tuple of the `COUNT` values that follow each address."""
-    found = ()
+    found = empty()
     for e in tl.static_range(COUNT):
-        found = found + (tl.load(at + e, mask=here, other=0.0),)  # noqa: RUF005
+        found = found + (tl.load(at + e, mask=here, other=0.0),)
     return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def softmax(a, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Softmax of the rows of the tuple of N * N values."""
-    out = ()
+    out = empty()
     for i in tl.static_range(N):
         most = a[i * N]
         for j in tl.static_range(1, N):
@@ -48,37 +54,37 @@ def softmax(a, N: tl.constexpr):  # type: ignore[no-untyped-def]
         for j in tl.static_range(1, N):
             total += tl.exp(a[i * N + j] - most)
         for j in tl.static_range(N):
-            out = out + (tl.exp(a[i * N + j] - most) / total,)  # noqa: RUF005
+            out = out + (tl.exp(a[i * N + j] - most) / total,)
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def raised(a, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """The matrix that Sinkhorn starts from: the softmax plus epsilon."""
-    out = ()
+    out = empty()
     for e in tl.static_range(N * N):
-        out = out + (a[e] + SINKHORN_EPS,)  # noqa: RUF005
+        out = out + (a[e] + SINKHORN_EPS,)
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rescaled(scale, a, other, N: tl.constexpr, STEP: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scales after a division by the sums; `a[STEP * i + ACROSS * j]`, j is summed over."""
-    out = ()
+    out = empty()
     for i in tl.static_range(N):
         total = a[STEP * i] * other[0]
         for j in tl.static_range(1, N):
             total += a[STEP * i + ACROSS * j] * other[j]
-        out = out + (scale[i] / (scale[i] * total + SINKHORN_EPS),)  # noqa: RUF005
+        out = out + (scale[i] / (scale[i] * total + SINKHORN_EPS),)
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scales(a, pairs, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales of rows and columns after the first division of columns and `pairs` of both."""
-    u = ()
+    u = empty()
     for _ in tl.static_range(N):
-        u = u + (a[0] * 0.0 + 1.0,)  # noqa: RUF005
+        u = u + (a[0] * 0.0 + 1.0,)
     v = _rescaled(u, a, u, N, 1, N)
     for _ in range(pairs):
         u = _rescaled(u, a, v, N, N, 1)
@@ -91,35 +97,33 @@ def doubly_stochastic(a, iterations, N: tl.constexpr):  # type: ignore[no-untype
     """Sinkhorn of the tuple of N * N logits."""
     start = raised(softmax(a, N), N)
     u, v = scales(start, iterations - 1, N)
-    out = ()
+    out = empty()
     for e in tl.static_range(N * N):
-        out = out + (u[e // N] * start[e] * v[e % N],)  # noqa: RUF005
+        out = out + (u[e // N] * start[e] * v[e % N],)
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _without(e, a, scale, other, live, N: tl.constexpr, STEP: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
     """e before a division that gave `scale`; as it was where not `live`."""
-    parts = ()
+    parts = empty()
     for i in tl.static_range(N):
         total = e[STEP * i] * a[STEP * i]
         for j in tl.static_range(1, N):
             total += e[STEP * i + ACROSS * j] * a[STEP * i + ACROSS * j]
-        parts = parts + (tl.where(live, total * scale[i], 0.0),)  # noqa: RUF005
-    out = ()
+        parts = parts + (tl.where(live, total * scale[i], 0.0),)
+    out = empty()
     for at in tl.static_range(N * N):
-        i: tl.constexpr = (at // STEP) % N
-        j: tl.constexpr = (at // ACROSS) % N
-        out = out + (e[at] - parts[i] * other[j],)  # noqa: RUF005
+        out = out + (e[at] - parts[(at // STEP) % N] * other[(at // ACROSS) % N],)
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _part(history, at, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scales at one place of a history."""
-    out = ()
+    out = empty()
     for i in tl.static_range(N):
-        out = out + (history[at * N + i],)  # noqa: RUF005
+        out = out + (history[at * N + i],)
     return out
 
 
@@ -130,9 +134,9 @@ def gradient_of_logits(a, gradient, iterations, N: tl.constexpr, STEPS: tl.const
     start = raised(smooth, N)
     pairs = iterations - 1
     u, v = scales(start, pairs, N)
-    e = ()
+    e = empty()
     for at in tl.static_range(N * N):
-        e = e + (gradient[at] * u[at // N] * v[at % N],)  # noqa: RUF005
+        e = e + (gradient[at] * u[at // N] * v[at % N],)
     parts = tl.cdiv(pairs, STEPS)
     for part in range(parts):
         first = (parts - 1 - part) * STEPS
@@ -151,13 +155,13 @@ def gradient_of_logits(a, gradient, iterations, N: tl.constexpr, STEPS: tl.const
             e = _without(e, start, u, _part(columns, k, N), live, N, N, 1)
     u, v = scales(start, 0, N)
     e = _without(e, start, v, u, True, N, 1, N)
-    out = ()
+    out = empty()
     for i in tl.static_range(N):
         inner = e[i * N] * smooth[i * N]
         for j in tl.static_range(1, N):
             inner += e[i * N + j] * smooth[i * N + j]
         for j in tl.static_range(N):
-            out = out + (smooth[i * N + j] * (e[i * N + j] - inner),)  # noqa: RUF005
+            out = out + (smooth[i * N + j] * (e[i * N + j] - inner),)
     return out
 
 
