@@ -99,7 +99,7 @@ def weights(streams: Tensor, parameters: Parameters, iterations: int) -> Weights
     return Weights(
         pre.sigmoid() + EPS,
         post.sigmoid() * 2,
-        sinkhorn(res.unflatten(-1, (n, n)), iterations),
+        sinkhorn(res.reshape(*res.shape[:-1], n, n), iterations),
     )
 
 
