@@ -11,7 +11,6 @@ The definition is in `cppmega.ops.mhc_reference`.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from cppmega.errors import CppmegaError
 from cppmega.modules import mhc_recompute
+from cppmega.ops import mhc as kernels
 from cppmega.ops import mhc_reference as reference
 from cppmega.ops.dsa_indexer_reference import wide
 
@@ -32,8 +32,8 @@ class _Open(NamedTuple):
     """What a site keeps from its read to its write."""
 
     streams: Tensor
-    h_res: Tensor
-    h_post: Tensor
+    """`[s, b, n * C]`, as they were given."""
+    site: kernels.Site
 
 
 class HyperConnectionModule(torch.nn.Module):
@@ -61,27 +61,22 @@ class HyperConnectionModule(torch.nn.Module):
             torch.nn.init.xavier_uniform_(self.mapping_proj.weight)
         keep_fp32(self, config, ("alpha_pre", "alpha_post", "alpha_res", "bias"))
         keep_fp32(self.mapping_proj, config, ("weight",))
+        self.fused: bool = config.use_fused_mhc
+        self.fuse_accumulation: bool = config.gradient_accumulation_fusion
+        if self.fused:
+            require_kernels(config)
         self.block: mhc_recompute.Block | None = None
         self._open: _Open | None = None
 
     def read(self, streams: Tensor) -> Tensor:
         """The input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
         with mhc_recompute.scope(self):
-            apart = split(streams, self.streams)
-            h_pre, h_post, h_res = self._call(self._weights, apart, *self._learned())
-            x: Tensor = self._call(reference.aggregate, apart, h_pre)
+            x, site = self._read(streams)
+        self._open = _Open(streams, site)
         if self.block is not None:
-            before, h = self.block.recipe(streams), h_pre.detach()
-            self.block.know(x, lambda: reference.aggregate(split(before.value(), len(h[0, 0])), h))
-        self._open = _Open(streams, h_res, h_post)
+            before = self.block.recipe(streams)
+            self.block.know(x, lambda: self._read(before.value())[0])
         return x
-
-    def _weights(self, streams: Tensor, *learned: Tensor) -> reference.Weights:
-        return reference.weights(streams, reference.Parameters(*learned), self.iterations)
-
-    def _call(self, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-        call = function if self.block is None else functools.partial(mhc_recompute.again, function)
-        return call(*inputs)
 
     def bias_dropout_add(
         self, training: bool, fused: bool
@@ -98,27 +93,71 @@ class HyperConnectionModule(torch.nn.Module):
         """
         if self._open is None:
             raise RuntimeError("a hyper-connection is written to that was not read")
-        (streams, *weights), self._open = self._open, None
+        (streams, site), self._open = self._open, None
         with mhc_recompute.scope(self):
-            apart = split(streams, self.streams)
-            after: Tensor = self._call(reference.update, apart, *weights, *out_with_bias).flatten(
-                -2
-            )
+            after = self._update(site, *out_with_bias)
         if self.block is not None:
-            before = self.block.recipe(streams)
-            kept: list[Any] = [
-                None if t is None else t.detach() for t in (*weights, *out_with_bias)
-            ]
-            count = self.streams
-            self.block.know(
-                after, lambda: reference.update(split(before.value(), count), *kept).flatten(-2)
-            )
-        streams = after
-        return streams
+            before, (out, bias) = self.block.recipe(streams), out_with_bias
+            kept = (site.h_post.detach(), site.h_res.detach(), out.detach())
+
+            def make() -> Tensor:
+                h_post, h_res, out = kept
+                return self._update(
+                    kernels.Site(self._split(before.value()), h_post, h_res), out, bias
+                )
+
+            self.block.know(after, make)
+        return after
+
+    def _read(self, streams: Tensor) -> tuple[Tensor, kernels.Site]:
+        apart = self._split(streams)
+        if self.fused:
+            fuse = self.fuse_accumulation and torch.is_grad_enabled()
+            return kernels.read(apart, self._learned(), self.iterations, fuse_accumulation=fuse)
+        x, h_post, h_res = self._call(self._plain_read, apart, *self._learned())
+        return x, kernels.Site(apart, h_post, h_res)
+
+    def _plain_read(self, streams: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parameters = reference.Parameters(*learned)
+        h_pre, h_post, h_res = reference.weights(streams, parameters, self.iterations)
+        return reference.aggregate(streams, h_pre), h_post, h_res
+
+    def _update(self, site: kernels.Site, out: Tensor, bias: Tensor | None) -> Tensor:
+        if self.fused:
+            return kernels.write(site, out, bias).flatten(-2)
+        streams, h_post, h_res = site
+        after: Tensor = self._call(reference.update, streams, h_res, h_post, out, bias)
+        return after.flatten(-2)
+
+    def _call(self, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        """Call a function of the reference, which would save fp32 copies of the streams."""
+        again = self.block is not None
+        return mhc_recompute.again(function, *inputs) if again else function(*inputs)
+
+    def _split(self, streams: Tensor) -> Tensor:
+        return split(streams, self.streams)
 
     def _learned(self) -> reference.Parameters:
         return reference.Parameters(
             self.mapping_proj.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
+        )
+
+
+def require_kernels(config: Any) -> None:
+    """Check that a run which asks for fused kernels gets them.
+
+    Raises:
+        CppmegaError: `mhc-no-fused-kernel`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    streams, width = config.mhc_num_residual_streams, config.hidden_size
+    why = kernels.obstacle(device, config.params_dtype, streams, width)
+    if why is not None:
+        raise CppmegaError(
+            "mhc-no-fused-kernel",
+            f"--use-fused-mhc, but no fused kernel can run: {why}.",
+            "The run would take the plain implementation, which is not what it says.",
+            "leave --use-fused-mhc out, or change what is named",
         )
 
 
@@ -155,8 +194,8 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> t
 
 
 def split(streams: Tensor, count: int) -> Tensor:
-    """The streams `[..., n * C]` as `[..., n, C]`, without a copy."""
-    return streams.view(*streams.shape[:-1], count, -1)
+    """The streams `[..., n * C]` as `[..., n, C]`, without a copy where there is a choice."""
+    return streams.reshape(*streams.shape[:-1], count, -1)
 
 
 def expand(hidden: Tensor, streams: int) -> Tensor:

@@ -111,11 +111,22 @@ def trained(model: Any) -> list[float]:
         _allreduce_non_tensor_model_parallel_grads(
             [whole], model.config, parallel_state.get_tensor_model_parallel_group()
         )
+        _share_gradients(model)
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
                     p -= RATE * p.grad
     return losses
+
+
+def _share_gradients(model: Any) -> None:
+    """Do what Megatron's DDP does: the embedding of MTP depths, and experts of equal batches."""
+    both = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    for name, p in model.named_parameters():
+        if both and name == "embedding.word_embeddings.weight":
+            torch.distributed.all_reduce(p.grad)
+        if not getattr(p, "allreduce", True):
+            p.grad /= parallel_state.get_expert_model_parallel_world_size()
 
 
 def step(model: Any) -> float:
