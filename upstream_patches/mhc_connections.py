@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.modules.mhc_options import problems
+from cppmega.modules.mhc_options import other_models, problems
 from cppmega.page import Patch, Source
 
 from ._mhc_edits import BLOCK, CONFIG, EDITS, PRESENT
@@ -37,6 +37,7 @@ def uses_mhc(args: Any) -> bool:
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
     """Name what would be refused when the model is built, and checkpoints of other models."""
     yield from problems(args)
+    yield from other_models(args, saved)
 
 
 PATCH = Patch(

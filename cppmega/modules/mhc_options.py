@@ -7,13 +7,16 @@ built; either may lack what the other has.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cppmega.errors import CppmegaError
 
 RECOMPUTED = "mhc"
 """The name among `recompute_modules`."""
+
+HEAD = "hc_head_fn"
+"""The weight of the learned contraction, which earlier forms of mHC do not have."""
 
 _INSTEAD = "leave one of the two out"
 
@@ -111,6 +114,40 @@ def _stages(options: Any) -> Iterator[CppmegaError]:
 def _recomputed(options: Any) -> Sequence[str]:
     selective = getattr(options, "recompute_granularity", None) == "selective"
     return (getattr(options, "recompute_modules", None) or ()) if selective else ()
+
+
+def other_models(options: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
+    """Why a run cannot resume from a checkpoint, if one of the two has hyper-connections.
+
+    Args:
+        options: the run's arguments.
+        saved: names and shapes of what the checkpoint holds; empty: nothing is resumed from.
+    """
+    has = any("hyper_connection" in name for name in saved)
+    head = next((shape for name, shape in saved.items() if name.endswith(HEAD)), None)
+    streams = getattr(options, "mhc_num_residual_streams", None)
+    asked = bool(getattr(options, "enable_mhc_connections", False))
+    if has and not asked:
+        yield _other("has-streams", "a model with hyper-connections", "--enable-mhc-connections")
+    elif saved and asked and not has:
+        yield _other("one-stream", "a model with one residual stream", "one residual stream")
+    elif has and head is None:
+        yield _other(
+            "other-form",
+            "a model whose streams end in their mean (main of August 2026, or dev before June)",
+            "the Megatron that saved it; it mixes streams by another matrix",
+        )
+    elif head is not None and streams not in (None, head[0]):
+        yield _other("streams", f"a model with {head[0]} streams", f"that number, not {streams}")
+
+
+def _other(name: str, what: str, use: str) -> CppmegaError:
+    return CppmegaError(
+        f"mhc-checkpoint-{name}",
+        f"The checkpoint is that of {what}.",
+        "Loaded into this model, it would be another one, or keys would be missing.",
+        f"resume with {use}, or from another checkpoint",
+    )
 
 
 def _refusal(what: str, why: str) -> CppmegaError:

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import optimizer as optimizers
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 
 from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import arguments
@@ -67,6 +70,8 @@ def main(folder: str) -> None:
     found = {}
     for number, (name, (one, two, layout)) in enumerate(CASES.items()):
         found[name] = compared(one, two, layout, Path(folder) / str(number))
+    arrange({})
+    found["resumed"] = resumed(Path(folder) / "resumed")
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found))
 
@@ -88,6 +93,66 @@ def compared(one: Any, two: Any, layout: dict[str, Any], folder: Path) -> dict[s
     pairs = zip(alone.named_parameters(), back.parameters(), strict=True)
     apart = {name: (a - b).abs().max().item() for (name, a), b in pairs}
     return {"expected": expected, "losses": losses, "apart": max(apart.items(), key=lambda x: x[1])}
+
+
+class Run:
+    """A bf16 model under DDP with the distributed optimizer, each rank with its own data."""
+
+    def __init__(self) -> None:
+        bf16 = {"bf16": True, "params_dtype": torch.bfloat16}
+        self.model = models.hybrid("M*-", **models.MHC, **bf16)
+        wrapped = Float16Module(self.model.config, self.model)
+        sharded = {"use_distributed_optimizer": True}
+        self.ddp = DistributedDataParallel(
+            self.model.config, DistributedDataParallelConfig(**sharded), wrapped
+        )
+        options = optimizers.OptimizerConfig(optimizer="adam", lr=1e-2, **bf16, **sharded)
+        self.optimizer = optimizers.get_megatron_optimizer(options, [self.ddp])
+
+    def step(self, seed: int) -> None:
+        """Run a step."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batch = models.batch(2 * seed + torch.distributed.get_rank())
+        self.ddp(**arguments(self.model, **batch)).float().mean().backward()
+        self.ddp.finish_grad_sync()
+        assert self.optimizer.step()[0]
+
+    def state(self, is_loading: bool = False) -> dict[str, Any]:
+        """The content of a checkpoint."""
+        model = self.model.sharded_state_dict()
+        form = {"distrib_optim_sharding_type": "fully_reshardable"}
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=form)
+        return {"model": model, "optimizer": optimizer}
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """Whether a run that is saved and loaded goes on as if it had not been."""
+    with on_cpu():
+        run = Run()
+        run.step(1)
+        run.step(2)
+        if torch.distributed.get_rank() == 0:
+            folder.mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(run.state(), str(folder))
+        run.step(3)
+        again = Run()
+        again.step(9)
+        loaded = dist_checkpointing.load(again.state(is_loading=True), str(folder))
+        again.model.load_state_dict(loaded["model"])
+        again.optimizer.load_state_dict(loaded["optimizer"])
+        again.step(3)
+    mapping, others = [], []
+    for name, p in run.model.named_parameters():
+        (mapping if "hyper" in name or "hc_" in name else others).append(p)
+    pairs = zip(run.model.parameters(), again.model.parameters(), strict=True)
+    return {
+        "mapping": sorted({str(p.dtype) for p in mapping}),
+        "others": sorted({str(p.dtype) for p in others}),
+        "unrounded": all(not torch.equal(p, p.bfloat16().float()) for p in mapping),
+        "as if never stopped": all(torch.equal(a, b) for a, b in pairs),
+    }
 
 
 def arrange(layout: dict[str, Any]) -> None:
