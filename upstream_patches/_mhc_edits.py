@@ -14,8 +14,9 @@ STACK = f"{CORE}/models/hybrid/hybrid_block.py:HybridStack."
 DEPTH = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionLayer."
 DEPTHS = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionBlock.forward"
 SCHEDULES = f"{CORE}/pipeline_parallel/schedules.py:"
-PRESENT = f"{CORE}/recompute.py:checkpointed_forward"
-"""New in 0.19: one function for the stacks of GPT and of hybrid models."""
+RECOMPUTATION = f"{CORE}/recompute.py:checkpointed_forward"
+PRESENT = f"{DEPTH}get_inner_quantization_context"
+"""New in 0.19, for whose layers and depths these edits are written."""
 
 FIELDS = '''
 enable_mhc_connections: bool = field(
@@ -220,7 +221,7 @@ if self.post_process and self.post_layer_norm:
         edit=inserting(SAVED, before="return sharded_state_dict"),
         mark="",
     ),
-    Edit(target=PRESENT, pins={"0.19.2": "59fba895c79ae4b7"}, edit=WHOLE, mark=""),
+    Edit(target=RECOMPUTATION, pins={"0.19.2": "59fba895c79ae4b7"}, edit=WHOLE, mark=""),
     Edit(
         target=f"{SCHEDULES}get_tensor_shapes",
         pins={"0.19.2": "30136c352c056184"},

@@ -5,14 +5,23 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     the parameters and their shapes are those of 0.20 (names of the dev branch are accepted, too):
     layers of a hybrid stack are wrapped, layers of a GPT model have two sites, MTP depths read the
     streams, and pipeline stages hand all of them on. The definition is that of
-    `cppmega/ops/mhc_reference.py`. What it is not combined with is refused by name when the
-    configuration is made.
+    `cppmega/ops/mhc_reference.py`, computed by it or, with `--use-fused-mhc`, by the kernels of
+    `cppmega/ops/mhc.py`; a run that says so and cannot use them stops. `--recompute-modules mhc`
+    keeps the streams with which a block of layers begins (`--mhc-recompute-layer-num`) and computes
+    the others again. What mHC is not combined with (dropout, graphs, fp32 residuals, FSDP,
+    offloading) is refused by name. In the first step no gradient of the mapping is exactly zero;
+    the first site's mixing matrix has one of rounding size, because its streams are still equal and
+    its columns sum to 1. Parameters of the mapping stay fp32, which `float16_keep_fp32` lets the
+    optimizers save.
 Why: No release has them: 0.20 is announced with them, for hybrid models and without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),
     https://github.com/NVIDIA/Megatron-LM/pull/6401 (main, not released) and
     https://github.com/NVIDIA/Megatron-LM/pull/4949 (dev).
-Remove: with 0.20, where it runs what this page does.
+    A tree with hyper-connections of its own keeps them, whichever form they have: main's of August
+    2026 (mixing not transposed, a clamp, mean contraction) is another model, and a checkpoint that
+    shows it is refused.
+Remove: with 0.20, where it runs what this page does, and its kernels are as fast.
 Numerics: changes results: with the option, the model is another one. Without it nothing changes
     (bitwise).
 """
@@ -26,7 +35,9 @@ from cppmega.errors import CppmegaError
 from cppmega.modules.mhc_options import other_models, problems
 from cppmega.page import Patch, Source
 
-from ._mhc_edits import BLOCK, CONFIG, EDITS, PRESENT
+from ._mhc_edits import CORE, EDITS, PRESENT
+
+OWN = f"{CORE}/transformer/hyper_connection.py"
 
 
 def uses_mhc(args: Any) -> bool:
@@ -46,6 +57,7 @@ PATCH = Patch(
     when=uses_mhc,
     feature=(PRESENT,),
     refuses=refuses,
+    wanted_by=lambda recipe: recipe.uses_mhc,
     after=(
         *("cross_entropy_fusion_linear", "dsa_index_share_checkpoints", "dsa_index_share_holder"),
     ),
@@ -53,8 +65,8 @@ PATCH = Patch(
 
 
 def fixed_upstream(source: Source) -> bool:
-    """Whether the tree has hyper-connections of its own, which are never wrapped twice."""
-    return "HyperConnectionModule" in source.text(BLOCK) + source.text(CONFIG)
+    # Of whichever form: a tree's own hyper-connections are never wrapped into these.
+    return "class HyperConnectionModule" in source.file(OWN)
 
 
 def verify() -> None:
