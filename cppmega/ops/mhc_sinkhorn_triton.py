@@ -1,5 +1,8 @@
 """Sinkhorn of small matrices in registers, forward and backward: one token per lane.
 
+The tiles are `[n, n, tokens]`: Triton gives the last axis to the lanes, so that a lane has a whole
+matrix, and neither sum needs another lane.
+
 Every step divides rows or columns, so the matrix after any number of steps is the first one between
 two diagonal scales: `M[i, j] = u[i] * a[i, j] * v[j]`. Only the scales change from step to step. So
 it is in the backward: of the gradient times `u[i] * v[j]`, called e, a step subtracts a product of
@@ -34,150 +37,86 @@ def empty():  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def row(at, here, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tuple of the `COUNT` values that follow each address."""
-    found = empty()
-    for e in tl.static_range(COUNT):
-        found = found + (tl.load(at + e, mask=here, other=0.0),)
-    return found
+def places(N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the entries of a matrix are, `[N, N, 1]`."""
+    i = tl.arange(0, N)
+    return i[:, None, None] * N + i[None, :, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def softmax(a, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Softmax of the rows of the tuple of N * N values."""
-    out = empty()
-    for i in tl.static_range(N):
-        most = a[i * N]
-        for j in tl.static_range(1, N):
-            most = tl.maximum(most, a[i * N + j])
-        total = tl.exp(a[i * N] - most)
-        for j in tl.static_range(1, N):
-            total += tl.exp(a[i * N + j] - most)
-        for j in tl.static_range(N):
-            out = out + (tl.exp(a[i * N + j] - most) / total,)
-    return out
+def softmax(logits):  # type: ignore[no-untyped-def]
+    """Softmax of the rows of `[N, N, T]`."""
+    raised = tl.exp(logits - tl.max(logits, 1)[:, None, :])
+    return raised / tl.sum(raised, 1)[:, None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def raised(a, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The matrix that Sinkhorn starts from: the softmax plus epsilon."""
-    out = empty()
-    for e in tl.static_range(N * N):
-        out = out + (a[e] + SINKHORN_EPS,)
-    return out
+def _of_rows(u, start, v):  # type: ignore[no-untyped-def]
+    """The scales `[N, T]` of rows after a division by their sums."""
+    return u / (u * tl.sum(start * v[None, :, :], 1) + SINKHORN_EPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rescaled(scale, a, other, N: tl.constexpr, STEP: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales after a division by the sums; `a[STEP * i + ACROSS * j]`, j is summed over."""
-    out = empty()
-    for i in tl.static_range(N):
-        total = a[STEP * i] * other[0]
-        for j in tl.static_range(1, N):
-            total += a[STEP * i + ACROSS * j] * other[j]
-        out = out + (scale[i] / (scale[i] * total + SINKHORN_EPS),)
-    return out
+def _of_columns(u, start, v):  # type: ignore[no-untyped-def]
+    """The scales `[N, T]` of columns after a division by their sums."""
+    return v / (v * tl.sum(start * u[:, None, :], 0) + SINKHORN_EPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scales(a, pairs, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scales(start, pairs):  # type: ignore[no-untyped-def]
     """Scales of rows and columns after the first division of columns and `pairs` of both."""
-    u = empty()
-    for _ in tl.static_range(N):
-        u = u + (a[0] * 0.0 + 1.0,)
-    v = _rescaled(u, a, u, N, 1, N)
+    one = tl.sum(start, 1) * 0.0 + 1.0
+    u, v = one, _of_columns(one, start, one)
     for _ in range(pairs):
-        u = _rescaled(u, a, v, N, N, 1)
-        v = _rescaled(v, a, u, N, 1, N)
+        u = _of_rows(u, start, v)
+        v = _of_columns(u, start, v)
     return u, v
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def doubly_stochastic(a, iterations, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sinkhorn of the tuple of N * N logits."""
-    start = raised(softmax(a, N), N)
-    u, v = scales(start, iterations - 1, N)
-    out = empty()
-    for e in tl.static_range(N * N):
-        out = out + (u[e // N] * start[e] * v[e % N],)
-    return out
+def doubly_stochastic(logits, iterations):  # type: ignore[no-untyped-def]
+    """Sinkhorn of the logits `[N, N, T]`."""
+    start = softmax(logits) + SINKHORN_EPS
+    u, v = _scales(start, iterations - 1)
+    return u[:, None, :] * start * v[None, :, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _without(e, a, scale, other, live, N: tl.constexpr, STEP: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """e before a division that gave `scale`; as it was where not `live`."""
-    parts = empty()
-    for i in tl.static_range(N):
-        total = e[STEP * i] * a[STEP * i]
-        for j in tl.static_range(1, N):
-            total += e[STEP * i + ACROSS * j] * a[STEP * i + ACROSS * j]
-        parts = parts + (tl.where(live, total * scale[i], 0.0),)
-    out = empty()
-    for at in tl.static_range(N * N):
-        out = out + (e[at] - parts[(at // STEP) % N] * other[(at // ACROSS) % N],)
-    return out
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _part(history, at, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales at one place of a history."""
-    out = empty()
-    for i in tl.static_range(N):
-        out = out + (history[at * N + i],)
-    return out
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def gradient_of_logits(a, gradient, iterations, N: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def gradient_of_logits(logits, gradient, iterations, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The gradient of the logits from that of the result; STEPS iterations are kept at a time."""
-    smooth = softmax(a, N)
-    start = raised(smooth, N)
+    smooth = softmax(logits)
+    start = smooth + SINKHORN_EPS
     pairs = iterations - 1
-    u, v = scales(start, pairs, N)
-    e = empty()
-    for at in tl.static_range(N * N):
-        e = e + (gradient[at] * u[at // N] * v[at % N],)
+    u, v = _scales(start, pairs)
+    e = gradient * u[:, None, :] * v[None, :, :]
     parts = tl.cdiv(pairs, STEPS)
     for part in range(parts):
         first = (parts - 1 - part) * STEPS
-        u, v = scales(start, first, N)
-        rows, columns = u, v
+        u, v = _scales(start, first)
+        rows, columns = empty() + (u,), empty() + (v,)
         for _ in tl.static_range(STEPS):
-            u = _rescaled(u, start, v, N, N, 1)
-            v = _rescaled(v, start, u, N, 1, N)
-            rows = rows + u
-            columns = columns + v
+            u = _of_rows(u, start, v)
+            v = _of_columns(u, start, v)
+            rows = rows + (u,)
+            columns = columns + (v,)
         for back in tl.static_range(STEPS):
-            k: tl.constexpr = STEPS - 1 - back
-            live = first + k < pairs
-            u = _part(rows, k + 1, N)
-            e = _without(e, start, _part(columns, k + 1, N), u, live, N, 1, N)
-            e = _without(e, start, u, _part(columns, k, N), live, N, N, 1)
-    u, v = scales(start, 0, N)
-    e = _without(e, start, v, u, True, N, 1, N)
-    out = empty()
-    for i in tl.static_range(N):
-        inner = e[i * N] * smooth[i * N]
-        for j in tl.static_range(1, N):
-            inner += e[i * N + j] * smooth[i * N + j]
-        for j in tl.static_range(N):
-            out = out + (smooth[i * N + j] * (e[i * N + j] - inner),)
-    return out
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def stored(at, here, values, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a tuple of `COUNT` values behind each address."""
-    for e in tl.static_range(COUNT):
-        tl.store(at + e, values[e], mask=here)
+            live = first + STEPS - back <= pairs  # the first part to be done may be shorter
+            u, v = rows[STEPS - back], columns[STEPS - back]
+            of_columns = tl.where(live, tl.sum(e * start, 0) * v, 0.0)
+            e -= of_columns[None, :, :] * u[:, None, :]
+            of_rows = tl.where(live, tl.sum(e * start, 1) * u, 0.0)
+            e -= of_rows[:, None, :] * columns[STEPS - 1 - back][None, :, :]
+    u, v = _scales(start, 0)
+    e -= (tl.sum(e * start, 0) * v)[None, :, :]
+    return smooth * (e - tl.sum(e * smooth, 1)[:, None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = token < tokens
-    a = row(logits + token * (N * N), here, N * N)
-    stored(out + token * (N * N), here, doubly_stochastic(a, iterations, N), N * N)
+    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
+    at = token * (N * N) + places(N)
+    a = tl.load(logits + at, mask=token < tokens, other=0.0)
+    tl.store(out + at, doubly_stochastic(a, iterations), mask=token < tokens)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -185,12 +124,11 @@ def _sinkhorn_backward_kernel(  # type: ignore[no-untyped-def]
     logits, gradient, out, tokens, iterations,
     N: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = token < tokens
-    a = row(logits + token * (N * N), here, N * N)
-    given = row(gradient + token * (N * N), here, N * N)
-    found = gradient_of_logits(a, given, iterations, N, STEPS)
-    stored(out + token * (N * N), here, found, N * N)
+    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
+    at = token * (N * N) + places(N)
+    a = tl.load(logits + at, mask=token < tokens, other=0.0)
+    given = tl.load(gradient + at, mask=token < tokens, other=0.0)
+    tl.store(out + at, gradient_of_logits(a, given, iterations, STEPS), mask=token < tokens)
 
 
 def steps_kept(n: int) -> int:

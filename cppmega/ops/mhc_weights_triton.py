@@ -20,11 +20,9 @@ from cppmega.ops.mhc_sinkhorn_triton import (
     SINKHORN_EPS,
     WARPS,
     doubly_stochastic,
-    empty,
     gradient_of_logits,
-    row,
+    places,
     steps_kept,
-    stored,
 )
 
 EPS = SINKHORN_EPS  # the same in the norm and in `h_pre`
@@ -37,22 +35,19 @@ def _length(squares, ROOT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _logits(found, r, pre, post, res, bias, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scaled products plus bias."""
-    out = empty()
-    for v in tl.static_range(N * N + 2 * N):
-        alpha = pre if v < N else (post if v < 2 * N else res)
-        out = out + (r * found[v] * alpha + tl.load(bias + v),)
-    return out
+def _row_of(at, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The columns of `h_pre`, `[N, 1]`, and of `h_res`, `[N, N, 1]`, from their addresses."""
+    return at[None, :] + tl.arange(0, N)[:, None], at[None, None, :] + 2 * N + places(N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _last(values, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The values of `h_res`."""
-    out = empty()
-    for e in tl.static_range(N * N):
-        out = out + (values[2 * N + e],)
-    return out
+def _logits(pre, post, res, r, alpha_pre, alpha_post, alpha_res, bias, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scaled products plus bias: of `h_pre`, `h_post` `[N, T]` and `h_res` `[N, N, T]`."""
+    i = tl.arange(0, N)[:, None]
+    pre = r[None, :] * pre * tl.load(alpha_pre) + tl.load(bias + i)
+    post = r[None, :] * post * tl.load(alpha_post) + tl.load(bias + N + i)
+    res = r[None, None, :] * res * tl.load(alpha_res) + tl.load(bias + 2 * N + places(N))
+    return pre, post, res
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,23 +57,31 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     here = token < tokens
+    vector, matrix = here[None, :], here[None, None, :]
     V: tl.constexpr = N * N + 2 * N
-    found = row(parts + token * PADDED, here, V + 1)
-    for part in range(1, count):
-        more = row(parts + (tl.cast(part, tl.int64) * tokens + token) * PADDED, here, V + 1)
-        both = empty()
-        for v in tl.static_range(V + 1):
-            both = both + (found[v] + more[v],)
-        found = both
-    stored(values + token * PADDED, here, found, V + 1)
-    r = 1.0 / _length(found[V], ROOT)
-    pre, post, res = tl.load(alpha_pre), tl.load(alpha_post), tl.load(alpha_res)
-    z = _logits(found, r, pre, post, res, bias, N)
-    for i in tl.static_range(N):
-        tl.store(h_pre + token * N + i, tl.sigmoid(z[i]) + EPS, mask=here)
-        tl.store(h_post + token * N + i, tl.sigmoid(z[N + i]) * 2, mask=here)
-    mixing = doubly_stochastic(_last(z, N), iterations, N)
-    stored(h_res + token * (N * N), here, mixing, N * N)
+    pre = tl.zeros((N, LANES), tl.float32)
+    post = tl.zeros((N, LANES), tl.float32)
+    res = tl.zeros((N, N, LANES), tl.float32)
+    squares = tl.zeros((LANES,), tl.float32)
+    for part in range(count):
+        at = (tl.cast(part, tl.int64) * tokens + token) * PADDED
+        of_pre, of_res = _row_of(at, N)
+        pre += tl.load(parts + of_pre, mask=vector, other=0.0)
+        post += tl.load(parts + of_pre + N, mask=vector, other=0.0)
+        res += tl.load(parts + of_res, mask=matrix, other=0.0)
+        squares += tl.load(parts + at + V, mask=here, other=0.0)
+    of_pre, of_res = _row_of(token * PADDED, N)
+    tl.store(values + of_pre, pre, mask=vector)
+    tl.store(values + of_pre + N, post, mask=vector)
+    tl.store(values + of_res, res, mask=matrix)
+    tl.store(values + token * PADDED + V, squares, mask=here)
+    r = 1.0 / _length(squares, ROOT)
+    pre, post, res = _logits(pre, post, res, r, alpha_pre, alpha_post, alpha_res, bias, N)
+    at = token[None, :] * N + tl.arange(0, N)[:, None]
+    tl.store(h_pre + at, tl.sigmoid(pre) + EPS, mask=vector)
+    tl.store(h_post + at, tl.sigmoid(post) * 2, mask=vector)
+    at = token[None, None, :] * (N * N) + places(N)
+    tl.store(h_res + at, doubly_stochastic(res, iterations), mask=matrix)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -89,31 +92,43 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     here = token < tokens
+    vector, matrix = here[None, :], here[None, None, :]
     V: tl.constexpr = N * N + 2 * N
-    found = row(values + token * PADDED, here, V + 1)
-    length = _length(found[V], ROOT)
-    r = 1.0 / length
-    pre, post, res = tl.load(alpha_pre), tl.load(alpha_post), tl.load(alpha_res)
-    z = _logits(found, r, pre, post, res, bias, N)
-    dz = empty()
-    for i in tl.static_range(N):
-        h = tl.sigmoid(z[i])
-        dz = dz + (tl.load(d_pre + token * N + i, mask=here, other=0.0) * h * (1 - h),)
-    for i in tl.static_range(N):
-        h = tl.sigmoid(z[N + i])
-        dz = dz + (tl.load(d_post + token * N + i, mask=here, other=0.0) * 2 * h * (1 - h),)
-    given = row(d_res + token * (N * N), here, N * N)
-    dz = dz + gradient_of_logits(_last(z, N), given, iterations, N, STEPS)
-    of_program = sums + tl.program_id(0).to(tl.int64) * (2 * V)
-    dr = tl.zeros((LANES,), tl.float32)
-    for v in tl.static_range(V):
-        alpha = pre if v < N else (post if v < 2 * N else res)
-        dr += dz[v] * found[v] * alpha
-        tl.store(d_values + token * PADDED + v, dz[v] * r * alpha, mask=here)
-        tl.store(of_program + v, tl.sum(dz[v], 0))
-        tl.store(of_program + V + v, tl.sum(dz[v] * r * found[v], 0))
+    of_pre, of_res = _row_of(token * PADDED, N)
+    p_pre = tl.load(values + of_pre, mask=vector, other=0.0)
+    p_post = tl.load(values + of_pre + N, mask=vector, other=0.0)
+    p_res = tl.load(values + of_res, mask=matrix, other=0.0)
+    squares = tl.load(values + token * PADDED + V, mask=here, other=0.0)
+    r = 1.0 / _length(squares, ROOT)
+    pre, post, res = _logits(p_pre, p_post, p_res, r, alpha_pre, alpha_post, alpha_res, bias, N)
+    at = token[None, :] * N + tl.arange(0, N)[:, None]
+    h = tl.sigmoid(pre)
+    pre = tl.load(d_pre + at, mask=vector, other=0.0) * h * (1 - h)
+    h = tl.sigmoid(post)
+    post = tl.load(d_post + at, mask=vector, other=0.0) * 2 * h * (1 - h)
+    at = token[None, None, :] * (N * N) + places(N)
+    given = tl.load(d_res + at, mask=matrix, other=0.0)
+    res = gradient_of_logits(res, given, iterations, STEPS)
+    # Sums over the tokens: of the bias, then of the scales by column.
+    own = sums + tl.program_id(0).to(tl.int64) * (2 * V)
+    column, square = tl.arange(0, N), tl.reshape(places(N), (N, N))
+    tl.store(own + column, tl.sum(pre, 1))
+    tl.store(own + N + column, tl.sum(post, 1))
+    tl.store(own + 2 * N + square, tl.sum(res, 2))
+    p_pre *= pre
+    p_post *= post
+    p_res *= res
+    tl.store(own + V + column, tl.sum(p_pre * r[None, :], 1))
+    tl.store(own + V + N + column, tl.sum(p_post * r[None, :], 1))
+    tl.store(own + V + 2 * N + square, tl.sum(p_res * r[None, None, :], 2))
+    by_pre, by_post, by_res = tl.load(alpha_pre), tl.load(alpha_post), tl.load(alpha_res)
+    tl.store(d_values + of_pre, pre * r[None, :] * by_pre, mask=vector)
+    tl.store(d_values + of_pre + N, post * r[None, :] * by_post, mask=vector)
+    tl.store(d_values + of_res, res * r[None, None, :] * by_res, mask=matrix)
     # Of x itself: the norm's gradient is x over the norm, and nothing where there is no norm.
-    norm = tl.sqrt_rn(found[V])
+    dr = tl.sum(p_pre, 0) * by_pre + tl.sum(p_post, 0) * by_post
+    dr += tl.sum(tl.sum(p_res, 0), 0) * by_res
+    norm = tl.sqrt_rn(squares)
     scale = -r * r * (1.0 / ROOT) / tl.where(norm > 0, norm, 1.0)
     of_streams = tl.where(norm > 0, dr * scale, 0.0)
     tl.store(d_values + token * PADDED + V, of_streams, mask=here)
