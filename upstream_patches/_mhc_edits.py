@@ -13,7 +13,7 @@ BLOCK = f"{CORE}/transformer/transformer_block.py:TransformerBlock."
 STACK = f"{CORE}/models/hybrid/hybrid_block.py:HybridStack."
 DEPTH = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionLayer."
 DEPTHS = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionBlock.forward"
-SCHEDULES = f"{CORE}/pipeline_parallel/schedules.py:"
+SHAPES = f"{CORE}/pipeline_parallel/schedules.py:get_tensor_shapes"
 RECOMPUTATION = f"{CORE}/recompute.py:checkpointed_forward"
 PRESENT = f"{DEPTH}get_inner_quantization_context"
 """New in 0.19, for whose layers and depths these edits are written."""
@@ -76,7 +76,6 @@ def _cppmega_mlp(layer, hidden_states, *args, **kwargs):
         return layer._forward_mlp(read, *args, **kwargs)
 
 
-WIDTH = ("from cppmega.modules.mhc_options import width as _cppmega_width",)
 EXPANDED = f"{LAYERS}\n\nhidden_states = mhc_layers.expanded(self, hidden_states)"
 CONTRACTED = "hidden_states, cppmega_streams = mhc_layers.contracted(self, hidden_states)"
 HANDED_ON = "from cppmega.modules import mhc\n\nmhc.hand_on(hidden_states, cppmega_streams)"
@@ -223,17 +222,10 @@ if self.post_process and self.post_layer_norm:
     ),
     Edit(target=RECOMPUTATION, pins={"0.19.2": "59fba895c79ae4b7"}, edit=WHOLE, mark=""),
     Edit(
-        target=f"{SCHEDULES}get_tensor_shapes",
+        target=SHAPES,
         pins={"0.19.2": "30136c352c056184"},
         edit=replacing("config.hidden_size", "_cppmega_width(config)"),
-        imports=WIDTH,
-        mark="",
-    ),
-    Edit(
-        target=f"{SCHEDULES}forward_backward_pipelining_with_interleaving",
-        pins={"0.19.2": "56b388e50bf065ef"},
-        edit=replacing("config.hidden_size", "_cppmega_width(config)"),
-        imports=WIDTH,
+        imports=("from cppmega.modules.mhc_options import width as _cppmega_width",),
         mark="",
     ),
     Edit(

@@ -9,10 +9,10 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     `cppmega/ops/mhc.py`; a run that says so and cannot use them stops. `--recompute-modules mhc`
     keeps the streams with which a block of layers begins (`--mhc-recompute-layer-num`) and computes
     the others again. What mHC is not combined with (dropout, graphs, fp32 residuals, FSDP,
-    offloading) is refused by name. In the first step no gradient of the mapping is exactly zero;
-    the first site's mixing matrix has one of rounding size, because its streams are still equal and
-    its columns sum to 1. Parameters of the mapping stay fp32, which `float16_keep_fp32` lets the
-    optimizers save.
+    offloading, interleaved stages, shared keys of DSA) is refused by name. In the first step no
+    gradient of the mapping is exactly zero; that of the first site's mixing matrix has the size of
+    rounding, because its streams are still equal and its columns sum to 1. Parameters of the
+    mapping stay fp32, which `float16_keep_fp32` lets the optimizers save.
 Why: No release has them: 0.20 is announced with them, for hybrid models and without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),
@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cppmega.catalogue.megatron_args import shares_dsa_keys
 from cppmega.errors import CppmegaError
 from cppmega.modules.mhc_options import other_models, problems
 from cppmega.page import Patch, Source
@@ -49,6 +50,13 @@ def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[Cppmega
     """Name what would be refused when the model is built, and checkpoints of other models."""
     yield from problems(args)
     yield from other_models(args, saved)
+    if uses_mhc(args) and shares_dsa_keys(args):
+        yield CppmegaError(
+            "mhc-unsupported",
+            "DSA layers that share keys with --enable-mhc-connections.",
+            "A wrapped layer has another name in checkpoints, by which shared layers are found.",
+            "leave one of the two out",
+        )
 
 
 PATCH = Patch(

@@ -30,6 +30,10 @@ _ALONE = {
     "heterogeneous_block_specs": "layers that lack a sub-layer were not tried",
     "use_torch_fsdp2": "it shards parameters of one type together, and the mapping's stay fp32",
     "use_megatron_fsdp": "it was not tried with parameters that stay fp32 in a bf16 model",
+    "use_precision_aware_optimizer": "it saves a copy of an fp32 parameter that it never steps",
+    "virtual_pipeline_model_parallel_size": "interleaved stages were not tried",
+    "num_layers_per_virtual_pipeline_stage": "interleaved stages were not tried",
+    "num_virtual_stages_per_pipeline_rank": "interleaved stages were not tried",
     "init_model_with_meta_device": "the mapping is drawn when the module is built",
     "mtp_detach_heads": "a depth reads the streams, and not the hidden states that it detaches",
 }

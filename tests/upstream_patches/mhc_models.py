@@ -34,7 +34,10 @@ from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import arguments
 
 LENGTH, BATCH, WORDS, WIDTH = 12, 2, 32, 16
-MHC = {"enable_mhc_connections": True, "mhc_num_residual_streams": 4, "mhc_init_gating_factor": 0.3}
+MHC = {
+    **{"enable_mhc_connections": True, "mhc_num_residual_streams": 4},
+    **{"mhc_init_gating_factor": 0.3, "mhc_sinkhorn_iterations": 4},
+}
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

@@ -30,7 +30,7 @@ from cppmega.proof.small_models import arguments
 from tests.upstream_patches import mhc_models as models
 from tests.upstream_patches.distributed_optimizer import on_cpu
 
-STEPS, RATE = 3, 0.05
+STEPS, RATE = 2, 0.05
 SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 EXPERT_RANKS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
