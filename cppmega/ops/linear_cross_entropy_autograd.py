@@ -7,7 +7,6 @@ can sum dX over the tensor-parallel group in the backward, and add dW to `MainGr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cppmega.errors import CppmegaError
 from cppmega.ops.linear_cross_entropy_chunks import ChunkKernels, Problem, Softmax, walk
+from cppmega.ops.main_grad import MainGrad
 
 PROMISE_TOLERANCE = 1e-5
 """Relative error per row up to which an upstream gradient is `scalar * weight`.
@@ -27,56 +26,6 @@ guarantee (a second mask, another weighting) differs by far more.
 
 _FP16_GAIN = 2.0**15
 """fp16 gradients of logits are at most 2**15: a probability of 2e-9 is still a normal number."""
-
-
-@dataclass(frozen=True)
-class MainGrad:
-    """Where Megatron's gradient accumulation fusion expects dW.
-
-    Attributes:
-        weight: the parameter.
-        buffer: its `main_grad` at the time of the forward, `[V/tp, H]`, fp32 or the weight's type.
-
-    Source: megatron-core 0.19.2, tensor_parallel/layers.py,
-    `LinearWithGradAccumulationAndAsyncCommunication.backward`.
-    """
-
-    weight: Tensor
-    buffer: Tensor
-
-    @staticmethod
-    def of(weight: Tensor) -> MainGrad:
-        """Return the buffer of a parameter.
-
-        Raises:
-            CppmegaError: there is none, or Megatron-FSDP manages it (which overwrites instead of
-                adding).
-        """
-        buffer = getattr(weight, "main_grad", None)
-        if buffer is None or hasattr(weight, "__fsdp_param__"):
-            what = "has no main_grad" if buffer is None else "is managed by Megatron-FSDP"
-            raise CppmegaError(
-                "linear-ce-main-grad",
-                f"gradient_accumulation_fusion is enabled, but the weight {what}.",
-                "Its gradient would be lost, or would overwrite that of another head.",
-                "wrap the model in DistributedDataParallel, or turn off "
-                "gradient_accumulation_fusion",
-            )
-        return MainGrad(weight, buffer)
-
-    def added(self) -> Tensor | None:
-        """Tell Megatron that dW was added, and return the dummy gradient that its hooks require.
-
-        Megatron's hooks discard it, unless `zero_out_wgrad` declares that another layer's gradient
-        is added to it (shared embeddings); only then it must be zero.
-        """
-        weight: Any = self.weight
-        weight.main_grad = self.buffer
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        allocate = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-        return allocate(self.buffer.shape, dtype=weight.dtype, device=weight.device)
 
 
 def deferred_scalar(upstream: Tensor, weights: Tensor, caller: str) -> Tensor:

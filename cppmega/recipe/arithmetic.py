@@ -57,8 +57,8 @@ def parameters(recipe: Recipe) -> Parameters:
         layers["D"] -= recipe.dsa_index_pattern.count("S") * _indexer_parameters(recipe)
     # A depth: two input norms, the projection of their concatenation, its layers, a last norm.
     depth = 3 * recipe.hidden_size + 2 * recipe.hidden_size**2
-    depth += sum(_layer(recipe, letter) for letter in layout.mtp)
-    extras = {}
+    depth += sum(_layer(recipe, letter) for letter in layout.mtp) + _contraction(recipe)
+    extras = {"mhc_head": _contraction(recipe)} if recipe.uses_mhc else {}
     if recipe.ngram_hash is not None:
         ngram = recipe.ngram_hash
         width = len(ngram.tables) * ngram.dim
@@ -80,8 +80,24 @@ def parameters(recipe: Recipe) -> Parameters:
 
 
 def _layer(recipe: Recipe, letter: str) -> int:
-    """Parameters of one layer, its input norm included."""
-    return _LAYERS[letter](recipe) + recipe.hidden_size
+    """Parameters of one layer, its input norm and hyper-connection included."""
+    return _LAYERS[letter](recipe) + recipe.hidden_size + _site(recipe)
+
+
+def _site(recipe: Recipe) -> int:
+    """A hyper-connection: a projection of all streams, its bias, and three scales."""
+    if not recipe.uses_mhc:
+        return 0
+    streams = recipe.mhc_num_residual_streams
+    return streams * (streams + 2) * (streams * recipe.hidden_size + 1) + 3
+
+
+def _contraction(recipe: Recipe) -> int:
+    """A stack's or a depth's weights of the streams: a projection, its bias, and one scale."""
+    if not recipe.uses_mhc:
+        return 0
+    streams = recipe.mhc_num_residual_streams
+    return streams * (streams * recipe.hidden_size + 1) + 1
 
 
 def _mlp(hidden: int, width: int, recipe: Recipe) -> int:
@@ -229,6 +245,8 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
     total += recipe.indexers * _indexer_work(recipe, keys) if recipe.uses_dsa else 0
     products = layout.depths * 2 * recipe.hidden_size**2
     products += (1 + layout.depths) * recipe.hidden_size * recipe.padded_vocab_size
+    if recipe.uses_mhc:
+        products += _products_of_streams(recipe)
     if recipe.ngram_hash is not None:  # every depth embeds its tokens again
         ngram = recipe.ngram_hash
         width = len(ngram.tables) * ngram.dim
@@ -240,6 +258,17 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
         chosen = (1 + layout.depths) * (own.categories + own.levels) * own.bottleneck
         total += (_PASSES - 1) * 2 * chosen
     return total + _PASSES * 2 * products
+
+
+def _products_of_streams(recipe: Recipe) -> int:
+    """Of all sites and contractions, and of further streams through the MTP depths' projection."""
+    layout, streams = recipe.layout, recipe.mhc_num_residual_streams
+    all_streams = streams * recipe.hidden_size
+    # Projection and mixing; the weighted sums of a site's input and output are no products.
+    site = all_streams * (streams * (streams + 2) + streams)
+    contraction = all_streams * streams
+    further = layout.depths * (streams - 1) * recipe.hidden_size**2
+    return sum(layout.counts().values()) * site + (1 + layout.depths) * contraction + further
 
 
 def _work(recipe: Recipe, letter: str, keys: float) -> float:

@@ -145,6 +145,15 @@ class Fields:
     moe_grouped_gemm: bool = True
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
 
+    mhc_num_residual_streams: Positive = 1
+    """Above 1: hyper-connections (mHC) with so many streams, by the page `mhc_connections`."""
+    mhc_sinkhorn_iterations: Positive = 20
+    mhc_init_gating_factor: NonNegativeReal = 0.01
+    mhc_recompute_layer_num: Positive | None = None
+    """With `mhc` among `recompute_modules`: layers per block; None: all layers of a stage."""
+    use_fused_mhc: bool = True
+    """Of a recipe with mHC: compute it with the fused kernels, or stop."""
+
     mamba3: Mamba3 | None = None
     m2rnn: M2RNN | None = None
     ngram_hash: NgramHash | None = None
@@ -258,6 +267,11 @@ class Fields:
     def uses_linear_cross_entropy(self) -> bool:
         """Whether the heads take their losses without logits."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    @property
+    def uses_mhc(self) -> bool:
+        """Whether the model has several residual streams."""
+        return self.mhc_num_residual_streams > 1
 
     @property
     def uses_dsa(self) -> bool:

@@ -84,7 +84,7 @@ def _activations(recipe: Recipe, fused: bool) -> int:
     layout = recipe.layout
     pipeline = recipe.pipeline_model_parallel_size
     per_layer = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
-    trunk = sum(per_layer[letter] for letter in layout.trunk)
+    trunk = sum(per_layer[letter] for letter in layout.trunk) + _blocks(recipe, tokens)
     trunk -= recipe.dsa_index_pattern.count("S") * _indexer_scores(recipe, tokens, fused)
     # 1F1B keeps as many micro-batches in flight on its first rank as there are ranks.
     mtp = sum(per_layer[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
@@ -98,7 +98,8 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
         fused: DSA runs in a fused kernel.
     """
     hidden, tensor = recipe.hidden_size, recipe.tensor_model_parallel_size
-    stream = 2 * 2 * tokens * hidden  # the layer's input and its normalised copy
+    # The layer's input and its normalised copy, and what its hyper-connection keeps.
+    stream = 2 * 2 * tokens * hidden + _kept_by_site(recipe, tokens)
     if letter == "-":
         return stream + 2 * _mlp_width(recipe, recipe.ffn_hidden_size, "mlp") * tokens // tensor
     if letter == "E":
@@ -123,6 +124,22 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
         return stream + 2 * tokens * heads * dim * 4
     # Mamba-3 and M2RNN: projections of about the inner width, and states at chunk borders.
     return stream + 2 * tokens * hidden * 8 // tensor
+
+
+def _kept_by_site(recipe: Recipe, tokens: int) -> int:
+    """The streams and the sub-layer's output; recomputed: the output in place of the input."""
+    if not recipe.uses_mhc or "mhc" in recipe.recompute_modules:
+        return 0
+    return 2 * tokens * recipe.hidden_size * (recipe.mhc_num_residual_streams + 1)
+
+
+def _blocks(recipe: Recipe, tokens: int) -> int:
+    """The streams with which blocks of recomputed layers begin, two letters to a GPT's layer."""
+    if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
+        return 0
+    layers = len(recipe.layout.trunk) // (1 if recipe.kind == "hybrid" else 2)
+    blocks = -(-layers // (recipe.mhc_recompute_layer_num or layers))
+    return blocks * 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
 
 
 def _mlp_width(recipe: Recipe, width: int, module: str) -> int:

@@ -145,6 +145,9 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
     if recipe.uses_dsa and recipe.dsa_kernel_backend not in (None, "none") and line < (0, 19):
         reason = f"megatron-core {version} has no DSA kernels; 0.19 is the first that does"
         found.append(Missing(f"DSA kernel backend {recipe.dsa_kernel_backend}", reason))
+    if recipe.uses_mhc and line < (0, 19):
+        reason = f"cppmega adds them to 0.19; megatron-core {version} has no such option"
+        found.append(Missing("hyper-connections (mHC)", reason))
     return tuple(found)
 
 
@@ -168,6 +171,7 @@ def _arguments(
         yield from _latent(recipe)
     if "E" in recipe.layout.letters:
         yield from _experts(recipe)
+    yield from _connections(recipe)
     yield from _parallel(recipe)
     yield from _training(recipe)
     yield from _recompute(recipe, line)
@@ -252,6 +256,16 @@ def _experts(recipe: Recipe) -> Iterator[Argument]:
     if recipe.kind == "gpt":
         dense, moe = recipe.first_dense_layers, recipe.num_layers - recipe.first_dense_layers
         yield "--moe-layer-freq", (f"([0]*{dense}+[1]*{moe})",)
+
+
+def _connections(recipe: Recipe) -> Iterator[Argument]:
+    if not recipe.uses_mhc:
+        return
+    yield "--enable-mhc-connections", ()
+    yield from _values(recipe, "mhc_num_residual_streams", "mhc_sinkhorn_iterations")
+    yield from _values(recipe, "mhc_init_gating_factor", "mhc_recompute_layer_num")
+    if recipe.use_fused_mhc:
+        yield "--use-fused-mhc", ()
 
 
 def _parallel(recipe: Recipe) -> Iterator[Argument]:

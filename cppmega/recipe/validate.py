@@ -23,6 +23,7 @@ def check(recipe: Fields) -> None:
     _attention(recipe)
     _indexer_loss(recipe)
     _sharing(recipe)
+    _connections(recipe)
     _experts(recipe)
     _input_embeddings(recipe)
     _widths(recipe)
@@ -178,6 +179,23 @@ def _dsa_stages(recipe: Fields) -> Iterator[list[int]]:
     else:
         stages = recipe.pipeline_model_parallel_size
         yield from dsa_layer_kinds.even_stages(recipe.layout.main, stages)
+
+
+def _connections(recipe: Fields) -> None:
+    what = ""
+    if not recipe.uses_mhc:
+        if "mhc" in recipe.recompute_modules:
+            what = "mhc is recomputed in a model with one residual stream"
+    elif recipe.kind == "loop":
+        what = "a loop has hyper-connections, which only Megatron's models have"
+    elif recipe.cuda_graph_impl != "none":
+        what = "hyper-connections in CUDA graphs"
+    elif {"mhc", "mlp"} <= set(recipe.recompute_modules):
+        what = "mhc and mlp are recomputed, which would compute the MLP's input twice"
+    elif recipe.use_fused_mhc and recipe.mhc_num_residual_streams not in (2, 4, 8):
+        what = f"the fused kernels have no {recipe.mhc_num_residual_streams} streams"
+    if what:
+        raise invalid(recipe, f"{what}.", "mhc_connections does not support it.")
 
 
 def _experts(recipe: Fields) -> None:

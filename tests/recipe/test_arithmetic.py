@@ -159,19 +159,26 @@ def line(recipe: Recipe) -> list[str]:
     return list(render(cpu, "0.19.2").argv)
 
 
-def cases() -> str:
-    """All cases for a process: kind, launch line, vocabulary rows, and whether to run it."""
+STREAMS = {"mhc_num_residual_streams": 4, "use_fused_mhc": False}
+OF_STREAMS: dict[str, tuple[Recipe, bool]] = {
+    "hybrid with mHC": (BASE.with_(pattern="*-E/*-", **STREAMS, **EXPERTS), True),
+    "gpt with mHC": (GPT.with_(mtp_num_layers=1, **STREAMS), True),
+}
+
+
+def cases(chosen: dict[str, tuple[Recipe, bool]]) -> str:
+    """The cases for a process: kind, launch line, vocabulary rows, and whether to run it."""
     return json.dumps(
         {
             name: (recipe.kind, line(recipe), {"rows": recipe.padded_vocab_size, "flops": run})
-            for name, (recipe, run) in CASES.items()
+            for name, (recipe, run) in chosen.items()
         }
     )
 
 
-def answer(root: Path, code: str) -> dict[str, Any]:
-    """What a process with that megatron makes of every case."""
-    done = python(root, code, env={"CASES": cases()})
+def answer(root: Path, code: str, chosen: dict[str, tuple[Recipe, bool]] = CASES) -> dict[str, Any]:
+    """What a process with that megatron makes of the cases."""
+    done = python(root, code, env={"CASES": cases(chosen)})
     assert "ANSWER" in done.stdout, done.stdout[-500:] + done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.partition("ANSWER")[2])
     return found
@@ -205,6 +212,20 @@ def test_the_built_model_computes_exactly_as_many_products(
 def test_what_stock_megatron_reports_is_known(built: dict[str, Any], name: str) -> None:
     recipe = CASES[name][0]
     assert megatron_flops(recipe) == pytest.approx(built[name]["megatron"], rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_a_model_with_hyper_connections_counts_as_it_is_built() -> None:
+    built = answer(patched("0.19.2", "mhc_connections"), BUILD, OF_STREAMS)
+    for name, (recipe, _) in OF_STREAMS.items():
+        assert parameters(recipe).total == built[name]["parameters"], name
+        whole = flops(recipe, squares=2 * TOKENS)
+        assert whole == pytest.approx(built[name]["counted"], rel=1e-12), name
+        more = recipe.with_(recompute_modules=("mhc",))
+        less = more.with_(mhc_recompute_layer_num=1)
+        kept = [estimate(each).activations for each in (more, less, recipe)]
+        assert kept == sorted(kept) and kept[0] < kept[2], name
 
 
 @pytest.mark.slow

@@ -128,6 +128,11 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"num_layers": 4},
         {"hidden_size": 0},
         {"lr_decay_style": "sawtooth"},
+        {"recompute_modules": ("mhc",)},
+        {"mhc_num_residual_streams": 4, "cuda_graph_impl": "local"},
+        {"mhc_num_residual_streams": 4, "recompute_modules": ("mhc", "mlp")},
+        {"mhc_num_residual_streams": 3},  # the kernels have 2, 4 and 8
+        {"mhc_num_residual_streams": 0},
         {"dsa_index_pattern": "SF"},
         {"dsa_index_pattern": "FSS"},  # two DSA layers in the trunk of the slice
         {"dsa_index_pattern": "FS", "gpus": 2, "pipeline_model_parallel_size": 2},
@@ -355,6 +360,8 @@ def test_a_recipe_wants_the_pages_that_its_fields_mean_nothing_without() -> None
     assert warmup <= {*wanted_patches(warmed, pages)}
     assert not warmup & {*wanted_patches(fused, pages)}
     assert warmed.variables == ((pages["dsa_dense_loss_warmup"].patch.variables[0], "100"),)
+    assert "mhc_connections" in wanted_patches(fused.with_(mhc_num_residual_streams=4), pages)
+    assert "mhc_connections" not in wanted_patches(fused, pages)
     padded = fused.with_(packed_documents=True, document_multiple=8)
     assert "mtp_roll_packed_sequences" in wanted_patches(padded, pages)
     assert "mtp_roll_packed_sequences" not in wanted_patches(fused, pages)

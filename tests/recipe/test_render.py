@@ -193,6 +193,21 @@ def test_what_a_release_lacks_is_left_out_and_said() -> None:
     assert "--multi-latent-attention" not in older
     gaps = [gap.part for gap in missing(recipes_index.load("dsv32_h200_slice"), "0.18.2")]
     assert gaps == ["DSA kernel backend tilelang"]
+    streams = recipe.with_(mhc_num_residual_streams=4)
+    assert not missing(streams, "0.19.2")
+    assert "hyper-connections (mHC)" in [gap.part for gap in missing(streams, "0.18.2")]
+
+
+def test_streams_are_rendered_under_the_names_of_0_20() -> None:
+    recipe = recipes_index.load("nam56r_h200_slice")
+    assert not [word for word in render(recipe, "0.19.2").argv if "mhc" in word]
+    blocks = {"recompute_modules": ("mhc",), "mhc_recompute_layer_num": 2}
+    argv = render(recipe.with_(mhc_num_residual_streams=4, **blocks), "0.19.2").argv
+    assert {"--enable-mhc-connections", "--use-fused-mhc"} <= set(argv)
+    options = {"--mhc-num-residual-streams": "4", "--mhc-sinkhorn-iterations": "20"}
+    options |= {"--mhc-init-gating-factor": "0.01", "--mhc-recompute-layer-num": "2"}
+    for option, value in {**options, "--recompute-modules": "mhc"}.items():
+        assert argv[argv.index(option) + 1] == value
 
 
 def test_the_steps_of_a_dense_loss_are_a_variable_of_the_run() -> None:

@@ -1,0 +1,256 @@
+"""Manifold-constrained hyper-connections (mHC): the sites of a model, and the ends of its streams.
+
+Between layers the streams are one tensor `[s, b, n * C]`, as Megatron 0.20 has them, so that what
+passes hidden states on (pipeline stages, recomputation) needs to know only their width. A site
+belongs to one sub-layer. It is read before it and takes the place of its bias-dropout-add, so the
+sub-layer's own code stays what it is. Parameters have the names and shapes of 0.20 and stay in fp32
+when a model is converted to bf16 or fp16.
+
+The definition is in `cppmega.ops.mhc_reference`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.modules import mhc_recompute
+from cppmega.ops import mhc as kernels
+from cppmega.ops import mhc_reference as reference
+from cppmega.ops.dsa_indexer_reference import wide
+
+HEAD = ("hc_head_fn", "hc_head_base", "hc_head_scale")
+"""Parameters of the learned contraction at the end of a stack."""
+
+
+class _Open(NamedTuple):
+    """What a site keeps from its read to its write."""
+
+    streams: Tensor
+    """`[s, b, n * C]`, as they were given."""
+    site: kernels.Site
+
+
+class HyperConnectionModule(torch.nn.Module):
+    """One site: the weights of a sub-layer's input and output in n streams.
+
+    Args:
+        config: Megatron's TransformerConfig with the fields of mHC.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.streams: int = config.mhc_num_residual_streams
+        self.iterations: int = config.mhc_sinkhorn_iterations
+        values = self.streams * (self.streams + 2)
+        fp32 = torch.float32
+        self.mapping_proj = torch.nn.Linear(
+            self.streams * config.hidden_size, values, bias=False, dtype=fp32
+        )
+        alpha = config.mhc_init_gating_factor
+        self.alpha_pre = torch.nn.Parameter(torch.full((1,), alpha, dtype=fp32))
+        self.alpha_post = torch.nn.Parameter(torch.full((1,), alpha, dtype=fp32))
+        self.alpha_res = torch.nn.Parameter(torch.full((1,), alpha, dtype=fp32))
+        self.bias = torch.nn.Parameter(torch.zeros(values, dtype=fp32))
+        if config.perform_initialization:
+            torch.nn.init.xavier_uniform_(self.mapping_proj.weight)
+        keep_fp32(self, config, ("alpha_pre", "alpha_post", "alpha_res", "bias"))
+        keep_fp32(self.mapping_proj, config, ("weight",))
+        self.fused: bool = config.use_fused_mhc
+        self.fuse_accumulation: bool = config.gradient_accumulation_fusion
+        if self.fused:
+            require_kernels(config)
+        self.block: mhc_recompute.Block | None = None
+        self._open: _Open | None = None
+
+    def read(self, streams: Tensor) -> Tensor:
+        """The input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
+        with mhc_recompute.scope(self):
+            x, site = self._read(streams)
+        self._open = _Open(streams, site)
+        if self.block is not None:
+            before = self.block.recipe(streams)
+            self.block.know(x, lambda: self._read(before.value())[0])
+        return x
+
+    def bias_dropout_add(
+        self, training: bool, fused: bool
+    ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Stand in for `get_bias_dropout_add` of the sub-layer: its output goes to the streams."""
+        return self._write
+
+    def _write(
+        self, out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        """The streams `[s, b, n * C]` after the sub-layer.
+
+        The residual that the sub-layer passes is its input, which is not added to anything.
+        """
+        if self._open is None:
+            raise RuntimeError("a hyper-connection is written to that was not read")
+        (streams, site), self._open = self._open, None
+        with mhc_recompute.scope(self):
+            after = self._update(site, *out_with_bias)
+        if self.block is not None:
+            before, (out, bias) = self.block.recipe(streams), out_with_bias
+            kept = (site.h_post.detach(), site.h_res.detach(), out.detach())
+
+            def make() -> Tensor:
+                h_post, h_res, out = kept
+                return self._update(
+                    kernels.Site(self._split(before.value()), h_post, h_res), out, bias
+                )
+
+            self.block.know(after, make)
+        return after
+
+    def _read(self, streams: Tensor) -> tuple[Tensor, kernels.Site]:
+        apart = self._split(streams)
+        if self.fused:
+            fuse = self.fuse_accumulation and torch.is_grad_enabled()
+            return kernels.read(apart, self._learned(), self.iterations, fuse_accumulation=fuse)
+        x, h_post, h_res = self._call(self._plain_read, apart, *self._learned())
+        return x, kernels.Site(apart, h_post, h_res)
+
+    def _plain_read(self, streams: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parameters = reference.Parameters(*learned)
+        h_pre, h_post, h_res = reference.weights(streams, parameters, self.iterations)
+        return reference.aggregate(streams, h_pre), h_post, h_res
+
+    def _update(self, site: kernels.Site, out: Tensor, bias: Tensor | None) -> Tensor:
+        if self.fused:
+            return kernels.write(site, out, bias).flatten(-2)
+        streams, h_post, h_res = site
+        after: Tensor = self._call(reference.update, streams, h_res, h_post, out, bias)
+        return after.flatten(-2)
+
+    def _call(self, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        """Call a function of the reference, which would save fp32 copies of the streams."""
+        again = self.block is not None
+        return mhc_recompute.again(function, *inputs) if again else function(*inputs)
+
+    def _split(self, streams: Tensor) -> Tensor:
+        return split(streams, self.streams)
+
+    def _learned(self) -> reference.Parameters:
+        return reference.Parameters(
+            self.mapping_proj.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
+        )
+
+
+def require_kernels(config: Any) -> None:
+    """Check that a run which asks for fused kernels gets them.
+
+    Raises:
+        CppmegaError: `mhc-no-fused-kernel`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    streams, width = config.mhc_num_residual_streams, config.hidden_size
+    why = kernels.obstacle(device, config.params_dtype, streams, width)
+    if why is not None:
+        raise CppmegaError(
+            "mhc-no-fused-kernel",
+            f"--use-fused-mhc, but no fused kernel can run: {why}.",
+            "The run would take the plain implementation, which is not what it says.",
+            "leave --use-fused-mhc out, or change what is named",
+        )
+
+
+def keep_fp32(module: torch.nn.Module, config: Any, names: Sequence[str]) -> None:
+    """Keep parameters of a module in fp32 in every later conversion, and reduce their gradients.
+
+    With sequence parallelism every rank sees other tokens, and Megatron sums the gradients of
+    parameters that say so. `stock_dtype` is the mark by which the page float16_keep_fp32 lets the
+    optimizers save such a parameter among those of the model's own type.
+    """
+    parameters = [getattr(module, name) for name in names]
+    for parameter in parameters:
+        if config.sequence_parallel:
+            parameter.sequence_parallel = True
+        if config.bf16 or config.fp16:
+            parameter.stock_dtype = torch.float16 if config.fp16 else torch.bfloat16
+    vars(module)["kept_in_fp32"] = tuple(names)
+    module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]
+
+
+def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+    """Move parameters like `torch.nn.Module._apply`, without rounding those that are kept."""
+    kept = [self._parameters[name] for name in self.kept_in_fp32]
+    tensors = [t for p in kept if p is not None for t in (p, p.grad) if t is not None]
+
+    def convert(tensor: Tensor) -> Tensor:
+        new = fn(tensor)
+        if new.dtype in (torch.float16, torch.bfloat16) and any(tensor is t for t in tensors):
+            return tensor.to(new.device)
+        return new
+
+    moved: torch.nn.Module = type(self)._apply(self, convert, recurse)
+    return moved
+
+
+def split(streams: Tensor, count: int) -> Tensor:
+    """The streams `[..., n * C]` as `[..., n, C]`, without a copy where there is a choice."""
+    return streams.reshape(*streams.shape[:-1], count, -1)
+
+
+def expand(hidden: Tensor, streams: int) -> Tensor:
+    """Streams `[s, b, n * C]` that all begin as the hidden states `[s, b, C]`."""
+    return hidden.unsqueeze(-2).expand(*hidden.shape[:-1], streams, -1).flatten(-2)
+
+
+def add_head(module: torch.nn.Module, config: Any) -> None:
+    """Give a module the parameters of the learned contraction, in fp32."""
+    streams = config.mhc_num_residual_streams
+    weight = torch.empty(streams, streams * config.hidden_size, dtype=torch.float32)
+    if config.perform_initialization:
+        torch.nn.init.xavier_uniform_(weight)
+    module.hc_head_fn = torch.nn.Parameter(weight)
+    module.hc_head_base = torch.nn.Parameter(torch.zeros(streams, dtype=torch.float32))
+    module.hc_head_scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float32))
+    keep_fp32(module, config, HEAD)
+
+
+def contract(module: Any, streams: Tensor) -> Tensor:
+    """Hidden states `[s, b, C]`: the sum of the streams `[s, b, n * C]`, weighted for each token.
+
+    A weight is a sigmoid of a projection of all streams, divided by their root mean square, plus
+    the layer norm's epsilon, which is what 0.20 adds in both places. Computed in fp32 and rounded
+    once to the type of the streams.
+    """
+    weight, base, scale = (getattr(module, name) for name in HEAD)
+    eps = module.config.layernorm_epsilon
+    x = wide(streams)
+    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    h = torch.sigmoid((x @ weight.to(x.dtype).t()) * r * scale + base) + eps
+    return reference.aggregate(split(x, len(weight)), h).to(streams.dtype)
+
+
+def hand_on(hidden: Tensor, streams: Tensor | None) -> None:
+    """Attach the streams to the hidden states into which they were contracted, for MTP depths.
+
+    The models between the stack and the depths pass this one tensor on, and are not changed.
+    """
+    if streams is not None:
+        hidden.mhc_streams = streams  # type: ignore[attr-defined]
+
+
+def streams_of(hidden: Tensor) -> Tensor:
+    """The streams `[s, b, n * C]` that `hand_on` attached.
+
+    Raises:
+        CppmegaError: `mhc-streams-lost`.
+    """
+    streams: Tensor | None = getattr(hidden, "mhc_streams", None)
+    if streams is None:
+        raise CppmegaError(
+            "mhc-streams-lost",
+            "An MTP depth received hidden states without the streams they were contracted from.",
+            "Its input is what the decoder's last layer wrote to the streams.",
+            "train without --mtp-num-layers, or without what copies the hidden states in between",
+        )
+    return streams

@@ -1,0 +1,156 @@
+"""Megatron's layers and stacks with hyper-connections; what the page mhc_connections calls.
+
+A layer of a hybrid stack is wrapped, as 0.20 does it, so its keys begin with `inner_layer.`. A
+layer of a GPT model keeps its keys and has two sites beside its sub-layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.modules import mhc, mhc_recompute
+
+SITES = {
+    "self_attention": ("self_attn_bda", "self_attention_hyper_connection"),
+    "mlp": ("mlp_bda", "mlp_hyper_connection"),
+}
+"""Sub-layer of a TransformerLayer -> its bias-dropout-add, and the name of its site."""
+
+
+class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
+    """A layer of a hybrid stack with a site around it; called as the layer itself."""
+
+    def __init__(self, config: Any, layer: Any) -> None:
+        super().__init__(config)
+        self.inner_layer = layer
+        self.layer_number = layer.layer_number
+        self.hyper_connection = mhc.HyperConnectionModule(config)
+        if hasattr(layer, "tp_group"):
+            self.tp_group = layer.tp_group
+        setattr(layer, _only_output(layer), self.hyper_connection.bias_dropout_add)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """Return what the layer returns, with streams in place of hidden states."""
+        read = self.hyper_connection.read(hidden_states)
+        with mhc_recompute.scope(self.hyper_connection):
+            return self.inner_layer(hidden_states=read, **kwargs)
+
+    def mamba_state_shapes_per_request(self) -> Any:
+        """Return those of the Mamba layer."""
+        return self.inner_layer.mamba_state_shapes_per_request()
+
+
+def _only_output(layer: Any) -> str:
+    """The attribute with the bias-dropout-add of the only sub-layer."""
+    if isinstance(layer, MambaLayer):
+        return "mamba_bda"
+    outputs = [bda for _, bda, _ in _sub_layers(layer)]
+    if len(outputs) != 1:
+        raise CppmegaError(
+            "mhc-layer-unsupported",
+            f"Layer {layer.layer_number} ({type(layer).__name__}) has {len(outputs)} sub-layers "
+            "that add to the residual.",
+            "A hyper-connection of a hybrid stack belongs to exactly one.",
+            "train without --enable-mhc-connections, or split the layer",
+        )
+    return outputs[0]
+
+
+def _sub_layers(layer: Any) -> Iterator[tuple[str, str, str]]:
+    """Name, bias-dropout-add and site of each sub-layer that a TransformerLayer has."""
+    if not isinstance(layer, TransformerLayer):
+        return
+    if not isinstance(layer.cross_attention, IdentityOp):
+        raise CppmegaError(
+            "mhc-layer-unsupported",
+            f"Layer {layer.layer_number} has cross-attention.",
+            "It has no hyper-connection here or upstream.",
+            "train without --enable-mhc-connections",
+        )
+    for name, (bda, site) in SITES.items():
+        absent = (IdentityOp, IdentityFuncOp)
+        if not isinstance(getattr(layer, name), absent):
+            yield name, bda, site
+
+
+def wrapped(layer: Any, config: Any) -> Any:
+    """A layer of a hybrid stack, with its site if the configuration asks for it."""
+    if not getattr(config, "enable_mhc_connections", False):
+        return layer
+    return HyperConnectionHybridLayer(config, layer)
+
+
+def connected(layer: Any, config: Any) -> Any:
+    """A layer of a GPT model, with its sites if the configuration asks for them."""
+    if getattr(config, "enable_mhc_connections", False):
+        for _, bda, site in _sub_layers(layer):
+            setattr(layer, site, mhc.HyperConnectionModule(config))
+            setattr(layer, bda, getattr(layer, site).bias_dropout_add)
+    return layer
+
+
+def input_of(layer: Any, name: str, hidden_states: Tensor) -> Tensor:
+    """What a sub-layer of a GPT model's layer reads: its site's aggregate, or just its input."""
+    site = getattr(layer, SITES[name][1], None)
+    return hidden_states if site is None else site.read(hidden_states)
+
+
+def around(layer: Any, name: str) -> contextlib.AbstractContextManager[Any]:
+    """What a sub-layer of a GPT model's layer runs in."""
+    return mhc_recompute.scope(getattr(layer, SITES[name][1], None))
+
+
+def sites(layer: Any) -> list[mhc.HyperConnectionModule]:
+    """The hyper-connections of a layer, in the order in which it uses them."""
+    names = ("hyper_connection", *(site for _, site in SITES.values()))
+    found = (getattr(layer, name, None) for name in names)
+    return [site for site in found if site is not None]
+
+
+def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
+    """The streams with which a stack begins: in the first stage all are the hidden states."""
+    config = stack.config
+    if not getattr(config, "enable_mhc_connections", False):
+        return hidden_states
+    mhc_recompute.begin([sites(layer) for layer in stack.layers], config, stack.training)
+    if not stack.pre_process or getattr(stack, "is_mtp_layer", False):
+        return hidden_states  # the streams, from the stage before or from the depth
+    return mhc.expand(hidden_states, config.mhc_num_residual_streams)
+
+
+def with_head(stack: Any, ends: bool) -> None:
+    """Give a stack in which the streams end their contraction."""
+    if ends and getattr(stack.config, "enable_mhc_connections", False):
+        mhc.add_head(stack, stack.config)
+
+
+def contracted(stack: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Hidden states for the final norm, and the streams if MTP depths read them."""
+    if getattr(stack, mhc.HEAD[0], None) is None:
+        return hidden_states, None
+    depths = bool(stack.config.mtp_num_layers)
+    return mhc.contract(stack, hidden_states), hidden_states if depths else None
+
+
+def with_head_saved(stack: Any, saved: Any, prefix: str, metadata: Any) -> Any:
+    """Add the contraction to a stack's sharded state dict, which lists only its modules."""
+    head = {name: getattr(stack, name, None) for name in mhc.HEAD}
+    if head[mhc.HEAD[0]] is not None:
+        groups = ensure_metadata_has_dp_cp_group(metadata)
+        saved |= make_sharded_tensors_for_checkpoint(
+            head, prefix, tp_group=stack.tp_group, dp_cp_group=groups["dp_cp_group"]
+        )
+    return saved

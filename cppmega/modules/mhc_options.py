@@ -1,0 +1,207 @@
+"""What a run may combine with manifold-constrained hyper-connections (mHC), without torch.
+
+`problems` reads Megatron's arguments before a launch, and the configuration of a model when one is
+built; either may lack what the other has.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cppmega.errors import CppmegaError
+
+RECOMPUTED = "mhc"
+"""The name among `recompute_modules`."""
+
+HEAD = "hc_head_fn"
+"""The weight of the learned contraction, which earlier forms of mHC do not have."""
+
+_INSTEAD = "leave one of the two out"
+
+_ALONE = {
+    "fp32_residual_connection": "the streams have the type of the model",
+    "fine_grained_activation_offloading": "the streams are not among what it offloads",
+    "cpu_offloading": "the streams are not among what it offloads",
+    "overlap_moe_expert_parallel_comm": "its schedule calls the parts of a layer, not the layer",
+    "inference_fuse_tp_communication": "it adds one residual inside of its own kernel",
+    "heterogeneous_layers_config_path": "layers that lack a sub-layer were not tried",
+    "heterogeneous_block_specs": "layers that lack a sub-layer were not tried",
+    "use_torch_fsdp2": "it shards parameters of one type together, and the mapping's stay fp32",
+    "use_megatron_fsdp": "it was not tried with parameters that stay fp32 in a bf16 model",
+    "use_precision_aware_optimizer": "it saves a copy of an fp32 parameter that it never steps",
+    "virtual_pipeline_model_parallel_size": "interleaved stages were not tried",
+    "num_layers_per_virtual_pipeline_stage": "interleaved stages were not tried",
+    "num_virtual_stages_per_pipeline_rank": "interleaved stages were not tried",
+    "init_model_with_meta_device": "the mapping is drawn when the module is built",
+    "mtp_detach_heads": "a depth reads the streams, and not the hidden states that it detaches",
+}
+"""Options of Megatron that mHC is not combined with, and why."""
+
+
+def problems(options: Any) -> Iterator[CppmegaError]:
+    """What of a run's arguments, or of a model's configuration, mHC is not combined with.
+
+    Args:
+        options: any object; an attribute that it lacks counts as not given.
+    """
+    if not getattr(options, "enable_mhc_connections", False):
+        yield from _without(options)
+        return
+    for name, why in _ALONE.items():
+        if getattr(options, name, None):
+            yield _refusal(f"--{name.replace('_', '-')}", f"mHC does not support it: {why}.")
+    yield from _sizes(options)
+    yield from _layers(options)
+    yield from _stages(options)
+
+
+def _without(options: Any) -> Iterator[CppmegaError]:
+    if recomputes(options):
+        yield CppmegaError(
+            "mhc-not-enabled",
+            f"{RECOMPUTED} is to be recomputed, but --enable-mhc-connections is missing.",
+            "A model with one residual stream has nothing of that name.",
+            "--enable-mhc-connections, or another list of --recompute-modules",
+        )
+    if getattr(options, "use_fused_mhc", False):
+        yield CppmegaError(
+            "mhc-not-enabled",
+            "--use-fused-mhc without --enable-mhc-connections.",
+            "The kernels would have nothing to compute.",
+            "--enable-mhc-connections, or leave --use-fused-mhc out",
+        )
+
+
+def _sizes(options: Any) -> Iterator[CppmegaError]:
+    least = {"mhc_num_residual_streams": 1, "mhc_sinkhorn_iterations": 1}
+    for name, bound in least.items():
+        if getattr(options, name, bound) < bound:
+            yield _invalid(name, f"below {bound}")
+    if getattr(options, "mhc_init_gating_factor", 0.0) < 0:
+        yield _invalid("mhc_init_gating_factor", "negative")
+    layers = getattr(options, "mhc_recompute_layer_num", None)
+    if layers is not None and layers < 1:
+        yield _invalid("mhc_recompute_layer_num", "below 1")
+
+
+def _layers(options: Any) -> Iterator[CppmegaError]:
+    if getattr(options, "hidden_dropout", 0.0) > 0:
+        yield _refusal(
+            "--hidden-dropout", "Dropout between a sub-layer and the streams is not defined here."
+        )
+    if getattr(options, "cuda_graph_impl", "none") != "none":
+        yield _refusal(
+            "--cuda-graph-impl", "The graphs of a layer take one stream, and a site has several."
+        )
+    if recomputes(options) and "mlp" in _recomputed(options):
+        yield _refusal(
+            "--recompute-modules mlp", "Both would recompute what the sub-layer begins with."
+        )
+
+
+def _stages(options: Any) -> Iterator[CppmegaError]:
+    if not getattr(options, "mtp_num_layers", None):
+        return
+    if getattr(options, "tp_comm_overlap", False):
+        yield _refusal(
+            "--tp-comm-overlap", "Its buffers have no name for the two projections of an MTP depth."
+        )
+    if getattr(options, "pipeline_model_parallel_layout", None):
+        yield _refusal(
+            "--pipeline-model-parallel-layout",
+            "An MTP depth needs the streams of the decoder's last layer in its own stage.",
+        )
+
+
+def _recomputed(options: Any) -> Sequence[str]:
+    selective = getattr(options, "recompute_granularity", None) == "selective"
+    return (getattr(options, "recompute_modules", None) or ()) if selective else ()
+
+
+def other_models(options: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
+    """Why a run cannot resume from a checkpoint, if one of the two has hyper-connections.
+
+    Args:
+        options: the run's arguments.
+        saved: names and shapes of what the checkpoint holds; empty: nothing is resumed from.
+    """
+    has = any("hyper_connection" in name for name in saved)
+    head = next((shape for name, shape in saved.items() if name.endswith(HEAD)), None)
+    streams = getattr(options, "mhc_num_residual_streams", None)
+    asked = bool(getattr(options, "enable_mhc_connections", False))
+    if has and not asked:
+        yield _other("has-streams", "a model with hyper-connections", "--enable-mhc-connections")
+    elif saved and asked and not has:
+        yield _other("one-stream", "a model with one residual stream", "one residual stream")
+    elif has and head is None:
+        yield _other(
+            "other-form",
+            "a model whose streams end in their mean (main of August 2026, or dev before June)",
+            "the Megatron that saved it; it mixes streams by another matrix",
+        )
+    elif head is not None and streams not in (None, head[0]):
+        yield _other("streams", f"a model with {head[0]} streams", f"that number, not {streams}")
+
+
+def _other(name: str, what: str, use: str) -> CppmegaError:
+    return CppmegaError(
+        f"mhc-checkpoint-{name}",
+        f"The checkpoint is that of {what}.",
+        "Loaded into this model, it would be another one, or keys would be missing.",
+        f"resume with {use}, or from another checkpoint",
+    )
+
+
+def _refusal(what: str, why: str) -> CppmegaError:
+    return CppmegaError("mhc-unsupported", f"{what} with --enable-mhc-connections.", why, _INSTEAD)
+
+
+def _invalid(name: str, how: str) -> CppmegaError:
+    option = f"--{name.replace('_', '-')}"
+    return CppmegaError(
+        "mhc-option-invalid",
+        f"{option} is {how}.",
+        "Such hyper-connections are not defined.",
+        f"another value of {option}",
+    )
+
+
+def recomputes(options: Any) -> bool:
+    """Whether streams are recomputed in the backward pass."""
+    return RECOMPUTED in _recomputed(options)
+
+
+def check(config: Any) -> None:
+    """Raise the first of `problems` of a configuration."""
+    for problem in problems(config):
+        raise problem
+
+
+def width(config: Any) -> int:
+    """The width of what pipeline stages hand to each other: all streams, or the only one."""
+    streams = 1
+    if getattr(config, "enable_mhc_connections", False):
+        streams = config.mhc_num_residual_streams
+    hidden: int = config.hidden_size
+    return hidden * streams
+
+
+class OneValue(argparse.Action):
+    """An option with two spellings, which may be given several times with one value only."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Keep the value, and refuse another one."""
+        given = f"_given_{self.dest}"
+        if getattr(self, given, values) != values:
+            spellings = " and ".join(self.option_strings)
+            parser.error(f"{spellings} are one option, and have two values here")
+        setattr(self, given, values)
+        setattr(namespace, self.dest, values)

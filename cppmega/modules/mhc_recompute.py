@@ -1,0 +1,142 @@
+"""Selective recomputation of hyper-connections (`mhc` among the recompute modules).
+
+A block of layers keeps the streams with which it begins, and of every site its weights and the
+output of its sub-layer. All streams in between, and the inputs of the sub-layers, are computed
+again from those in the backward pass. For that, what autograd saves inside of a site passes through
+a hook that replaces such a tensor by the recipe for it; everything else is saved as it is. A recipe
+repeats the very operations of the forward, so results do not depend on recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cppmega.modules import mhc_options
+
+
+class Recipe:
+    """A tensor that is computed when it is needed, and then kept as long as the recipe is."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make: Callable[[], Tensor] | None = make
+        self._value: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """The tensor."""
+        if self._value is None:
+            assert self._make is not None
+            with torch.no_grad():
+                self._value = self._make()
+            self._make = None  # and with it the recipes that it needed
+        return self._value
+
+
+class _View(NamedTuple):
+    """A part of what a recipe makes."""
+
+    recipe: Recipe
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: Any
+
+
+class _Known(NamedTuple):
+    """A storage that the forward has filled, and how to fill it again."""
+
+    storage: StorageWeakRef
+    """While it is held, no other storage has its address."""
+    dtype: torch.dtype
+    recipe: Recipe
+
+
+class Block:
+    """Layers whose streams are recomputed together, in one forward pass."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def know(self, tensor: Tensor, make: Callable[[], Tensor]) -> None:
+        """Note how to make a tensor that the forward has made, which fills its storage."""
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._known[storage.cdata] = _Known(storage, tensor.dtype, Recipe(make))
+
+    def recipe(self, tensor: Tensor) -> Recipe:
+        """The recipe of a tensor; one that is not known is kept."""
+        kept = tensor.detach()
+        return self._find(tensor) or Recipe(lambda: kept)
+
+    def _find(self, tensor: Tensor) -> Recipe | None:
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known.recipe if known is not None and known.dtype == tensor.dtype else None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """While active, saved tensors that are known are replaced by their recipes."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        recipe = self._find(tensor)
+        if recipe is None:
+            return tensor
+        return _View(recipe, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _unpack(packed: Tensor | _View) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    return packed.recipe.value().as_strided(packed.size, packed.stride, packed.offset)
+
+
+class _Again(torch.autograd.Function):
+    """Save the inputs of a function and nothing in it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        inputs = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            outputs = ctx.function(*inputs)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        wanted = [t for t in inputs if t is not None]
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+        return (None, *(None if t is None else next(found) for t in inputs))
+
+
+def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+    """Call a function of tensors, whose inside the backward pass computes again."""
+    return _Again.apply(function, *inputs)  # type: ignore[no-untyped-call]
+
+
+def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:
+    """Give the sites of a stack's layers their blocks for one forward pass, or take them off.
+
+    Args:
+        sites: of each layer, in order, its hyper-connections.
+        config: Megatron's TransformerConfig.
+        training: whether there will be a backward pass.
+    """
+    asked = training and torch.is_grad_enabled() and mhc_options.recomputes(config)
+    together = config.mhc_recompute_layer_num or len(sites)
+    block = None
+    for number, of_layer in enumerate(sites):
+        if asked and number % together == 0:
+            block = Block()
+        for site in of_layer:
+            site.block = block
+
+
+def scope(site: Any) -> contextlib.AbstractContextManager[Any]:
+    """Around the call of a sub-layer: autograd saves recipes for what its block recomputes."""
+    block = None if site is None else site.block
+    return contextlib.nullcontext() if block is None else block.hooks()

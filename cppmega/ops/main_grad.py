@@ -1,0 +1,61 @@
+"""The buffer into which Megatron's gradient accumulation fusion wants the gradient of a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """Where Megatron's gradient accumulation fusion expects dW.
+
+    Attributes:
+        weight: the parameter.
+        buffer: its `main_grad` at the time of the forward, of its shape, in fp32 or its type.
+
+    Source: megatron-core 0.19.2, tensor_parallel/layers.py,
+    `LinearWithGradAccumulationAndAsyncCommunication.backward`.
+    """
+
+    weight: Tensor
+    buffer: Tensor
+
+    @staticmethod
+    def of(weight: Tensor, error: str) -> MainGrad:
+        """Return the buffer of a parameter.
+
+        Raises:
+            CppmegaError: named `error`; there is none, or Megatron-FSDP manages it (which
+                overwrites instead of adding).
+        """
+        buffer = getattr(weight, "main_grad", None)
+        if buffer is None or hasattr(weight, "__fsdp_param__"):
+            what = "has no main_grad" if buffer is None else "is managed by Megatron-FSDP"
+            raise CppmegaError(
+                error,
+                f"gradient_accumulation_fusion is enabled, but the weight {what}.",
+                "Its gradient would be lost, or would overwrite that of another use of the weight.",
+                "wrap the model in DistributedDataParallel, or turn off "
+                "gradient_accumulation_fusion",
+            )
+        return MainGrad(weight, buffer)
+
+    def added(self) -> Tensor | None:
+        """Tell Megatron that dW was added, and return the dummy gradient that its hooks require.
+
+        Megatron's hooks discard it, unless `zero_out_wgrad` declares that another layer's gradient
+        is added to it (shared embeddings); only then it must be zero.
+        """
+        weight: Any = self.weight
+        weight.main_grad = self.buffer
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        allocate = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        return allocate(self.buffer.shape, dtype=weight.dtype, device=weight.device)

@@ -1,0 +1,157 @@
+"""Sinkhorn of small matrices in registers, forward and backward: one token per lane.
+
+The tiles are `[n, n, tokens]`: Triton gives the last axis to the lanes, so that a lane has a whole
+matrix, and neither sum needs another lane.
+
+Every step divides rows or columns, so the matrix after any number of steps is the first one between
+two diagonal scales: `M[i, j] = u[i] * a[i, j] * v[j]`. Only the scales change from step to step. So
+it is in the backward: of the gradient times `u[i] * v[j]`, called e, a step subtracts a product of
+two vectors, and neither a division nor the epsilon occurs in it. The backward needs the scales of
+all steps in reverse. It computes a few steps anew from the beginning, goes back through them, and
+takes the few before; nothing goes through memory, whatever the number of iterations.
+
+`cppmega.ops.mhc_reference.sinkhorn` is the plain form.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.mhc_reference import EPS
+
+SINKHORN_EPS = tl.constexpr(EPS)
+
+LANES = 64
+"""Tokens of one program, each of which is a lane's."""
+
+WARPS = LANES // 32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def empty():  # type: ignore[no-untyped-def]
+    """A tuple to add to; written out, its type would be that of the empty tuple."""
+    return ()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def places(N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the entries of a matrix are, `[N, N, 1]`."""
+    i = tl.arange(0, N)
+    return i[:, None, None] * N + i[None, :, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def softmax(logits):  # type: ignore[no-untyped-def]
+    """Softmax of the rows of `[N, N, T]`."""
+    raised = tl.exp(logits - tl.max(logits, 1)[:, None, :])
+    return raised / tl.sum(raised, 1)[:, None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_rows(u, start, v):  # type: ignore[no-untyped-def]
+    """The scales `[N, T]` of rows after a division by their sums."""
+    return u / (u * tl.sum(start * v[None, :, :], 1) + SINKHORN_EPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_columns(u, start, v):  # type: ignore[no-untyped-def]
+    """The scales `[N, T]` of columns after a division by their sums."""
+    return v / (v * tl.sum(start * u[:, None, :], 0) + SINKHORN_EPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scales(start, pairs):  # type: ignore[no-untyped-def]
+    """Scales of rows and columns after the first division of columns and `pairs` of both."""
+    one = tl.sum(start, 1) * 0.0 + 1.0
+    u, v = one, _of_columns(one, start, one)
+    for _ in range(pairs):
+        u = _of_rows(u, start, v)
+        v = _of_columns(u, start, v)
+    return u, v
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def doubly_stochastic(logits, iterations):  # type: ignore[no-untyped-def]
+    """Sinkhorn of the logits `[N, N, T]`."""
+    start = softmax(logits) + SINKHORN_EPS
+    u, v = _scales(start, iterations - 1)
+    return u[:, None, :] * start * v[None, :, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gradient_of_logits(logits, gradient, iterations, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gradient of the logits from that of the result; STEPS iterations are kept at a time."""
+    smooth = softmax(logits)
+    start = smooth + SINKHORN_EPS
+    pairs = iterations - 1
+    u, v = _scales(start, pairs)
+    e = gradient * u[:, None, :] * v[None, :, :]
+    parts = tl.cdiv(pairs, STEPS)
+    for part in range(parts):
+        first = (parts - 1 - part) * STEPS
+        u, v = _scales(start, first)
+        rows, columns = empty() + (u,), empty() + (v,)
+        for _ in tl.static_range(STEPS):
+            u = _of_rows(u, start, v)
+            v = _of_columns(u, start, v)
+            rows = rows + (u,)
+            columns = columns + (v,)
+        for back in tl.static_range(STEPS):
+            live = first + STEPS - back <= pairs  # the first part to be done may be shorter
+            u, v = rows[STEPS - back], columns[STEPS - back]
+            of_columns = tl.where(live, tl.sum(e * start, 0) * v, 0.0)
+            e -= of_columns[None, :, :] * u[:, None, :]
+            of_rows = tl.where(live, tl.sum(e * start, 1) * u, 0.0)
+            e -= of_rows[:, None, :] * columns[STEPS - 1 - back][None, :, :]
+    u, v = _scales(start, 0)
+    e -= (tl.sum(e * start, 0) * v)[None, :, :]
+    return smooth * (e - tl.sum(e * smooth, 1)[:, None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
+    at = token * (N * N) + places(N)
+    a = tl.load(logits + at, mask=token < tokens, other=0.0)
+    tl.store(out + at, doubly_stochastic(a, iterations), mask=token < tokens)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sinkhorn_backward_kernel(  # type: ignore[no-untyped-def]
+    logits, gradient, out, tokens, iterations,
+    N: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
+    at = token * (N * N) + places(N)
+    a = tl.load(logits + at, mask=token < tokens, other=0.0)
+    given = tl.load(gradient + at, mask=token < tokens, other=0.0)
+    tl.store(out + at, gradient_of_logits(a, given, iterations, STEPS), mask=token < tokens)
+
+
+def steps_kept(n: int) -> int:
+    """Iterations whose scales the backward keeps in registers at a time."""
+    return 4 if n < 8 else 2
+
+
+@torch.library.custom_op("cppmega::mhc_sinkhorn", mutates_args=("out",))
+def sinkhorn(logits: Tensor, out: Tensor, iterations: int) -> None:
+    """Sinkhorn of `[T, n, n]` in fp32 into `out` of the same shape; both contiguous."""
+    tokens, n = logits.shape[:2]
+    if tokens:
+        _sinkhorn_kernel[(triton.cdiv(tokens, LANES),)](
+            logits, out, tokens, iterations, N=n, LANES=LANES, num_warps=WARPS
+        )
+
+
+@torch.library.custom_op("cppmega::mhc_sinkhorn_backward", mutates_args=("out",))
+def sinkhorn_backward(logits: Tensor, gradient: Tensor, out: Tensor, iterations: int) -> None:
+    """The gradient of the logits into `out`; all `[T, n, n]`, fp32 and contiguous."""
+    tokens, n = logits.shape[:2]
+    if tokens:
+        _sinkhorn_backward_kernel[(triton.cdiv(tokens, LANES),)](
+            logits, gradient, out, tokens, iterations,
+            N=n, STEPS=steps_kept(n), LANES=LANES, num_warps=WARPS,
+        )  # fmt: skip

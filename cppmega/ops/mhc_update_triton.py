@@ -1,0 +1,168 @@
+"""The streams after a sub-layer: mixed, with its output added; and all gradients of that.
+
+The forward reads and writes each element once. The backward reads the streams, their gradient and
+the output once, and writes the gradients of streams and output; a program has a whole token, and
+keeps the n * n + n sums over its columns in registers, so that they are summed in one order. The
+gradient of a bias is another pass over the streams' gradient: its sum is over tokens.
+
+`cppmega.ops.mhc_reference.update` is the plain form.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.mhc_sinkhorn_triton import empty
+
+COLUMNS = 1024
+"""Columns of one program of the forward."""
+
+TOKENS = 4096
+"""Most tokens that one program of the bias's gradient sums up."""
+
+WARPS = 4
+
+
+def _columns_backward(n: int) -> int:
+    """Columns of one step of the backward: n * n + n sums of each must stay in registers."""
+    return 512 if n < 8 else 128
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_kernel(  # type: ignore[no-untyped-def]
+    streams, h_res, h_post, output, bias, out, C: tl.constexpr, N: tl.constexpr,
+    BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    PIECES: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
+    token = (tl.program_id(0) // PIECES).to(tl.int64)
+    c = (tl.program_id(0) % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
+    here = c < C
+    added = tl.load(output + token * C + c, mask=here, other=0.0).to(tl.float32)
+    if BIAS:
+        added += tl.load(bias + c, mask=here, other=0.0).to(tl.float32)
+    x = empty()
+    for i in tl.static_range(N):
+        at = streams + (token * N + i) * C + c
+        x = x + (tl.load(at, mask=here, other=0.0).to(tl.float32),)
+    for j in tl.static_range(N):
+        total = tl.load(h_post + token * N + j) * added
+        for i in tl.static_range(N):
+            total += tl.load(h_res + (token * N + i) * N + j) * x[i]
+        tl.store(out + (token * N + j) * C + c, total.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_backward_kernel(  # type: ignore[no-untyped-def]
+    streams, h_res, h_post, output, bias, gradient, d_streams, d_res, d_post, d_output,
+    C: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    sums = empty()
+    for _ in tl.static_range(N * N + N):
+        sums = sums + (tl.zeros((COLUMNS,), tl.float32),)
+    for first in range(0, C, COLUMNS):
+        c = first + tl.arange(0, COLUMNS)
+        here = c < C
+        added = tl.load(output + token * C + c, mask=here, other=0.0).to(tl.float32)
+        if BIAS:
+            added += tl.load(bias + c, mask=here, other=0.0).to(tl.float32)
+        g = empty()
+        total = tl.zeros((COLUMNS,), tl.float32)
+        for j in tl.static_range(N):
+            at = gradient + (token * N + j) * C + c
+            g = g + (tl.load(at, mask=here, other=0.0).to(tl.float32),)
+            total += tl.load(h_post + token * N + j) * g[j]
+        tl.store(d_output + token * C + c, total.to(d_output.dtype.element_ty), mask=here)
+        more = empty()
+        for i in tl.static_range(N):
+            at = (token * N + i) * C + c
+            x = tl.load(streams + at, mask=here, other=0.0).to(tl.float32)
+            total = tl.zeros((COLUMNS,), tl.float32)
+            for j in tl.static_range(N):
+                total += tl.load(h_res + (token * N + i) * N + j) * g[j]
+                more = more + (sums[i * N + j] + x * g[j],)
+            tl.store(d_streams + at, total.to(d_streams.dtype.element_ty), mask=here)
+        for j in tl.static_range(N):
+            more = more + (sums[N * N + j] + added * g[j],)
+        sums = more
+    for e in tl.static_range(N * N):
+        tl.store(d_res + token * (N * N) + e, tl.sum(sums[e], 0))
+    for j in tl.static_range(N):
+        tl.store(d_post + token * N + j, tl.sum(sums[N * N + j], 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bias_gradient_kernel(  # type: ignore[no-untyped-def]
+    h_post, gradient, out, tokens, most, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The sum over `most` tokens of the output's gradient, before it is rounded."""
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    here = c < C
+    first = tl.program_id(1) * most
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for near in range(first, tl.minimum(first + most, tokens)):
+        token = tl.cast(near, tl.int64)
+        each = tl.zeros((COLUMNS,), tl.float32)
+        for j in tl.static_range(N):
+            g = tl.load(gradient + (token * N + j) * C + c, mask=here, other=0.0).to(tl.float32)
+            each += tl.load(h_post + token * N + j) * g
+        total += each
+    tl.store(out + tl.program_id(1).to(tl.int64) * C + c, total, mask=here)
+
+
+@torch.library.custom_op("cppmega::mhc_update", mutates_args=("out",))
+def update(
+    streams: Tensor, h_res: Tensor, h_post: Tensor, output: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """`H_res` transposed times streams `[T, n, C]`, plus `h_post` times output, into `out`."""
+    tokens, n, c = streams.shape
+    if tokens:
+        _update_kernel[(tokens * triton.cdiv(c, COLUMNS),)](
+            streams, h_res, h_post, output, output if bias is None else bias, out,
+            C=c, N=n, BIAS=bias is not None, COLUMNS=COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "cppmega::mhc_update_backward", mutates_args=("d_streams", "d_res", "d_post", "d_output")
+)
+def update_backward(
+    streams: Tensor,
+    h_res: Tensor,
+    h_post: Tensor,
+    output: Tensor,
+    bias: Tensor | None,
+    gradient: Tensor,
+    d_streams: Tensor,
+    d_res: Tensor,
+    d_post: Tensor,
+    d_output: Tensor,
+) -> None:
+    """The gradients of `update`, except the bias's, into tensors of their shapes."""
+    tokens, n, c = streams.shape
+    if tokens:
+        _update_backward_kernel[(tokens,)](
+            streams, h_res, h_post, output, output if bias is None else bias, gradient,
+            d_streams, d_res, d_post, d_output,
+            C=c, N=n, BIAS=bias is not None, COLUMNS=_columns_backward(n), num_warps=WARPS,
+        )  # fmt: skip
+
+
+def bias_parts(tokens: int) -> tuple[int, int]:
+    """Into how many parts the bias's gradient is split, and the tokens of each."""
+    most = min(TOKENS, max(1, triton.cdiv(tokens, 64)))
+    return triton.cdiv(tokens, most), most
+
+
+@torch.library.custom_op("cppmega::mhc_bias_gradient", mutates_args=("parts",))
+def bias_gradient(h_post: Tensor, gradient: Tensor, parts: Tensor) -> None:
+    """The sums of the bias's gradient over the tokens of each part, into `parts` `[parts, C]`."""
+    tokens, n, c = gradient.shape
+    if tokens:
+        _bias_gradient_kernel[(triton.cdiv(c, COLUMNS), len(parts))](
+            h_post, gradient, parts, tokens, bias_parts(tokens)[1],
+            C=c, N=n, COLUMNS=COLUMNS, num_warps=WARPS,
+        )  # fmt: skip

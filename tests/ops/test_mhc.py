@@ -1,0 +1,103 @@
+"""Hyper-connections: plain torch against their definition, the kernels against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+
+from cppmega.ops import mhc_reference as reference  # noqa: E402
+from tests.ops.mhc_checks import Shape, drawn  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def scaled_in_turn(logits: Tensor, iterations: int) -> Tensor:
+    """Sinkhorn of one matrix as scales of its rows and columns, the way the papers state it."""
+    start = torch.exp(logits - logits.amax())
+    start = start / start.sum(1, keepdim=True) + 1e-6
+    rows, columns = torch.ones(len(start)).double(), torch.ones(len(start)).double()
+    for turn in range(2 * iterations - 1):
+        if turn % 2 == 0:
+            columns = columns / (columns * (rows @ start) + 1e-6)
+        else:
+            rows = rows / (rows * (start @ columns) + 1e-6)
+    return rows[:, None] * start * columns
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("iterations", [1, 2, 20])
+def test_sinkhorn_scales_columns_and_rows_in_turn(n: int, iterations: int) -> None:
+    logits = torch.randn(n, n, dtype=torch.float64) * 3
+    found = reference.sinkhorn(logits, iterations)
+    torch.testing.assert_close(found, scaled_in_turn(logits, iterations), rtol=1e-12, atol=0)
+
+
+def test_columns_sum_to_one_and_rows_nearly() -> None:
+    logits = torch.randn(20000, 4, 4, generator=torch.Generator().manual_seed(0))
+    found = reference.sinkhorn(logits, 20)
+    assert (found.sum(-2) - 1).abs().max() < 1e-5
+    assert 1e-4 < (found.sum(-1) - 1).abs().max() < 1e-2  # not a fault: 20 iterations do that
+
+
+def test_large_logits_give_neither_nan_nor_lost_gradients() -> None:
+    logits = 60 * torch.randn(500, 4, 4, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    found = reference.sinkhorn(logits, 20)
+    (gradient,) = torch.autograd.grad(found, logits, torch.rand(500, 4, 4))
+    assert torch.isfinite(found).all() and torch.isfinite(gradient).all()
+    assert (gradient.flatten(1).abs().amax(1) > 0).all()
+
+
+def test_weights_are_those_of_the_normed_streams() -> None:
+    given = drawn(Shape(3, 2, 4, 8), torch.float64)
+    found = reference.weights(given.streams, given.parameters, 5)
+    x = given.streams[2, 1].flatten()
+    phi, alpha_pre, alpha_post, alpha_res, bias = given.parameters
+    values = phi @ (x / (x.square().mean().sqrt() + 1e-6))
+    pre, post, res = values.tensor_split((4, 8))
+    h_pre = 1 / (1 + torch.exp(-(alpha_pre * pre + bias[:4]))) + 1e-6
+    h_post = 1 + torch.tanh((alpha_post * post + bias[4:8]) / 2)
+    h_res = scaled_in_turn((alpha_res * res + bias[8:]).view(4, 4), 5)
+    for mine, exact in zip(found, (h_pre, h_post, h_res), strict=True):
+        torch.testing.assert_close(mine[2, 1], exact, rtol=1e-12, atol=1e-12)
+
+
+def test_a_site_reads_a_sum_and_writes_to_all_streams() -> None:
+    given = drawn(Shape(3, 2, 4, 8), torch.float64)
+    h_pre, h_post, h_res = reference.weights(given.streams, given.parameters, 5)
+    found = reference.aggregate(given.streams, h_pre)
+    torch.testing.assert_close(found, torch.einsum("sbn,sbnc->sbc", h_pre, given.streams))
+    found = reference.update(given.streams, h_res, h_post, given.out, given.bias)
+    mixed = torch.einsum("sbij,sbic->sbjc", h_res, given.streams)  # by the transpose
+    added = torch.einsum("sbj,sbc->sbjc", h_post, given.out + given.bias)
+    torch.testing.assert_close(found, mixed + added)
+
+
+def test_one_stream_with_weights_of_one_is_the_plain_residual() -> None:
+    streams, out = torch.randn(2, 5, 3, 1, 8, dtype=torch.bfloat16)
+    one = torch.ones(5, 3, 1)
+    assert torch.equal(reference.aggregate(streams, one), streams[:, :, 0])
+    found = reference.update(streams, one[..., None], one, out[:, :, 0])
+    assert torch.equal(found, streams + out)
+
+
+def test_identity_leaves_the_streams() -> None:
+    streams, out = torch.randn(5, 3, 4, 8, dtype=torch.bfloat16), torch.randn(5, 3, 8).bfloat16()
+    same = torch.eye(4).expand(5, 3, 4, 4)
+    assert torch.equal(reference.update(streams, same, torch.zeros(5, 3, 4), out), streams)
+
+
+def test_the_gradient_is_that_of_numbers() -> None:
+    given = drawn(Shape(2, 1, 2, 3), torch.float64)
+    leaves = [x.requires_grad_() for x in (given.streams, *given.parameters, given.out, given.bias)]
+
+    def site(streams: Tensor, *rest: Tensor) -> Tensor:
+        *parameters, out, bias = rest
+        h_pre, h_post, h_res = reference.weights(streams, reference.Parameters(*parameters), 4)
+        seen = reference.aggregate(streams, h_pre)
+        return reference.update(streams, h_res, h_post, out + seen.tanh(), bias)
+
+    assert torch.autograd.gradcheck(site, leaves)

@@ -1,0 +1,171 @@
+"""What models with hyper-connections do in one process, as JSON on the last line.
+
+Imported in the process that runs a tree, never by pytest itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cppmega.errors import CppmegaError
+from tests.upstream_patches import mhc_models as models
+
+PATTERN = "M*-E/*-"
+
+
+def main(*parts: Callable[[], Any]) -> None:
+    """Print what each part returns, by its name."""
+    models.start()
+    print(json.dumps({part.__name__: part() for part in parts}))
+
+
+def gpt(**options: Any) -> Any:
+    return models.gpt(depths=1, **options)
+
+
+def hybrid(**options: Any) -> Any:
+    return models.hybrid(PATTERN, **models.EXPERTS, **options)
+
+
+MAKE = {"gpt": gpt, "hybrid": hybrid}
+
+
+def off() -> Any:
+    """Losses, weights after three steps and keys of models with one stream."""
+    found = {}
+    for name, make in MAKE.items():
+        model = make()
+        losses = models.trained(model)
+        keys = sorted(model.sharded_state_dict())
+        found[name] = [losses, models.digest(model.parameters()), list(model.state_dict()), keys]
+    return found
+
+
+def on() -> Any:
+    """Losses of 20 steps, shapes of what is saved, and how the first gradients look."""
+    found = {}
+    for name, make in MAKE.items():
+        model = make(**models.MHC)
+        shapes = {key: list(t.shape) for key, t in model.state_dict().items() if t is not None}
+        saved = sorted(key for key in model.sharded_state_dict() if "_extra_state" not in key)
+        models.loss(model).backward()
+        zeros = {key: int((p.grad == 0).sum()) for key, p in model.named_parameters()}
+        losses = models.trained(model, 20)
+        found[name] = {"shapes": shapes, "saved": saved, "zeros": zeros, "losses": losses}
+    return found
+
+
+def recomputed() -> Any:
+    """Distances of losses and gradients to those without recomputation, and streams kept."""
+    found = {}
+    for name, make in MAKE.items():
+        plain = stepped(make(**models.MHC))
+        kept = {"none": plain[2]}
+        apart = {}
+        for how, options in {
+            "full": models.FULL,
+            "mhc": models.SELECTIVE,
+            "mhc by 2": {**models.SELECTIVE, "mhc_recompute_layer_num": 2},
+        }.items():
+            value, gradients, kept[how] = stepped(make(**models.MHC, **options))
+            pairs = zip(gradients, plain[1], strict=True)
+            apart[how] = [abs(value - plain[0]), max((a - b).abs().max().item() for a, b in pairs)]
+        found[name] = {"apart": apart, "kept": kept}
+    return found
+
+
+def other_site() -> None:
+    """Let the interpreter forget the tensors with which it ran each kernel last."""
+    from cppmega.modules import mhc
+
+    config = models.config(num_layers=1, use_fused_mhc=True, **models.MHC)
+    site = mhc.HyperConnectionModule(config)
+    x = site.read(torch.zeros(1, 1, 4 * models.WIDTH))
+    site.bias_dropout_add(True, False)((x, None), x, 0.0)
+
+
+def stepped(
+    model: Any, then: Callable[[], None] = lambda: None
+) -> tuple[float, list[torch.Tensor], int]:
+    """Loss and gradients of a step, and how many tensors of streams wait for its backward."""
+    from cppmega.modules import mhc
+
+    read, seen = mhc.HyperConnectionModule.read, []
+
+    def noting(site: Any, streams: torch.Tensor) -> torch.Tensor:
+        seen.append(StorageWeakRef(streams.untyped_storage()))
+        return read(site, streams)
+
+    with mock.patch.object(mhc.HyperConnectionModule, "read", noting):
+        value = models.loss(model)
+        reads = len(seen)
+        then()
+        waiting_of_model = seen[:reads]
+        waiting = {ref.cdata for ref in waiting_of_model if not ref.expired()}
+        value.backward()
+    return value.item(), [p.grad for p in model.parameters()], len(waiting)
+
+
+def fused() -> Any:
+    """Distances between the kernels, which are interpreted here, and the reference."""
+    importlib.import_module("tests.ops.interpreted")
+    options = {**models.MHC, "mhc_num_residual_streams": 2}
+    value, gradients, _ = stepped(models.gpt(1, **options))
+    kernels = {"use_fused_mhc": True, **models.SELECTIVE}
+    other, others, kept = stepped(models.gpt(1, **options, **kernels), other_site)
+    pairs = zip(gradients, others, strict=True)
+    apart = [abs(value - other), max((a - b).abs().max().item() for a, b in pairs)]
+    return {"apart": apart, "kept": kept}
+
+
+def refusal(**options: Any) -> str:
+    """The error with which a GPT is not built."""
+    try:
+        models.gpt(1, **{**models.MHC, **options})
+    except CppmegaError as error:
+        return f"{error.name}: {error.what}"
+    return "built"
+
+
+def options() -> Any:
+    """What the parser makes of both spellings."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    def parsed(*given: str) -> Any:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        names = (
+            "activation_func",
+            "embedding_init_method",
+            "init_method",
+            "output_layer_init_method",
+        )
+        fields = [f for f in TransformerConfig.__dataclass_fields__ if "mhc" not in f]
+        ArgumentGroupFactory(TransformerConfig, exclude=[*fields, *names]).build_group(parser)
+        with mock.patch.object(parser, "error", side_effect=ValueError):
+            try:
+                found = vars(parser.parse_args(given))
+            except ValueError:
+                return "refused"
+        return {name: value for name, value in found.items() if not name.startswith("_")}
+
+    return {
+        "none": parsed(),
+        "ours": parsed("--enable-mhc-connections", "--mhc-num-residual-streams", "2"),
+        "dev": parsed("--enable-hyper-connections", "--num-residual-streams", "2"),
+        "both": parsed("--num-residual-streams", "2", "--mhc-num-residual-streams", "2"),
+        "two values": parsed("--num-residual-streams", "2", "--mhc-num-residual-streams", "4"),
+        "dropout": refusal(hidden_dropout=0.1),
+        "on a CPU": refusal(use_fused_mhc=True),
+        "double": refusal(use_fused_mhc=True, params_dtype=torch.float64),
+        "3 streams": refusal(use_fused_mhc=True, mhc_num_residual_streams=3),
+        "mhc is off": refusal(enable_mhc_connections=False, **models.SELECTIVE),
+    }

@@ -1,0 +1,244 @@
+"""Hyper-connections in real GPT and hybrid models of 0.19.2, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import patched, pristine, python
+from tests.upstream_patches.dsa_layers import patch_of
+
+PAGES = ("mhc_connections", "float16_keep_fp32")
+N, C = 4, 16
+SITE = {
+    "mapping_proj.weight": [N * (N + 2), N * C],
+    "alpha_pre": [1],
+    "alpha_post": [1],
+    "alpha_res": [1],
+    "bias": [N * (N + 2)],
+}
+HEAD = {"hc_head_fn": [N, N * C], "hc_head_base": [N], "hc_head_scale": [1]}
+
+
+@cache
+def asked(root: Path, *parts: str) -> dict[str, Any]:
+    """What models on a tree do."""
+    functions = ", ".join(f"t.{part}" for part in parts)
+    code = f"from tests.upstream_patches import mhc_checks as t; t.main({functions})"
+    interpreted = "fused" in parts  # Triton reads it when it is imported
+    env = {"TRITON_INTERPRET": "1"} if interpreted else {}
+    done = python(root, code, env=env, fresh=interpreted)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def mine(part: str) -> Any:
+    """What models on the patched tree do."""
+    parts = ("fused",) if part == "fused" else ("off", "on", "recomputed", "options")
+    return asked(patched("0.19.2", *PAGES), *parts)[part]
+
+
+def test_without_the_option_a_model_is_stocks_to_the_bit() -> None:
+    assert mine("off") == asked(pristine("0.19.2"), "off")["off"]
+
+
+@pytest.mark.parametrize(
+    ("model", "sites", "heads", "gone"),
+    [
+        (
+            "gpt",
+            [
+                f"{layer}.{name}_hyper_connection"
+                for layer in (
+                    *("decoder.layers.0", "decoder.layers.1"),
+                    "mtp.layers.0.mtp_model_layer",
+                )
+                for name in ("self_attention", "mlp")
+            ],
+            ("decoder", "mtp.layers.0"),
+            "mtp.layers.0.eh_proj.weight",
+        ),
+        (
+            "hybrid",
+            [
+                *(f"decoder.layers.{at}.hyper_connection" for at in range(4)),
+                *(f"mtp.layers.0.mtp_model_layer.layers.{at}.hyper_connection" for at in range(2)),
+            ],
+            ("decoder", "mtp.layers.0"),
+            "mtp.layers.0.eh_proj.weight",
+        ),
+    ],
+)
+def test_parameters_have_the_names_and_shapes_of_0_20(
+    model: str, sites: list[str], heads: tuple[str, ...], gone: str
+) -> None:
+    found = mine("on")[model]
+    stock = set(asked(pristine("0.19.2"), "off")["off"][model][2])
+    new = {f"{site}.{name}": shape for site in sites for name, shape in SITE.items()}
+    new |= {f"{head}.{name}": shape for head in heads for name, shape in HEAD.items()}
+    new |= {f"mtp.layers.0.{name}.weight": [C, C] for name in ("e_proj", "h_proj")}
+    shapes = found["shapes"]
+    assert {name: shape for name, shape in shapes.items() if name in new} == new
+    plain = {name.replace(".inner_layer.", ".") for name in shapes.keys() - new.keys()}
+    assert plain == {name for name in stock if "_extra_state" not in name} - {gone}
+    assert set(found["saved"]) == set(shapes)
+    wrapped = {name for name in shapes if ".inner_layer." in name}
+    assert bool(wrapped) == (model == "hybrid")
+
+
+@pytest.mark.parametrize("model", ["gpt", "hybrid"])
+def test_models_learn(model: str) -> None:
+    losses = mine("on")[model]["losses"]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("model", ["gpt", "hybrid"])
+def test_the_first_gradients_that_are_zero_are_those_of_stock(model: str) -> None:
+    zeros = mine("on")[model]["zeros"]
+    of_mhc = {name: count for name, count in zeros.items() if "hyper" in name or "hc_" in name}
+    assert of_mhc and not any(of_mhc.values()), of_mhc
+
+
+@pytest.mark.parametrize("model", ["gpt", "hybrid"])
+def test_recomputation_changes_nothing_and_keeps_fewer_streams(model: str) -> None:
+    found = mine("recomputed")[model]
+    assert found["apart"]["full"] == [0, 0]
+    for how in ("mhc", "mhc by 2"):
+        assert max(found["apart"][how]) < 2e-6
+    # With what a block begins: the decoder's, one more in its four hybrid layers, and the depth's.
+    assert found["kept"] == {
+        **{"none": 6, "full": found["kept"]["full"], "mhc": 2},
+        "mhc by 2": 3 if model == "hybrid" else 2,
+    }
+
+
+def test_fused_kernels_recompute_and_agree_with_the_reference() -> None:
+    found = mine("fused")
+    assert max(found["apart"]) < 1e-5
+    assert found["kept"] == 1  # with what the only block begins
+
+
+def test_fused_kernels_are_never_left_out_in_silence() -> None:
+    found = mine("options")
+    for case, why in {
+        "on a CPU": "on cpu",
+        "double": "float64",
+        "3 streams": "3 streams",
+    }.items():
+        assert found[case].startswith("mhc-no-fused-kernel: ") and why in found[case], found[case]
+
+
+def test_both_spellings_mean_the_same() -> None:
+    found = mine("options")
+    none = {
+        **{"enable_mhc_connections": False, "mhc_num_residual_streams": 4, "use_fused_mhc": False},
+        **{"mhc_sinkhorn_iterations": 20, "mhc_init_gating_factor": 0.01},
+        **{"mhc_recompute_layer_num": None},
+    }
+    two = {**none, "enable_mhc_connections": True, "mhc_num_residual_streams": 2}
+    assert found["none"] == none
+    assert found["ours"] == found["dev"] == two
+    assert found["both"] == {**two, "enable_mhc_connections": False}
+    assert found["two values"] == "refused"
+    assert found["dropout"].startswith("mhc-unsupported: --hidden-dropout")
+    assert found["mhc is off"].startswith("mhc-not-enabled: ")
+
+
+@cache
+def ranks(folder: str) -> dict[str, Any]:
+    """What models on two ranks do."""
+    code = "from tests.upstream_patches import mhc_ranks as t; t.main(FOLDER)"
+    done = python(patched("0.19.2", *PAGES), f"FOLDER = {folder!r}\n{code}", nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    return dict(json.loads(line))
+
+
+@pytest.mark.slow
+def test_every_layout_trains_as_one_rank_from_one_checkpoint(tmp_path: Path) -> None:
+    found = ranks(str(tmp_path))
+    resumed = found.pop("resumed")
+    assert len(found) == 5
+    for name, case in found.items():
+        assert case["losses"] == pytest.approx(case["expected"], abs=1e-5), name
+        assert case["apart"][1] < 1e-6, (name, case["apart"])
+    assert (resumed["mapping"], resumed["others"]) == (["torch.float32"], ["torch.bfloat16"])
+    assert resumed["unrounded"] and resumed["as if never stopped"]
+
+
+def refused(saved: dict[str, tuple[int, ...]] | None = None, **changes: Any) -> list[str]:
+    """The errors of the page for a launch."""
+    args = Namespace(**{"enable_mhc_connections": True, "hidden_dropout": 0.0, **changes})
+    refuses = patch_of("mhc_connections").refuses
+    assert refuses is not None
+    return [error.name for error in refuses(args, saved or {})]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, []),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, []),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mhc"]}, []),
+        ({"hidden_dropout": 0.1}, ["mhc-unsupported"]),
+        ({"fp32_residual_connection": True}, ["mhc-unsupported"]),
+        ({"cuda_graph_impl": "local"}, ["mhc-unsupported"]),
+        ({"use_torch_fsdp2": True}, ["mhc-unsupported"]),
+        ({"use_precision_aware_optimizer": True}, ["mhc-unsupported"]),
+        ({"virtual_pipeline_model_parallel_size": 2}, ["mhc-unsupported"]),
+        (
+            {"hybrid_layer_pattern": "DD", "dsa_indexer_topk_freq": 2},
+            ["mhc-unsupported"],
+        ),
+        ({"use_megatron_fsdp": True}, ["mhc-unsupported"]),
+        ({"fine_grained_activation_offloading": True}, ["mhc-unsupported"]),
+        ({"overlap_moe_expert_parallel_comm": True}, ["mhc-unsupported"]),
+        ({"mtp_num_layers": 1}, []),
+        ({"mtp_num_layers": 1, "tp_comm_overlap": True}, ["mhc-unsupported"]),
+        ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|mL"}, ["mhc-unsupported"]),
+        ({"mtp_num_layers": 1, "mtp_detach_heads": True}, ["mhc-unsupported"]),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mhc", "mlp"]},
+            ["mhc-unsupported"],
+        ),
+        ({"mhc_sinkhorn_iterations": 0}, ["mhc-option-invalid"]),
+        ({"mhc_num_residual_streams": 0}, ["mhc-option-invalid"]),
+        ({"mhc_init_gating_factor": -1.0}, ["mhc-option-invalid"]),
+        ({"mhc_recompute_layer_num": 0}, ["mhc-option-invalid"]),
+        ({"enable_mhc_connections": False, "hidden_dropout": 0.1}, []),
+        ({"enable_mhc_connections": False, "use_fused_mhc": True}, ["mhc-not-enabled"]),
+    ],
+)
+def test_the_preflight_names_what_is_not_combined(
+    changes: dict[str, Any], names: list[str]
+) -> None:
+    assert refused(**changes) == names
+
+
+OURS = {"decoder.layers.0.hyper_connection.bias": (24,), "decoder.hc_head_fn": (4, 64)}
+
+
+@pytest.mark.parametrize(
+    ("saved", "changes", "names"),
+    [
+        (OURS, {"hidden_size": 16, "mhc_num_residual_streams": 4}, []),
+        (OURS, {"hidden_size": 16, "mhc_num_residual_streams": 2}, ["mhc-checkpoint-streams"]),
+        (OURS, {"enable_mhc_connections": False}, ["mhc-checkpoint-has-streams"]),
+        ({"decoder.final_norm.weight": (16,)}, {}, ["mhc-checkpoint-one-stream"]),
+        (
+            {"decoder.layers.self_attention_hyper_connection.bias": (2, 24)},
+            {},
+            ["mhc-checkpoint-other-form"],
+        ),
+        ({"decoder.final_norm.weight": (16,)}, {"enable_mhc_connections": False}, []),
+    ],
+)
+def test_the_preflight_refuses_checkpoints_of_other_models(
+    saved: dict[str, tuple[int, ...]], changes: dict[str, Any], names: list[str]
+) -> None:
+    assert refused(saved, **changes) == names

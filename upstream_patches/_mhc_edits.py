@@ -1,0 +1,301 @@
+"""Edits that give Megatron's configuration, layers, stacks and MTP depths hyper-connections."""
+
+from __future__ import annotations
+
+from cppmega.edits import appending, in_order, inserting, replacing
+from cppmega.page import Edit
+
+CORE = "megatron/core"
+CONFIG = f"{CORE}/model_parallel_config.py:ModelParallelConfig"
+CHECK = f"{CORE}/transformer/transformer_config.py:TransformerConfig.__post_init__"
+LAYER = f"{CORE}/transformer/transformer_layer.py:TransformerLayer.forward"
+BLOCK = f"{CORE}/transformer/transformer_block.py:TransformerBlock."
+STACK = f"{CORE}/models/hybrid/hybrid_block.py:HybridStack."
+DEPTH = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionLayer."
+DEPTHS = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionBlock.forward"
+SHAPES = f"{CORE}/pipeline_parallel/schedules.py:get_tensor_shapes"
+RECOMPUTATION = f"{CORE}/recompute.py:checkpointed_forward"
+PRESENT = f"{DEPTH}get_inner_quantization_context"
+"""New in 0.19, for whose layers and depths these edits are written."""
+
+FIELDS = '''
+enable_mhc_connections: bool = field(
+    default=False,
+    metadata={
+        "argparse_meta": {"arg_names": ["--enable-mhc-connections", "--enable-hyper-connections"]}
+    },
+)
+"""Several residual streams with learned connections (mHC) in place of one."""
+mhc_num_residual_streams: int = field(
+    default=4,
+    metadata={
+        "argparse_meta": {
+            "arg_names": ["--mhc-num-residual-streams", "--num-residual-streams"],
+            "action": _CppmegaOneValue,
+        }
+    },
+)
+"""Residual streams of a model with mHC."""
+mhc_sinkhorn_iterations: int = 20
+"""Steps that make a mixing matrix of mHC nearly doubly stochastic."""
+mhc_init_gating_factor: float = 0.01
+"""Initial scale of the part of mHC's weights that depends on the token."""
+mhc_recompute_layer_num: Optional[int] = None
+"""Layers of a block whose streams are recomputed together; unset: all layers of a stage."""
+use_fused_mhc: bool = False
+"""Compute mHC with fused kernels; a run that cannot use them stops."""
+'''
+
+MODULES = """
+{"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
+"""
+
+LAYERS = "from cppmega.modules import mhc_layers"
+OF_DEPTHS = "from cppmega.modules import mhc_depths"
+
+
+def _cppmega_attention(layer, args, kwargs):
+    """Run the attention of a layer on what it reads of the streams."""
+    from cppmega.modules import mhc_layers
+
+    if args:
+        args = (mhc_layers.input_of(layer, "self_attention", args[0]), *args[1:])
+    else:
+        read = mhc_layers.input_of(layer, "self_attention", kwargs["hidden_states"])
+        kwargs = {**kwargs, "hidden_states": read}
+    with mhc_layers.around(layer, "self_attention"):
+        return layer._forward_attention(*args, **kwargs)
+
+
+def _cppmega_mlp(layer, hidden_states, *args, **kwargs):
+    """Run the MLP of a layer on what it reads of the streams."""
+    from cppmega.modules import mhc_layers
+
+    read = mhc_layers.input_of(layer, "mlp", hidden_states)
+    with mhc_layers.around(layer, "mlp"):
+        return layer._forward_mlp(read, *args, **kwargs)
+
+
+EXPANDED = f"{LAYERS}\n\nhidden_states = mhc_layers.expanded(self, hidden_states)"
+CONTRACTED = "hidden_states, cppmega_streams = mhc_layers.contracted(self, hidden_states)"
+HANDED_ON = "from cppmega.modules import mhc\n\nmhc.hand_on(hidden_states, cppmega_streams)"
+SAVED = f"{LAYERS}\n\nmhc_layers.with_head_saved(self, sharded_state_dict, prefix, metadata)"
+
+WHOLE = replacing(
+    "isinstance(layer, TransformerLayer)",
+    "isinstance(getattr(layer, 'inner_layer', layer), TransformerLayer)",
+)
+"""A wrapper is called with the arguments of the layer in it, and returns what it returns."""
+
+RNG = """
+if self.config.sequence_parallel:
+    rng_context = tensor_parallel.get_cuda_rng_tracker().fork()
+else:
+    rng_context = nullcontext()
+"""
+UNWRAPPED = """
+if isinstance(hidden_states, WrappedTensor):
+    hidden_states = hidden_states.unwrap()
+"""
+
+EDITS = (
+    Edit(
+        target=CONFIG,
+        pins={"0.19.2": "309bdcc165ffeabd"},
+        edit=inserting(FIELDS, before="mtp_standalone: bool = False"),
+        imports=("from cppmega.modules.mhc_options import OneValue as _CppmegaOneValue",),
+        mark="",
+    ),
+    Edit(
+        target=CHECK,
+        pins={"0.19.2": "fe98182ec35d935a"},
+        edit=in_order(
+            inserting(
+                "from cppmega.modules import mhc_options\n\nmhc_options.check(self)",
+                after="super().__post_init__()",
+            ),
+            replacing(MODULES, MODULES.strip()[:-1] + ', "mhc"}'),
+        ),
+        mark="",
+    ),
+    Edit(
+        target=LAYER,
+        pins={"0.19.2": "20223052f8f0c7b8"},
+        edit=in_order(
+            replacing(
+                "self._forward_attention(*args, **kwargs)",
+                "_cppmega_attention(self, args, kwargs)",
+            ),
+            replacing(
+                """
+self._forward_mlp(
+    hidden_states,
+    kwargs.get("inference_context", None),
+    padding_mask=kwargs.get("padding_mask", None),
+    packed_seq_params=kwargs.get("packed_seq_params", None),
+)
+""",
+                """
+_cppmega_mlp(
+    self,
+    hidden_states,
+    kwargs.get("inference_context", None),
+    padding_mask=kwargs.get("padding_mask", None),
+    packed_seq_params=kwargs.get("packed_seq_params", None),
+)
+""",
+            ),
+        ),
+        helpers=(_cppmega_attention, _cppmega_mlp),
+        mark="",
+    ),
+    Edit(
+        target=f"{BLOCK}_build_layers",
+        pins={"0.19.2": "1f836061520765ba"},
+        edit=in_order(
+            inserting(
+                f"{LAYERS}\n\nmodule = mhc_layers.connected(module, layer_config)",
+                before="return module",
+            ),
+            appending(f"{LAYERS}\n\nmhc_layers.with_head(self, self.final_layernorm is not None)"),
+        ),
+        mark="",
+    ),
+    Edit(
+        target=f"{BLOCK}forward",
+        pins={"0.19.2": "8bd5c18f5fb96ca1"},
+        edit=in_order(
+            inserting(EXPANDED, before=RNG),
+            inserting(
+                CONTRACTED,
+                before="if self.final_layernorm is not None:\n"
+                + """
+    hidden_states = apply_module(self.final_layernorm)(cast(Tensor, hidden_states))
+    hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+""",
+            ),
+            inserting(HANDED_ON, before="return hidden_states"),
+        ),
+    ),
+    Edit(
+        target=f"{BLOCK}sharded_state_dict",
+        pins={"0.19.2": "0ac661a8a77d3f09"},
+        edit=inserting(SAVED, before="return sharded_state_dict"),
+        mark="",
+    ),
+    Edit(
+        target=f"{STACK}__init__",
+        pins={"0.19.2": "1008fcf6068c752f"},
+        edit=in_order(
+            inserting(
+                f"{LAYERS}\n\nlayer = mhc_layers.wrapped(layer, self.config)",
+                before="self.layers.append(layer)",
+            ),
+            appending(
+                f"{LAYERS}\n\n"
+                "mhc_layers.with_head(self, self.post_process and not self.is_mtp_layer)"
+            ),
+        ),
+        mark="",
+    ),
+    Edit(
+        target=f"{STACK}forward",
+        pins={"0.19.2": "50ac5b73f74c7aa0"},
+        edit=in_order(
+            inserting(EXPANDED, after=UNWRAPPED),
+            WHOLE,
+            inserting(
+                CONTRACTED,
+                before="""
+if self.post_process and self.post_layer_norm:
+    hidden_states = self.final_norm(hidden_states)
+""",
+            ),
+            inserting(HANDED_ON, before="return hidden_states"),
+        ),
+    ),
+    Edit(
+        target=f"{STACK}sharded_state_dict",
+        pins={"0.19.2": "e4acb39aa0c97317"},
+        edit=inserting(SAVED, before="return sharded_state_dict"),
+        mark="",
+    ),
+    Edit(target=RECOMPUTATION, pins={"0.19.2": "59fba895c79ae4b7"}, edit=WHOLE, mark=""),
+    Edit(
+        target=SHAPES,
+        pins={"0.19.2": "30136c352c056184"},
+        edit=replacing("config.hidden_size", "_cppmega_width(config)"),
+        imports=("from cppmega.modules.mhc_options import width as _cppmega_width",),
+        mark="",
+    ),
+    Edit(
+        target=f"{DEPTH}__init__",
+        pins={"0.19.2": "918bfee08d9c0d2a"},
+        edit=appending(f"{OF_DEPTHS}\n\nmhc_depths.connect(self, self.tp_group)"),
+        mark="",
+    ),
+    Edit(
+        target=f"{DEPTH}_concat_embeddings",
+        pins={"0.19.2": "d48b7081981dba15"},
+        edit=inserting(
+            f"""
+            if self.eh_proj is None:
+                {OF_DEPTHS}
+
+                return mhc_depths.joined(self, hidden_states, decoder_input)
+            """,
+            before="decoder_input = apply_module(self.enorm)(decoder_input)",
+        ),
+        mark="",
+    ),
+    Edit(
+        target=f"{DEPTH}_proj_and_transformer_layer",
+        pins={"0.19.2": "958a8991c4021ac3"},
+        # The next depth reads the streams, so the block ends a depth with the rest.
+        edit=replacing(
+            "hidden_states = self._postprocess(hidden_states)",
+            """
+            if getattr(self, "hc_head_fn", None) is None:
+                hidden_states = self._postprocess(hidden_states)
+            """,
+        ),
+        mark="",
+    ),
+    Edit(
+        target=f"{DEPTH}_postprocess",
+        pins={"0.19.2": "b1da7b438da4b0a4"},
+        edit=inserting(
+            f"{OF_DEPTHS}\n\nhidden_states = mhc_depths.ended(self, hidden_states)",
+            before="hidden_states = apply_module(self.final_layernorm)(hidden_states)",
+        ),
+        mark="",
+    ),
+    Edit(
+        target=DEPTHS,
+        pins={"0.19.2": "a84af2ded90d3f89"},
+        edit=in_order(
+            inserting(
+                f"{OF_DEPTHS}\n\ncppmega_streams = mhc_depths.streams_of(self, hidden_states)",
+                before="offset = get_mtp_layer_offset(self.config, self.vp_stage)",
+            ),
+            inserting(
+                """
+                if cppmega_streams is not None:
+                    hidden_states = cppmega_streams
+                """,
+                after="hidden_states = hidden_states_list[offset]",
+            ),
+            replacing(
+                "hidden_states_list.append(hidden_states)",
+                """
+                hidden_states_list.append(
+                    hidden_states
+                    if cppmega_streams is None
+                    else self.layers[layer_idx]._postprocess(hidden_states)
+                )
+                """,
+            ),
+        ),
+        mark="",
+    ),
+)

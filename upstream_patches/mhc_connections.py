@@ -1,0 +1,93 @@
+"""Manifold-constrained hyper-connections (mHC) in GPT and hybrid models of 0.19.
+
+What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` residual streams,
+    which every sub-layer reads and writes through learned weights (arXiv 2512.24880). The options,
+    the parameters and their shapes are those of 0.20 (names of the dev branch are accepted, too):
+    layers of a hybrid stack are wrapped, layers of a GPT model have two sites, MTP depths read the
+    streams, and pipeline stages hand all of them on. The definition is that of
+    `cppmega/ops/mhc_reference.py`, computed by it or, with `--use-fused-mhc`, by the kernels of
+    `cppmega/ops/mhc.py`; a run that says so and cannot use them stops. `--recompute-modules mhc`
+    keeps the streams with which a block of layers begins (`--mhc-recompute-layer-num`) and computes
+    the others again. What mHC is not combined with (dropout, graphs, fp32 residuals, FSDP,
+    offloading, interleaved stages, shared keys of DSA) is refused by name. In the first step no
+    gradient of the mapping is exactly zero; that of the first site's mixing matrix has the size of
+    rounding, because its streams are still equal and its columns sum to 1. Parameters of the
+    mapping stay fp32, which `float16_keep_fp32` lets the optimizers save.
+Why: No release has them: 0.20 is announced with them, for hybrid models and without pipeline
+    stages, full recomputation and graphs.
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),
+    https://github.com/NVIDIA/Megatron-LM/pull/6401 (main, not released) and
+    https://github.com/NVIDIA/Megatron-LM/pull/4949 (dev).
+    A tree with hyper-connections of its own keeps them, whichever form they have: main's of August
+    2026 (mixing not transposed, a clamp, mean contraction) is another model, and a checkpoint that
+    shows it is refused.
+Remove: with 0.20, where it runs what this page does, and its kernels are as fast.
+Numerics: changes results: with the option, the model is another one. Without it nothing changes
+    (bitwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cppmega.catalogue.megatron_args import shares_dsa_keys
+from cppmega.errors import CppmegaError
+from cppmega.modules.mhc_options import other_models, problems
+from cppmega.page import Patch, Source
+
+from ._mhc_edits import CORE, EDITS, PRESENT
+
+OWN = f"{CORE}/transformer/hyper_connection.py"
+
+
+def uses_mhc(args: Any) -> bool:
+    """Whether a run's model has hyper-connections."""
+    return bool(getattr(args, "enable_mhc_connections", False))
+
+
+def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
+    """Name what would be refused when the model is built, and checkpoints of other models."""
+    yield from problems(args)
+    yield from other_models(args, saved)
+    if uses_mhc(args) and shares_dsa_keys(args):
+        yield CppmegaError(
+            "mhc-unsupported",
+            "DSA layers that share keys with --enable-mhc-connections.",
+            "A wrapped layer has another name in checkpoints, by which shared layers are found.",
+            "leave one of the two out",
+        )
+
+
+PATCH = Patch(
+    edits=EDITS,
+    reached="forward",
+    when=uses_mhc,
+    feature=(PRESENT,),
+    refuses=refuses,
+    wanted_by=lambda recipe: recipe.uses_mhc,
+    after=(
+        *("cross_entropy_fusion_linear", "dsa_index_share_checkpoints", "dsa_index_share_holder"),
+    ),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    # Of whichever form: a tree's own hyper-connections are never wrapped into these.
+    return "class HyperConnectionModule" in source.file(OWN)
+
+
+def verify() -> None:
+    import torch
+
+    from cppmega.proof import small_models
+
+    options = {"enable_mhc_connections": True, "mhc_num_residual_streams": 2}
+    for make in (small_models.gpt, small_models.hybrid):
+        model = make(**options)
+        names = {name for name, _ in model.named_parameters()}
+        assert any("hyper_connection.mapping_proj.weight" in name for name in names), names
+        model(**small_models.arguments(model)).sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert torch.isfinite(parameter.grad).all(), name
