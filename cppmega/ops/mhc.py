@@ -12,7 +12,8 @@ the least, 45: the gradient of the projection depends on it, and begins with a c
 projections made by `write` for the site that follows would save n more in the forward.
 
 Memory besides results: fp32 parts of the projection, at most `PROGRAMS + tiles` tiles of tokens
-(`mhc_projection_triton`), and 8 times the size of phi in the backward. Sinkhorn needs none.
+(`mhc_projection_triton`), and 8 times the size of phi in the backward. Sinkhorn needs none. The
+tiles fit sm_80, sm_90, sm_100 and sm_120; they were chosen without a GPU, and none is tuned.
 
 Where a kernel cannot run there is no other path: every function raises `mhc-no-kernel`, with the
 sentence that `obstacle` returns. Callers that want plain torch call `mhc_reference`.
