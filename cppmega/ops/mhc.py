@@ -12,7 +12,8 @@ the least, 45: the gradient of the projection depends on it, and begins with a c
 projections made by `write` for the site that follows would save n more in the forward.
 
 Memory besides results: fp32 parts of the projection, at most `PROGRAMS + tiles` tiles of tokens
-(`mhc_projection_triton`), and 8 times the size of phi in the backward. Sinkhorn needs none.
+(`mhc_projection_triton`), and 8 times the size of phi in the backward. Sinkhorn needs none. The
+tiles fit sm_80, sm_90, sm_100 and sm_120; they were chosen without a GPU, and none is tuned.
 
 Where a kernel cannot run there is no other path: every function raises `mhc-no-kernel`, with the
 sentence that `obstacle` returns. Callers that want plain torch call `mhc_reference`.
@@ -73,17 +74,21 @@ def obstacle(device: torch.device, dtype: torch.dtype, n: int, width: int) -> st
         return f"there are {n} streams, not 1, 2, 4 or 8"
     if width < 8 or width % 8:
         return f"the width of {width} is not a multiple of 8"
+    why: str | None = _of_machine(str(device))
+    return why
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _of_machine(name: str) -> str | None:
+    """Why no kernel runs on a device; torch.compile asks once, and does not look inside."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if device.type != "cuda" and not (device.type == "cpu" and _interpreted()):
-        return f"the streams are on {device.type}"
-    return gpu_obstacle(device)
-
-
-def _interpreted() -> bool:
     import triton
 
-    return bool(triton.knobs.runtime.interpret)
+    device = torch.device(name)
+    if device.type != "cuda" and not (device.type == "cpu" and triton.knobs.runtime.interpret):
+        return f"the streams are on {device.type}"
+    return gpu_obstacle(device)
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
@@ -139,7 +144,8 @@ def aggregate(streams: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> T
     Args:
         streams: bf16, fp16 or fp32.
         h_pre: `[s, b, n]`.
-        out: where to write the result, `[s, b, C]`, for a CUDA graph that reads it there.
+        out: where to write the result, `[s, b, C]`, for a CUDA graph that reads it there. It
+            becomes part of the autograd graph: a call takes a fresh `detach()` of it.
 
     Raises:
         CppmegaError: `mhc-no-kernel`.

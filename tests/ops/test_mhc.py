@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
+from cppmega.errors import CppmegaError  # noqa: E402
+from cppmega.ops import mhc  # noqa: E402
 from cppmega.ops import mhc_reference as reference  # noqa: E402
 from tests.ops.mhc_checks import Shape, drawn  # noqa: E402
 
@@ -91,7 +97,7 @@ def test_identity_leaves_the_streams() -> None:
 
 
 def test_the_gradient_is_that_of_numbers() -> None:
-    given = drawn(Shape(2, 1, 2, 3), torch.float64)
+    given = drawn(Shape(2, 1, 2, 2), torch.float64)
     leaves = [x.requires_grad_() for x in (given.streams, *given.parameters, given.out, given.bias)]
 
     def site(streams: Tensor, *rest: Tensor) -> Tensor:
@@ -101,3 +107,105 @@ def test_the_gradient_is_that_of_numbers() -> None:
         return reference.update(streams, h_res, h_post, out + seen.tanh(), bias)
 
     assert torch.autograd.gradcheck(site, leaves)
+
+
+def interpreted(program: str) -> None:
+    """Run a program where Triton interprets its kernels."""
+    pytest.importorskip("triton")
+    text = (
+        "import tests.ops.interpreted\nfrom tests.ops.mhc_checks import *\n"
+        f"import torch\ntorch.set_num_threads(1)\nbf16, half, full = torch.bfloat16, "
+        f"torch.float16, torch.float32\n{program}"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_sites_and_ops_in_the_interpreter() -> None:
+    interpreted(
+        """
+check(Shape(3, 1, 4, 24), full, calls=(fused_site, fused_ops))
+check(Shape(67, 1, 2, 8), half)  # more than one program of tokens
+check(Shape(1, 1, 8, 8), full)
+check(Shape(2, 1, 2, 1032), bf16, slack=4.0)  # the interpreter truncates to bf16
+check(Shape(2, 1, 1, 8), full)
+"""
+    )
+
+
+def test_sinkhorn_in_the_interpreter() -> None:
+    interpreted(
+        """
+for n, iterations, std in ((2, 6, 5.0), (8, 2, 60.0), (4, 6, 60.0)):
+    check_sinkhorn(n, iterations, std)
+"""
+    )
+
+
+def test_storage_accumulation_and_compilation_in_the_interpreter() -> None:
+    interpreted("check_storage()\ncheck_main_grad()\ncheck_compiled()")
+
+
+def test_what_has_no_kernel_is_said_and_not_done_otherwise() -> None:
+    cuda, bf16 = torch.device("cuda"), torch.bfloat16
+    assert "torch.float64" in str(mhc.obstacle(cuda, torch.float64, 4, 64))
+    assert "3 streams" in str(mhc.obstacle(cuda, bf16, 3, 64))
+    assert "width of 60" in str(mhc.obstacle(cuda, bf16, 4, 60))
+    assert "on cpu" in str(mhc.obstacle(torch.device("cpu"), bf16, 4, 64))
+    given = drawn(Shape(2, 1, 4, 8), bf16)
+    with pytest.raises(CppmegaError, match="mhc-no-kernel"):
+        mhc.read(given.streams, given.parameters, 20)
+
+
+def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mhc, "obstacle", lambda *call: None)
+    streams, parameters, out, _ = drawn(Shape(2, 1, 4, 8), torch.bfloat16)
+    with pytest.raises(ValueError, match="0 iterations"):
+        mhc.read(streams, parameters, 0)
+    with pytest.raises(ValueError, match="for streams"):
+        mhc.read(streams, parameters._replace(bias=parameters.bias[1:]), 20)
+    with pytest.raises(CppmegaError, match=r"torch.bfloat16.*not fp32"):
+        mhc.read(streams, parameters._replace(bias=parameters.bias.bfloat16()), 20)
+    with pytest.raises(ValueError, match="h_pre"):
+        mhc.aggregate(streams, torch.ones(2, 1, 3))
+    with pytest.raises(ValueError, match="storage"):
+        mhc.aggregate(streams, torch.ones(2, 1, 4), out=torch.empty(2, 1, 8))
+    with pytest.raises(ValueError, match="contiguous"):
+        mhc.aggregate(streams, torch.ones(2, 1, 4), out=torch.empty(2, 1, 16).bfloat16()[..., ::2])
+    with pytest.raises(ValueError, match=r"no bias for \(2, 1, 4, 8\)"):
+        mhc.update(streams, torch.ones(2, 1, 4, 4), torch.ones(2, 1, 4), out[1:])
+    with pytest.raises(CppmegaError, match="mhc-main-grad"):
+        mhc.read(streams, parameters, 20, fuse_accumulation=True)
+    with pytest.raises(ValueError, match="square"):
+        mhc.sinkhorn(torch.ones(4, 3), 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 4, 7168), (333, 3, 4, 4096), (257, 1, 4, 7168), (100, 2, 2, 512), (65, 2, 8, 1000)],
+)
+def test_errors_on_cuda(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from tests.ops.mhc_checks import check
+
+    for std in (1.0, 5.0):
+        check(Shape(*shape), dtype, iterations=20, std=std, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_everything_else_on_cuda() -> None:
+    from tests.ops import mhc_checks as checks
+
+    for n in (2, 4, 8):
+        for std in (1.0, 20.0, 60.0):
+            checks.check_sinkhorn(n, 20, std, device="cuda")
+    for each in (checks.check_storage, checks.check_main_grad, checks.check_repeats):
+        each(device="cuda")
+    checks.check_compiled(device="cuda")
+    checks.check_captured()
