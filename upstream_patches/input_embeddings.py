@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cppmega.catalogue.megatron_args import variables
 from cppmega.edits import adding_parameter, appending, in_order, inserting, replacing
 from cppmega.errors import CppmegaError
 from cppmega.modules import input_embedding_sizes
@@ -83,10 +84,10 @@ def _cppmega_for_depths(mtp):
     return for_depths(mtp)
 
 
-def demands(args: Any, environ: Mapping[str, str]) -> Iterator[CppmegaError]:
+def refuses(args: Any, _saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
     """Name what the embeddings do not go with, and sizes that cannot be read."""
     try:
-        if input_embedding_sizes.asked_for(environ):
+        if input_embedding_sizes.asked_for(variables(args)):
             yield from input_embedding_sizes.obstacles(args)
     except CppmegaError as error:
         yield error
@@ -151,7 +152,7 @@ PATCH = Patch(
     reached="forward",
     feature=(ONLY_IN_0_19,),
     wanted_by=lambda recipe: recipe.adds_to_embedding,
-    demands=demands,
+    refuses=refuses,
     after=("hybrid_mtp_padding_mask", "linear_ce_gpt_head", "linear_ce_hybrid_head"),
 )
 

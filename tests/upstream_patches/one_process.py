@@ -27,6 +27,7 @@ PAGES = {
     "hybrid_moe_metrics": ("0.17.1", "0.18.2", "0.19.2"),
     "hybrid_mtp_padding_mask": ("0.18.2", "0.19.2"),
     "local_graph_hidden_parameters": ("0.17.1", "0.18.2", "0.19.2"),
+    "local_graph_kept_outputs": ("0.19.2",),
     "log_second_line": ("0.17.1", "0.18.2", "0.19.2"),
     "mamba_packed_seq_idx": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "moe_expert_bias_padding_mask": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
