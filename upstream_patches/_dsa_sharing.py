@@ -51,7 +51,8 @@ def outside_stacks(args: Any) -> Iterator[CppmegaError]:
             "dsa-index-share-in-graphs",
             "DSA layers that share keys do not support CUDA graphs of single attention layers "
             f"({cuda_graphs(args)}).",
-            "No GPU has shown yet that a replayed layer reads the keys of its own microbatch.",
+            "Megatron gives memory of a graph to later ones, and it is not shown that the keys "
+            "which a replayed layer reads are kept.",
             f"train without CUDA graphs, or {_option_of_parts(args)} without attn, or {alone}",
         )
     if getattr(args, "overlap_moe_expert_parallel_comm", False):

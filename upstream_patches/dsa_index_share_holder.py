@@ -10,8 +10,10 @@ What: With `--dsa-indexer-topk-freq` above 1, a Shared layer uses the keys that 
     of the decoder: on the dev branch, which continues the decoder's numbers, a depth that shares
     with a decoder layer raises the error of a Full layer that did not run. Refused is the schedule
     of `--overlap-moe-expert-parallel-comm`, which calls no stack. CUDA graphs of attention layers
-    are refused as well, until a GPU has shown them: layers that are captured one by one find the
-    latest choice of their Full layer, which has been tested on CPU alone. Recomputation then keeps
+    are refused as well. Layers that are captured one by one find the latest choice of their Full
+    layer: captured by torch alone, a Full and a Shared one replay on an H200 to the bit as they run
+    without graphs, for two microbatches under way. Megatron's own capture of them, which gives
+    memory of its graphs to later ones, has not been run. Recomputation then keeps
     the indices of each Full layer for every microbatch under way. A Full layer that is recomputed
     takes the gradient of its sparse loss over keys that it chooses again, as it does without
     sharing.

@@ -50,7 +50,8 @@ PATCH = Patch(
 
 
 def fixed_upstream(source: Source) -> bool:
-    return "and tensor.requires_grad" not in source.text(TARGET)
+    text = source.text(TARGET)
+    return bool(text) and "and tensor.requires_grad" not in text
 
 
 def verify() -> None:

@@ -118,7 +118,7 @@ def verify() -> None:
     import torch
 
     from ._generators import Generator, outcome
-    from ._te_distributed import load, on_cpu
+    from ._te_modules import load, on_cpu
 
     te, device = load(), Generator(1, 0)
     tracker = te.CudaRNGStatesTracker()

@@ -1,4 +1,4 @@
-"""Transformer Engine's recomputation without its compiled extension, for proofs on a CPU."""
+"""Modules of Transformer Engine without its compiled extension, for proofs on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from . import _generators
 from ._generators import Generator
 
-FILE = "transformer_engine/pytorch/distributed.py"
+PACKAGE = "transformer_engine.pytorch"
 
 
 class _Absent(MetaPathFinder, Loader):
@@ -42,25 +42,26 @@ class _Absent(MetaPathFinder, Loader):
         """There is nothing to run."""
 
 
-def load() -> Any:
-    """Import the module from the tree on the path.
+def load(module: str = "distributed") -> Any:
+    """Import one of its modules, by default that of recomputation, from the tree on the path.
 
     The `__init__` of its packages, and most modules that it imports, need the compiled extension.
     """
     from cppmega.proof import stand_ins
 
-    root = next(path for path in map(Path, sys.path) if (path / FILE).is_file())
+    name = f"{PACKAGE}.{module}"
+    file = f"{name.replace('.', '/')}.py"
+    root = next(path for path in map(Path, sys.path) if (path / file).is_file())
     stand_ins.forget("transformer_engine")
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        stand_ins.package(name, str(root / name.replace(".", "/")))
-    name = "transformer_engine.pytorch.distributed"
-    spec = spec_from_file_location(name, root / FILE)
+    for package in ("transformer_engine", PACKAGE):
+        stand_ins.package(package, str(root / package.replace(".", "/")))
+    spec = spec_from_file_location(name, root / file)
     assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module
+    loaded = module_from_spec(spec)
+    sys.modules[name] = loaded
     with mock.patch.object(sys, "meta_path", [_Absent(), *sys.meta_path]):
-        spec.loader.exec_module(module)
-    return module
+        spec.loader.exec_module(loaded)
+    return loaded
 
 
 @contextlib.contextmanager
