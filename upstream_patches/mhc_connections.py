@@ -8,11 +8,11 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     `cppmega/ops/mhc_reference.py`, computed by it or, with `--use-fused-mhc`, by the kernels of
     `cppmega/ops/mhc.py`; a run that says so and cannot use them stops. `--recompute-modules mhc`
     keeps the streams with which a block of layers begins (`--mhc-recompute-layer-num`) and computes
-    the others again. What mHC is not combined with (dropout, graphs, fp32 residuals, FSDP,
-    offloading, interleaved stages, shared keys of DSA) is refused by name. In the first step no
-    gradient of the mapping is exactly zero; that of the first site's mixing matrix has the size of
-    rounding, because its streams are still equal and its columns sum to 1. Parameters of the
-    mapping stay fp32, which `float16_keep_fp32` lets the optimizers save.
+    the others again. What mHC is not combined with (dropout, graphs, fp32 residuals, FP8, context
+    parallelism, FSDP, offloading, interleaved stages, shared keys of DSA) is refused by name. In
+    the first step no gradient of the mapping is exactly zero; that of the first site's mixing
+    matrix has the size of rounding, because its streams are still equal and its columns sum to 1.
+    Parameters of the mapping stay fp32, which `float16_keep_fp32` lets the optimizers save.
 Why: No release has them: 0.20 is announced with them, for hybrid models and without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),

@@ -35,6 +35,8 @@ _ALONE = {
     "num_layers_per_virtual_pipeline_stage": "interleaved stages were not tried",
     "num_virtual_stages_per_pipeline_rank": "interleaved stages were not tried",
     "init_model_with_meta_device": "the mapping is drawn when the module is built",
+    "fp8": "it was not tried with layers in FP8",
+    "fp4": "it was not tried with layers in FP4",
     "mtp_detach_heads": "a depth reads the streams, and not the hidden states that it detaches",
 }
 """Options of Megatron that mHC is not combined with, and why."""
@@ -95,6 +97,8 @@ def _layers(options: Any) -> Iterator[CppmegaError]:
         yield _refusal(
             "--cuda-graph-impl", "The graphs of a layer take one stream, and a site has several."
         )
+    if getattr(options, "context_parallel_size", 1) > 1:
+        yield _refusal("--context-parallel-size", "Sequences in parts were not tried.")
     if recomputes(options) and "mlp" in _recomputed(options):
         yield _refusal(
             "--recompute-modules mlp", "Both would recompute what the sub-layer begins with."

@@ -189,6 +189,9 @@ def refused(saved: dict[str, tuple[int, ...]] | None = None, **changes: Any) -> 
         ({"fp32_residual_connection": True}, ["mhc-unsupported"]),
         ({"cuda_graph_impl": "local"}, ["mhc-unsupported"]),
         ({"use_torch_fsdp2": True}, ["mhc-unsupported"]),
+        ({"fp8": "hybrid"}, ["mhc-unsupported"]),
+        ({"fp4": "e2m1"}, ["mhc-unsupported"]),
+        ({"context_parallel_size": 2}, ["mhc-unsupported"]),
         ({"use_precision_aware_optimizer": True}, ["mhc-unsupported"]),
         ({"virtual_pipeline_model_parallel_size": 2}, ["mhc-unsupported"]),
         (
