@@ -16,7 +16,8 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
 Why: No release has them: 0.20 is announced with them, for hybrid models and without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),
-    https://github.com/NVIDIA/Megatron-LM/pull/6401 (main, not released) and
+    https://github.com/NVIDIA/Megatron-LM/pull/6401 (main, not released),
+    https://github.com/NVIDIA/Megatron-LM/pull/3828 (dev) and
     https://github.com/NVIDIA/Megatron-LM/pull/4949 (dev).
     A tree with hyper-connections of its own keeps them, whichever form they have: main's of August
     2026 (mixing not transposed, a clamp, mean contraction) is another model, and a checkpoint that

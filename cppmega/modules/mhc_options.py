@@ -19,6 +19,7 @@ HEAD = "hc_head_fn"
 """The weight of the learned contraction, which earlier forms of mHC do not have."""
 
 _INSTEAD = "leave one of the two out"
+_ANOTHER_MODEL = "Loaded into this model, it would be another one, or keys would be missing."
 
 _ALONE = {
     "fp32_residual_connection": "the streams have the type of the model",
@@ -136,26 +137,34 @@ def other_models(options: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator
     streams = getattr(options, "mhc_num_residual_streams", None)
     asked = bool(getattr(options, "enable_mhc_connections", False))
     if has and not asked:
-        yield _other("has-streams", "a model with hyper-connections", "--enable-mhc-connections")
+        yield CppmegaError(
+            "mhc-checkpoint-has-streams",
+            "The checkpoint is that of a model with hyper-connections.",
+            _ANOTHER_MODEL,
+            "resume with --enable-mhc-connections, or from another checkpoint",
+        )
     elif saved and asked and not has:
-        yield _other("one-stream", "a model with one residual stream", "one residual stream")
+        yield CppmegaError(
+            "mhc-checkpoint-one-stream",
+            "The checkpoint is that of a model with one residual stream.",
+            _ANOTHER_MODEL,
+            "resume without --enable-mhc-connections, or from another checkpoint",
+        )
     elif has and head is None:
-        yield _other(
-            "other-form",
-            "a model whose streams end in their mean (main of August 2026, or dev before June)",
-            "the Megatron that saved it; it mixes streams by another matrix",
+        yield CppmegaError(
+            "mhc-checkpoint-other-form",
+            "The checkpoint is that of a model whose streams end in their mean (main of August "
+            "2026, or dev before June).",
+            "It mixes streams by another matrix: loaded into this model, it would be another one.",
+            "resume with the Megatron that saved it, or from another checkpoint",
         )
     elif head is not None and streams not in (None, head[0]):
-        yield _other("streams", f"a model with {head[0]} streams", f"that number, not {streams}")
-
-
-def _other(name: str, what: str, use: str) -> CppmegaError:
-    return CppmegaError(
-        f"mhc-checkpoint-{name}",
-        f"The checkpoint is that of {what}.",
-        "Loaded into this model, it would be another one, or keys would be missing.",
-        f"resume with {use}, or from another checkpoint",
-    )
+        yield CppmegaError(
+            "mhc-checkpoint-streams",
+            f"The checkpoint is that of a model with {head[0]} streams, not {streams}.",
+            _ANOTHER_MODEL,
+            f"--mhc-num-residual-streams {head[0]}, or another checkpoint",
+        )
 
 
 def _refusal(what: str, why: str) -> CppmegaError:

@@ -48,14 +48,13 @@ from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.ops import linear_cross_entropy_external as external
 from cppmega.ops import linear_cross_entropy_reference as reference
-from cppmega.ops.linear_cross_entropy_autograd import DeferredScalar, Recompute
+from cppmega.ops.linear_cross_entropy_autograd import DeferredScalar, Recompute, main_grad_of
 from cppmega.ops.linear_cross_entropy_chunks import (
     ChunkKernels,
     Problem,
     default_chunk_tokens,
     walk,
 )
-from cppmega.ops.main_grad import MainGrad
 
 ENVIRONMENT = env.LINEAR_CE_KERNEL.name
 BACKENDS = ("triton", "liger", "cce", "reference")
@@ -261,7 +260,7 @@ def linear_cross_entropy(
     )
     main_grad = None
     if gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
-        main_grad = MainGrad.of(weight, "linear-ce-main-grad")
+        main_grad = main_grad_of(weight)
 
     if name in ("liger", "cce"):
         run = external.liger if name == "liger" else external.cce

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cppmega.errors import CppmegaError
 from cppmega.ops.linear_cross_entropy_chunks import ChunkKernels, Problem, Softmax, walk
 from cppmega.ops.main_grad import MainGrad
 
@@ -26,6 +27,24 @@ guarantee (a second mask, another weighting) differs by far more.
 
 _FP16_GAIN = 2.0**15
 """fp16 gradients of logits are at most 2**15: a probability of 2e-9 is still a normal number."""
+
+
+def main_grad_of(weight: Tensor) -> MainGrad:
+    """The buffer to which the gradient of the head's weight is added.
+
+    Raises:
+        CppmegaError: `linear-ce-main-grad`: it has none, or Megatron-FSDP manages it.
+    """
+    found = MainGrad.of(weight)
+    if found is None:
+        raise CppmegaError(
+            "linear-ce-main-grad",
+            "gradient_accumulation_fusion is enabled, but the weight has no main_grad, or "
+            "Megatron-FSDP manages it.",
+            "Its gradient would be lost, or would overwrite that of another use of the weight.",
+            "wrap the model in DistributedDataParallel, or turn off gradient_accumulation_fusion",
+        )
+    return found
 
 
 def deferred_scalar(upstream: Tensor, weights: Tensor, caller: str) -> Tensor:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cppmega.errors import CppmegaError
-
 
 @dataclass(frozen=True)
 class MainGrad:
@@ -27,23 +25,14 @@ class MainGrad:
     buffer: Tensor
 
     @staticmethod
-    def of(weight: Tensor, error: str) -> MainGrad:
-        """Return the buffer of a parameter.
+    def of(weight: Tensor) -> MainGrad | None:
+        """The buffer of a parameter; None: there is none, or Megatron-FSDP manages it.
 
-        Raises:
-            CppmegaError: named `error`; there is none, or Megatron-FSDP manages it (which
-                overwrites instead of adding).
+        Megatron-FSDP overwrites the buffer instead of adding to it.
         """
         buffer = getattr(weight, "main_grad", None)
         if buffer is None or hasattr(weight, "__fsdp_param__"):
-            what = "has no main_grad" if buffer is None else "is managed by Megatron-FSDP"
-            raise CppmegaError(
-                error,
-                f"gradient_accumulation_fusion is enabled, but the weight {what}.",
-                "Its gradient would be lost, or would overwrite that of another use of the weight.",
-                "wrap the model in DistributedDataParallel, or turn off "
-                "gradient_accumulation_fusion",
-            )
+            return None
         return MainGrad(weight, buffer)
 
     def added(self) -> Tensor | None:

@@ -276,7 +276,15 @@ def _main_grad(phi: Tensor) -> object:
     """Megatron's buffer for the gradient of phi."""
     from cppmega.ops.main_grad import MainGrad
 
-    found = MainGrad.of(phi, "mhc-main-grad")
+    found = MainGrad.of(phi)
+    if found is None:
+        raise CppmegaError(
+            "mhc-main-grad",
+            "The gradient of phi is to be accumulated into its main_grad, which it does not have, "
+            "or which Megatron-FSDP manages.",
+            "Its gradient would be lost, or would overwrite that of another use of phi.",
+            "wrap the model in DistributedDataParallel, or turn off gradient_accumulation_fusion",
+        )
     if found.buffer.dtype != torch.float32:
         raise _no_kernel(f"the main_grad of phi is {found.buffer.dtype}, not fp32")
     return found

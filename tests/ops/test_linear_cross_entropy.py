@@ -29,13 +29,15 @@ from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops import linear_cross_entropy as op  # noqa: E402
 from cppmega.ops import linear_cross_entropy_external as external  # noqa: E402
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
-from cppmega.ops.linear_cross_entropy_autograd import deferred_scalar  # noqa: E402
+from cppmega.ops.linear_cross_entropy_autograd import (  # noqa: E402
+    deferred_scalar,
+    main_grad_of,
+)
 from cppmega.ops.linear_cross_entropy_chunks import (  # noqa: E402
     LOGITS_BYTES,
     default_chunk_tokens,
     softmax_of,
 )
-from cppmega.ops.main_grad import MainGrad  # noqa: E402
 from tests import forkserver  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -606,7 +608,7 @@ def test_main_grad_that_cannot_be(fsdp: bool) -> None:
         weight.main_grad = torch.zeros(2, 2)
         weight.__fsdp_param__ = True
     with pytest.raises(CppmegaError, match="linear-ce-main-grad"):
-        MainGrad.of(weight, "linear-ce-main-grad")
+        main_grad_of(weight)
 
 
 def test_frozen_weight_needs_no_main_grad() -> None:
