@@ -17,6 +17,7 @@ from cppmega.data import prepare as data
 from cppmega.data import tokenizers as tokens
 from cppmega.data.sources import files
 from cppmega.errors import CppmegaError
+from tests.data.killed import killed_at_each_rename
 from tests.support import REPOSITORY
 from tests.support.datasets import write
 
@@ -115,30 +116,14 @@ def test_a_run_killed_at_any_rename_goes_on_and_ends_the_same(
 ) -> None:
     monkeypatch.setattr(data, "_BATCH", 8)
     whole = prepared(tmp_path / "whole", sources)
-    rename = Path.replace
-    deaths = 0
-    for point in range(100):
-        calls = 0
 
-        def replace(self: Path, target: Path, point: int = point) -> Path:
-            nonlocal calls
-            calls += 1
-            if calls > point:
-                raise KeyboardInterrupt
-            return rename(self, target)
+    def run(point: int) -> corpus.Card:
+        return prepared(tmp_path / f"killed{point}", sources)
 
-        out = tmp_path / f"killed{point}"
-        monkeypatch.setattr(Path, "replace", replace)
-        try:
-            prepared(out, sources)
-        except KeyboardInterrupt:
-            deaths += 1
-        else:
-            break
-        finally:
-            monkeypatch.setattr(Path, "replace", rename)
-        assert prepared(out, sources) == whole, point
-    assert deaths > 10
+    def check(point: int) -> None:
+        assert run(point) == whole, point
+
+    assert killed_at_each_rename(monkeypatch, run, check) > 10
 
 
 @pytest.mark.slow

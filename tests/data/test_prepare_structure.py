@@ -21,6 +21,7 @@ from cppmega.data.corpus import Card, with_suffix
 from cppmega.data.sources import files
 from cppmega.data.structure import COLUMN, LEVELS, Kind, language_of
 from cppmega.errors import CppmegaError
+from tests.data.killed import killed_at_each_rename
 from tests.data.test_structure_labels import CPP, PYTHON, C
 from tests.support.tokenizers import byte_level, codes_of, saved
 
@@ -132,32 +133,17 @@ def test_the_tokens_are_those_of_a_preparation_without(tmp_path: Path, made: Pat
 def test_a_run_killed_at_any_rename_goes_on_and_ends_the_same(
     tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename, deaths = Path.replace, 0
-    for point in range(100):
-        calls = 0
+    def run(point: int) -> Card:
+        return prepared(made, tmp_path / f"killed{point}", shard_tokens=600)
 
-        def replace(self: Path, target: Path, point: int = point) -> Path:
-            nonlocal calls
-            calls += 1
-            if calls > point:
-                raise KeyboardInterrupt
-            return rename(self, target)
-
-        out = tmp_path / f"killed{point}"
-        monkeypatch.setattr(Path, "replace", replace)
-        try:
-            prepared(made, out, shard_tokens=600)
-        except KeyboardInterrupt:
-            deaths += 1
-        else:
-            break
-        finally:
-            monkeypatch.setattr(Path, "replace", rename)
-        assert prepared(made, out, shard_tokens=600).dump() == (made / "whole.json").read_text()
+    def check(point: int) -> None:
+        assert run(point).dump() == (made / "whole.json").read_text()
         for ending in (".bin", ".idx", f"{COLUMN}.bin", f"{COLUMN}.idx"):
+            out = tmp_path / f"killed{point}"
             one, other = with_suffix(out, ending), with_suffix(made / "whole", ending)
             assert one.read_bytes() == other.read_bytes(), (point, ending)
-    assert deaths > 12
+
+    assert killed_at_each_rename(monkeypatch, run, check) > 12
 
 
 def test_it_is_resumed_only_with_the_same_structure(
