@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
@@ -20,7 +21,16 @@ class CppmegaError(Exception):
         next: the command, or the edit, that resolves it.
     """
 
-    def __init__(self, name: str, what: str, why: str, next: str) -> None:  # noqa: A002
+    name: str
+    what: str
+    why: str
+    next: str
+
+    def __init__(self, name: str, what: str = "", why: str = "", next: str = "") -> None:  # noqa: A002
+        handled = sys.exception()
+        if not what and isinstance(handled, CppmegaError):
+            # Megatron's `build_module` raises the type of an error again with its message alone.
+            name, what, why, next = handled.name, handled.what, handled.why, handled.next  # noqa: A001
         if not _KEBAB.match(name):
             raise ValueError(f"error names are kebab-case, got {name!r}")
         super().__init__(f"{name}: {what}")

@@ -121,7 +121,7 @@ def has_mixers(args: Any) -> bool:
     if getattr(args, "experimental_attention_variant", None) == "gated_delta_net":
         return True
     if pattern := layer_pattern(args):
-        return not set("MG").isdisjoint(pattern)
+        return not set("MGR").isdisjoint(pattern)
     return bool(getattr(args, "is_hybrid_model", False))  # 0.16 without a pattern: all Mamba
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from cppmega.catalogue.megatron_args import variables
 from cppmega.edits import adding_parameter, appending, in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.modules import input_embedding_sizes
+from cppmega.modules import input_embedding_sizes, stated_sizes
 from cppmega.page import Edit, Patch, Source
 
 EMBEDDING = (
@@ -171,7 +171,7 @@ def verify() -> None:
     from cppmega.proof import small_models
 
     sizes = input_embedding_sizes.NgramHash((2,), 2, (89, 97), 4)
-    stated = {"CPPMEGA_NGRAM_HASH": input_embedding_sizes.text(sizes)}
+    stated = {"CPPMEGA_NGRAM_HASH": stated_sizes.text(sizes)}
 
     def loss(model: Any, **given: Any) -> Any:
         given = small_models.arguments(model, **given)

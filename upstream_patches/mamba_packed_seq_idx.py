@@ -17,8 +17,9 @@ Numerics: changes results if `seq_idx` was missing: documents no longer see each
 
 from typing import Any
 
-from cppmega.catalogue.megatron_args import layer_pattern
+from cppmega.catalogue.megatron_args import layer_pattern, variables
 from cppmega.edits import body_of, replacing
+from cppmega.modules import mixer_sizes
 from cppmega.page import Edit, Patch, Source
 
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer"
@@ -67,7 +68,8 @@ def create_packed_seq_idx(self, packed_seq_params, total_tokens):  # type: ignor
 def packs_for_mamba(args: Any) -> bool:
     """Whether the run packs documents for a model with Mamba layers."""
     packs = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
-    return bool(packs) and "M" in layer_pattern(args)
+    mamba2 = not mixer_sizes.mamba3(variables(args))  # M is Megatron's own mixer
+    return bool(packs) and mamba2 and "M" in layer_pattern(args)
 
 
 PATCH = Patch(

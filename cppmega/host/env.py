@@ -100,6 +100,18 @@ STRUCTURE = Variable(
     str.strip,
     of_one_model=True,
 )
+MAMBA3 = Variable(
+    "CPPMEGA_MAMBA3",
+    "sizes of a model's Mamba-3 mixers, as JSON; set by the trainer from its recipe",
+    str.strip,
+    of_one_model=True,
+)
+M2RNN = Variable(
+    "CPPMEGA_M2RNN",
+    "sizes of a model's M2RNN mixers, as JSON; set by the trainer from its recipe",
+    str.strip,
+    of_one_model=True,
+)
 OVERLAY = Variable(
     "CPPMEGA_OVERLAY",
     "digest of the overlay that child processes must hold; set by cppmega.run",
@@ -127,7 +139,7 @@ RUN = Variable(
 
 VARIABLES: tuple[Variable[object], ...] = (
     *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
-    *(INDEX_CACHE, DSA_INDEX_PATTERN, NGRAM_HASH, STRUCTURE),
+    *(INDEX_CACHE, DSA_INDEX_PATTERN, NGRAM_HASH, STRUCTURE, MAMBA3, M2RNN),
     *(OVERLAY, ROOT, GUARDED_BY, RUN),
 )
 NAMES = frozenset(variable.name for variable in VARIABLES)

@@ -9,17 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
-
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-Sizes = TypeVar("Sizes")
+from cppmega.modules.stated_sizes import Count, Positive, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,54 +55,25 @@ def ngram_hash(environ: Mapping[str, str] = os.environ) -> NgramHash | None:
     """The n-gram hash of the model that is being built; None: it has none.
 
     Raises:
-        CppmegaError: `input-embeddings-misstated`.
+        CppmegaError: `sizes-misstated`.
     """
-    sizes = _read(env.NGRAM_HASH, NgramHash, environ)
-    if sizes is not None and sizes.problem:
-        raise _misstated(env.NGRAM_HASH, sizes.problem)
-    return sizes
+    return read(env.NGRAM_HASH, NgramHash, environ)
 
 
 def structure(environ: Mapping[str, str] = os.environ) -> Structure | None:
     """The structure embedding of the model that is being built; None: it has none.
 
     Raises:
-        CppmegaError: `input-embeddings-misstated`.
+        CppmegaError: `sizes-misstated`.
     """
-    return _read(env.STRUCTURE, Structure, environ)
-
-
-def text(sizes: NgramHash | Structure | None) -> str:
-    """The sizes as the variable has them; "" for none."""
-    return msgspec.json.encode(sizes).decode() if sizes is not None else ""
-
-
-def _read(
-    variable: env.Variable[str], kind: type[Sizes], environ: Mapping[str, str]
-) -> Sizes | None:
-    stated = variable.read(environ)
-    if not stated:
-        return None
-    try:
-        return msgspec.json.decode(stated, type=kind)
-    except msgspec.DecodeError as error:
-        raise _misstated(variable, str(error)) from error
-
-
-def _misstated(variable: env.Variable[str], reason: str) -> CppmegaError:
-    return CppmegaError(
-        "input-embeddings-misstated",
-        f"{variable.name} does not state the sizes of an embedding: {reason}.",
-        "The model would have other parameters than its recipe.",
-        f"unset {variable.name}, and let the trainer set it from the recipe's field",
-    )
+    return read(env.STRUCTURE, Structure, environ)
 
 
 def asked_for(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether anything is added to the embedding of the tokens.
 
     Raises:
-        CppmegaError: `input-embeddings-misstated`.
+        CppmegaError: `sizes-misstated`.
     """
     return ngram_hash(environ) is not None or structure(environ) is not None
 

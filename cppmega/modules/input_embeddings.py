@@ -77,7 +77,7 @@ class InputEmbeddings(nn.Module):
         """Create them for a stage's LanguageModelEmbedding.
 
         Raises:
-            CppmegaError: `input-embeddings-not-supported`, `input-embeddings-misstated`.
+            CppmegaError: `input-embeddings-not-supported`, `sizes-misstated`.
         """
         super().__init__()
         config = embedding.config

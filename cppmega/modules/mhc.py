@@ -11,7 +11,6 @@ The definition is in `cppmega.ops.mhc_reference`.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import mhc_recompute
+from cppmega.modules import kept_fp32, mhc_recompute
 from cppmega.ops import mhc as kernels
 from cppmega.ops import mhc_reference as reference
 from cppmega.ops.dsa_indexer_reference import wide
@@ -162,35 +161,15 @@ def require_kernels(config: Any) -> None:
 
 
 def keep_fp32(module: torch.nn.Module, config: Any, names: Sequence[str]) -> None:
-    """Keep parameters of a module in fp32 in every later conversion, and reduce their gradients.
+    """Keep parameters of a module in fp32, and reduce their gradients.
 
     With sequence parallelism every rank sees other tokens, and Megatron sums the gradients of
-    parameters that say so. `stock_dtype` is the mark by which the page float16_keep_fp32 lets the
-    optimizers save such a parameter among those of the model's own type.
+    parameters that say so.
     """
-    parameters = [getattr(module, name) for name in names]
-    for parameter in parameters:
-        if config.sequence_parallel:
-            parameter.sequence_parallel = True
-        if config.bf16 or config.fp16:
-            parameter.stock_dtype = torch.float16 if config.fp16 else torch.bfloat16
-    vars(module)["kept_in_fp32"] = tuple(names)
-    module._apply = types.MethodType(_apply, module)  # type: ignore[method-assign]
-
-
-def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """Move parameters like `torch.nn.Module._apply`, without rounding those that are kept."""
-    kept = [self._parameters[name] for name in self.kept_in_fp32]
-    tensors = [t for p in kept if p is not None for t in (p, p.grad) if t is not None]
-
-    def convert(tensor: Tensor) -> Tensor:
-        new = fn(tensor)
-        if new.dtype in (torch.float16, torch.bfloat16) and any(tensor is t for t in tensors):
-            return tensor.to(new.device)
-        return new
-
-    moved: torch.nn.Module = type(self)._apply(self, convert, recurse)
-    return moved
+    kept_fp32.keep_fp32(module, config, names)
+    if config.sequence_parallel:
+        for name in names:
+            getattr(module, name).sequence_parallel = True
 
 
 def split(streams: Tensor, count: int) -> Tensor:

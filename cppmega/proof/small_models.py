@@ -67,15 +67,19 @@ def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
     )
 
 
-def hybrid(tied: bool = False, **options: Any) -> Any:
-    """A hybrid model of one attention and one MLP layer: HybridModel, or MambaModel before 0.18.
+def hybrid(tied: bool = False, pattern: str = "*-", **options: Any) -> Any:
+    """A hybrid model, by default of an attention and an MLP layer; MambaModel before 0.18.
 
     Args:
         tied: whether embeddings and output layer share their weights.
+        pattern: of layers `*`, `-` and `M`.
         options: fields of the configuration.
     """
     cpu_shims.init_distributed()
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import (
@@ -88,15 +92,15 @@ def hybrid(tied: bool = False, **options: Any) -> Any:
         from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
 
         stack, submodules = block.HybridStack, block.HybridStackSubmodules
-        pattern, spec = "hybrid_layer_pattern", "hybrid_stack_spec"
+        named, spec = "hybrid_layer_pattern", "hybrid_stack_spec"
     except ImportError:
         from megatron.core.models.mamba.mamba_model import MambaModel as Model
         from megatron.core.ssm import mamba_block as block
 
         stack, submodules = block.MambaStack, block.MambaStackSubmodules
-        pattern, spec = "hybrid_override_pattern", "mamba_stack_spec"
+        named, spec = "hybrid_override_pattern", "mamba_stack_spec"
         if "hybrid_layer_pattern" in inspect.signature(Model).parameters:
-            pattern = "hybrid_layer_pattern"
+            named = "hybrid_layer_pattern"
     whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=whole.input_layernorm,
@@ -106,19 +110,28 @@ def hybrid(tied: bool = False, **options: Any) -> Any:
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
     )
+    mamba = MambaLayerSubmodules(
+        norm=whole.input_layernorm,
+        mixer=ModuleSpec(
+            module=MambaMixer,
+            submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear),
+        ),
+        mamba_bda=whole.self_attn_bda,
+    )
     layers = submodules(
+        mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
     )
     torch.manual_seed(0)
     with mock.patch.object(block, "TENorm", WrappedTorchNorm):  # TransformerEngine's
         return Model(
-            config=config(num_layers=2, **options),
+            config=config(num_layers=len(pattern), **options),
             vocab_size=V,
             max_sequence_length=S,
             position_embedding_type="none",
             share_embeddings_and_output_weights=tied,
-            **{pattern: "*-", spec: ModuleSpec(module=stack, submodules=layers)},
+            **{named: pattern, spec: ModuleSpec(module=stack, submodules=layers)},
         )
 
 

@@ -185,8 +185,7 @@ def _mamba3_widths(recipe: Recipe) -> tuple[int, int, int, int]:
     assert own is not None
     inner = own.expand * recipe.hidden_size
     heads = inner // own.head_dim
-    angles = int(own.state_dim * own.rope_fraction) // 2
-    projected = 2 * inner + 2 * own.state_dim * own.groups * own.rank + 3 * heads + angles
+    projected = 2 * inner + 2 * own.state_dim * own.groups * own.rank + 3 * heads + own.angles
     return inner, heads, projected, own.rank * own.state_dim
 
 
@@ -196,9 +195,9 @@ def _mamba3(recipe: Recipe) -> int:
     inner, heads, projected, state = _mamba3_widths(recipe)
     hidden = recipe.hidden_size
     biases = 2 * heads * state + 2 * own.state_dim + 2 * heads  # B and C, their norms, dt and D
-    mixing = 3 * heads * own.rank * own.head_dim  # x, z and the output
-    # The mixer normalises its own input as well: one norm more than the layer's.
-    return hidden * projected + biases + mixing + inner * hidden + hidden
+    mixing = 3 * inner * own.rank if own.rank > 1 else 0  # of x, z and the output
+    norm = inner if own.out_norm else 0
+    return hidden * projected + biases + mixing + inner * hidden + norm
 
 
 def _m2rnn_widths(recipe: Recipe) -> tuple[int, int, int]:

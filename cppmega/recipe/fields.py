@@ -12,8 +12,10 @@ from msgspec import Meta
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
-from cppmega.modules import dsa_loss_schedule, input_embedding_sizes
-from cppmega.modules.input_embedding_sizes import Count, NgramHash, Positive, Structure
+from cppmega.modules import dsa_loss_schedule, stated_sizes
+from cppmega.modules.input_embedding_sizes import NgramHash, Structure
+from cppmega.modules.mixer_sizes import M2RNN, Mamba3
+from cppmega.modules.stated_sizes import Count, Positive
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]
@@ -29,28 +31,6 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 FORBIDDEN_ARGUMENTS = ("--no-check-for-nan-in-loss-and-grad", "--mock-data", "--fp16")
 """No recipe may hold these: NaN checks stay on, and only a start can ask for mock data."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba3:
-    """Mamba-3 MIMO mixers of the letter `M`. No Megatron release has them."""
-
-    expand: Positive = 2
-    head_dim: Positive = 64
-    state_dim: Positive = 128
-    groups: Positive = 8
-    rank: Positive = 4
-    chunk: Positive = 16
-    rope_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class M2RNN:
-    """Matrix-state RNN mixers of the letter `R`. No Megatron release has them."""
-
-    key_dim: Positive = 64
-    value_dim: Positive = 16
-    conv: Positive = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +135,9 @@ class Fields:
     """Of a recipe with mHC: compute it with the fused kernels, or stop."""
 
     mamba3: Mamba3 | None = None
+    """Of the layers M, which no other Mamba mixer may be."""
     m2rnn: M2RNN | None = None
+    """Of the layers R."""
     ngram_hash: NgramHash | None = None
     structure: Structure | None = None
 
@@ -227,11 +209,14 @@ class Fields:
     def variables(self) -> tuple[tuple[str, str], ...]:
         """The `CPPMEGA_*` variables by which patched code learns of fields."""
         steps, pattern = self.dsa_dense_loss_steps, self.dsa_index_pattern
+        letters = self.layout.letters
         stated = {
             dsa_loss_schedule.STEPS: str(steps) if steps else "",
             env.DSA_INDEX_PATTERN.name: pattern,
-            env.NGRAM_HASH.name: input_embedding_sizes.text(self.ngram_hash),
-            env.STRUCTURE.name: input_embedding_sizes.text(self.structure),
+            env.NGRAM_HASH.name: stated_sizes.text(self.ngram_hash),
+            env.STRUCTURE.name: stated_sizes.text(self.structure),
+            env.MAMBA3.name: stated_sizes.text(self.mamba3 if "M" in letters else None),
+            env.M2RNN.name: stated_sizes.text(self.m2rnn if "R" in letters else None),
         }
         return tuple((name, value) for name, value in stated.items() if value)
 
@@ -239,6 +224,11 @@ class Fields:
     def adds_to_embedding(self) -> bool:
         """Whether the model has further input embeddings."""
         return self.ngram_hash is not None or self.structure is not None
+
+    @property
+    def has_own_mixers(self) -> bool:
+        """Whether the model has layers with mixers that no Megatron release has."""
+        return bool(patterns.OWN & set(self.layout.letters))
 
     @property
     def data_parallel_size(self) -> int:

@@ -19,8 +19,14 @@ LETTERS = {
 }
 """Letter -> its layer. Megatron's own `M` is Mamba-2, which no recipe uses."""
 
-_SINCE = {"*": (0, 16), "E": (0, 16), "-": (0, 16), "D": (0, 18), "+": (0, 19)}
-"""Letter -> first Megatron release line that can build it; absent: none can."""
+_SINCE = {
+    **{"*": (0, 16), "E": (0, 16), "-": (0, 16), "D": (0, 18), "+": (0, 19)},
+    **{"M": (0, 19), "R": (0, 19)},
+}
+"""Letter -> first Megatron release line that can build it."""
+
+OWN = frozenset("MR")
+"""Letters whose mixers are cppmega's, by the page own_mixers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +108,12 @@ def parse(text: str) -> Pattern:
 
 def unknown_to(pattern: Pattern, version: tuple[int, int]) -> list[str]:
     """Letters of the pattern that no module of that Megatron release builds, in order."""
-    return [
-        letter
-        for letter in dict.fromkeys(pattern.letters)
-        if letter not in _SINCE or version < _SINCE[letter]
-    ]
+    return [letter for letter in dict.fromkeys(pattern.letters) if version < _SINCE[letter]]
 
 
 def since(letter: str) -> str:
-    """The first release line with the letter, for messages; empty where no release has it."""
-    return ".".join(map(str, _SINCE[letter])) if letter in _SINCE else ""
+    """The first release line with the letter, for messages."""
+    return ".".join(map(str, _SINCE[letter]))
 
 
 def _bad(text: str, what: str, why: str) -> CppmegaError:

@@ -11,8 +11,9 @@ from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
 from cppmega.modules.input_embedding_sizes import NgramHash, Structure
+from cppmega.modules.mixer_sizes import M2RNN, Mamba3
 from cppmega.recipe import field_types, validate
-from cppmega.recipe.fields import M2RNN, Fields, GraphPool, Mamba3
+from cppmega.recipe.fields import Fields, GraphPool
 
 __all__ = ["M2RNN", "GraphPool", "Mamba3", "NgramHash", "Recipe", "Structure"]
 

@@ -125,9 +125,9 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
         for letter in patterns.unknown_to(recipe.layout, line):
             since = patterns.since(letter)
             reason = (
-                f"megatron-core {version} has no layer for it; {since} is the first that does"
-                if since
-                else "no megatron-core release has this mixer, and cppmega does not provide it yet"
+                f"cppmega adds it to megatron-core {since}, and not to {version}"
+                if letter in patterns.OWN
+                else f"megatron-core {version} has no layer for it; {since} is the first that does"
             )
             layers = recipe.layout.counts()[letter]
             part = f"{layers} layers {letter} ({patterns.LETTERS[letter]})"
@@ -171,6 +171,7 @@ def _arguments(
         yield from _latent(recipe)
     if "E" in recipe.layout.letters:
         yield from _experts(recipe)
+    yield from _states(recipe, line)
     yield from _connections(recipe)
     yield from _parallel(recipe)
     yield from _training(recipe)
@@ -256,6 +257,17 @@ def _experts(recipe: Recipe) -> Iterator[Argument]:
     if recipe.kind == "gpt":
         dense, moe = recipe.first_dense_layers, recipe.num_layers - recipe.first_dense_layers
         yield "--moe-layer-freq", (f"([0]*{dense}+[1]*{moe})",)
+
+
+def _states(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+    """Sizes by which Megatron's own count of operations takes Mamba-3 for Mamba-2."""
+    sizes = recipe.mamba3
+    if sizes is None or "M" not in recipe.layout.letters or line < (0, 19):
+        return
+    yield "--mamba-state-dim", (str(sizes.state_dim),)
+    yield "--mamba-head-dim", (str(sizes.head_dim),)
+    yield "--mamba-num-groups", (str(sizes.groups),)
+    yield "--mamba-num-heads", (str(sizes.heads(recipe.hidden_size)),)
 
 
 def _connections(recipe: Recipe) -> Iterator[Argument]:

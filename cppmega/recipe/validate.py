@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import dsa_layer_kinds
+from cppmega.modules import dsa_layer_kinds, mixer_sizes
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
 from cppmega.tree import accepted
 
@@ -86,6 +86,10 @@ def _layers(recipe: Fields) -> None:
                 f"its pattern has {letter} but {part} is None.",
                 f"The sizes of that mixer are those of {part}.",
             )
+    if recipe.mamba3 is not None and recipe.mamba3.problem:
+        raise invalid(recipe, f"mamba3 has {recipe.mamba3.problem}.", "No kernel computes it.")
+    for obstacle in mixer_sizes.obstacles(recipe, dict(recipe.variables)):
+        raise obstacle
 
 
 def _attention(recipe: Fields) -> None:

@@ -17,7 +17,7 @@ from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, env
-from cppmega.modules import input_embedding_sizes
+from cppmega.modules import input_embedding_sizes, mixer_sizes
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import Verdict
@@ -144,6 +144,8 @@ _OF_FIELDS = {
     env.DSA_INDEX_PATTERN.name: "dsa_index_pattern",
     env.NGRAM_HASH.name: "ngram_hash",
     env.STRUCTURE.name: "structure",
+    env.MAMBA3.name: "mamba3",
+    env.M2RNN.name: "m2rnn",
 }
 """Variables that change a model, with the fields that set them."""
 
@@ -258,9 +260,12 @@ def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
 
     Raises:
         CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`,
-            `input-embeddings-not-supported`.
+            `input-embeddings-not-supported`, `mixer-not-supported`, `mamba3-heads`,
+            `mamba3-tensor-parallel`.
     """
     for obstacle in input_embedding_sizes.obstacles(args) if recipe.adds_to_embedding else ():
+        raise obstacle
+    for obstacle in mixer_sizes.obstacles(args, dict(recipe.variables)):
         raise obstacle
     check_nan(args)
     check_precision(recipe, args)

@@ -39,7 +39,7 @@ def test_ranks_read_what_the_recipe_states() -> None:
 def test_a_text_without_sense_is_refused(text: str) -> None:
     with pytest.raises(CppmegaError) as caught:
         sizes.asked_for({"CPPMEGA_NGRAM_HASH": text})
-    assert caught.value.name == "input-embeddings-misstated"
+    assert caught.value.name == "sizes-misstated"
     with pytest.raises(CppmegaError, match="CPPMEGA_STRUCTURE"):
         sizes.asked_for({"CPPMEGA_STRUCTURE": '{"levels": "many"}'})
 

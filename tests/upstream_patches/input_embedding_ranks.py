@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cppmega.errors import CppmegaError
 from cppmega.modules import input_embedding_sizes as sizes
+from cppmega.modules import stated_sizes
 from cppmega.modules.input_embeddings import feeding, of_trunk
 from tests.configurations import models, stand_ins, training
 from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
@@ -39,8 +40,8 @@ NGRAMS = sizes.NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8)
 """So large that the replicas of a first stage cut the tables in two, and those of a last do not."""
 STRUCTURE = sizes.Structure(bottleneck=6)
 STATED = {
-    "CPPMEGA_NGRAM_HASH": sizes.text(NGRAMS),
-    "CPPMEGA_STRUCTURE": sizes.text(STRUCTURE),
+    "CPPMEGA_NGRAM_HASH": stated_sizes.text(NGRAMS),
+    "CPPMEGA_STRUCTURE": stated_sizes.text(STRUCTURE),
 }
 ADDED = "embedding.input_embeddings."
 GPT = Configuration(model="gpt", mtp=2, packing="padded", optimizer="distributed")
@@ -242,7 +243,7 @@ def check_a_checkpoint_of_other_multipliers_is_refused(folder: Path) -> None:
     def refused(setting: Configuration) -> str:
         return refusal(partial(looked_at, setting, saved))
 
-    with with_them(CPPMEGA_NGRAM_HASH=sizes.text(replace(NGRAMS, seed=NGRAMS.seed + 1))):
+    with with_them(CPPMEGA_NGRAM_HASH=stated_sizes.text(replace(NGRAMS, seed=NGRAMS.seed + 1))):
         assert on_ranks(folder, GPT, refused) == ["ngram-hash-differs"]
 
 

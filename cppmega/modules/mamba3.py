@@ -1,0 +1,253 @@
+"""The Mamba-3 mixer of a layer, with Megatron's conventions for parallel ranks and checkpoints.
+
+The maths is in `cppmega.ops.mamba3_reference`. Heads, and the groups of keys and queries that serve
+them, are divided among tensor-parallel ranks; the angles, which all heads share, and the norms of
+keys and queries are replicated. Their gradients are sums over the ranks' heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cppmega.modules import mixer_sizes
+from cppmega.modules.kept_fp32 import keep_fp32
+from cppmega.modules.mixer_calls import boundaries, refuse_inference
+from cppmega.ops import mamba3
+
+DT_RANGE = (1e-3, 1e-1)
+"""Of the first values of dt, drawn evenly on a logarithmic scale."""
+
+PARTS = ("z", "x", "B", "C", "dt", "A", "trap")
+"""Of the projection that ranks divide, in this order; also in a checkpoint's keys."""
+
+OF_HEADS = ("dt_bias", "D", "B_bias", "C_bias", "rank_x", "rank_z", "rank_out", "out_norm")
+DIVIDED = dict.fromkeys(OF_HEADS, 0)
+"""Parameters of heads, with the axis that ranks divide."""
+
+
+class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
+    """Mamba-3 over a sequence: `[s, b, hidden]` to the same, without the layer's norm or residual.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        submodules: with `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
+        sizes: of the mixer.
+        d_model: width of the model.
+        layer_number: of the layer, counted from 1 in the model.
+        pg_collection: Megatron's process groups.
+        pp_layer_offset: layers of the pipeline stages before this one; unused.
+        name: of the module, as Megatron passes it down.
+
+    Raises:
+        CppmegaError: `mamba3-heads`, `mamba3-tensor-parallel`, `mixer-not-supported`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        sizes: mixer_sizes.Mamba3,
+        d_model: int,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        for obstacle in mixer_sizes.obstacles(config):
+            raise obstacle
+        self.sizes = sizes
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        ranks = self.tp_group.size()
+        heads, groups = sizes.heads(d_model), sizes.groups
+        inner, states = heads * sizes.head_dim, groups * sizes.rank * sizes.state_dim
+        self.heads, self.groups = heads // ranks, groups // ranks
+        widths = (inner, inner, states, states, heads, heads, heads)
+        self.widths = [width // ranks for width in widths]
+        options: dict[str, Any] = {
+            **{"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group},
+        }
+        self.in_proj = build_module(
+            submodules.in_proj,
+            *(d_model, sum(widths)),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            name=f"{name}.in_proj" if name is not None else None,
+            **options,
+        )
+        self.in_proj.weight.partition_sizes = self.widths
+        self.out_proj = build_module(
+            submodules.out_proj,
+            *(inner, d_model),
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            name=f"{name}.out_proj" if name is not None else None,
+            **options,
+        )
+        self._add_parameters(heads, d_model)
+
+    def _add_parameters(self, heads: int, d_model: int) -> None:
+        """Create what is not a linear layer; every rank draws alike and keeps its own heads."""
+        sizes, config = self.sizes, self.config
+        device = self.out_proj.weight.device
+        own = slice(self.tp_group.rank() * self.heads, (self.tp_group.rank() + 1) * self.heads)
+
+        def parameter(name: str, value: Tensor) -> None:
+            made = nn.Parameter(value.to(device).contiguous())
+            if name in DIVIDED:
+                made.tensor_model_parallel = True  # type: ignore[attr-defined]
+                made.partition_dim = 0  # type: ignore[attr-defined]
+                made.partition_stride = 1  # type: ignore[attr-defined]
+            setattr(self, name, made)
+
+        angles = torch.empty(sizes.angles, d_model, dtype=config.params_dtype)
+        if config.perform_initialization:
+            config.init_method(angles)
+        parameter("angle_proj", angles)
+        low, high = (math.log(bound) for bound in DT_RANGE)
+        dt = torch.exp(torch.rand(heads) * (high - low) + low)
+        parameter("dt_bias", torch.log(torch.expm1(dt))[own])  # the inverse of softplus
+        parameter("D", torch.ones(self.heads))
+        states = (self.heads, sizes.rank, sizes.state_dim)
+        parameter("B_bias", torch.ones(states))
+        parameter("C_bias", torch.ones(states))
+        kept = ["dt_bias", "D", "B_bias", "C_bias"]
+        if sizes.rank > 1:
+            values = torch.ones(self.heads, sizes.rank, sizes.head_dim)
+            for name, value in (("x", values / sizes.rank), ("z", values), ("out", values)):
+                shared = value / sizes.rank if name == "out" else value
+                parameter(f"rank_{name}", shared)
+                kept.append(f"rank_{name}")
+        for name in ("B_norm", "C_norm"):
+            parameter(name, torch.ones(sizes.state_dim, dtype=config.params_dtype))
+        if sizes.out_norm:
+            width = self.heads * sizes.head_dim
+            parameter("out_norm", torch.ones(width, dtype=config.params_dtype))
+        keep_fp32(self, config, kept)
+        # A checkpoint says by this name which function of a token A is.
+        self.register_buffer(f"decay_{sizes.definition}", torch.ones(1, device=device))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix a sequence, or the documents of a pack one by one.
+
+        Args:
+            hidden_states: `[s, b, hidden]`, normalised; with sequence parallelism this rank's part.
+            inference_context: must be None.
+            inference_params: must be None.
+            packed_seq_params: Megatron's, with the boundaries of documents; b is 1 then.
+
+        Returns:
+            `[s, b, hidden]`, and no bias.
+
+        Raises:
+            CppmegaError: `mixer-no-inference`, `mixer-no-kernel`.
+        """
+        refuse_inference(inference_context, inference_params)
+        projected, _ = self.in_proj(hidden_states)
+        projected = projected.transpose(0, 1)  # [b, s, ...]
+        z, x, keys, queries, dt, decay, trap = projected.split(self.widths, -1)
+        states = (self.groups, self.sizes.rank, self.sizes.state_dim)
+        of_heads = (self.heads, self.sizes.head_dim)
+        inputs = mamba3.Inputs(
+            z.unflatten(-1, of_heads),
+            x.unflatten(-1, of_heads),
+            keys.unflatten(-1, states),
+            queries.unflatten(-1, states),
+            *(dt, decay, trap),
+            self._angles(hidden_states).transpose(0, 1),
+        )
+        mixed = mamba3.mixed(
+            inputs,
+            self._parameters_of_heads(),
+            self.sizes.definition,
+            boundaries(packed_seq_params),
+            self.sizes.chunk,
+        )
+        out: tuple[Tensor, Tensor | None] = self.out_proj(
+            mixed.flatten(-2).transpose(0, 1).contiguous()
+        )
+        return out
+
+    def _angles(self, hidden_states: Tensor) -> Tensor:
+        """`[s, b, k]` of the whole sequence; their gradient is the sum over the ranks' heads."""
+        group = self.tp_group
+        if not self.config.sequence_parallel or group.size() == 1:
+            angles = functional.linear(hidden_states, self.angle_proj)
+            return self._summed(angles)
+        # Each rank projects its own tokens, so that its weight has a part of the gradient, too.
+        angles = functional.linear(hidden_states, self._summed(self.angle_proj))
+        whole: Tensor = mappings.gather_from_sequence_parallel_region(angles, group=group)
+        return whole
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """The tensor, whose gradient is the sum over the tensor-parallel ranks."""
+        if self.tp_group.size() == 1:
+            return tensor
+        same: Tensor = mappings.copy_to_tensor_model_parallel_region(tensor, self.tp_group)
+        return same
+
+    def _parameters_of_heads(self) -> mamba3.Parameters:
+        return mamba3.Parameters(
+            self.dt_bias,
+            self.D,
+            self.B_bias,
+            self.C_bias,
+            self._summed(self.B_norm),
+            self._summed(self.C_norm),
+            getattr(self, "rank_x", None),
+            getattr(self, "rank_z", None),
+            getattr(self, "rank_out", None),
+            getattr(self, "out_norm", None),
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What a distributed checkpoint saves; the projection in parts, each divided by itself."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        own: dict[str, Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        saved: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, DIVIDED, sharded_offsets, **groups
+        )
+        for name, module in self.named_children():
+            saved |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        weight = f"{prefix}in_proj.weight"
+        split: ShardedTensorFactory = _split_tensor_factory(
+            saved[weight], self.widths, list(PARTS), 0
+        )
+        saved[weight] = split
+        return saved

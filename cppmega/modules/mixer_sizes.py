@@ -1,0 +1,178 @@
+"""Sizes of the mixers that no Megatron release has, and what they do not go with, without torch.
+
+A recipe states them. Patched code reads them in the ranks; where one is stated, its letter of a
+hybrid pattern is that mixer: `M` Mamba-3 in place of Megatron's Mamba-2, and `R` M2RNN.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cppmega.errors import CppmegaError
+from cppmega.host import env
+from cppmega.modules.stated_sizes import Positive, read
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba3:
+    """Mamba-3 mixers: of rank 1 (SISO), or above it (MIMO)."""
+
+    expand: Positive = 2
+    head_dim: Positive = 64
+    state_dim: Positive = 128
+    groups: Positive = 8
+    rank: Positive = 4
+    chunk: Positive = 16
+    """Tokens that a kernel computes together; changes no result but in rounding."""
+    rope_fraction: float = 0.5
+    """Of a state, the part that is rotated: a half or all."""
+    out_norm: bool = False
+    """A norm per head before the gate."""
+    definition: Literal["softplus", "heavy_tail"] = "softplus"
+    """Of A; see `cppmega.ops.mamba3_reference`."""
+
+    @property
+    def problem(self) -> str:
+        """Why the sizes contradict each other; empty where they do not."""
+        if self.rope_fraction not in (0.5, 1.0):
+            return f"rope_fraction={self.rope_fraction}, which must be 0.5 or 1.0"
+        if self.angles == 0 or self.state_dim % 4:
+            return f"state_dim={self.state_dim}, which must be a multiple of 4"
+        return ""
+
+    @property
+    def angles(self) -> int:
+        """Pairs of a state that are rotated."""
+        return int(self.state_dim * self.rope_fraction) // 2
+
+    def heads(self, hidden: int) -> int:
+        """Heads in a model of that width."""
+        return self.expand * hidden // self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class M2RNN:
+    """Matrix-state RNN mixers: one query and one key head, and a value head per `key_dim` and
+    `value_dim` of the model's width."""
+
+    key_dim: Positive = 64
+    value_dim: Positive = 16
+    conv: Positive = 4
+
+
+def mamba3(environ: Mapping[str, str] = os.environ) -> Mamba3 | None:
+    """The Mamba-3 mixers of the model that is being built; None: `M` is Megatron's Mamba-2.
+
+    Raises:
+        CppmegaError: `sizes-misstated`.
+    """
+    return read(env.MAMBA3, Mamba3, environ)
+
+
+def m2rnn(environ: Mapping[str, str] = os.environ) -> M2RNN | None:
+    """The M2RNN mixers of the model that is being built; None: it has none.
+
+    Raises:
+        CppmegaError: `sizes-misstated`.
+    """
+    return read(env.M2RNN, M2RNN, environ)
+
+
+def obstacles(args: Any, environ: Mapping[str, str] = os.environ) -> Iterator[CppmegaError]:
+    """What in a model's configuration, or in Megatron's arguments, rules the mixers out.
+
+    Args:
+        args: whichever of the two is at hand; what it does not have is off.
+        environ: where the sizes are stated.
+
+    Raises:
+        CppmegaError: `sizes-misstated`.
+    """
+    mamba, matrix = mamba3(environ), m2rnn(environ)
+    if mamba is None and matrix is None:
+        return
+    yield from _general(args)
+    if mamba is not None:
+        yield from _of_mamba3(mamba, args)
+
+
+def _general(args: Any) -> Iterator[CppmegaError]:
+    def has(name: str) -> Any:
+        return getattr(args, name, None)
+
+    if (has("context_parallel_size") or 1) > 1:
+        yield _unsupported("context parallelism", "A state would miss the tokens of other ranks.")
+    if has("use_megatron_fsdp") or has("use_torch_fsdp2"):
+        yield _unsupported("FSDP", "It was not tried with parameters that stay fp32.")
+    if has("use_mup"):
+        yield _unsupported("MuP", "Nobody has derived how the mixers' rates scale with the width.")
+    if has("init_model_with_meta_device"):
+        yield _unsupported("a model built on the meta device", "Nothing would draw their weights.")
+    if has("fp32_residual_connection"):
+        yield _unsupported("--fp32-residual-connection", "It was not tried.")
+    graphs = has("cuda_graph_modules") or ()
+    if "mamba" in [getattr(module, "name", module) for module in graphs]:
+        yield _unsupported("CUDA graphs of mamba", "No capture of these mixers was tried.")
+
+
+def _of_mamba3(sizes: Mamba3, args: Any) -> Iterator[CppmegaError]:
+    hidden: int | None = getattr(args, "hidden_size", None)
+    if hidden is None:
+        return
+    if sizes.expand * hidden % sizes.head_dim or sizes.heads(hidden) % sizes.groups:
+        yield CppmegaError(
+            "mamba3-heads",
+            f"{sizes.expand} x {hidden} channels do not make heads of {sizes.head_dim} in "
+            f"{sizes.groups} groups of equal size.",
+            "Every group of keys and queries serves as many heads.",
+            "another head_dim, expand or groups in the recipe's field mamba3",
+        )
+    ranks = getattr(args, "tensor_model_parallel_size", 1) or 1
+    if sizes.groups % ranks:
+        yield CppmegaError(
+            "mamba3-tensor-parallel",
+            f"{sizes.groups} groups of Mamba-3 on {ranks} tensor-parallel ranks.",
+            "A rank holds whole groups, with the heads that they serve.",
+            "a tensor_model_parallel_size that divides the groups",
+        )
+
+
+DECAY = "mixer.decay_"
+"""What the name of a Mamba-3 mixer's buffer ends with in a checkpoint, before the definition."""
+
+
+def other_models(
+    saved: Mapping[str, tuple[int, ...]], environ: Mapping[str, str] = os.environ
+) -> Iterator[CppmegaError]:
+    """Why a run cannot resume from a checkpoint, if either has Mamba-3 mixers.
+
+    Args:
+        saved: names and shapes of what the checkpoint holds; empty: nothing is resumed from.
+        environ: where the sizes are stated.
+
+    Raises:
+        CppmegaError: `sizes-misstated`.
+    """
+    found = {name.partition(DECAY)[2] for name in saved if DECAY in name}
+    sizes = mamba3(environ)
+    wanted = {sizes.definition} if sizes is not None else set()
+    if saved and found != wanted:
+        names = [", ".join(sorted(each)) or "no Mamba-3" for each in (found, wanted)]
+        yield CppmegaError(
+            "mamba3-other-definition",
+            f"The checkpoint's Mamba-3 layers compute A by {names[0]}; this run's, by {names[1]}.",
+            "The parameters have the same names and shapes, and mean another model.",
+            "give the recipe's field mamba3 the definition of the run that saved it",
+        )
+
+
+def _unsupported(what: str, why: str) -> CppmegaError:
+    return CppmegaError(
+        "mixer-not-supported",
+        f"The model has Mamba-3 or M2RNN layers together with {what}.",
+        why,
+        f"leave out {what}, or train a pattern without M and R",
+    )

@@ -1,0 +1,58 @@
+"""Sizes of a model's parts, stated in a variable as JSON.
+
+The trainer states what the recipe says; patched code reads it in the ranks. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from cppmega.errors import CppmegaError
+from cppmega.host import env
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Sizes = TypeVar("Sizes")
+
+
+def text(sizes: Any) -> str:
+    """The sizes as a variable has them; "" for None."""
+    return msgspec.json.encode(sizes).decode() if sizes is not None else ""
+
+
+def read(
+    variable: env.Variable[str], kind: type[Sizes], environ: Mapping[str, str]
+) -> Sizes | None:
+    """What a variable states; None: the model has no such part.
+
+    Args:
+        variable: of the part.
+        kind: a dataclass of sizes, which may say by an attribute `problem` why they contradict.
+        environ: of the rank.
+
+    Raises:
+        CppmegaError: `sizes-misstated`.
+    """
+    stated = variable.read(environ)
+    if not stated:
+        return None
+    try:
+        sizes = msgspec.json.decode(stated, type=kind)
+    except msgspec.DecodeError as error:
+        raise _misstated(variable, str(error)) from error
+    if reason := getattr(sizes, "problem", ""):
+        raise _misstated(variable, reason)
+    return sizes
+
+
+def _misstated(variable: env.Variable[str], reason: str) -> CppmegaError:
+    return CppmegaError(
+        "sizes-misstated",
+        f"{variable.name} does not state the sizes of a part of the model: {reason}.",
+        "The model would have other parameters than its recipe.",
+        f"unset {variable.name}, and let the trainer set it from the recipe's field",
+    )

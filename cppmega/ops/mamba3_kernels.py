@@ -1,0 +1,256 @@
+"""Mamba-3 by the kernels of mamba-ssm 2.3.2.post1, whose pages of cppmega's mend what NAM56R needs.
+
+The scan of rank R (MIMO) is TileLang's, of rank 1 (SISO) Triton's. Norms, dt, A, the layouts of
+keys and queries, and the angles of every head are plain torch around them. For MIMO without a norm
+of the output, none of it is kept: the backward makes it again from the projection, which has to be
+kept anyhow, and multiplies no matrices for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cppmega.ops.dsa_indexer_reference import wide
+from cppmega.ops.mamba3_reference import (
+    EPSILON,
+    Definition,
+    Inputs,
+    Parameters,
+    decay_rate,
+    normed,
+)
+
+VERSION = "2.3.2.post1"
+"""Of mamba-ssm: the one release that has Mamba-3."""
+
+MIMO = "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo"
+SISO = "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined"
+ANGLES = "mamba_ssm.ops.triton.mamba3.angle_dt"
+
+ROWS = 64
+"""Rank times chunk beyond which MIMO's kernels need more shared memory than an H200 has."""
+
+
+def obstacle(device: torch.device, inputs: Inputs, parameters: Parameters, chunk: int) -> str:
+    """Why the kernels cannot do this, as half a sentence; empty where they can."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    try:
+        found = importlib.metadata.version("mamba-ssm")
+    except importlib.metadata.PackageNotFoundError:
+        return "mamba-ssm is not installed"
+    if found != VERSION:
+        return f"mamba-ssm {found} is installed, not {VERSION}"
+    if inputs.x.dtype != torch.bfloat16:
+        return f"the tensors are {inputs.x.dtype}, not bfloat16"
+    rank, state = inputs.keys.shape[-2:]
+    width = inputs.x.size(-1)
+    if state & state - 1 or width & width - 1:
+        return f"states of {state} x {width} are not powers of two"
+    if rank > 1 and importlib.util.find_spec("tilelang") is None:
+        return "tilelang is not installed"
+    if rank > 1 and (rank * chunk > ROWS or chunk < 8):
+        return f"chunks of {chunk} tokens at rank {rank} (8 tokens at least, {ROWS} rows at most)"
+    return ""
+
+
+def mixed(
+    inputs: Inputs,
+    parameters: Parameters,
+    definition: Definition,
+    boundaries: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """Compute `mamba3_reference.mixed` of `[b, l, h, p]`; see there and `ops.mamba3.mixed`."""
+    if parameters.rank_x is None:
+        return _siso(inputs, parameters, definition, boundaries, chunk)
+    if parameters.out_norm is None:
+        lean: Tensor = _Mimo.apply(  # type: ignore[no-untyped-call]
+            definition, boundaries, chunk, *inputs, *parameters[:-1]
+        )
+        return lean
+    made = _operands(inputs, parameters, definition)
+    out = _mimo(made, inputs, parameters, boundaries, chunk).transpose(2, 3)  # [b, l, h, R, p]
+    assert parameters.rank_z is not None and parameters.rank_out is not None
+    gate = functional.silu(wide(inputs.z).unsqueeze(3) * parameters.rank_z)
+    out = normed(wide(out), _per_head(parameters.out_norm, inputs)) * gate
+    return (out * parameters.rank_out).sum(3).to(inputs.x.dtype)
+
+
+class _Operands(NamedTuple):
+    """What the kernels read besides parameters, x and z.
+
+    Attributes:
+        queries: `[b, l, R, g, n]`.
+        keys: `[b, l, R, g, n]`.
+        log_a: `[b, h, l]`, fp32.
+        dt: `[b, h, l]`, fp32.
+        trap: `[b, h, l]`.
+        angles: `[b, l, h, k]`, fp32.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    log_a: Tensor
+    dt: Tensor
+    trap: Tensor
+    angles: Tensor
+
+
+def _operands(inputs: Inputs, parameters: Parameters, definition: Definition) -> _Operands:
+    heads = inputs.x.size(2)
+    dt = functional.softplus(wide(inputs.dt) + parameters.dt_bias)
+    log_a = -decay_rate(wide(inputs.decay), definition) * dt
+    return _Operands(
+        _normed(inputs.queries, parameters.query_norm),
+        _normed(inputs.keys, parameters.key_norm),
+        log_a.transpose(1, 2).contiguous(),
+        dt.transpose(1, 2).contiguous(),
+        inputs.trap.transpose(1, 2).contiguous(),
+        wide(inputs.angles).unsqueeze(2).expand(-1, -1, heads, -1).contiguous(),
+    )
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    """`[b, l, R, g, n]` from `[b, l, g, R, n]`."""
+    found = functional.rms_norm(x, x.shape[-1:], weight.to(x.dtype), EPSILON)
+    return found.transpose(2, 3).contiguous()
+
+
+def _per_head(weight: Tensor, inputs: Inputs) -> Tensor:
+    """`[h, 1, p]` from `[h * p]`."""
+    return weight.view(inputs.x.size(2), 1, inputs.x.size(3))
+
+
+def _mimo(
+    made: _Operands,
+    inputs: Inputs,
+    parameters: Parameters,
+    boundaries: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """`[b, l, h, p]`; with a norm of the output `[b, l, R, h, p]`, before gate and sum."""
+    apart = parameters.out_norm is not None
+    found: Tensor = importlib.import_module(MIMO).mamba3_mimo(
+        Q=made.queries,
+        K=made.keys,
+        V=inputs.x,
+        ADT=made.log_a,
+        DT=made.dt,
+        Trap=made.trap,
+        Q_bias=parameters.query_bias,
+        K_bias=parameters.key_bias,
+        MIMO_V=parameters.rank_x,
+        MIMO_Z=parameters.rank_z,
+        MIMO_Out=None if apart else parameters.rank_out,
+        Angles=made.angles,
+        D=parameters.d,
+        Z=None if apart else inputs.z,
+        chunk_size=chunk,
+        rotary_dim_divisor=_divisor(inputs),
+        dtype=inputs.x.dtype,
+        cu_seqlens=boundaries,
+    )
+    return found
+
+
+def _divisor(inputs: Inputs) -> int:
+    """The width of a state over the number of its angles."""
+    return inputs.keys.size(-1) // inputs.angles.size(-1)
+
+
+class _Mimo(torch.autograd.Function):
+    """MIMO without a norm of the output, which keeps the projection alone."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        definition: Definition,
+        boundaries: Tensor | None,
+        chunk: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
+        ctx.definition, ctx.chunk, ctx.boundaries = definition, chunk, boundaries
+        ctx.save_for_backward(*tensors)
+        made = _operands(inputs, parameters, definition)
+        return _mimo(made, inputs, parameters, boundaries, chunk)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
+        with torch.enable_grad():
+            made = _operands(inputs, parameters, ctx.definition)
+        turned = importlib.import_module(ANGLES).angle_dt_fwd(
+            made.angles.detach(),
+            made.dt.detach(),
+            chunk_size=ctx.chunk,
+            cu_seqlens=ctx.boundaries,
+        )
+        kept = [each.detach() for each in made]
+        plain = [each.detach().contiguous() for each in tensors]
+        values, given = Inputs(*plain[:8]), Parameters(*plain[8:])
+        # mamba-ssm's own backward, with what its forward would have kept.
+        of_kernels = SimpleNamespace(
+            saved_tensors=(
+                *(*kept[:2], values.x, *kept[2:5], given.query_bias, given.key_bias),
+                *(kept[5], turned, given.d, values.z),
+                *(given.rank_x, given.rank_out, given.rank_z, ctx.boundaries),
+            ),
+            chunk_size=ctx.chunk,
+            rotary_dim_divisor=_divisor(inputs),
+            dtype=inputs.x.dtype,
+        )
+        function = importlib.import_module(MIMO)._Mamba3Function
+        (q, k, x, log_a, dt, trap, q_bias, k_bias, rank_x, rank_z, rank_out, angles, d, z) = (
+            function.backward(of_kernels, gradients[0])[:14]
+        )
+        outer = (q, k, log_a, dt, trap, angles)
+        through = [*inputs[2:], parameters.dt_bias, parameters.key_norm, parameters.query_norm]
+        keys, queries, *rest, dt_bias, key_norm, query_norm = torch.autograd.grad(
+            made, through, [g.to(m.dtype) for g, m in zip(outer, made, strict=True)]
+        )
+        return (
+            *(None, None, None),
+            *(z, x, keys, queries, *rest),
+            *(dt_bias, d, k_bias, q_bias, key_norm, query_norm, rank_x, rank_z, rank_out),
+        )
+
+
+def _siso(
+    inputs: Inputs,
+    parameters: Parameters,
+    definition: Definition,
+    boundaries: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    made = _operands(inputs, parameters, definition)
+    apart = parameters.out_norm is not None
+    out: Tensor = importlib.import_module(SISO).mamba3_siso_combined(
+        Q=made.queries.squeeze(2),
+        K=made.keys.squeeze(2),
+        V=inputs.x,
+        ADT=made.log_a,
+        DT=made.dt,
+        Trap=made.trap,
+        Q_bias=parameters.query_bias.squeeze(1),
+        K_bias=parameters.key_bias.squeeze(1),
+        Angles=made.angles,
+        D=parameters.d,
+        Z=None if apart else inputs.z,
+        chunk_size=chunk,
+        cu_seqlens=boundaries,
+    )
+    if parameters.out_norm is None:
+        return out
+    out = normed(wide(out), _per_head(parameters.out_norm, inputs).squeeze(1))
+    return (out * functional.silu(wide(inputs.z))).to(inputs.x.dtype)
