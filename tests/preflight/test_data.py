@@ -86,9 +86,10 @@ def on(prefix: Path | None, *words: str, recipe: Any = SLICE, **more: Any) -> Co
 def test_recipe_complete(tmp_path: Path) -> None:
     assert "nothing left out" in holds("recipe_complete", on(None))
     whole = recipes_index.load("nam56r_h200_8gpu_bf16")
-    assert (
-        "Mamba-3" in refuses("recipe_complete", "recipe-not-complete", on(None, recipe=whole)).what
-    )
+    assert "nothing left out" in holds("recipe_complete", on(None, recipe=whole))
+    older = launch(whole, root=patched("0.18.2"))
+    said = refuses("recipe_complete", "recipe-not-complete", older).what
+    assert "13 layers M (Mamba-3): cppmega adds it to megatron-core 0.19" in said
     library = launch(SLICE, root=pristine("0.16.1"))
     refuses("recipe_complete", "training-not-in-wheel", library)
     says_nothing("recipe_complete", on(None, recipe=SMOKE))

@@ -110,8 +110,9 @@ def parsed(version: str) -> dict[str, Any]:
     }
     other = "0.19.2" if version != "0.19.2" else "0.17.1"
     cases["for another release"] = (1, render(GRAPHS, other, RUN, 256).argv)
-    # A recipe may ask for `linear`, which the parser knows with this page alone.
-    root = patched(version, "cross_entropy_fusion_linear")
+    # A recipe may ask for `linear` or have a letter `R`, which are known with these pages alone.
+    letters = ("own_mixers",) if version == "0.19.2" else ()
+    root = patched(version, "cross_entropy_fusion_linear", *letters)
     done = python(root, PARSE, env={"CASES": json.dumps(cases)})
     assert "ANSWER" in done.stdout, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.partition("ANSWER")[2])

@@ -7,14 +7,7 @@ longer than all of the checks, so that one process runs them, and every rank is 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import pickle
-import queue
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,17 +16,17 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.utils.flop_counter import FlopCounterMode
 
-from cppmega.errors import CppmegaError
 from cppmega.modules import input_embedding_sizes as sizes
 from cppmega.modules import stated_sizes
 from cppmega.modules.input_embeddings import feeding, of_trunk
-from tests.configurations import models, stand_ins, training
+from tests.configurations import models, training
 from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
 from tests.configurations.settings import Configuration
+from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.distributed_optimizer import on_cpu
+from tests.upstream_patches.forked_ranks import on_ranks, refusal, without_dropout
 
 END = 5
 NGRAMS = sizes.NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8)
@@ -47,62 +40,10 @@ ADDED = "embedding.input_embeddings."
 GPT = Configuration(model="gpt", mtp=2, packing="padded", optimizer="distributed")
 HYBRID = replace(GPT, model="hybrid", packing="none")
 
-configured_with_dropout = models.configured
-numbers = itertools.count()
-
-
-def prepare() -> None:
-    """Import and replace everything once, before ranks are forked."""
-    torch.set_num_threads(1)
-    torch._dynamo.config.disable = True
-    stand_ins.install()
-    filesystem_async._results_queue = queue.Queue()  # it would start a process
-
-
-def on_ranks(
-    folder: Path, setting: Configuration, work: Callable[..., Any], *given: Any
-) -> list[Any]:
-    """What `work(setting, *given)` returns on every rank of a layout, each a fork of this one."""
-    store = folder / f"store{next(numbers)}"
-    children = []
-    for rank in range(setting.ranks):
-        child = os.fork()
-        if child == 0:
-            _be_a_rank(rank, setting, store, partial(work, setting, *given))
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    if any(statuses):
-        raise RuntimeError(store.with_suffix(".error").read_text())
-    return [pickle.loads(store.with_suffix(f".{n}").read_bytes()) for n in range(setting.ranks)]
-
-
-def _be_a_rank(rank: int, setting: Configuration, store: Path, work: Callable[[], Any]) -> None:
-    status = 1
-    try:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks
-        )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=setting.tensor,
-            pipeline_model_parallel_size=setting.pipeline,
-        )
-        store.with_suffix(f".{rank}").write_bytes(pickle.dumps(work()))
-        status = 0
-    except BaseException:
-        store.with_suffix(".error").write_text(traceback.format_exc())
-    os._exit(status)
-
 
 def with_them(**changed: str) -> Any:
     """The variables that state what a model adds."""
     return mock.patch.dict(os.environ, {**STATED, **changed})
-
-
-def without_dropout(setting: Configuration) -> Any:
-    """The configuration in fp32 and without dropout, so that layouts can be compared."""
-    made = configured_with_dropout(replace(setting, optimizer="float32"))
-    made.hidden_dropout = 0.0
-    return made
 
 
 def fed(batch: Batch) -> Batch:
@@ -344,15 +285,6 @@ def check_a_model_that_is_not_fed_stops(folder: Path) -> None:
     assert names == [name for name, times in wanted.items() for _ in range(times)]
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    """The name of the error that a call raises."""
-    try:
-        call()
-    except CppmegaError as error:
-        return error.name
-    return "nothing was refused"
-
-
 def counted(folder: Path) -> dict[str, float]:
     """Parameters, and operations per token, of what the embeddings add to a hybrid model."""
 
@@ -372,15 +304,4 @@ def counted(folder: Path) -> dict[str, float]:
 
 def report(*names: str) -> None:
     """Print what these functions return, and the traceback of each that fails."""
-    prepare()
-    with tempfile.TemporaryDirectory() as scratch:
-        answers = {name: _answer(name, Path(scratch)) for name in names}
-    sys.stdout.flush()
-    print(json.dumps(answers))
-
-
-def _answer(name: str, folder: Path) -> Any:
-    try:
-        return globals()[name](folder)
-    except Exception:
-        return traceback.format_exc()
+    forked_ranks.report(globals(), names)

@@ -1,0 +1,106 @@
+"""Models on forked ranks, for checks that would take longer to import than to run.
+
+Imported in the process that runs a tree, never by pytest itself. One process imports the tree and
+runs every check; a rank is a fork of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import queue
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from cppmega.errors import CppmegaError
+from tests.configurations import models, stand_ins
+from tests.configurations.settings import Configuration
+
+configured_with_dropout = models.configured
+numbers = itertools.count()
+
+
+def prepare() -> None:
+    """Import and replace everything once, before ranks are forked."""
+    torch.set_num_threads(1)
+    torch._dynamo.config.disable = True
+    stand_ins.install()
+    filesystem_async._results_queue = queue.Queue()  # it would start a process
+
+
+def on_ranks(
+    folder: Path, setting: Configuration, work: Callable[..., Any], *given: Any
+) -> list[Any]:
+    """What `work(setting, *given)` returns on every rank of a layout, each a fork of this one."""
+    store = folder / f"store{next(numbers)}"
+    children = []
+    for rank in range(setting.ranks):
+        child = os.fork()
+        if child == 0:
+            _be_a_rank(rank, setting, store, partial(work, setting, *given))
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
+        raise RuntimeError(store.with_suffix(".error").read_text())
+    return [pickle.loads(store.with_suffix(f".{n}").read_bytes()) for n in range(setting.ranks)]
+
+
+def _be_a_rank(rank: int, setting: Configuration, store: Path, work: Callable[[], Any]) -> None:
+    status = 1
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=setting.tensor,
+            pipeline_model_parallel_size=setting.pipeline,
+        )
+        store.with_suffix(f".{rank}").write_bytes(pickle.dumps(work()))
+        status = 0
+    except BaseException:
+        store.with_suffix(".error").write_text(traceback.format_exc())
+    os._exit(status)
+
+
+def without_dropout(setting: Configuration) -> Any:
+    """The configuration in fp32 and without dropout, so that layouts can be compared."""
+    made = configured_with_dropout(replace(setting, optimizer="float32"))
+    made.hidden_dropout = 0.0
+    return made
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The name of the error that a call raises."""
+    try:
+        call()
+    except CppmegaError as error:
+        return error.name
+    return "nothing was refused"
+
+
+def report(checks: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Print what these of the checks return, and the traceback of each that fails."""
+    prepare()
+    with tempfile.TemporaryDirectory() as scratch:
+        answers = {name: _answer(checks[name], Path(scratch)) for name in names}
+    sys.stdout.flush()
+    print(json.dumps(answers))
+
+
+def _answer(check: Callable[[Path], Any], folder: Path) -> Any:
+    try:
+        return check(folder)
+    except Exception:
+        return traceback.format_exc()

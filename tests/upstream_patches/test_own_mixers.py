@@ -1,0 +1,55 @@
+"""Mamba-3 layers in hybrid models: against stock, one rank, and documents alone."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import made_once, patched, pristine, python
+
+VERSION = "0.19.2"
+PAGES = ("own_mixers", "float16_keep_fp32", "fully_reshardable_bucket_padding")
+CHECKS = (
+    "check_layouts_train_as_one_rank",
+    "check_small_parameters_stay_fp32_and_resume_to_the_bit",
+    "check_documents_of_a_pack_do_not_see_each_other",
+    "check_what_is_refused_when_a_model_is_built",
+    "check_a_checkpoint_of_the_other_definition_is_not_loaded",
+)
+
+
+@cache
+def answers() -> Any:
+    """What the functions of `own_mixer_ranks` return; None for a check that holds."""
+    with made_once("own-mixers.json") as (file, missing):
+        if missing:
+            file.write_text(_printed(patched(VERSION, *PAGES), *CHECKS, "rows_without"))
+    return json.loads(file.read_text())
+
+
+def _printed(root: Path, *names: str) -> str:
+    code = f"""
+    from tests.upstream_patches import own_mixer_ranks
+
+    own_mixer_ranks.report(*{names!r})
+    """
+    done = python(root, code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("check", CHECKS)
+def test_with_the_mixers(check: str) -> None:
+    assert answers()[check] is None, answers()[check]
+
+
+@pytest.mark.megatron
+def test_without_sizes_training_is_stocks_to_the_bit() -> None:
+    (stock,) = json.loads(_printed(pristine(VERSION), "rows_without")).values()
+    assert stock and isinstance(stock, list), stock
+    assert answers()["rows_without"] == stock
