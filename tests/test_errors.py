@@ -25,6 +25,16 @@ def test_an_error_survives_pickling() -> None:
     assert copy.render() == error.render() and copy.as_json() == error.as_json()
 
 
+def test_an_error_keeps_its_parts_where_its_type_is_raised_with_its_message_alone() -> None:
+    error = CppmegaError("bad-size", "It is 3.", "It must be 4.", "give 4")
+    with pytest.raises(CppmegaError) as caught:
+        try:
+            raise error
+        except Exception as found:  # as Megatron's build_module does it
+            raise type(found)(f"{found} when instantiating Layer") from None
+    assert caught.value.as_json() == error.as_json()
+
+
 def test_an_error_name_is_kebab_case() -> None:
     with pytest.raises(ValueError, match="kebab-case"):
         CppmegaError("Made up", "what", "why", "next")

@@ -332,8 +332,8 @@ def _indexer_work(recipe: Recipe, keys: float) -> float:
 def megatron_flops(recipe: Recipe) -> float:
     """Floating-point operations of one token as stock Megatron reports them.
 
-    Its formula for hybrid models counts *, - and E and nothing for D and + (M and R reach no
-    release). Its formula for GPT models counts DSA as dense MLA, without the indexer.
+    Its formula for hybrid models counts *, - and E, Mamba-3 as Mamba-2, and nothing for D, + and R.
+    Its formula for GPT models counts DSA as dense MLA, without the indexer.
     """
     layout = recipe.layout
     counts = layout.counts()
@@ -348,7 +348,16 @@ def megatron_flops(recipe: Recipe) -> float:
         forward += layout.depths * 2 * (3 * hidden + 2 * hidden**2)
         if recipe.attention != "full":
             return _PASSES * (forward + (counts["+"] + counts["D"]) * _megatron_mla(recipe, keys))
+    forward += counts["M"] * _megatron_mamba(recipe) if counts["M"] else 0
     return _PASSES * (forward + counts["*"] * _megatron_attention(recipe, keys))
+
+
+def _megatron_mamba(recipe: Recipe) -> float:
+    own, hidden = recipe.mamba3, recipe.hidden_size
+    assert own is not None
+    inner = 2 * hidden  # whatever the recipe's `expand` is
+    projected = 2 * inner + 2 * own.groups * own.state_dim + own.heads(hidden)
+    return 2 * hidden * (projected + inner) + 7 * inner * own.state_dim
 
 
 def _megatron_mla(recipe: Recipe, keys: float) -> float:

@@ -122,8 +122,24 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
     if letter == "*":
         dim = recipe.kv_channels or hidden // recipe.num_attention_heads
         return stream + 2 * tokens * heads * dim * 4
-    # Mamba-3 and M2RNN: projections of about the inner width, and states at chunk borders.
+    if letter == "M":
+        return stream + tokens * _kept_by_mamba3(recipe) // tensor
+    # M2RNN: projections of about the inner width, and states at chunk borders.
     return stream + 2 * tokens * hidden * 8 // tensor
+
+
+def _kept_by_mamba3(recipe: Recipe) -> int:
+    """Bytes per token: projection and output; without the lean MIMO also what is made of them."""
+    own = recipe.mamba3
+    assert own is not None
+    heads = own.heads(recipe.hidden_size)
+    inner, states = heads * own.head_dim, own.groups * own.rank * own.state_dim
+    projected = 2 * inner + 2 * states + 3 * heads + own.angles
+    kept = 2 * (projected + inner)
+    if own.rank > 1 and not own.out_norm:
+        return kept
+    # Keys and queries twice, x and z apart, and the angles of every head in fp32 and twice.
+    return kept + 2 * (4 * states + 2 * inner) + 2 * 4 * heads * own.angles
 
 
 def _kept_by_site(recipe: Recipe, tokens: int) -> int:

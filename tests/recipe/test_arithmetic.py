@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cppmega.recipe import Recipe
+from cppmega.recipe import Mamba3, Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.recipe.memory import GIB, estimate
@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 out = {}
 for name, (kind, argv, run) in json.loads(os.environ["CASES"]).items():
+    os.environ.update(run["means"])
     sys.argv, sys.stdout = ["train", *argv], open(os.devnull, "w")
     args = arguments.parse_args()
     arguments.validate_args(args)
@@ -166,11 +167,24 @@ OF_STREAMS: dict[str, tuple[Recipe, bool]] = {
 }
 
 
+MIXERS: dict[str, tuple[Recipe, bool]] = {
+    "Mamba-3": (BASE.with_(pattern="MM-/M-", mamba3=Mamba3(head_dim=16, state_dim=32)), False),
+    "Mamba-3 of rank 1, normed": (
+        BASE.with_(pattern="M-", mamba3=Mamba3(3, 16, 32, 4, rank=1, out_norm=True)),
+        False,
+    ),
+}
+
+
 def cases(chosen: dict[str, tuple[Recipe, bool]]) -> str:
     """The cases for a process: kind, launch line, vocabulary rows, and whether to run it."""
     return json.dumps(
         {
-            name: (recipe.kind, line(recipe), {"rows": recipe.padded_vocab_size, "flops": run})
+            name: (
+                recipe.kind,
+                line(recipe),
+                {"rows": recipe.padded_vocab_size, "flops": run, "means": recipe.variables},
+            )
             for name, (recipe, run) in chosen.items()
         }
     )
@@ -226,6 +240,14 @@ def test_a_model_with_hyper_connections_counts_as_it_is_built() -> None:
         less = more.with_(mhc_recompute_layer_num=1)
         kept = [estimate(each).activations for each in (more, less, recipe)]
         assert kept == sorted(kept) and kept[0] < kept[2], name
+
+
+@pytest.mark.megatron
+def test_a_model_with_own_mixers_counts_as_it_is_built() -> None:
+    built = answer(patched("0.19.2", "own_mixers"), BUILD, MIXERS)
+    for name, (recipe, _) in MIXERS.items():
+        assert parameters(recipe).total == built[name]["parameters"], name
+        assert megatron_flops(recipe) == pytest.approx(built[name]["megatron"], rel=1e-12), name
 
 
 @pytest.mark.slow

@@ -1,0 +1,105 @@
+"""Sizes of mixers: how ranks get them, what they do not go with, and checkpoints of others."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from cppmega.errors import CppmegaError
+from cppmega.modules import mixer_sizes as sizes
+from cppmega.modules import stated_sizes
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.render import missing, render
+from cppmega.training import requirements
+
+MAMBA3 = sizes.Mamba3(groups=4, rank=2)
+M2RNN = sizes.M2RNN(conv=3)
+WHOLE = recipes_index.load("nam56r_h200_8gpu_bf16")
+STATED = {"CPPMEGA_MAMBA3": stated_sizes.text(MAMBA3)}
+
+
+def test_ranks_read_what_the_recipe_states() -> None:
+    recipe = WHOLE.with_(mamba3=MAMBA3, m2rnn=M2RNN)
+    environment = dict(render(recipe, "0.19.2").environment)
+    assert sizes.mamba3(environment) == MAMBA3 and sizes.m2rnn(environment) == M2RNN
+    plain = recipe.with_(pattern="D-E")
+    without = dict(render(plain, "0.19.2").environment)
+    assert sizes.mamba3(without) is sizes.m2rnn(without) is None
+    with pytest.raises(CppmegaError, match="CPPMEGA_MAMBA3") as caught:
+        requirements.check_gates(plain, STATED)
+    assert caught.value.name == "variable-differs"
+
+
+def test_megatron_counts_with_the_recipes_sizes() -> None:
+    argv = render(WHOLE, "0.19.2").argv
+    given = dict(itertools.pairwise(argv))
+    names = ("state-dim", "head-dim", "num-groups", "num-heads")
+    assert [given[f"--mamba-{name}"] for name in names] == ["128", "64", "8", "128"]
+    assert not [word for word in render(WHOLE, "0.18.2").argv if word.startswith("--mamba")]
+
+
+def test_older_releases_say_which_one_has_them() -> None:
+    assert not missing(WHOLE, "0.19.2")
+    reasons = {gap.part: gap.reason for gap in missing(WHOLE, "0.18.2")}
+    for part in ("13 layers M (Mamba-3)", "4 layers R (M2RNN)"):
+        assert reasons[part] == "cppmega adds it to megatron-core 0.19, and not to 0.18.2"
+
+
+@pytest.mark.parametrize("text", ["1", "{", '{"groups": 0}', '{"rope_fraction": 0.3}'])
+def test_a_text_without_sense_is_refused(text: str) -> None:
+    with pytest.raises(CppmegaError) as caught:
+        sizes.mamba3({"CPPMEGA_MAMBA3": text})
+    assert caught.value.name == "sizes-misstated"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "said"),
+    [
+        ({"context_parallel_size": 2}, "mixer-not-supported", "context parallelism"),
+        ({"use_megatron_fsdp": True}, "mixer-not-supported", "FSDP"),
+        ({"use_mup": True}, "mixer-not-supported", "MuP"),
+        ({"init_model_with_meta_device": True}, "mixer-not-supported", "meta device"),
+        ({"fp32_residual_connection": True}, "mixer-not-supported", "fp32-residual"),
+        ({"cuda_graph_modules": ["attn", "mamba"]}, "mixer-not-supported", "graphs of mamba"),
+        (
+            {"cuda_graph_modules": [SimpleNamespace(name="mamba")]},
+            "mixer-not-supported",
+            "graphs of mamba",
+        ),
+        ({"hidden_size": 80}, "mamba3-heads", "2 x 80 channels"),
+        (
+            {"hidden_size": 256, "tensor_model_parallel_size": 8},
+            "mamba3-tensor-parallel",
+            "4 groups of Mamba-3 on 8",
+        ),
+    ],
+)
+def test_what_the_mixers_do_not_go_with_is_named(
+    arguments: dict[str, object], name: str, said: str
+) -> None:
+    (found,) = sizes.obstacles(SimpleNamespace(**arguments), STATED)
+    assert found.name == name and said in found.what
+    assert not [*sizes.obstacles(SimpleNamespace(**arguments), {})]
+    allowed = {"context_parallel_size": 1, "cuda_graph_modules": ["attn"], "hidden_size": 256}
+    assert not [*sizes.obstacles(SimpleNamespace(**allowed), STATED)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "environ", "said"),
+    [
+        ("decay_softplus", STATED, None),
+        ("decay_heavy_tail", STATED, "compute A by heavy_tail; this run's, by softplus"),
+        ("decay_softplus", {}, "by softplus; this run's, by no Mamba-3"),
+        ("A_log", STATED, "by no Mamba-3; this run's, by softplus"),
+        ("A_log", {}, None),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    saved: str, environ: dict[str, str], said: str | None
+) -> None:
+    found = [*sizes.other_models({f"decoder.layers.0.mixer.{saved}": (1,)}, environ)]
+    assert not [*sizes.other_models({}, environ)]
+    assert [each.name for each in found] == ["mamba3-other-definition"] * (said is not None)
+    assert said is None or said in found[0].what
