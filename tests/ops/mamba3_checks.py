@@ -38,12 +38,12 @@ def drawn(
         dt: mean of dt before its softplus.
     """
     batch, length, heads, groups, rank, state, width, out_norm = shape
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(device).manual_seed(3)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def draw(*size: int, of: torch.dtype = dtype) -> Tensor:
-        made = torch.randn(size, generator=generator, dtype=torch.float64)
-        return made.to(device, of).requires_grad_()
+        made = torch.randn(size, generator=generator, dtype=torch.float64, device=device)
+        return made.to(of).requires_grad_()
 
     tokens = (batch, length)
     inputs = Inputs(

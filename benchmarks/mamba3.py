@@ -1,0 +1,207 @@
+"""Mamba-3 on one GPU: our mixer's core against mamba-ssm's module, its main branch, and SISO.
+
+usage: python benchmarks/mamba3.py [--main ROOT] [--out benchmarks/results] [--only NAME]
+
+Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc. ROOT holds a checkout of
+mamba-ssm's main branch, whose kernels are measured in the same process. The core is everything
+between the two projections of a layer: norms, dt, A, angles, scan, gate and the sum over ranks.
+Before any time, results and gradients of ours are compared with plain torch in fp32 at a short
+length. Times are medians of 10 with CUDA events, of forward plus backward; bytes are those of the
+distinct tensors that the core keeps for its backward. Writes mamba3_DEVICE.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from linear_cross_entropy import median
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cppmega.ops import mamba3
+from cppmega.ops import mamba3_kernels as kernels
+from cppmega.ops import mamba3_reference as reference
+from tests.ops.mamba3_checks import Shape, drawn, leaves
+
+WHOLE = Shape(8, 4096, 128, 8, 4, 128, 64)
+CASES: dict[str, tuple[Shape, int]] = {
+    "MIMO, 8 x 4096": (WHOLE, 1),
+    "MIMO, 2 x 4096": (WHOLE._replace(batch=2), 1),
+    "MIMO, 16 documents of 2048": (WHOLE._replace(batch=1, length=32768), 16),
+    "SISO, 8 x 4096": (WHOLE._replace(rank=1), 1),
+}
+CHUNK = {4: 16, 1: 64}
+TOLERANCE = 2e-2
+"""Relative L2 distance from plain fp32 of what was computed in bf16."""
+
+Way = Callable[[mamba3.Inputs, mamba3.Parameters, Tensor | None, int], Tensor]
+
+
+def ours(
+    inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
+) -> Tensor:
+    """The core as a mixer calls it."""
+    return mamba3.mixed(inputs, parameters, "softplus", bounds, chunk)
+
+
+def eager(
+    inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
+) -> Tensor:
+    """The same kernels, with everything around them in autograd, as mamba-ssm's module has it."""
+    made = kernels._operands(inputs, parameters, "softplus")
+    if parameters.rank_x is None:
+        return kernels._siso(inputs, parameters, "softplus", bounds, chunk)
+    return kernels._mimo(made, inputs, parameters, bounds, chunk)
+
+
+def recomputed(*given: Any) -> Tensor:
+    """The core under activation recomputation."""
+    found: Tensor = checkpoint(ours, *given, use_reentrant=False)
+    return found
+
+
+@contextmanager
+def imported_from(root: Path) -> Iterator[None]:
+    """Import mamba_ssm from another folder; what was imported before comes back."""
+
+    def own() -> dict[str, Any]:
+        return {name: each for name, each in sys.modules.items() if name.startswith("mamba_ssm")}
+
+    before = own()
+    for name in before:
+        del sys.modules[name]
+    sys.path.insert(0, str(root))
+    try:
+        importlib.import_module(kernels.MIMO)
+        yield
+    finally:
+        sys.path.remove(str(root))
+        for name in own():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def both_ways(way: Way, *given: Any) -> list[Tensor]:
+    """The output and the gradients of everything, for an upstream gradient that varies."""
+    out = way(*given)
+    upstream = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad(out, [*leaves(*given[:2]).values()], upstream)]
+
+
+def kept(way: Way, *given: Any) -> int:
+    """Bytes of the distinct storages that are kept for the backward."""
+    found: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = way(*given)
+    del out
+    return sum(found.values())
+
+
+def given_for(shape: Shape, documents: int) -> tuple[Any, ...]:
+    """Inputs, parameters, boundaries and the chunk."""
+    inputs, parameters = drawn(shape, torch.bfloat16, "cuda", dt=-4.0)
+    bounds = None
+    if documents > 1:
+        bounds = torch.arange(documents + 1, dtype=torch.int32, device="cuda")
+        bounds *= shape.length // documents
+    return inputs, parameters, bounds, CHUNK[shape.rank]
+
+
+def check(shape: Shape, documents: int) -> None:
+    """Compare ours with plain torch; SystemExit if they differ."""
+    inputs, parameters, bounds, chunk = given_for(
+        shape._replace(length=128, batch=1, heads=16), min(documents, 4)
+    )
+
+    def plain(inputs: Any, parameters: Any, bounds: Any, chunk: int) -> Tensor:
+        cut = None if bounds is None else bounds.tolist()
+        return reference.mixed(inputs, parameters, "softplus", cut, chunk)
+
+    names = ["out", *leaves(inputs, parameters)]
+    found, wanted = (both_ways(way, inputs, parameters, bounds, chunk) for way in (ours, plain))
+    for name, mine, exact in zip(names, found, wanted, strict=True):
+        distance = float((mine.float() - exact.float()).norm() / exact.float().norm())
+        if not distance < TOLERANCE:
+            raise SystemExit(f"{shape}: {name} differs by {distance:.2e}")
+
+
+def measure(shape: Shape, documents: int, main: Path | None) -> dict[str, float]:
+    """Milliseconds of every way, and MiB that two of them keep."""
+    given = given_for(shape, documents)
+    row = {
+        name: median(both_ways, way, *given)
+        for name, way in (("ours", ours), ("eager", eager), ("recomputed", recomputed))
+    }
+    if main is not None:
+        with imported_from(main):
+            row["main, eager"] = median(both_ways, eager, *given)
+    tokens = shape.batch * shape.length
+    row["ours, KB kept per token"] = kept(ours, *given) / tokens / 1e3
+    row["eager, KB kept per token"] = kept(eager, *given) / tokens / 1e3
+    return row
+
+
+def main() -> None:
+    """Check, measure and write."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--main", type=Path, help="a checkout of mamba-ssm's main branch")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    options = parser.parse_args()
+    rows = {}
+    for name, (shape, documents) in CASES.items():
+        if name.startswith(options.only):
+            check(shape, documents)
+            rows[name] = measure(shape, documents, options.main)
+            print(name, rows[name], flush=True)
+    device = torch.cuda.get_device_name()
+    packages = {name: metadata.version(name) for name in ("triton", "tilelang", "mamba-ssm")}
+    report = {
+        "date": date.today().isoformat(),
+        "GPU": device,
+        "torch": torch.__version__,
+        **packages,
+    }
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [
+        "# Mamba-3's core, bf16, forward plus backward, milliseconds",
+        "",
+        "Written by `benchmarks/mamba3.py`, after a comparison of results and gradients.",
+        "",
+        *(f"- {name}: {value}" for name, value in report.items()),
+        "",
+        "| case | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+        *(
+            f"| {name} | " + " | ".join(f"{row[c]:.2f}" if c in row else "" for c in columns) + " |"
+            for name, row in rows.items()
+        ),
+        "",
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = "mamba3_" + device.split()[-1].lower()
+    (options.out / f"{stem}.json").write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
+    (options.out / f"{stem}.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
