@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from types import SimpleNamespace
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,9 @@ from cppmega.ops.mamba3_reference import (
 
 VERSION = "2.3.2.post1"
 """Of mamba-ssm: the one release that has Mamba-3."""
+
+SCAN = "selective_scan_cuda"
+"""The compiled scan of Mamba-1, without which mamba-ssm's package refuses to be imported."""
 
 MIMO = "mamba_ssm.ops.tilelang.mamba3.mamba3_mimo"
 SISO = "mamba_ssm.ops.triton.mamba3.mamba3_siso_combined"
@@ -60,6 +65,28 @@ def obstacle(device: torch.device, inputs: Inputs, parameters: Parameters, chunk
     if rank > 1 and (rank * chunk > ROWS or chunk < 8):
         return f"chunks of {chunk} tokens at rank {rank} (8 tokens at least, {ROWS} rows at most)"
     return ""
+
+
+class _NotCompiled(ModuleType):
+    """Stands in for the compiled scan, until something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"{SCAN}.{name}: mamba-ssm was installed without Mamba-1's compiled scan")
+
+
+def of_mamba_ssm(name: str) -> Any:
+    """Import a module of mamba-ssm, built with its compiled scan or without.
+
+    Mamba-3 never calls that scan, and its wheel builds without a compiler otherwise; main made the
+    import optional in https://github.com/state-spaces/mamba/pull/977.
+    """
+    if SCAN not in sys.modules and importlib.util.find_spec(SCAN) is None:
+        absent = _NotCompiled(SCAN)
+        absent.__spec__ = ModuleSpec(SCAN, None)
+        sys.modules[SCAN] = absent
+    return importlib.import_module(name)
 
 
 def mixed(
@@ -139,7 +166,7 @@ def _mimo(
 ) -> Tensor:
     """`[b, l, h, p]`; with a norm of the output `[b, l, R, h, p]`, before gate and sum."""
     apart = parameters.out_norm is not None
-    found: Tensor = importlib.import_module(MIMO).mamba3_mimo(
+    found: Tensor = of_mamba_ssm(MIMO).mamba3_mimo(
         Q=made.queries,
         K=made.keys,
         V=inputs.x,
@@ -190,7 +217,7 @@ class _Mimo(torch.autograd.Function):
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
         with torch.enable_grad():
             made = _operands(inputs, parameters, ctx.definition)
-        turned = importlib.import_module(ANGLES).angle_dt_fwd(
+        turned = of_mamba_ssm(ANGLES).angle_dt_fwd(
             made.angles.detach(),
             made.dt.detach(),
             chunk_size=ctx.chunk,
@@ -210,7 +237,7 @@ class _Mimo(torch.autograd.Function):
             rotary_dim_divisor=_divisor(inputs),
             dtype=inputs.x.dtype,
         )
-        function = importlib.import_module(MIMO)._Mamba3Function
+        function = of_mamba_ssm(MIMO)._Mamba3Function
         (q, k, x, log_a, dt, trap, q_bias, k_bias, rank_x, rank_z, rank_out, angles, d, z) = (
             function.backward(of_kernels, gradients[0])[:14]
         )
@@ -235,7 +262,7 @@ def _siso(
 ) -> Tensor:
     made = _operands(inputs, parameters, definition)
     apart = parameters.out_norm is not None
-    out: Tensor = importlib.import_module(SISO).mamba3_siso_combined(
+    out: Tensor = of_mamba_ssm(SISO).mamba3_siso_combined(
         Q=made.queries.squeeze(2),
         K=made.keys.squeeze(2),
         V=inputs.x,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from cppmega.ops import mamba3_reference as reference  # noqa: E402
 from tests.ops import mamba3_stand_ins  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn, leaves, token_by_token  # noqa: E402
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 MIMO = Shape()
 NORM = MIMO._replace(out_norm=True)
 SISO = MIMO._replace(rank=1)
@@ -145,6 +151,28 @@ def test_what_no_kernel_can_do_is_said() -> None:
     with pytest.raises(CppmegaError) as caught:
         mamba3.mixed(on_meta, parameters, "softplus", None, 16)
     assert caught.value.name == "mixer-no-kernel"
+
+
+def test_mamba_ssm_is_imported_without_the_compiled_scan_of_mamba_1(tmp_path: Path) -> None:
+    """In a process of its own, for a package that asks for the scan as mamba-ssm does."""
+    (tmp_path / "scanning.py").write_text("import selective_scan_cuda as scan\n")
+    code = """
+    import importlib.util
+    from cppmega.ops.mamba3_kernels import of_mamba_ssm
+
+    scan = of_mamba_ssm("scanning").scan
+    assert importlib.util.find_spec("selective_scan_cuda") is not None
+    assert not hasattr(scan, "__path__")
+    scan.fwd
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+    )
+    said = "ImportError: selective_scan_cuda.fwd: mamba-ssm was installed without"
+    assert said in done.stderr, done.stderr
 
 
 WIDE = Shape(2, 4096, 16, 8, 4, 128, 64)
