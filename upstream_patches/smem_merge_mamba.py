@@ -14,7 +14,8 @@ Numerics: none (bitwise): the pass places buffers and does not change what is co
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
-FOLDER = "mamba_ssm/ops/tilelang/mamba3"
+from ._mamba3_kernels import DISTRIBUTION, FOLDER, loaded
+
 CONFIGS = """
         tilelang.PassConfigKey.TL_DISABLE_TMA_LOWER: True,
         tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
@@ -28,7 +29,7 @@ def _kernel(file: str, name: str, pins: dict[str, str]) -> Edit:
         target=f"{FOLDER}/mamba3_mimo_{file}.py:{name}",
         pins=pins,
         edit=replacing(f"{{{CONFIGS}    }}", f"{{{CONFIGS}        {MERGE}\n    }}"),
-        distribution="mamba-ssm",
+        distribution=DISTRIBUTION,
     )
 
 
@@ -77,24 +78,7 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    import importlib
-    import sys
-    from pathlib import Path
-
-    from cppmega.proof import stand_ins
-
-    # The `__init__` of these packages import compiled extensions, which need a GPU's driver.
-    tilelang = stand_ins.tilelang()
-    for name in ("triton", "triton.testing", "einops"):
-        stand_ins.module(name)
-    root = next(path for path in map(Path, sys.path) if (path / FOLDER).is_dir())
-    for package in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.tilelang", FOLDER):
-        name = package.replace("/", ".")
-        stand_ins.package(name, str(root / name.replace(".", "/")))
-    for name in ("mamba3_mimo_utils", "grouped_head_reduction"):  # Triton kernels
-        stand_ins.module(f"mamba_ssm.ops.triton.mamba3.{name}")
-    for file in ("fwd", "fwd_varlen", "bwd", "bwd_varlen"):
-        importlib.import_module(f"{FOLDER.replace('/', '.')}.mamba3_mimo_{file}")
+    tilelang, _ = loaded("fwd", "fwd_varlen", "bwd", "bwd_varlen")
     flag, fast = "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE", "TL_ENABLE_FAST_MATH"
     assert len(tilelang.kernels) == 6, tilelang.kernels
     for kernel in tilelang.kernels:

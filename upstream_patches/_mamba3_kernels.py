@@ -1,0 +1,57 @@
+"""What the pages on mamba-ssm's MIMO kernels of Mamba-3 have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FOLDER = "mamba_ssm/ops/tilelang/mamba3"
+DISTRIBUTION = "mamba-ssm"
+
+
+def asked_of(sizes: Any) -> bool:
+    """Whether mixers of these sizes run the MIMO kernels."""
+    return sizes is not None and sizes.rank > 1
+
+
+def runs_mimo(args: Any) -> bool:
+    """Whether a run trains Mamba-3 mixers of a rank above 1."""
+    from cppmega.catalogue.megatron_args import variables
+    from cppmega.modules import mixer_sizes
+
+    return asked_of(mixer_sizes.mamba3(variables(args)))
+
+
+def wants_mimo(recipe: Any) -> bool:
+    """Whether a recipe has layers with such mixers."""
+    return "M" in recipe.layout.letters and asked_of(recipe.mamba3)
+
+
+def loaded(*files: str) -> Any:
+    """Import the modules of these kernels, without the packages that only a GPU has.
+
+    Args:
+        files: which of them, by what follows `mamba3_mimo_`.
+
+    Returns:
+        The stand-in of tilelang, and a list of the modules.
+    """
+    import importlib
+    import sys
+    from pathlib import Path
+
+    importlib.import_module("torch._dynamo")  # which the marks need, with the real triton
+
+    from cppmega.proof import stand_ins
+
+    # The `__init__` of these packages import compiled extensions, which need a GPU's driver.
+    tilelang = stand_ins.tilelang()
+    for name in ("triton", "triton.testing", "einops"):
+        stand_ins.module(name)
+    root = next(path for path in map(Path, sys.path) if (path / FOLDER).is_dir())
+    for package in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.tilelang", FOLDER):
+        name = package.replace("/", ".")
+        stand_ins.package(name, str(root / name.replace(".", "/")))
+    for name in ("mamba3_mimo_utils", "grouped_head_reduction"):  # Triton kernels
+        stand_ins.module(f"mamba_ssm.ops.triton.mamba3.{name}")
+    names = (f"{FOLDER.replace('/', '.')}.mamba3_mimo_{file}" for file in files)
+    return tilelang, [importlib.import_module(name) for name in names]
