@@ -113,9 +113,9 @@ def m2rnn(
     from cppmega.ops.m2rnn_autograd import Recurrence
 
     found: Tensor = Recurrence.apply(  # type: ignore[no-untyped-call]
-        _with_rows(q),
-        _with_rows(k),
-        _with_rows(v.flatten(-2)).view(v.shape),
+        with_rows(q),
+        with_rows(k),
+        with_rows(v.flatten(-2)).view(v.shape),
         transition.contiguous(),
         log_decay.contiguous(),
         None if bounds is None else bounds.int().contiguous(),
@@ -123,7 +123,7 @@ def m2rnn(
     return found
 
 
-def _with_rows(x: Tensor) -> Tensor:
+def with_rows(x: Tensor) -> Tensor:
     """`[s, b, D]` whose s * b rows are equally far apart, as those of a slice of columns are."""
     is_rows = x.stride(-1) == 1 and x.stride(0) == x.size(1) * x.stride(1)
     return x if is_rows else x.contiguous()

@@ -22,7 +22,7 @@ WARPS = 4
 
 def tile(size: int) -> int:
     """The extent in registers of a size; 16 is the least that a product takes."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def saved_states(v: Tensor, key_dim: int) -> Tensor:
@@ -79,7 +79,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     h = tl.zeros((TILE_K, TILE_V), tl.float32)
     for t in range(first, end):
         row = tl.cast(t, tl.int64) * b + sequence
-        if SAVE:
+        if SAVE:  # noqa: SIM102
             if (t > first) & ((t - first) % CHUNK == 0):
                 chunk = tl.cast(sequence, tl.int64) * ((s + CHUNK - 1) // CHUNK) + t // CHUNK
                 tl.store(states + (chunk * heads + head) * (K * V) + at_h, h, mask=has_h)
