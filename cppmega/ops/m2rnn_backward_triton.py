@@ -81,7 +81,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 of_q = tl.sum((f * h + u * z) * d_y[None, :], 1)
                 tl.store(d_q + at_k, of_q, mask=has_i)
                 d_h += q_t[:, None] * d_y[None, :]
-                of_decay = tl.sum(tl.sum(d_h * (h - z), 1), 0)
+                of_decay = tl.sum(d_h * (h - z))
                 tl.store(d_log_decay + row * heads + head, f * of_decay)
                 d_x = u * d_h * (1.0 - z * z)
                 tl.store(d_k + at_k, tl.sum(d_x * v_t[None, :], 1), mask=has_i)
@@ -132,5 +132,5 @@ def backward(
         d_q, d_k, d_v, d_weight, d_log_decay, s, b, q.stride(1), k.stride(1), v.stride(1), heads,
         documents, len(d_weight), K=k.size(-1), V=width, TILE_K=tile(k.size(-1)),
         TILE_V=tile(width), CHUNK=forwards.CHUNK, PACKED=bounds is not None,
-        num_warps=forwards.WARPS,
+        num_warps=forwards.WARPS, num_stages=1,  # more take more shared memory than sm_120 has
     )  # fmt: skip
