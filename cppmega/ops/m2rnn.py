@@ -1,0 +1,157 @@
+"""The recurrence of M2RNN: non-linear, with a matrix for a state, serial in time.
+
+`m2rnn_reference` defines it; the results are those, computed in fp32 and rounded once. They are the
+same to the bit in every run, gradients included.
+
+A sequence or document and a head have a program each, which goes through time with its state in
+registers. Memory for the backward, in bytes, with the constants of the kernels:
+
+- saved: `4 * K * V * heads * tokens / 64`, the states at every 64th step;
+- during the backward: `4 * K * V * heads * 64 * 16` at most for the states in between, and
+  `8 * K * heads * tokens` for the parts of each head in the gradients of q and k.
+
+On CPU the reference does it, except in Triton's interpreter. On a GPU there is no other path: what
+the kernels cannot do raises `m2rnn-no-kernel` with the sentence that `obstacle` returns. The tiles
+were chosen without a GPU, and none is tuned.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.ops import m2rnn_reference as reference
+from cppmega.ops.dsa_indexer_device import gpu_obstacle
+
+__all__ = ["document_bounds", "m2rnn", "obstacle"]
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_KEYS, MOST_VALUES = 128, 64
+"""The largest state whose tiles fit registers."""
+
+
+def obstacle(
+    device: torch.device, dtype: torch.dtype, key_dim: int = 1, value_dim: int = 1
+) -> str | None:
+    """Why the kernels cannot do heads of this size, as half a sentence; None if they can.
+
+    On CPU they run in Triton's interpreter only.
+    """
+    if dtype not in TYPES:
+        return f"the values are {dtype}"
+    if key_dim > MOST_KEYS or value_dim > MOST_VALUES:
+        return (
+            f"a state of {key_dim} x {value_dim} is larger than the {MOST_KEYS} x {MOST_VALUES} "
+            "that registers hold"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    import triton
+
+    if device.type != "cuda" and not (device.type == "cpu" and triton.knobs.runtime.interpret):
+        return f"the values are on {device.type}"
+    return gpu_obstacle(device)
+
+
+def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
+    """The bounds of documents that fill a packed sequence, from those that may end before it.
+
+    What is behind the last document is one more, which may be empty. Nothing waits for the GPU.
+
+    Args:
+        cu_seqlens: `[documents + 1]`, from 0, ascending, of any integer type.
+        length: of the sequence.
+
+    Returns:
+        int32 `[documents + 2]`, from 0 to the length.
+    """
+    return torch.nn.functional.pad(cu_seqlens.int(), (0, 1), value=length)
+
+
+def m2rnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transition: Tensor,
+    log_decay: Tensor,
+    bounds: Tensor | None = None,
+) -> Tensor:
+    """Compute `m2rnn_reference.m2rnn`.
+
+    Args:
+        q: `[s, b, K]`, of the type of v.
+        k: `[s, b, K]`, of the type of v.
+        v: `[s, b, heads, V]`, bf16, fp16 or fp32.
+        transition: `[heads, V, V]`, bf16, fp16 or fp32.
+        log_decay: `[s, b, heads]`, fp32, not above 0.
+        bounds: `[documents + 1]` as `document_bounds` returns them, for b of 1; None: each of the
+            b sequences is one document.
+
+    Returns:
+        `[s, b, heads, V]` in the type of v.
+
+    Raises:
+        CppmegaError: `m2rnn-no-kernel`.
+        ValueError: the shapes do not fit each other.
+    """
+    _check_shapes(q, k, v, transition, log_decay, bounds)
+    why = obstacle(v.device, v.dtype, k.size(-1), v.size(-1))
+    if why is not None and v.device.type == "cpu":
+        return reference.m2rnn(q, k, v, transition, log_decay, bounds)
+    if why is None:
+        why = _types_obstacle(q, k, v, transition, log_decay)
+    if why is not None:
+        raise CppmegaError(
+            "m2rnn-no-kernel",
+            f"No kernel of M2RNN can do this: {why}.",
+            "The recurrence in plain torch launches thousands of kernels for a sequence.",
+            "change what is named, or call cppmega.ops.m2rnn_reference",
+        )
+    from cppmega.ops.m2rnn_autograd import Recurrence
+
+    found: Tensor = Recurrence.apply(  # type: ignore[no-untyped-call]
+        with_rows(q),
+        with_rows(k),
+        with_rows(v.flatten(-2)).view(v.shape),
+        transition.contiguous(),
+        log_decay.contiguous(),
+        None if bounds is None else bounds.int().contiguous(),
+    )
+    return found
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """`[s, b, D]` whose s * b rows are equally far apart, as those of a slice of columns are."""
+    is_rows = x.stride(-1) == 1 and x.stride(0) == x.size(1) * x.stride(1)
+    return x if is_rows else x.contiguous()
+
+
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, transition: Tensor, log_decay: Tensor, bounds: Tensor | None
+) -> None:
+    if v.ndim != 4:
+        raise ValueError(f"values {tuple(v.shape)} are not [s, b, heads, V]")
+    s, b, heads, width = v.shape
+    if q.ndim != 3 or q.shape[:2] != (s, b) or k.shape != q.shape:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} for values {tuple(v.shape)}")
+    if transition.shape != (heads, width, width) or log_decay.shape != (s, b, heads):
+        raise ValueError(
+            f"transition {tuple(transition.shape)} and decay {tuple(log_decay.shape)} for values "
+            f"{tuple(v.shape)}"
+        )
+    if bounds is not None and (b != 1 or bounds.ndim != 1 or len(bounds) < 2):
+        raise ValueError(f"bounds {tuple(bounds.shape)} of documents for {b} sequences")
+
+
+def _types_obstacle(
+    q: Tensor, k: Tensor, v: Tensor, transition: Tensor, log_decay: Tensor
+) -> str | None:
+    """Why the kernels cannot read these types, as half a sentence; None if they can."""
+    if q.dtype != v.dtype or k.dtype != v.dtype:
+        return f"q is {q.dtype} and k {k.dtype}, but the values are {v.dtype}"
+    if transition.dtype not in TYPES:
+        return f"the transition is {transition.dtype}"
+    return None if log_decay.dtype == torch.float32 else f"the decay is {log_decay.dtype}, not fp32"

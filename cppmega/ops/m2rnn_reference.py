@@ -1,0 +1,60 @@
+"""The recurrence of M2RNN in plain torch, any device: the definition (arXiv 2603.14360).
+
+A head has a state of k rows and v columns. Its step is non-linear, so that nothing but time order
+computes it:
+
+    h[t] = f[t] * h[t - 1] + (1 - f[t]) * tanh(h[t - 1] @ W + outer(k[t], v[t]))
+    y[t] = q[t] @ h[t]
+
+All heads share one query and one key; each has its value, its transition W and its decay f. The
+decay is given as its logarithm, which is exact where f is so near to 1 that it would round to it.
+States begin at zero, in packed sequences at the beginning of every document.
+
+Everything is computed in fp32 and rounded once; in fp64 everything is fp64. Gradients come from
+autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cppmega.ops.dsa_indexer_reference import wide
+
+
+def m2rnn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transition: Tensor,
+    log_decay: Tensor,
+    bounds: Tensor | None = None,
+) -> Tensor:
+    """Compute the recurrence, step by step.
+
+    Args:
+        q: `[s, b, K]`.
+        k: `[s, b, K]`.
+        v: `[s, b, heads, V]`.
+        transition: `[heads, V, V]`, which states are multiplied by from the right.
+        log_decay: `[s, b, heads]`, not above 0; fp32 (fp64).
+        bounds: `[documents + 1]`, where documents begin and the last one ends, ascending; None:
+            each of the b sequences is one document.
+
+    Returns:
+        `[s, b, heads, V]` in the type of v.
+    """
+    s, b, heads, width = v.shape
+    begins = torch.zeros(s + 1, dtype=torch.bool, device=v.device)
+    if bounds is not None:
+        begins = begins.index_fill(0, bounds.long(), True)
+    decay, fresh = log_decay.exp()[..., None, None], -torch.expm1(log_decay)[..., None, None]
+    query, key, value, weight = wide(q), wide(k), wide(v), wide(transition)
+    state = value.new_zeros(b, heads, k.size(-1), width)
+    found = []
+    for t in range(s):
+        state = state.masked_fill(begins[t], 0)
+        outer = key[t, :, None, :, None] * value[t, :, :, None, :]
+        state = decay[t] * state + fresh[t] * torch.tanh(state @ weight + outer)
+        found.append(torch.einsum("bk,bhkv->bhv", query[t], state))
+    return torch.stack(found).to(v.dtype) if found else torch.empty_like(v)

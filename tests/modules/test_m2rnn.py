@@ -1,0 +1,171 @@
+"""The mixer of M2RNN in the installed megatron-core, on CPU."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+
+from tests.support import pristine, python
+
+PROGRAM = """
+from cppmega.proof import cpu_shims
+cpu_shims.init_distributed()
+import itertools, queue, tempfile
+from types import SimpleNamespace
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from cppmega.errors import CppmegaError
+from cppmega.modules.m2rnn import M2RNNMixer
+from cppmega.recipe import M2RNN, Recipe
+from cppmega.recipe import arithmetic
+
+filesystem_async._results_queue = queue.Queue()  # it would start a process
+
+
+def mixer(hidden=42, key=5, value=3, seed=1, groups=None, **more):
+    config = TransformerConfig(
+        num_layers=1, hidden_size=hidden, num_attention_heads=2, use_cpu_initialization=True, **more
+    )
+    config.m2rnn_key_dim, config.m2rnn_value_dim, config.m2rnn_conv = key, value, 4
+    torch.manual_seed(seed)
+    return M2RNNMixer(config, layer_number=1, pg_collection=groups)
+
+
+def packs(*bounds):
+    found = torch.tensor(bounds, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=found, cu_seqlens_kv=found)
+
+
+def refused(call, *given, **named):
+    try:
+        call(*given, **named)
+    except CppmegaError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def count():
+    sizes = SimpleNamespace(hidden_size=4096, m2rnn=M2RNN())
+    made = mixer(4096, M2RNN().key_dim, M2RNN().value_dim)
+    assert made.heads == 51
+    parameters = sum(p.numel() for p in made.parameters())
+    assert parameters == arithmetic._m2rnn(sizes) == 10_779_702, parameters
+
+
+def documents():
+    made = mixer().double()  # A_log and dt_bias with it: only 16-bit types are kept away
+    x = torch.randn(14, 1, 42, dtype=torch.float64)
+    bounds = (0, 1, 3, 9, 12)  # and what is behind the last
+    whole, bias = made(x, packed_seq_params=packs(*bounds))
+    assert bias is None
+    for start, end in itertools.pairwise((*bounds, 14)):
+        alone, _ = made(x[start:end])
+        torch.testing.assert_close(whole[start:end], alone, rtol=0, atol=1e-7)
+    joined, _ = made(x)
+    assert (whole[1:] - joined[1:]).abs().amax((1, 2)).min() > 1e-5, "the bound makes no difference"
+    both = torch.cat((x, x.flip(0)), 1)
+    torch.testing.assert_close(made(both)[0][:, :1], joined, rtol=0, atol=1e-7)
+
+
+def gradients():
+    made = mixer()
+    out, _ = made(torch.randn(9, 2, 42))
+    (out * torch.randn(out.shape)).sum().backward()
+    for name, p in made.named_parameters():
+        rows = p.grad.flatten(1) if p.ndim > 1 else p.grad[:, None]
+        assert torch.isfinite(rows).all() and (rows != 0).any(1).all(), name
+
+
+def first_values():
+    made = mixer(800)
+    decay, step = made.A_log.exp(), torch.nn.functional.softplus(made.dt_bias)
+    assert torch.isfinite(made.A_log).all() and 0 < decay.min() < 4 and 12 < decay.max() < 16.001
+    assert 0.99e-3 < step.min() < 4e-3 and 0.03 < step.max() < 0.101
+    assert torch.equal(made.transition, torch.eye(3).expand(100, 3, 3)) and (made.D == 1).all()
+
+
+def zero_is_never_drawn():
+    rand_like = torch.rand_like
+    torch.rand_like = torch.zeros_like
+    assert torch.isfinite(mixer().A_log).all()
+    torch.rand_like = rand_like
+
+
+def precision():
+    made = mixer(bf16=True, params_dtype=torch.bfloat16)
+    before = made.A_log.detach().clone()
+    wrapped = Float16Module(made.config, made)
+    kept = {n for n, p in made.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"A_log", "dt_bias"}, kept
+    wrapped.bfloat16()
+    assert torch.equal(made.A_log, before) and not torch.equal(before, before.bfloat16().float())
+    x = torch.randn(9, 1, 42).bfloat16()
+    out, _ = made(x)
+    exact, _ = made.float()(x.float())
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - exact).norm() < 2e-2 * exact.norm()
+
+
+def saved():
+    one, other = mixer(), mixer(seed=2)
+    x = torch.randn(9, 1, 42)
+    assert not torch.equal(one(x)[0], other(x)[0])
+    with tempfile.TemporaryDirectory() as folder:
+        dist_checkpointing.save(one.sharded_state_dict("mixer."), folder)
+        state = dist_checkpointing.load(other.sharded_state_dict("mixer."), folder)
+        other.load_state_dict({name.removeprefix("mixer."): v for name, v in state.items()})
+    assert torch.equal(one(x)[0], other(x)[0])
+
+
+def refusals():
+    two = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    assert "m2rnn-tensor-parallel" in refused(mixer, groups=two)
+    assert "context parallelism" in refused(mixer, context_parallel_size=2)
+    assert "less than a key" in refused(mixer, hidden=6)
+    made, x = mixer(), torch.randn(4, 2, 42)
+    assert "inference" in refused(made, x, inference_context=object())
+    assert "batch of 2" in refused(made, x, packed_seq_params=packs(0, 4))
+    made.config.fp8 = "hybrid"
+    assert "FP8" in refused(M2RNNMixer, made.config)
+
+
+import json, traceback
+results = {}
+for call in (
+    count, documents, gradients, first_values, zero_is_never_drawn, precision, saved, refusals
+):
+    try:
+        call()
+        results[call.__name__] = "passed"
+    except Exception:
+        results[call.__name__] = traceback.format_exc()
+print(json.dumps(results))
+"""
+"""One process for all, because importing megatron-core takes longer than they do."""
+
+
+@cache
+def results() -> dict[str, str]:
+    """What each function of the program came to."""
+    done = python(pristine("0.19.2"), PROGRAM)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("count", "documents", "gradients", "first_values", "zero_is_never_drawn"),
+        *("precision", "saved", "refusals"),
+    ],
+)
+def test_the_mixer(name: str) -> None:
+    assert results()[name] == "passed", results()[name]

@@ -1,0 +1,206 @@
+"""M2RNN and its convolution: plain torch against their definition, the kernels against plain."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+
+from cppmega.errors import CppmegaError  # noqa: E402
+from cppmega.ops import m2rnn as op  # noqa: E402
+from cppmega.ops import m2rnn_reference as reference  # noqa: E402
+from cppmega.ops.packed_conv import packed_conv  # noqa: E402
+from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
+from tests.ops.launch_counts import kernels_of, modules_of  # noqa: E402
+from tests.ops.m2rnn_checks import (  # noqa: E402
+    CONVOLUTION,
+    RECURRENCE,
+    Shape,
+    both_ways,
+    check,
+    check_parts,
+    check_repeats,
+    drawn,
+    drawn_conv,
+)
+
+FULL = torch.float64
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_a_step_mixes_the_state_and_its_candidate() -> None:
+    """Two steps of one head, written out."""
+    q, k, v, transition, log_decay = (x.to(FULL) for x in drawn(Shape(2, 1, 3, 2, 2), FULL))
+    found = reference.m2rnn(q, k, v, transition, log_decay)
+    state = torch.zeros(2, 2, dtype=FULL)
+    for t in range(2):
+        f = math.exp(log_decay[t, 0, 1])
+        before = [sum(state[i, n] * transition[1, n] for n in range(2)) for i in range(2)]
+        rows = [torch.tanh(before[i] + k[t, 0, i] * v[t, 0, 1]) for i in range(2)]
+        state = f * state + (1 - f) * torch.stack(rows)
+        expected = q[t, 0, 0] * state[0] + q[t, 0, 1] * state[1]
+        torch.testing.assert_close(found[t, 0, 1], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_convolution_is_torchs_within_each_document() -> None:
+    x, weight, bias = drawn_conv(9, 1, 6, 4, FULL)
+    bounds = torch.tensor([0, 1, 3, 3, 8, 9])
+    found = packed_conv(x, weight, bias, bounds)
+    for start, end in ((0, 1), (1, 3), (3, 8), (8, 9)):
+        rows = x[start:end].permute(1, 2, 0)
+        padded = torch.nn.functional.pad(rows, (3, 0))
+        plain = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=6)
+        expected = torch.nn.functional.silu(plain).permute(2, 0, 1)
+        torch.testing.assert_close(found[start:end], expected)
+
+
+def test_documents_have_the_gradients_that_they_have_alone() -> None:
+    bounds = torch.tensor([0, 1, 4, 9])
+    for call, given in (
+        (op.m2rnn, drawn(Shape(9, 1, 3, 4, 2), FULL)),
+        (packed_conv, drawn_conv(9, 1, 6, 4, FULL)),
+    ):
+        x = given[0].detach().requires_grad_()
+        out = call(x, *given[1:], bounds)
+        (gradient,) = torch.autograd.grad(out[4:].sum(), x)
+        assert not gradient[:4].any() and gradient[4].all()
+
+
+def test_the_gradient_is_that_of_numbers() -> None:
+    bounds = torch.tensor([0, 2, 5])
+    for call, given in (
+        (op.m2rnn, drawn(Shape(5, 1, 3, 2, 2), FULL)),
+        (packed_conv, drawn_conv(5, 1, 3, 3, FULL)),
+    ):
+        leaves = [x.to(FULL).detach().requires_grad_() for x in given]
+
+        def outputs(*x: Tensor, call: object = call) -> Tensor:
+            return call(*x, bounds)  # type: ignore[operator]
+
+        assert torch.autograd.gradcheck(outputs, leaves)
+
+
+def test_what_follows_the_last_document_is_one_more() -> None:
+    found = op.document_bounds(torch.tensor([0, 3, 7]), 9)
+    assert found.tolist() == [0, 3, 7, 9] and found.dtype == torch.int32
+
+
+def interpreted(program: str) -> None:
+    """Run a program where Triton interprets its kernels, with chunks of four steps."""
+    pytest.importorskip("triton")
+    text = (
+        "import tests.ops.interpreted\nfrom tests.ops.m2rnn_checks import *\n"
+        "from cppmega.ops import m2rnn_backward_triton, m2rnn_forward_triton\n"
+        "m2rnn_forward_triton.CHUNK, m2rnn_backward_triton.PROGRAMS = 4, 2\n"
+        f"torch.set_num_threads(1)\nhalf, full = torch.float16, torch.float32\n{program}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_recurrence_in_the_interpreter() -> None:
+    interpreted(
+        """
+check(RECURRENCE, drawn(Shape(1, 1, 3, 16, 16), full))
+check(RECURRENCE, drawn(Shape(3, 2, 3, 5, 3), full))
+check(RECURRENCE, drawn(Shape(17, 2, 3, 20, 16), half))
+packs = drawn(Shape(23, 1, 3, 20, 7), full)
+check(RECURRENCE, packs, (0, 1, 1, 4, 8, 17, 23))
+check_repeats(RECURRENCE, packs, (0, 1, 1, 4, 8, 17, 23))
+check_parts(packs, (0, 1, 4, 8, 17, 23))
+"""
+    )
+
+
+@pytest.mark.slow
+def test_the_convolution_in_the_interpreter() -> None:
+    interpreted(
+        """
+check(CONVOLUTION, drawn_conv(1, 1, 70, 4, full))
+check(CONVOLUTION, drawn_conv(35, 2, 70, 4, full))
+check(CONVOLUTION, drawn_conv(17, 1, 8, 2, half), (0, 17))
+packs = drawn_conv(70, 1, 70, 4, full)
+check(CONVOLUTION, packs, (0, 1, 1, 4, 21, 33, 70))
+check_repeats(CONVOLUTION, packs, (0, 1, 1, 4, 21, 33, 70))
+"""
+    )
+
+
+def test_what_has_no_kernel_is_said() -> None:
+    cuda = torch.device("cuda")
+    assert "torch.float64" in str(op.obstacle(cuda, FULL, 64, 16))
+    assert "larger than the 128 x 64" in str(op.obstacle(cuda, torch.bfloat16, 129, 16))
+    assert "larger than the 128 x 64" in str(op.obstacle(cuda, torch.bfloat16, 64, 65))
+    assert "on cpu" in str(op.obstacle(torch.device("cpu"), torch.bfloat16, 64, 16))
+    meta = [x.to("meta") for x in drawn(Shape(3, 1, 3, 4, 4), torch.bfloat16)]
+    with pytest.raises(CppmegaError, match=r"m2rnn-no-kernel.*on meta"):
+        op.m2rnn(*meta)
+    with pytest.raises(CppmegaError, match=r"packed-conv-no-kernel.*on meta"):
+        packed_conv(*(x.to("meta") for x in drawn_conv(3, 1, 8, 4, torch.bfloat16)))
+
+
+def test_shapes_and_types_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "obstacle", lambda *call: None)
+    q, k, v, transition, decay = drawn(Shape(3, 2, 3, 4, 4), torch.bfloat16)
+    with pytest.raises(ValueError, match="for values"):
+        op.m2rnn(q, k[..., :2], v, transition, decay)
+    with pytest.raises(ValueError, match="transition"):
+        op.m2rnn(q, k, v, transition[1:], decay)
+    with pytest.raises(ValueError, match="2 sequences"):
+        op.m2rnn(q, k, v, transition, decay, torch.tensor([0, 3]))
+    with pytest.raises(CppmegaError, match=r"decay is torch.bfloat16, not fp32"):
+        op.m2rnn(q, k, v, transition, decay.bfloat16())
+    with pytest.raises(CppmegaError, match=r"k torch.float32, but"):
+        op.m2rnn(q, k.float(), v, transition, decay)
+    x, weight, bias = drawn_conv(3, 2, 8, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match="bias"):
+        packed_conv(x, weight, bias[1:])
+    with pytest.raises(ValueError, match="2 sequences"):
+        packed_conv(x, weight, bias, torch.tensor([0, 3]))
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_and_fits_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    modules = [*modules_of("m2rnn"), *modules_of("packed_conv")]
+    found = record(monkeypatch, modules)
+    for name in ("cppmega.ops.m2rnn.obstacle", "cppmega.ops.packed_conv.obstacle"):
+        monkeypatch.setattr(name, lambda *call: None)
+    for dtype, keys, values in ((torch.bfloat16, 64, 16), (torch.float32, 128, 64)):
+        found.clear()
+        both_ways(op.m2rnn, drawn(Shape(64, 1, 51, keys, values), dtype), torch.tensor([0, 64]))
+        both_ways(packed_conv, drawn_conv(64, 1, 944, 4, dtype), None)
+        jitted = {name for module in modules for name in kernels_of(module) if "kernel" in name}
+        assert {kernel.__name__ for kernel, _ in found} == jitted
+        for kernel, given in found:
+            for arch in (80, 90, 100, 120) if values == 16 else (120,):
+                assert shared_memory(kernel, given, arch) <= LIMITS[arch] << 10
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_errors_on_cuda(dtype: torch.dtype) -> None:
+    for shape in (Shape(333, 3, 51, 64, 16), Shape(65, 2, 3, 128, 64), Shape(3, 1, 3, 5, 3)):
+        check(RECURRENCE, drawn(shape, dtype, "cuda"))
+    documents = (0, 1, 1, 4, 21, 150, 214, 333)
+    packs = drawn(Shape(333, 1, 51, 64, 16), dtype, "cuda")
+    check(RECURRENCE, packs, documents)
+    check_repeats(RECURRENCE, packs, documents)
+    check_parts(packs, (0, 1, 4, 21, 150, 214, 333))
+    conv = drawn_conv(333, 1, 944, 4, dtype, "cuda")
+    check(CONVOLUTION, conv, documents)
+    check_repeats(CONVOLUTION, conv, documents)
