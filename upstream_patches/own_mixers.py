@@ -7,11 +7,13 @@ What: With `CPPMEGA_MAMBA3`, which the trainer sets from the recipe's field `mam
     the model stay what they are. Which function of a token Mamba-3's A is (`softplus` as in
     mamba-ssm 2.3.2.post1, or `heavy_tail` as on its main branch) belongs to the sizes, and a
     checkpoint of the other is refused. Context parallelism, FSDP, MuP, CUDA graphs of the mixers
-    and inference are refused by name. Megatron's own count of floating-point operations takes `M`
-    for Mamba-2 and leaves `R` out; the recipe's counts both as built.
-Why: NAM56R is built from both, and no release of Megatron has either. Their tiny fp32 parameters
-    (dt, D, the biases of keys and queries, the factors of ranks) stay fp32, which
-    `float16_keep_fp32` lets the optimizers save.
+    and inference are refused by name; so are tensor parallelism and FP8 with M2RNN, whose heads
+    share one query and one key. Megatron's own count of floating-point operations takes `M` for
+    Mamba-2 and leaves `R` out; the recipe's counts both as built.
+Why: NAM56R is built from both, and no release of Megatron has either. The authors' convolution of
+    M2RNN mixes the documents of a pack, and a drawn zero made the logarithm of its decay infinite.
+    Small parameters (dt, D, biases of keys and queries, factors of ranks, the decay) stay fp32,
+    which `float16_keep_fp32` lets the optimizers save.
 Upstream: Not sent: Megatron takes mixers that a released package of kernels has, and mamba-ssm's
     release needs pages of its own to run this one.
 Remove: when Megatron has both mixers, with the same parameters.

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cppmega.errors import CppmegaError
 from cppmega.modules import mixer_sizes
+from cppmega.modules.m2rnn import M2RNNMixer
 from cppmega.modules.mamba3 import Mamba3Mixer
 
 
@@ -32,12 +33,15 @@ def layer_spec(stock: Any, letter: str) -> Any:
     if letter == "M":
         sizes = mixer_sizes.mamba3()
         return stock if sizes is None else _around(Mamba3Mixer, sizes, stock)
-    raise CppmegaError(
-        "mixer-without-sizes",
-        f"The pattern has a layer {letter}, and no sizes of its mixer are stated.",
-        "The model would have another layer in its place, or none.",
-        "train from a recipe with the field m2rnn",
-    )
+    matrix = mixer_sizes.m2rnn()
+    if matrix is None:
+        raise CppmegaError(
+            "mixer-without-sizes",
+            f"The pattern has a layer {letter}, and no sizes of its mixer are stated.",
+            "The model would have another layer in its place, or none.",
+            "train from a recipe with the field m2rnn",
+        )
+    return _around(M2RNNMixer, matrix, stock)
 
 
 def _around(mixer: type, sizes: Any, stock: Any) -> ModuleSpec:

@@ -62,6 +62,10 @@ class M2RNN:
     value_dim: Positive = 16
     conv: Positive = 4
 
+    def heads(self, hidden: int) -> int:
+        """Heads of values in a model of that width."""
+        return hidden // (self.key_dim + self.value_dim)
+
 
 def mamba3(environ: Mapping[str, str] = os.environ) -> Mamba3 | None:
     """The Mamba-3 mixers of the model that is being built; None: `M` is Megatron's Mamba-2.
@@ -97,6 +101,8 @@ def obstacles(args: Any, environ: Mapping[str, str] = os.environ) -> Iterator[Cp
     yield from _general(args)
     if mamba is not None:
         yield from _of_mamba3(mamba, args)
+    if matrix is not None:
+        yield from _of_m2rnn(matrix, args)
 
 
 def _general(args: Any) -> Iterator[CppmegaError]:
@@ -137,6 +143,30 @@ def _of_mamba3(sizes: Mamba3, args: Any) -> Iterator[CppmegaError]:
             f"{sizes.groups} groups of Mamba-3 on {ranks} tensor-parallel ranks.",
             "A rank holds whole groups, with the heads that they serve.",
             "a tensor_model_parallel_size that divides the groups",
+        )
+
+
+def _of_m2rnn(sizes: M2RNN, args: Any) -> Iterator[CppmegaError]:
+    hidden: int | None = getattr(args, "hidden_size", None)
+    if hidden is not None and sizes.heads(hidden) < 1:
+        yield CppmegaError(
+            "m2rnn-heads",
+            f"A width of {hidden} is less than a key of {sizes.key_dim} and a value of "
+            f"{sizes.value_dim}.",
+            "The mixer would have no head.",
+            "a smaller key_dim or value_dim in the recipe's field m2rnn",
+        )
+    for name in ("fp8", "fp4"):
+        if getattr(args, name, None):
+            yield _unsupported(f"--{name}-format", "M2RNN's projection is no multiple of 16 wide.")
+    ranks = getattr(args, "tensor_model_parallel_size", 1) or 1
+    if ranks > 1:
+        yield CppmegaError(
+            "m2rnn-tensor-parallel",
+            f"M2RNN layers on {ranks} tensor-parallel ranks.",
+            "All heads share a query and a key, and their number is seldom a multiple of the "
+            "ranks; nothing divides the layer, or repeats it on every rank.",
+            "tensor_model_parallel_size=1, or a pattern without R",
         )
 
 

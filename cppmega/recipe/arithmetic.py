@@ -203,7 +203,7 @@ def _mamba3(recipe: Recipe) -> int:
 def _m2rnn_widths(recipe: Recipe) -> tuple[int, int, int]:
     own = recipe.m2rnn
     assert own is not None
-    heads = recipe.hidden_size // (own.key_dim + own.value_dim)
+    heads = own.heads(recipe.hidden_size)
     return heads, heads * own.value_dim, 2 * own.key_dim + heads * own.value_dim
 
 

@@ -87,6 +87,24 @@ def test_what_the_mixers_do_not_go_with_is_named(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "name", "said"),
+    [
+        ({"hidden_size": 79}, "m2rnn-heads", "width of 79"),
+        ({"tensor_model_parallel_size": 2}, "m2rnn-tensor-parallel", "2 tensor-parallel"),
+        ({"fp8": "hybrid"}, "mixer-not-supported", "--fp8-format"),
+        ({"context_parallel_size": 2}, "mixer-not-supported", "context parallelism"),
+    ],
+)
+def test_what_m2rnn_does_not_go_with_is_named(
+    arguments: dict[str, object], name: str, said: str
+) -> None:
+    stated = {"CPPMEGA_M2RNN": stated_sizes.text(M2RNN)}
+    (found,) = sizes.obstacles(SimpleNamespace(**arguments), stated)
+    assert found.name == name and said in found.what
+    assert not [*sizes.obstacles(SimpleNamespace(hidden_size=80), stated)]
+
+
+@pytest.mark.parametrize(
     ("saved", "environ", "said"),
     [
         ("decay_softplus", STATED, None),

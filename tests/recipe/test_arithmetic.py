@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cppmega.recipe import Mamba3, Recipe
+from cppmega.recipe import M2RNN, Mamba3, Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.recipe.memory import GIB, estimate
@@ -169,6 +169,7 @@ OF_STREAMS: dict[str, tuple[Recipe, bool]] = {
 
 MIXERS: dict[str, tuple[Recipe, bool]] = {
     "Mamba-3": (BASE.with_(pattern="MM-/M-", mamba3=Mamba3(head_dim=16, state_dim=32)), False),
+    "M2RNN": (BASE.with_(pattern="R-R/R-", m2rnn=M2RNN(5, 3, 3)), False),
     "Mamba-3 of rank 1, normed": (
         BASE.with_(pattern="M-", mamba3=Mamba3(3, 16, 32, 4, rank=1, out_norm=True)),
         False,

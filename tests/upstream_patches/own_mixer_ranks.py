@@ -26,10 +26,12 @@ from tests.upstream_patches.forked_ranks import on_ranks, refusal, without_dropo
 MAMBA3 = mixer_sizes.Mamba3(head_dim=8, state_dim=8, groups=2, rank=2, chunk=8, out_norm=True)
 SISO = replace(MAMBA3, rank=1, out_norm=False)
 STATED = {"CPPMEGA_MAMBA3": stated_sizes.text(MAMBA3)}
-LAYERS = ["M*", "M-"]
-"""By pipeline stage; an MTP depth has `M-`."""
+M2RNN = "CPPMEGA_M2RNN"
+WITH_M2RNN = {M2RNN: stated_sizes.text(mixer_sizes.M2RNN(key_dim=5, value_dim=3))}
+LAYERS = ["M*R", "M-"]
+"""By pipeline stage, with R where its sizes are stated; an MTP depth has `M-`."""
 HYBRID = Configuration(model="hybrid", mtp=1, optimizer="distributed")
-FP32 = ("dt_bias", "D", "B_bias", "C_bias", "rank_x", "rank_z", "rank_out")
+MAMBA3_FP32 = ("dt_bias", "D", "B_bias", "C_bias", "rank_x", "rank_z", "rank_out")
 
 
 def with_them(**changed: str) -> Any:
@@ -39,7 +41,8 @@ def with_them(**changed: str) -> Any:
 
 def of_mixers(setting: Configuration, work: Callable[..., Any], *given: Any) -> Any:
     """What `work(setting, *given)` returns for models with mixers in trunk and depths."""
-    with mock.patch.object(models, "LAYERS", LAYERS), mock.patch.object(models, "MTP", "M-"):
+    layers = LAYERS if M2RNN in os.environ else [stage.replace("R", "") for stage in LAYERS]
+    with mock.patch.object(models, "LAYERS", layers), mock.patch.object(models, "MTP", "M-"):
         return work(setting, *given)
 
 
@@ -69,19 +72,20 @@ def trained(
 
 def check_layouts_train_as_one_rank(folder: Path) -> None:
     """From the checkpoint of one rank, to which the checkpoint of each is equal."""
-    layouts = (
-        replace(HYBRID, tensor=2),
-        replace(HYBRID, tensor=2, sequence_parallel=True),
-        replace(HYBRID, pipeline=2),
-        replace(HYBRID, recompute="uniform"),
+    tensor = replace(HYBRID, tensor=2), replace(HYBRID, tensor=2, sequence_parallel=True)
+    others = replace(HYBRID, pipeline=2), replace(HYBRID, recompute="uniform")
+    runs = (
+        ({}, tensor),
+        ({"CPPMEGA_MAMBA3": stated_sizes.text(SISO)}, tensor),
+        (WITH_M2RNN, others),  # M2RNN refuses tensor parallelism
     )
-    for number, sizes in enumerate((MAMBA3, SISO)):
-        with with_them(CPPMEGA_MAMBA3=stated_sizes.text(sizes)):
+    for number, (changed, layouts) in enumerate(runs):
+        with with_them(**changed):
             saved = folder / f"one{number}"
             ((_, _, still),) = on_ranks(folder, HYBRID, _trained, range(1, 3), None, saved)
             assert not still, f"no gradient in the second step: {still}"
             one = on_ranks(folder, HYBRID, _trained, range(3, 5), saved)
-            for at, layout in enumerate(layouts[: None if sizes is MAMBA3 else 2]):
+            for at, layout in enumerate(layouts):
                 after = folder / f"after{number}{at}"
                 many = on_ranks(folder, layout, _trained, range(3, 5), saved, after)
                 _assert_same(one, many, layout.name)
@@ -113,15 +117,21 @@ def _assert_same(one: list[Any], many: list[Any], name: str) -> None:
 
 def check_small_parameters_stay_fp32_and_resume_to_the_bit(folder: Path) -> None:
     """Of a bf16 model, under the distributed optimizer on two replicas and without it."""
-    with with_them():
+    with with_them(**WITH_M2RNN):
         for setting in (replace(HYBRID, data=2), replace(HYBRID, optimizer="float16")):
             saved = folder / setting.optimizer
             saved.mkdir()
             for rows, types in on_ranks(folder, setting, _resumed, saved):
                 assert rows["continued"] == rows["resumed"], setting.name
                 kept = {name for name, dtype in types.items() if dtype == torch.float32}
-                wanted = {name for name in types if name.rpartition(".")[2] in FP32}
-                assert kept == wanted and len(kept) == 3 * len(FP32), kept ^ wanted
+                wanted = {name for name in types if _is_fp32(name, types)}
+                assert kept == wanted and len(kept) == 3 * len(MAMBA3_FP32) + 2, kept ^ wanted
+
+
+def _is_fp32(name: str, among: Any) -> bool:
+    mixer, _, own = name.rpartition(".")
+    of_mamba3 = f"{mixer}.B_bias" in among
+    return own in (MAMBA3_FP32 if of_mamba3 else ("A_log", "dt_bias"))
 
 
 def _resumed(setting: Configuration, folder: Path) -> Any:
@@ -133,8 +143,8 @@ def _resumed(setting: Configuration, folder: Path) -> Any:
 
 def check_documents_of_a_pack_do_not_see_each_other(folder: Path) -> None:
     """Their outputs change with their own tokens alone, by mixers of either rank."""
-    for sizes in (MAMBA3, SISO):
-        with with_them(CPPMEGA_MAMBA3=stated_sizes.text(sizes)):
+    for changed in (WITH_M2RNN, {"CPPMEGA_MAMBA3": stated_sizes.text(SISO)}):
+        with with_them(**changed):
             on_ranks(folder, replace(HYBRID, packing="packed", mtp=0), _apart)
 
 
@@ -167,6 +177,8 @@ def check_what_is_refused_when_a_model_is_built(folder: Path) -> None:
     plain = replace(HYBRID, mtp=0)
     odd = stated_sizes.text(replace(MAMBA3, groups=1))
     heads = stated_sizes.text(replace(MAMBA3, groups=3))
+    with with_them(**WITH_M2RNN):
+        assert set(on_ranks(folder, replace(plain, tensor=2), built)) == {"m2rnn-tensor-parallel"}
     with with_them(CPPMEGA_MAMBA3=odd):
         assert set(on_ranks(folder, replace(plain, tensor=2), built)) == {"mamba3-tensor-parallel"}
     with with_them(CPPMEGA_MAMBA3=heads):
