@@ -67,10 +67,10 @@ def test_documents_have_the_gradients_that_they_have_alone() -> None:
         (op.m2rnn, drawn(Shape(9, 1, 3, 4, 2), FULL)),
         (packed_conv, drawn_conv(9, 1, 6, 4, FULL)),
     ):
-        x = given[0].detach().requires_grad_()
-        out = call(x, *given[1:], bounds)
+        *before, x = (x.detach().requires_grad_() for x in given[: 3 if call is op.m2rnn else 1])
+        out = call(*before, x, *given[len(before) + 1 :], bounds)
         (gradient,) = torch.autograd.grad(out[4:].sum(), x)
-        assert not gradient[:4].any() and gradient[4].all()
+        assert not gradient[:4].any() and (gradient[4:] != 0).all()
 
 
 def test_the_gradient_is_that_of_numbers() -> None:
@@ -179,14 +179,21 @@ def test_every_kernel_compiles_and_fits_shared_memory(monkeypatch: pytest.Monkey
     found = record(monkeypatch, modules)
     for name in ("cppmega.ops.m2rnn.obstacle", "cppmega.ops.packed_conv.obstacle"):
         monkeypatch.setattr(name, lambda *call: None)
-    for dtype, keys, values in ((torch.bfloat16, 64, 16), (torch.float32, 128, 64)):
+    packed = torch.tensor([0, 64])
+    jitted = {name for module in modules for name in kernels_of(module) if "kernel" in name}
+    # Without packs, and for sizes of one, which Triton compiles in, kernels are others.
+    for shape, dtype, bounds, targets in (
+        (Shape(64, 1, 51, 64, 16), torch.bfloat16, packed, (100, 120)),  # 80 has more than 120
+        (Shape(64, 1, 51, 128, 64), torch.float32, packed, (120,)),
+        (Shape(64, 2, 51, 64, 16), torch.float16, None, (90,)),
+        (Shape(1, 1, 1, 16, 16), torch.bfloat16, None, (90,)),
+    ):
         found.clear()
-        both_ways(op.m2rnn, drawn(Shape(64, 1, 51, keys, values), dtype), torch.tensor([0, 64]))
-        both_ways(packed_conv, drawn_conv(64, 1, 944, 4, dtype), None)
-        jitted = {name for module in modules for name in kernels_of(module) if "kernel" in name}
+        both_ways(op.m2rnn, drawn(shape, dtype), bounds)
+        both_ways(packed_conv, drawn_conv(shape.s, shape.b, 944, 4, dtype), bounds)
         assert {kernel.__name__ for kernel, _ in found} == jitted
         for kernel, given in found:
-            for arch in (80, 90, 100, 120) if values == 16 else (120,):
+            for arch in targets:
                 assert shared_memory(kernel, given, arch) <= LIMITS[arch] << 10
 
 

@@ -1,0 +1,92 @@
+"""M2RNN's recurrence on one GPU: our kernels against the authors'.
+
+usage: python benchmarks/m2rnn.py [--xma ROOT] [--out benchmarks/results]
+
+ROOT holds a checkout of the authors' kernels, the package `xma`. Both run in this process on the
+same bf16 inputs, NAM56R's 51 heads of 64 x 16, 8 sequences of 4096 tokens. Before any time, ours is
+compared with fp64 by the checks of the tests. Theirs keeps states in bf16, so how far it is from
+ours is written down and does not stop the run. Times are medians of 10 with CUDA events. Writes
+m2rnn_DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from linear_cross_entropy import median
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cppmega.ops.m2rnn import m2rnn
+from tests.ops import m2rnn_checks as checks
+
+SHAPE = checks.Shape(s=4096, b=8, heads=51, k=64, v=16)
+
+Way = Callable[..., Tensor]
+
+
+def of_authors(root: Path) -> Way:
+    """Their recurrence, as ours is called; it takes the batch first, and the decay itself."""
+    sys.path.insert(0, str(root))
+    theirs = importlib.import_module("xma.layers").m2rnn
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, weight: Tensor, log_decay: Tensor, bounds: None
+    ) -> Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (q.unsqueeze(2), k.unsqueeze(2), v))
+        decay = log_decay.exp().to(v.dtype).transpose(0, 1)
+        out: Tensor = theirs(q, k, v, weight, decay)[0]
+        return out.transpose(0, 1)
+
+    return call
+
+
+def main() -> None:
+    """Check, measure and write."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--xma", type=Path, help="a checkout of the authors' kernels")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    small = checks.drawn(SHAPE._replace(s=333, b=2), torch.bfloat16, "cuda")
+    checks.check(checks.RECURRENCE, small)
+    ways: dict[str, Way] = {"ours": m2rnn}
+    if options.xma is not None:
+        ways["authors"] = of_authors(options.xma)
+    given = checks.drawn(SHAPE, torch.bfloat16, "cuda")
+    ours = checks.both_ways(m2rnn, given, None)
+    device = torch.cuda.get_device_name()
+    report: dict[str, object] = {
+        "date": date.today().isoformat(),
+        "GPU": device,
+        "torch": torch.__version__,
+        "triton": metadata.version("triton"),
+        "shape": SHAPE._asdict(),
+    }
+    for name, way in ways.items():
+        found = checks.both_ways(way, given, None)
+        apart = [
+            float((a.float() - b.float()).norm() / a.float().norm())
+            for a, b in zip(ours, found, strict=True)
+        ]
+        del found
+        with torch.no_grad():
+            forward = median(way, *given, None)
+        both = median(checks.both_ways, way, given, None)
+        report[name] = {"forward, ms": forward, "both, ms": both, "apart from ours": apart}
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report, indent=1) + "\n"
+    (options.out / f"m2rnn_{device.split()[-1].lower()}.json").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
