@@ -22,14 +22,16 @@ PLAIN = f"{FOLDER}/mamba3_mimo_bwd.py:mamba_mimo_bwd_combined"
 PACKED = f"{FOLDER}/mamba3_mimo_bwd_varlen.py:mamba_mimo_bwd_combined_varlen"
 SUMMED = """
 if 1 < G < H:
-    dq_tilelang = _cppmega_of_groups(dq_tilelang, G)
-    dk_tilelang = _cppmega_of_groups(dk_tilelang, G)
+    dq_tilelang, dq_bias_tilelang = _cppmega_of_groups(dq_tilelang, G)
+    dk_tilelang, dk_bias_tilelang = _cppmega_of_groups(dk_tilelang, G)
 """
 
 
 def _cppmega_of_groups(gradient, groups):
-    """Sum `[b, s, R, heads, n]` over the neighbouring heads that a group serves."""
-    return gradient.unflatten(3, (groups, -1)).sum(dim=4)
+    """Sum `[b, s, R, heads, n]` over the neighbouring heads of a group; and over tokens, for the
+    heads' biases, in the type of these parameters."""
+    of_biases = gradient.sum(dim=(0, 1), dtype=torch.float32)  # noqa: F821
+    return gradient.unflatten(3, (groups, -1)).sum(dim=4), of_biases.permute((1, 0, 2))
 
 
 def _summing(ends: str):  # type: ignore[no-untyped-def]
