@@ -119,7 +119,7 @@ def interpreted(program: str) -> None:
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True
+        [sys.executable, "-W", "error", "-c", text], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -132,6 +132,18 @@ check(Shape(67, 1, 2, 8), half)  # more than one program of tokens
 check(Shape(1, 1, 8, 8), full)
 check(Shape(2, 1, 2, 1032), bf16, slack=4.0)  # the interpreter truncates to bf16
 check(Shape(2, 1, 1, 8), full)
+"""
+    )
+
+
+def test_nothing_is_rounded_in_one_direction() -> None:
+    interpreted(
+        """
+from tests.ops.mhc_bias_checks import *
+with truncating():
+    for dtype in (bf16, full):
+        check_sums(Shape(256, 1, 2, 256), dtype)
+check_signs(Shape(40, 1, 4, 128), half)
 """
     )
 
@@ -200,8 +212,13 @@ def test_errors_on_cuda(shape: tuple[int, int, int, int], dtype: torch.dtype) ->
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_everything_else_on_cuda() -> None:
+    from tests.ops import mhc_bias_checks as biases
     from tests.ops import mhc_checks as checks
 
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        biases.check_sums(Shape(4096, 2, 4, 4096), dtype, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16):
+        biases.check_signs(Shape(400, 2, 4, 1024), dtype, device="cuda")
     for n in (2, 4, 8):
         for std in (1.0, 20.0, 60.0):
             checks.check_sinkhorn(n, 20, std, device="cuda")
