@@ -192,3 +192,21 @@ class FirstKernelAnswer(Struct, frozen=True, kw_only=True):
     """Largest absolute value; None where one is not finite."""
     missing: str = ""
     """Why the kernel cannot be imported; empty where it can."""
+
+
+class ConnectionsOrder(Order, frozen=True, kw_only=True):
+    """Ask whether the kernels of mHC can do the streams of a model."""
+
+    device: str
+    dtype: str
+    """As an attribute of torch: bfloat16."""
+    streams: int
+    width: int
+    """Of one stream."""
+
+
+class ConnectionsAnswer(Struct, frozen=True, kw_only=True):
+    """What stops the kernels."""
+
+    obstacle: str | None
+    """Half a sentence; None where they run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,8 +41,18 @@ NAMES = (
 )  # fmt: skip
 """Results, and gradients."""
 
-CANCELLED = 3e-5
-"""The gradient of a scale is one sum of many values of both signs, and may be small by chance."""
+SCALES = slice(4, 7)
+"""The gradients of one number each."""
+
+ORDERS = 8
+"""Orders of tokens and columns in which fp32 sums up the gradient of a scale.
+
+That gradient is one number, a sum of up to thousands of values of both signs, and the error that
+fp32 makes in one order is as good as drawn: of a site of 200 tokens, 2.9e-6, where the deviation
+over eight orders is 1.0e-4, so that 1.5 times the first is no bound. (Nor are the magnitudes of the
+terms: their sum allows a hundred times the error.) An error is one draw as well, and may have twice
+the slack of a deviation: 3 of them. What all terms have in common, `mhc_bias_checks` looks for.
+"""
 
 
 def drawn(shape: Shape, dtype: torch.dtype, *, device: str = "cpu", std: float = 1.0) -> Given:
@@ -116,6 +127,27 @@ def upstream_of(given: Given) -> list[Tensor]:
     return [strided(given.streams), strided(given.out)]
 
 
+def reordered(given: Given, upstream: list[Tensor], seed: int) -> tuple[Given, list[Tensor]]:
+    """The same site with its tokens and columns in another order; scales have equal gradients."""
+    streams, parameters, out, bias = given
+    s, _, n, c = streams.shape
+    made = torch.Generator().manual_seed(seed)
+    t, k = (torch.randperm(size, generator=made).to(streams.device) for size in (s, c))
+    phi = parameters.phi.view(-1, n, c)[:, :, k].reshape(-1, n * c)
+    moved = Given(streams[t][..., k], parameters._replace(phi=phi), out[t][..., k], bias[k])
+    return moved, [x[t][..., k] for x in upstream]
+
+
+def deviations(given: Given, upstream: list[Tensor], iterations: int, exact: Tensor) -> Tensor:
+    """Of the gradients of the three scales in fp32 over `ORDERS`, from the exact ones."""
+    low, upstream = cast(given, torch.float32), [x.float() for x in upstream]
+    errors = []
+    for seed in range(ORDERS):
+        found = both_ways(plain_site, *reordered(low, upstream, seed), iterations)
+        errors.append(torch.cat(found[SCALES]).double() - exact)
+    return torch.stack(errors).square().mean(0).sqrt()
+
+
 def check(
     shape: Shape,
     dtype: torch.dtype,
@@ -129,7 +161,7 @@ def check(
     """Results and gradients against fp64: errors of at most `slack` times those of fp32, rounded.
 
     A small part of the error of fp32 is chance where there are few values: 4e-7 of the norm are
-    allowed besides.
+    allowed besides. Of single numbers all of it is: see `ORDERS`.
     """
     given = drawn(shape, dtype, device=device, std=std)
     upstream = upstream_of(given)
@@ -137,14 +169,18 @@ def check(
         both_ways(plain_site, cast(given, kind), [x.to(kind) for x in upstream], iterations)
         for kind in (torch.float64, torch.float32)
     ]
+    floors = [
+        (low.to(like.dtype).double() - exact).norm()
+        for like, exact, low in zip((*upstream, *leaves_of(given)), *wide, strict=True)
+    ]
+    floors[SCALES] = 2 * deviations(given, upstream, iterations, torch.cat(wide[0][SCALES]))
     for call in calls:
         found = both_ways(call, given, upstream, iterations)
-        for name, mine, exact, low in zip(NAMES, found, *wide, strict=True):
+        for name, mine, exact, floor in zip(NAMES, found, wide[0], floors, strict=True):
             assert torch.isfinite(mine).all(), name
             error = (mine.double() - exact).norm()
-            floor = (low.to(mine.dtype).double() - exact).norm()
-            chance = 4e-7 * exact.norm() + CANCELLED * (mine.numel() == 1)
-            assert error <= slack * floor + chance, (call.__name__, name, shape, error, floor)
+            bound = slack * floor + 4e-7 * exact.norm()
+            assert error <= bound, (call.__name__, name, shape, error, floor)
 
 
 def check_sinkhorn(n: int, iterations: int, std: float, device: str = "cpu") -> None:
@@ -219,7 +255,11 @@ def check_compiled(device: str = "cpu") -> None:
     given = drawn(Shape(2, 1, 2, 16), torch.float32, device=device)
     upstream = upstream_of(given)
     compiled = torch.compile(fused_site, fullgraph=True, backend="aot_eager", dynamic=True)
-    ours = both_ways(compiled, given, upstream, 3)
+    with warnings.catch_warnings():
+        # Dynamo itself builds a bare Function to trace any `apply` (torch 2.11).
+        said = ".*torch.autograd.function.Function.* should not be instantiated"
+        warnings.filterwarnings("ignore", said, DeprecationWarning)
+        ours = both_ways(compiled, given, upstream, 3)
     plain = both_ways(fused_site, given, upstream, 3)
     for name, mine, want in zip(NAMES, ours, plain, strict=True):
         assert torch.equal(mine, want), name

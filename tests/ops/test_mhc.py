@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -109,44 +111,61 @@ def test_the_gradient_is_that_of_numbers() -> None:
     assert torch.autograd.gradcheck(site, leaves)
 
 
-def interpreted(program: str) -> None:
-    """Run a program where Triton interprets its kernels."""
-    pytest.importorskip("triton")
-    text = (
-        "import tests.ops.interpreted\nfrom tests.ops.mhc_checks import *\n"
-        f"import torch\ntorch.set_num_threads(1)\nbf16, half, full = torch.bfloat16, "
-        f"torch.float16, torch.float32\n{program}"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_sites_and_ops_in_the_interpreter() -> None:
-    interpreted(
-        """
+PROGRAMS = {
+    "sites and ops": """
 check(Shape(3, 1, 4, 24), full, calls=(fused_site, fused_ops))
 check(Shape(67, 1, 2, 8), half)  # more than one program of tokens
 check(Shape(1, 1, 8, 8), full)
 check(Shape(2, 1, 2, 1032), bf16, slack=4.0)  # the interpreter truncates to bf16
 check(Shape(2, 1, 1, 8), full)
-"""
-    )
-
-
-def test_sinkhorn_in_the_interpreter() -> None:
-    interpreted(
-        """
+""",
+    "no direction of rounding": """
+with truncating():
+    for dtype in (bf16, full):
+        check_sums(Shape(256, 1, 2, 256), dtype)
+check_signs(Shape(40, 1, 4, 128), half)
+""",
+    "sinkhorn": """
 for n, iterations, std in ((2, 6, 5.0), (8, 2, 60.0), (4, 6, 60.0)):
     check_sinkhorn(n, iterations, std)
+""",
+    "storage": "check_storage()",
+    "accumulation": "check_main_grad()",
+    "compilation": "check_compiled()",
+}
+
+
+@cache
+def interpreted() -> dict[str, str]:
+    """What stopped each program where Triton interprets its kernels; one process runs them all."""
+    text = f"""
+import json, traceback
+import tests.ops.interpreted
+import torch
+from tests.ops.mhc_bias_checks import *
+from tests.ops.mhc_checks import *
+torch.set_num_threads(1)
+bf16, half, full = torch.bfloat16, torch.float16, torch.float32
+stopped = {{}}
+for name, program in {PROGRAMS!r}.items():
+    try:
+        exec(program)
+    except Exception:
+        stopped[name] = traceback.format_exc()
+print(json.dumps(stopped))
 """
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text], env=environment, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_storage_accumulation_and_compilation_in_the_interpreter() -> None:
-    interpreted("check_storage()\ncheck_main_grad()\ncheck_compiled()")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_in_the_interpreter(name: str) -> None:
+    pytest.importorskip("triton")
+    assert name not in interpreted(), interpreted()[name][-3000:]
 
 
 def test_what_has_no_kernel_is_said_and_not_done_otherwise() -> None:
@@ -200,8 +219,13 @@ def test_errors_on_cuda(shape: tuple[int, int, int, int], dtype: torch.dtype) ->
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_everything_else_on_cuda() -> None:
+    from tests.ops import mhc_bias_checks as biases
     from tests.ops import mhc_checks as checks
 
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        biases.check_sums(Shape(4096, 2, 4, 4096), dtype, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16):
+        biases.check_signs(Shape(400, 2, 4, 1024), dtype, device="cuda")
     for n in (2, 4, 8):
         for std in (1.0, 20.0, 60.0):
             checks.check_sinkhorn(n, 20, std, device="cuda")

@@ -26,11 +26,13 @@ from cppmega.host.gpus import Gpu
 from cppmega.host.importable import folder_of
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.ask import ask
-from cppmega.preflight.checks import kernel_parity, limits, tilelang_first_kernel
+from cppmega.preflight.checks import kernel_parity, limits, mhc_kernels, tilelang_first_kernel
 from cppmega.preflight.checks.limits import Host
 from cppmega.preflight.context import Context, gpu_here
 from cppmega.preflight.devices import Devices
 from cppmega.preflight.messages import (
+    ConnectionsAnswer,
+    ConnectionsOrder,
     Device,
     DevicesAnswer,
     DevicesOrder,
@@ -42,6 +44,7 @@ from cppmega.preflight.messages import (
     SparseAttention,
 )
 from cppmega.preflight.workers import devices as devices_worker
+from cppmega.preflight.workers import mhc_kernels as mhc_worker
 from cppmega.preflight.workers import parity
 from tests.preflight.contexts import (
     FUSED,
@@ -50,6 +53,7 @@ from tests.preflight.contexts import (
     V32,
     holds,
     launch,
+    parsed,
     refuses,
     says_nothing,
 )
@@ -617,6 +621,63 @@ def test_where_the_first_kernel_is_compiled(
     refuses("tilelang_first_kernel", "tilelang-first-kernel", on(GB10, recipe=any_gpu))
     assert "no scan" in says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
     assert len(set(asked)) == 2, "each time without a cache"
+
+
+CONNECTED = {
+    **{"bf16": True, "fp16": False, "hidden_size": 64, "enable_mhc_connections": True},
+    **{"use_fused_mhc": True, "mhc_num_residual_streams": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared", "why"),
+    [
+        ({}, 99, ""),
+        ({"hidden_size": 60}, 99, "width of 60"),
+        ({"mhc_num_residual_streams": 3}, 99, "3 streams"),
+        ({}, 64, "sm_75 gives a block 64 KiB"),
+    ],
+)
+def test_connections_that_their_kernels_decline(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], shared: int, why: str
+) -> None:
+    pytest.importorskip("triton")
+    from cppmega.ops import dsa_indexer_device
+
+    asked: list[ConnectionsOrder] = []
+
+    def answer(worker: str, order: Any, kind: Any, environ: Any) -> Any:
+        asked.append(order)
+        return mhc_worker.inspect(order)
+
+    kind = dsa_indexer_device.Gpu((9, 0) if shared == 99 else (7, 5), shared << 10)
+    monkeypatch.setattr(dsa_indexer_device, "gpu_of", lambda device: kind)
+    monkeypatch.setattr(mhc_kernels, "ask", answer)
+    context = on(H200)
+    context.__dict__["process"] = parsed({**CONNECTED, **changes})
+    if not why:
+        assert holds("mhc_kernels", context) == "4 streams of 64"
+        assert (asked[0].device, asked[0].dtype) == ("cuda", "bfloat16")
+    else:
+        assert why in refuses("mhc_kernels", "mhc-kernels-decline", context).what
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({"enable_mhc_connections": False}, H200), ({"use_fused_mhc": False}, H200), ({}, None)],
+)
+def test_connections_that_are_not_fused(changes: dict[str, Any], found: Device | None) -> None:
+    context = on(*([found] if found else []))
+    context.__dict__["process"] = parsed({**CONNECTED, **changes})
+    says_nothing("mhc_kernels", context)
+
+
+def test_the_kernels_are_asked_in_a_process() -> None:
+    pytest.importorskip("triton")
+    order = ConnectionsOrder(device="cpu", dtype="bfloat16", streams=4, width=64)
+    worker = "cppmega.preflight.workers.mhc_kernels"
+    answer = ask(worker, order, ConnectionsAnswer, dict(os.environ))
+    assert answer.obstacle == "the streams are on cpu"
 
 
 @pytest.mark.gpu

@@ -20,6 +20,6 @@ ORDER: tuple[str, ...] = (
     *("line_parses", "ineffective_arguments", "nan_checks", "precision", "mock_data"),
     "line_data",
     *("trainer_limits", "dsa_backend", "cuda_graphs", "expert_overlap", "fp8_heads", "checkpoint"),
-    "page_limits",
+    *("mhc_kernels", "page_limits"),
 )
 """Cheap checks come first where prerequisites allow: a mistyped path must not wait for torch."""

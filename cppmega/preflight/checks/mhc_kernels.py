@@ -1,0 +1,53 @@
+"""The fused kernels of mHC, where a launch asks for them, can do its streams on this GPU.
+
+A run whose kernels cannot run stops when its model is built, on every rank. What stops it is known
+before: the number and the width of the streams, the GPU, and whether Triton is installed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.ask import ask
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import NotApplicable
+from cppmega.preflight.messages import ConnectionsAnswer, ConnectionsOrder
+
+AFTER: tuple[str, ...] = ("gpus", "line_parses")
+
+
+def check(context: Context) -> str:
+    """Ask the ops in a process of its own.
+
+    Raises:
+        CppmegaError: `mhc-kernels-decline`.
+        NotApplicable: the launch uses no fused kernels of mHC, or no GPU.
+    """
+    args = context.megatron_args
+    if not getattr(args, "enable_mhc_connections", False):
+        raise NotApplicable("the model has one residual stream")
+    if not getattr(args, "use_fused_mhc", False):
+        raise NotApplicable("the hyper-connections are not fused")
+    if not context.devices.found:
+        raise NotApplicable("torch finds no GPU, and no recipe asks for one")
+    streams, width = args.mhc_num_residual_streams, args.hidden_size
+    order = ConnectionsOrder(device="cuda", dtype=_dtype(args), streams=streams, width=width)
+    worker = "cppmega.preflight.workers.mhc_kernels"
+    why = ask(worker, order, ConnectionsAnswer, context.rank_environment).obstacle
+    if why is not None:
+        raise CppmegaError(
+            "mhc-kernels-decline",
+            f"--use-fused-mhc, but the kernels cannot do {streams} streams of {width}: {why}.",
+            "Every rank would stop when it builds the model.",
+            "--set use_fused_mhc=False (without a recipe, leave --use-fused-mhc out), or change "
+            "what is named",
+        )
+    return f"{streams} streams of {width}"
+
+
+def _dtype(args: Namespace) -> str:
+    """The type of the streams, which is the model's."""
+    if args.bf16:
+        return "bfloat16"
+    return "float16" if args.fp16 else "float32"
