@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import variables
+from cppmega.modules import mixer_sizes
+
 FOLDER = "mamba_ssm/ops/tilelang/mamba3"
 DISTRIBUTION = "mamba-ssm"
 
 
-def asked_of(sizes: Any) -> bool:
-    """Whether mixers of these sizes run the MIMO kernels."""
-    return sizes is not None and sizes.rank > 1
-
-
 def runs_mimo(args: Any) -> bool:
     """Whether a run trains Mamba-3 mixers of a rank above 1."""
-    from cppmega.catalogue.megatron_args import variables
-    from cppmega.modules import mixer_sizes
-
-    return asked_of(mixer_sizes.mamba3(variables(args)))
-
-
-def wants_mimo(recipe: Any) -> bool:
-    """Whether a recipe has layers with such mixers."""
-    return "M" in recipe.layout.letters and asked_of(recipe.mamba3)
+    sizes = mixer_sizes.mamba3(variables(args))
+    return sizes is not None and sizes.rank > 1
 
 
 def loaded(*files: str) -> Any:

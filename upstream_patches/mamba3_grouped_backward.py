@@ -16,7 +16,7 @@ from __future__ import annotations
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
-from ._mamba3_kernels import DISTRIBUTION, FOLDER, loaded, runs_mimo, wants_mimo
+from ._mamba3_kernels import DISTRIBUTION, FOLDER, loaded, runs_mimo
 
 PLAIN = f"{FOLDER}/mamba3_mimo_bwd.py:mamba_mimo_bwd_combined"
 PACKED = f"{FOLDER}/mamba3_mimo_bwd_varlen.py:mamba_mimo_bwd_combined_varlen"
@@ -66,7 +66,7 @@ PATCH = Patch(
     reached="backward",
     when=runs_mimo,
     feature=(PLAIN,),
-    wanted_by=wants_mimo,
+    wanted_by=lambda recipe: recipe.uses_mimo,
 )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from cppmega.edits import in_order, replacing
 from cppmega.page import Edit, Patch, Source
 
-from ._mamba3_kernels import DISTRIBUTION, FOLDER, loaded, runs_mimo, wants_mimo
+from ._mamba3_kernels import DISTRIBUTION, FOLDER, loaded, runs_mimo
 
 FORWARD = f"{FOLDER}/mamba3_mimo_fwd.py:mamba_mimo_forward"
 BACKWARD = f"{FOLDER}/mamba3_mimo_bwd.py:mamba_mimo_bwd_combined"
@@ -50,7 +50,7 @@ PATCH = Patch(
     reached="forward",
     when=runs_mimo,
     feature=(FORWARD,),
-    wanted_by=wants_mimo,
+    wanted_by=lambda recipe: recipe.uses_mimo,
     after=("mamba3_grouped_backward",),
 )
 

@@ -60,6 +60,9 @@ def obstacle(device: torch.device, inputs: Inputs, parameters: Parameters, chunk
     width = inputs.x.size(-1)
     if state & state - 1 or width & width - 1:
         return f"states of {state} x {width} are not powers of two"
+    if rank == 1 and inputs.x.size(2) % 4:
+        # https://github.com/state-spaces/mamba/issues/886: a misaligned address in the backward.
+        return f"{inputs.x.size(2)} heads of rank 1 are no multiple of 4"
     if rank > 1 and importlib.util.find_spec("tilelang") is None:
         return "tilelang is not installed"
     if rank > 1 and (rank * chunk > ROWS or chunk < 8):
@@ -96,7 +99,30 @@ def mixed(
     boundaries: Tensor | None,
     chunk: int,
 ) -> Tensor:
-    """Compute `mamba3_reference.mixed` of `[b, l, h, p]`; see there and `ops.mamba3.mixed`."""
+    """Compute `mamba3_reference.mixed` of `[b, l, h, p]`; see there and `ops.mamba3.mixed`.
+
+    A sequence is filled up to whole chunks, of which the kernels have no special cases, and whose
+    lengths are fewer kernels to compile; no token sees those after it.
+    """
+    length = inputs.x.size(1)
+    if boundaries is None and length % chunk:
+        more = chunk - length % chunk
+        inputs = Inputs(*(_lengthened(each, more) for each in inputs))
+    return _mixed(inputs, parameters, definition, boundaries, chunk)[:, :length]
+
+
+def _lengthened(x: Tensor, more: int) -> Tensor:
+    """`[b, l + more, ...]`, with zeros at the end."""
+    return torch.cat((x, x.new_zeros(x.size(0), more, *x.shape[2:])), 1)
+
+
+def _mixed(
+    inputs: Inputs,
+    parameters: Parameters,
+    definition: Definition,
+    boundaries: Tensor | None,
+    chunk: int,
+) -> Tensor:
     if parameters.rank_x is None:
         return _siso(inputs, parameters, definition, boundaries, chunk)
     if parameters.out_norm is None:

@@ -281,6 +281,11 @@ class Fields:
         return (*shares, *self.gates)
 
     @property
+    def uses_mimo(self) -> bool:
+        """Whether any layer runs mamba-ssm's MIMO kernels of Mamba-3, which are TileLang's."""
+        return "M" in self.layout.letters and self.mamba3 is not None and self.mamba3.rank > 1
+
+    @property
     def uses_tilelang(self) -> bool:
         """Whether DSA runs on TileLang's kernels."""
         return self.uses_dsa and self.dsa_kernel_backend == "tilelang"

@@ -46,6 +46,7 @@ from cppmega.preflight.messages import (
 from cppmega.preflight.workers import devices as devices_worker
 from cppmega.preflight.workers import mhc_kernels as mhc_worker
 from cppmega.preflight.workers import parity
+from cppmega.recipe import Mamba3
 from tests.preflight.contexts import (
     FUSED,
     SLICE,
@@ -271,6 +272,12 @@ def test_packages_and_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     here["environ"] = environ
     holds("packages", launch(SLICE, **here))
     assert "nvcc" in refuses("packages", "compiler-missing", launch(V32, **here)).what
+    mixers = SLICE.with_(pattern="D-EM", mamba3=Mamba3())
+    assert "mamba_ssm" in refuses("packages", "package-missing", launch(mixers, **here)).what
+    (tmp_path / "mamba_ssm.py").write_text("")
+    said = refuses("packages", "compiler-missing", launch(mixers, **here))
+    assert "nvcc" in said.what and "The first Mamba-3 layer" in said.why
+    holds("packages", launch(mixers.with_(mamba3=Mamba3(rank=1)), **here))
     logged = launch(SLICE, "--wandb-project", "x", **here)
     assert "WANDB_MODE" in refuses("packages", "wandb-not-logged-in", logged).next
     here["environ"] = {**environ, "WANDB_MODE": "offline"}

@@ -47,12 +47,14 @@ def _missing(
         )
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=path) or (Path(home) / "bin" / "nvcc").is_file()
-    if trains_here and recipe.uses_tilelang and not nvcc:
+    first = "DSA" if recipe.uses_tilelang else "Mamba-3" if recipe.uses_mimo else ""
+    if trains_here and first and not nvcc:
+        otherwise = ", or --set dsa_kernel_backend=none" if not recipe.uses_mimo else ""
         yield CppmegaError(
             "compiler-missing",
             "TileLang compiles with nvcc, and none is on PATH or in CUDA_HOME.",
-            "The first DSA layer would end the run.",
-            "install the CUDA toolkit and export CUDA_HOME, or --set dsa_kernel_backend=none",
+            f"The first {first} layer would end the run.",
+            f"install the CUDA toolkit and export CUDA_HOME{otherwise}",
         )
     if options.wandb_project and environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun"):
         home = environ.get("HOME", "")
