@@ -5,12 +5,15 @@
 # usage: scripts/gpu_bundle.sh OUT_DIR [REQUIREMENT | WHEEL]...
 #   scripts/gpu_bundle.sh .gpu                                      # cppmega's dependencies alone
 #   scripts/gpu_bundle.sh .gpu megatron-core==0.19.2 ./te.whl       # and these, without their dependencies
+# mamba-ssm is a source archive, which makes a wheel without a compiler:
+#   MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
+#     python -m pip wheel --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 # on the host
 #   mkdir -p SITE && tar -xJf site-cppmega.tar.xz -C SITE && export PYTHONPATH=SITE
 #
 # PYTHON is an interpreter with pip; TARGET is the Python version of the host (default 3.12).
 set -euo pipefail
-[ $# -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift

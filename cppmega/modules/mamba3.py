@@ -80,9 +80,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         self.heads, self.groups = heads // ranks, groups // ranks
         widths = (inner, inner, states, states, heads, heads, heads)
         self.widths = [width // ranks for width in widths]
-        options: dict[str, Any] = {
-            **{"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group},
-        }
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj,
             *(d_model, sum(widths)),
@@ -91,7 +89,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
             name=f"{name}.in_proj" if name is not None else None,
-            **options,
+            **common,
         )
         self.in_proj.weight.partition_sizes = self.widths
         self.out_proj = build_module(
@@ -102,7 +100,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
             skip_bias_add=True,
             tp_comm_buffer_name="fc2",
             name=f"{name}.out_proj" if name is not None else None,
-            **options,
+            **common,
         )
         self._add_parameters(heads, d_model)
 
@@ -134,10 +132,10 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         kept = ["dt_bias", "D", "B_bias", "C_bias"]
         if sizes.rank > 1:
             values = torch.ones(self.heads, sizes.rank, sizes.head_dim)
-            for name, value in (("x", values / sizes.rank), ("z", values), ("out", values)):
-                shared = value / sizes.rank if name == "out" else value
-                parameter(f"rank_{name}", shared)
-                kept.append(f"rank_{name}")
+            parameter("rank_x", values / sizes.rank)
+            parameter("rank_z", values)
+            parameter("rank_out", values / sizes.rank)
+            kept += ["rank_x", "rank_z", "rank_out"]
         for name in ("B_norm", "C_norm"):
             parameter(name, torch.ones(sizes.state_dim, dtype=config.params_dtype))
         if sizes.out_norm:
