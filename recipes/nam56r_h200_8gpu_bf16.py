@@ -18,7 +18,7 @@ def pattern() -> str:
 
 RECIPE = Recipe(
     name="nam56r_h200_8gpu_bf16",
-    purpose="NAM56R on 8 x H200",
+    purpose="NAM56R on 8 x H200, dense indexer loss",
     kind="hybrid",
     precision="bf16",
     gpus=8,

@@ -4,7 +4,7 @@ from cppmega.recipe.index import load
 
 RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     name="nam56r_h200_8gpu_fp8",
-    purpose="NAM56R on 8 x H200, FP8",
+    purpose="NAM56R on 8 x H200, FP8, dense indexer loss",
     precision="fp8",
     fp8_format="hybrid",
     fp8_recipe="tensorwise",

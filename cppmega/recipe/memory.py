@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import parameters
 from cppmega.recipe.dsa_widths import Widths, supported
+from cppmega.recipe.layer_pattern import OWN
 
 GIB = 2**30
 _CONTEXT = 2 * GIB
@@ -21,6 +22,10 @@ _CHUNK = GIB
 _UNFUSED_SCORES = 3
 """Full fp32 score tensors that unfused DSA keeps per layer: scores, softmax, and the mask or its
 product."""
+
+
+MAMBA_RECOMPUTE = ("CPPMEGA_MAMBA_RECOMPUTE", "1")
+"""The gate of the page mamba_layer_recompute, which keeps a layer's input alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,8 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
     if letter == "*":
         dim = recipe.kv_channels or hidden // recipe.num_attention_heads
         return stream + 2 * tokens * heads * dim * 4
+    if letter in OWN and MAMBA_RECOMPUTE in recipe.gates:
+        return stream
     if letter == "M":
         return stream + tokens * _kept_by_mamba3(recipe) // tensor
     # M2RNN: projections of about the inner width, and states at chunk borders.
