@@ -193,6 +193,7 @@ ON_GPU = {
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ON_GPU)
 def test_kernels_err_little_more_than_fp32_rounded_to_bf16(name: str) -> None:
     shape, bounds, dt = ON_GPU[name]
