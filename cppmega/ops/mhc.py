@@ -13,7 +13,8 @@ projections made by `write` for the site that follows would save n more in the f
 
 Memory besides results: fp32 parts of the projection, at most `PROGRAMS + tiles` tiles of tokens
 (`mhc_projection_triton`), and 8 times the size of phi in the backward. Sinkhorn needs none. The
-tiles fit sm_80, sm_90, sm_100 and sm_120; they were chosen without a GPU, and none is tuned.
+tiles fit sm_80, sm_90, sm_100 and sm_120; those of the slowest kernels were chosen on an H200
+(`benchmarks/results/mhc_designs.md`), the others without a GPU.
 
 Where a kernel cannot run there is no other path: every function raises `mhc-no-kernel`, with the
 sentence that `obstacle` returns. Callers that want plain torch call `mhc_reference`.
