@@ -4,8 +4,8 @@ What: The forward and the backward of Mamba-3's MIMO scan, where no documents ar
     TileLang for kernels of the given batch, length, heads and groups. Another batch or length is
     compiled anew, which takes minutes; the kernels of packed documents stay as they are, and serve
     all lengths.
-Why: mamba-ssm 2.3.2.post1 builds them for dynamic shapes, which upstream took back as a 70-fold
-    latency regression.
+Why: mamba-ssm 2.3.2.post1 builds them for dynamic shapes, which upstream took back as a
+    latency regression. Not measured here.
 Upstream: https://github.com/state-spaces/mamba/pull/968 (main, not released).
 Remove: with the first release after 2.3.2.post1 that has static shapes.
 Numerics: reorders sums at most: the same program is compiled with constants for its sizes. Not

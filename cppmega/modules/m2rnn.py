@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from cppmega.modules import mixer_sizes
 from cppmega.modules.kept_fp32 import keep_fp32
-from cppmega.modules.mixer_calls import boundaries, refuse_inference
+from cppmega.modules.mixer_calls import boundaries, projections, refuse_inference
 from cppmega.ops.m2rnn import document_bounds, m2rnn
 from cppmega.ops.packed_conv import packed_conv
 
@@ -80,18 +79,8 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         made: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
         fp32 = made | {"dtype": torch.float32}
-        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            d_model,
-            self.convolved + self.heads + self.width,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            name=f"{name}.in_proj" if name is not None else None,
-            **common,
-        )
+        outer = (d_model, self.convolved + self.heads + self.width, self.width)
+        self.in_proj, self.out_proj = projections(config, submodules, outer, self.tp_group, name)
         self.conv1d = torch.nn.Conv1d(
             self.convolved, self.convolved, sizes.conv, groups=self.convolved, **made
         )
@@ -101,17 +90,6 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         self.transition = torch.nn.Parameter(torch.empty(square, **made))
         self.D = torch.nn.Parameter(torch.ones(self.width, **made))
         self.norm = torch.nn.RMSNorm(self.width, eps=config.layernorm_epsilon, **made)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self.width,
-            d_model,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            name=f"{name}.out_proj" if name is not None else None,
-            **common,
-        )
         if config.perform_initialization:
             self._initialize()
         keep_fp32(self, config, ("A_log", "dt_bias"))

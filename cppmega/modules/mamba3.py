@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
@@ -26,7 +25,7 @@ from torch.nn import functional
 
 from cppmega.modules import mixer_sizes
 from cppmega.modules.kept_fp32 import keep_fp32
-from cppmega.modules.mixer_calls import boundaries, refuse_inference
+from cppmega.modules.mixer_calls import boundaries, projections, refuse_inference
 from cppmega.ops import mamba3
 
 DT_RANGE = (1e-3, 1e-1)
@@ -80,28 +79,9 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         self.heads, self.groups = heads // ranks, groups // ranks
         widths = (inner, inner, states, states, heads, heads, heads)
         self.widths = [width // ranks for width in widths]
-        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            *(d_model, sum(widths)),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            name=f"{name}.in_proj" if name is not None else None,
-            **common,
-        )
+        outer = (d_model, sum(widths), inner)
+        self.in_proj, self.out_proj = projections(config, submodules, outer, self.tp_group, name)
         self.in_proj.weight.partition_sizes = self.widths
-        self.out_proj = build_module(
-            submodules.out_proj,
-            *(inner, d_model),
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            name=f"{name}.out_proj" if name is not None else None,
-            **common,
-        )
         self._add_parameters(heads, d_model)
 
     def _add_parameters(self, heads: int, d_model: int) -> None:

@@ -1,12 +1,50 @@
-"""What a mixer of cppmega's accepts when Megatron's layer calls it."""
+"""What mixers of cppmega's have in common: their projections, and what a layer may call with."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
+
+
+def projections(
+    config: Any, submodules: Any, widths: tuple[int, int, int], tp_group: Any, name: str | None
+) -> tuple[Any, Any]:
+    """The linear layers before and after a mixer, without biases.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        submodules: with `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
+        widths: of the model, of what is projected, and of what the mixer returns.
+        tp_group: of the tensor-parallel ranks that share both.
+        name: of the mixer, as Megatron passes it down.
+    """
+    model, projected, mixed = widths
+    common = {"config": config, "bias": False, "is_expert": False, "tp_group": tp_group}
+    before = build_module(
+        submodules.in_proj,
+        *(model, projected),
+        init_method=config.init_method,
+        gather_output=False,
+        skip_bias_add=False,
+        tp_comm_buffer_name="fc1",
+        name=f"{name}.in_proj" if name is not None else None,
+        **common,
+    )
+    after = build_module(
+        submodules.out_proj,
+        *(mixed, model),
+        init_method=config.output_layer_init_method,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        tp_comm_buffer_name="fc2",
+        name=f"{name}.out_proj" if name is not None else None,
+        **common,
+    )
+    return before, after
 
 
 def refuse_inference(*contexts: Any) -> None:
