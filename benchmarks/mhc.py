@@ -1,40 +1,42 @@
-"""Hyper-connections on one GPU: our ops and sites against dev's module and torch.compile.
+"""Hyper-connections on one GPU: our ops and sites against everybody else's.
 
-usage: python benchmarks/mhc.py --dev ROOT [--out benchmarks/results] [--only NAME]
+usage: python benchmarks/mhc.py [--dev ROOT] [--out benchmarks/results] [--only NAME]
 
-ROOT holds a checkout of Megatron's branch dev, whose module is measured with the kernels that it
-chooses on this GPU. All ways run in this process on the same inputs. Before any time, results and
-gradients of ours are compared with fp64 by the checks of the tests, and a way that differs from
-ours by more than the rounding of bf16 explains stops the run. Times are medians of 10 with CUDA
-events, of forward plus backward, the sum of the streams' gradients included. The least time is that
-of 45 streams `[s, b, C]` (n = 4) at the bandwidth that a copy reaches on this card. Writes
-mhc_DEVICE.json and .md.
+Besides ours it measures Megatron's branch dev, a checkout of which is at ROOT, with the kernels
+that it chooses on this GPU; and, at the first shape, Transformer Engine and Liger, if they are
+installed, and torch.compile of the reference (`benchmarks/mhc_rivals.py`). All ways run in this
+process on the same inputs; first calls compile and tune, and do not count. Results or gradients
+that differ from the reference by more than the rounding of bf16 explains stop the run. (Against
+fp64, `pytest -m gpu tests/ops/test_mhc.py` compares ours.)
+
+Times are medians of 10 with CUDA events while the GPU has work queued, so that the host is not in
+them: of a site forward plus backward, the sum of the streams' gradients included. The least time
+is that of what a site has to move (45 streams `[s, b, C]` if n is 4) at the bandwidth of a copy on
+this card. Writes mhc_DEVICE.json and .md, after every way what there is.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
-from linear_cross_entropy import median
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mhc_rivals import ITERATIONS, Inputs, Way, Ways, others, ours, own_ways, plain
+
 from cppmega.ops import mhc
 from tests.ops import mhc_checks as checks
-from tests.ops.mhc_checks import Given, Shape
+from tests.ops.mhc_checks import Shape
 
-ITERATIONS = 20
 CASES = {
     "s 8192, b 4, n 4, C 7168": Shape(8192, 4, 4, 7168),
     "s 4096, b 8, n 4, C 4096": Shape(4096, 8, 4, 4096),
@@ -42,129 +44,202 @@ CASES = {
     "s 4096, b 4, n 8, C 4096": Shape(4096, 4, 8, 4096),
 }
 TOLERANCE = 2e-2
-"""Relative L2 distance of two ways in bf16; dev rounds the weights to bf16 as well."""
+"""Relative L2 distance of two ways in bf16; others round the weights to bf16 as well."""
 
-Way = Callable[[Given, int], tuple[Tensor, Tensor]]
+NAMES = (*checks.NAMES[:9],)
+
+PUBLISHED = {
+    "sinkhorn": (0.065, 0.133),
+    "aggregate": (0.349, 0.661),
+    "update": (0.684, 2.549),
+    "weights": (0.426, 1.541),
+}
+"""Forward and backward of upstream's fused kernels by its own account, on Blackwell; its `weights`
+is the projection alone."""
+
+
+def median(work: Callable[[], object]) -> float:
+    """Median milliseconds of 10 calls, after 2 that do not count, on a GPU that never waits."""
+    times = []
+    for _ in range(12):
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        torch.cuda._sleep(20_000_000)  # about 10 ms, in which the host launches all of it
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return statistics.median(times[2:])
 
 
 def bandwidth() -> float:
     """Bytes per millisecond that a copy reads and writes."""
     source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * source.numel() / median(target.copy_, source)
+    return 2 * source.numel() / median(lambda: target.copy_(source))
 
 
-def least(shape: Shape) -> int:
-    """Bytes that a site with its backward has to move."""
-    s, b, n, c = shape
-    forward = n + (n + 1) + (2 * n + 1)
-    backward = (3 * n + 2) + (3 * n + 1)
-    return (forward + backward) * s * b * c * 2
+def unit(shape: Shape) -> int:
+    """Bytes of one stream in bf16."""
+    s, b, _, c = shape
+    return s * b * c * 2
 
 
-def large(shape: Shape) -> Given:
-    """Inputs of so many tokens, of which only some differ: drawing all of them takes minutes."""
+def units(n: int) -> dict[str, tuple[int, int]]:
+    """Streams that each op has to read and write, forward and backward."""
+    return {
+        "weights": (n, 2 * n),
+        "aggregate": (n + 1, 2 * n + 1),
+        "update": (2 * n + 1, 3 * n + 2),
+        "site": (4 * n + 2, 6 * n + 3),
+    }
+
+
+def large(shape: Shape) -> tuple[Inputs, Tensor]:
+    """Inputs of so many tokens, of which some differ: drawing all takes minutes. And a bias."""
     drawn = 64
     few = checks.drawn(shape._replace(s=drawn), torch.bfloat16, device="cuda")
     times = shape.s // drawn
     streams, out = few.streams.repeat(times, 1, 1, 1), few.out.repeat(times, 1, 1)
-    return few._replace(streams=streams, out=out)
+    return Inputs(streams, *few.parameters, out), few.bias
 
 
-def dev_site(root: Path, shape: Shape) -> Way:
-    """Dev's module, as it is configured for this GPU, with the parameters that it is given."""
-    sys.path.insert(0, str(root))
-    module = importlib.import_module("megatron.core.transformer.hyper_connection")
-    config = SimpleNamespace(
-        num_residual_streams=shape.n,
-        hidden_size=shape.c,
-        mhc_sinkhorn_iterations=ITERATIONS,
-        mhc_init_gating_factor=0.01,
-        use_fused_mhc=True,
-        sequence_parallel=False,
-    )
-    plain = lambda self, config: torch.nn.Module.__init__(self)  # noqa: E731
-    with mock.patch.object(module.MegatronModule, "__init__", plain):
-        layer = module.HyperConnectionModule(config, 1).cuda()
-
-    def site(given: Given, iterations: int) -> tuple[Tensor, Tensor]:
-        names = ("mapping_proj.weight", "alpha_pre", "alpha_post", "alpha_res", "bias")
-        values = dict(zip(names, given.parameters, strict=True))
-        streams = given.streams.flatten(-2)
-        seen, h_res, h_post, kept = torch.func.functional_call(layer, values, (streams,))
-        new = layer.fused_h_res_h_post_bda(
-            h_res, kept, h_post, (given.out, given.bias), 0.0, True, True
-        )
-        return new.view_as(given.streams), seen
-
-    return site
+def both_ways(
+    way: Way, leaves: tuple[Tensor, ...], upstream: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and gradients in its own layout."""
+    leaves = tuple(x.detach().requires_grad_() for x in leaves)
+    found = way.call(*leaves)
+    return [x.detach() for x in found], list(torch.autograd.grad(found, leaves, upstream))
 
 
-def ways_of(shape: Shape, dev: Path | None) -> dict[str, Way]:
-    """What does a site, ours first."""
-    ways: dict[str, Way] = {
-        "ours": checks.fused_site,
-        "ours, single ops": checks.fused_ops,
-        "torch.compile": torch.compile(checks.plain_site),
-    }
-    if dev is not None:
-        ways["dev"] = dev_site(dev, shape)
-    return ways
+def measure(shape: Shape, ways: Ways, times: dict[str, float], save: Callable[[], None]) -> None:
+    """Put the milliseconds of each way into `times`; SystemExit if one is another function.
 
-
-def measure(shape: Shape, dev: Path | None) -> dict[str, float]:
-    """Milliseconds of each way; SystemExit if one is another function."""
-    given = large(shape)
+    Somebody else's way that raises an error is left out, and the error is printed.
+    """
+    given, of_out = large(shape)
     upstream = [torch.randn_like(given.streams), torch.randn_like(given.out)]
-    times: dict[str, float] = {}
-    ours: list[Tensor] = []
-    for name, way in ways_of(shape, dev).items():
-        found = checks.both_ways(way, given, upstream, ITERATIONS)
-        ours = ours or found
-        for what, mine, theirs in zip(checks.NAMES, ours, found, strict=True):
-            distance = float((mine.float() - theirs.float()).norm() / mine.float().norm())
-            if distance > TOLERANCE and mine.numel() > 1:
+    exact = in_our_layout(Way(plain), given, upstream)
+    for name, make in ways.items():
+        try:
+            way = make()
+            found = in_our_layout(way, given, upstream)
+        except Exception as error:
+            if name.startswith("ours"):
+                raise
+            print(f"{name}: {error!r}"[:500], flush=True)
+            continue
+        for what, want, mine in zip(NAMES, exact, found, strict=True):
+            distance = float((want.float() - mine.float()).norm() / want.float().norm())
+            if distance > TOLERANCE and want.numel() > 1:
                 raise SystemExit(f"{name} differs in {what}: {distance:.2e}")
         del found
-        times[name] = median(checks.both_ways, way, given, upstream, ITERATIONS)
-    return times
+        leaves, turned = own_inputs(way, given, upstream)
+        times[name] = median(lambda w=way, x=leaves, u=turned: both_ways(w, x, u))
+        print(f"{name}: {times[name]:.3f} ms", flush=True)
+        save()
+    if "ours" in ways:
+        leaves = (*given, of_out)
+        times["ours, with a bias"] = median(lambda: both_ways(Way(biased), leaves, upstream))
 
 
-def measure_ops(shape: Shape) -> dict[str, float]:
-    """Milliseconds of each op of ours, forward plus backward."""
-    streams, parameters, out, _ = large(shape)
-    kept = [x.detach() for x in mhc.weights(streams, parameters, ITERATIONS)]
-    for leaf in (streams, *parameters, out, *kept):
+def own_inputs(
+    way: Way, given: Inputs, upstream: list[Tensor]
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Leaves and upstream gradients in a way's own layout."""
+    leaves = tuple(x.contiguous() for x in way.leaves(given))
+    return leaves, [way.turned(upstream[0]).contiguous(), upstream[1]]
+
+
+def in_our_layout(way: Way, given: Inputs, upstream: list[Tensor]) -> list[Tensor]:
+    """Results and gradients."""
+    (new, seen), gradients = both_ways(way, *own_inputs(way, given, upstream))
+    d_streams, *others, d_out = gradients
+    return [way.turned(new), seen, way.turned(d_streams), *way.parameters(others), d_out]
+
+
+def biased(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+    """Ours with a bias of the sub-layer's output."""
+    given = Inputs(*leaves[:-1])
+    seen, site = mhc.read(given.streams, given.parameters, ITERATIONS)
+    return mhc.write(site, given.out, leaves[-1]), seen
+
+
+def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
+    """Of each op of ours forward and backward: milliseconds, and its share of the bandwidth."""
+    given, _ = large(shape)
+    streams, out = given.streams, given.out
+    kept = [x.detach() for x in mhc.weights(streams, given.parameters, ITERATIONS)]
+    for leaf in (*given, *kept):
         leaf.requires_grad_()
     h_pre, h_post, h_res = kept
     logits = torch.randn_like(h_res, requires_grad=True)
-    calls: dict[str, Callable[[], Tensor]] = {
-        "sinkhorn": lambda: mhc.sinkhorn(logits, ITERATIONS),
-        "aggregate": lambda: mhc.aggregate(streams, h_pre),
-        "update": lambda: mhc.update(streams, h_res, h_post, out),
-        "weights": lambda: torch.cat(
-            [x.flatten() for x in mhc.weights(streams, parameters, ITERATIONS)]
-        ),
+    calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        "sinkhorn": lambda: (mhc.sinkhorn(logits, ITERATIONS),),
+        "weights": lambda: mhc.weights(streams, given.parameters, ITERATIONS),
+        "aggregate": lambda: (mhc.aggregate(streams, h_pre),),
+        "update": lambda: (mhc.update(streams, h_res, h_post, out),),
+        "site": lambda: ours(*given),
+    }
+    needed = {
+        "sinkhorn": [logits],
+        "weights": list(given[:6]),
+        "aggregate": [streams, h_pre],
+        "update": [streams, h_res, h_post, out],
+        "site": list(given),
     }
     found = {}
     for name, call in calls.items():
-        upstream = torch.randn_like(call())
-        found[f"{name}, forward"] = median(call)
-        found[f"{name}, both"] = median(lambda c=call, u=upstream: c().backward(u))
+        results = call()
+        upstream = [torch.randn_like(x) for x in results]
+        backward = lambda r=results, n=name, u=upstream: torch.autograd.grad(  # noqa: E731
+            r, needed[n], u, retain_graph=True
+        )
+        forward = median(call)
+        times = [forward, median(backward)]
+        least = [x * unit(shape) / speed for x in units(shape.n).get(name, ())]
+        found[name] = times + [a / b for a, b in zip(least, times, strict=False)]
     return found
 
 
-def table(title: str, rows: dict[str, dict[str, float]]) -> list[str]:
-    """Rows of milliseconds as markdown."""
-    names = list(next(iter(rows.values())))
+def site_table(sites: dict[str, dict[str, float]]) -> list[str]:
+    """Milliseconds, and the ratio to ours."""
+    names = list(dict.fromkeys(name for times in sites.values() for name in times))
+    lines = ["", "| forward + backward | " + " | ".join(sites) + " |"]
+    lines.append("|---" * (len(sites) + 1) + "|")
+    for name in names:
+        cells = [
+            f"{times[name]:.3f} ({times[name] / times['ours']:.2f})"
+            if name in times and "ours" in times
+            else ""
+            for times in sites.values()
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, "", "Milliseconds, and in parentheses how many times ours that is."]
+
+
+def op_table(ops: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Milliseconds forward / backward, and the share of the bandwidth."""
+    lines = ["", "| op | " + " | ".join(ops) + " | published for Blackwell |"]
+    lines.append("|---" * (len(ops) + 2) + "|")
+    for name in next(iter(ops.values())):
+        cells = []
+        for found in ops.values():
+            times, shares = found[name][:2], found[name][2:]
+            share = " (" + ", ".join(f"{x:.0%}" for x in shares) + ")" if shares else ""
+            cells.append(f"{times[0]:.3f} / {times[1]:.3f}{share}")
+        other = " / ".join(f"{x:.3f}" for x in PUBLISHED.get(name, ()))
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {other} |")
     return [
+        *lines,
         "",
-        f"| {title} | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
-        *(
-            f"| {what} | " + " | ".join(f"{times[n]:.3f}" for n in names) + " |"
-            for what, times in rows.items()
-        ),
+        "Milliseconds forward / backward, and in parentheses the share of a copy's bandwidth that",
+        "the least traffic of the op reaches. The last column is upstream's own account of its",
+        "fused kernels on another GPU, where `weights` is the projection alone.",
     ]
 
 
@@ -175,38 +250,52 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", default="", help="cases whose name begins so")
     options = parser.parse_args()
-    for n in (2, 4, 8):
-        checks.check(Shape(333, 2, n, 1000), torch.bfloat16, iterations=ITERATIONS, device="cuda")
-    speed = bandwidth()
-    sites, ops = {}, {}
-    for name, shape in CASES.items():
-        if name.startswith(options.only):
-            sites[name] = measure(shape, options.dev) | {"least": least(shape) / speed}
-            ops[name] = measure_ops(shape)
+    options.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
-    report = {
+    stem = options.out / ("mhc_" + device.split()[-1].lower())
+    speed = bandwidth()
+    report: dict[str, object] = {
         "date": date.today().isoformat(),
         "GPU": device,
         "torch": torch.__version__,
         "triton": metadata.version("triton"),
-        "bandwidth of a copy, TB/s": speed / 1e9,
+        **{name: _version(name) for name in ("transformer-engine", "liger-kernel")},
+        "bandwidth of a copy, TB/s": round(speed / 1e9, 2),
     }
-    lines = [
-        "# Hyper-connections, bf16, one site, forward plus backward, milliseconds",
-        "",
-        "Written by `benchmarks/mhc.py`, after a comparison of results and gradients.",
-        "",
-        *(f"- {name}: {value}" for name, value in report.items()),
-        *table("site", sites),
-        *table("op", ops),
-        "",
-    ]
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = "mhc_" + device.split()[-1].lower()
-    whole = json.dumps(report | {"sites": sites, "ops": ops}, indent=1)
-    (options.out / f"{stem}.json").write_text(whole + "\n")
-    (options.out / f"{stem}.md").write_text("\n".join(lines))
-    print("\n".join(lines))
+    sites: dict[str, dict[str, float]] = {}
+    ops: dict[str, dict[str, list[float]]] = {}
+
+    def save() -> None:
+        lines = [
+            "# Hyper-connections in bf16: a site and its ops",
+            "",
+            "Written by `benchmarks/mhc.py`, after a comparison of results and gradients.",
+            "",
+            *(f"- {what}: {value}" for what, value in report.items()),
+            *site_table(sites),
+            *op_table(ops),
+            "",
+        ]
+        whole = json.dumps(report | {"sites": sites, "ops": ops}, indent=1)
+        stem.with_suffix(".json").write_text(whole + "\n")
+        stem.with_suffix(".md").write_text("\n".join(lines))
+
+    cases = {name: shape for name, shape in CASES.items() if name.startswith(options.only)}
+    for name, shape in cases.items():
+        print(name, flush=True)
+        sites[name] = {"least": sum(units(shape.n)["site"]) * unit(shape) / speed}
+        ops[name] = measure_ops(shape, speed)
+        measure(shape, own_ways(shape, options.dev), sites[name], save)
+    name, shape = next(iter(cases.items()))
+    measure(shape, others(shape), sites[name], save)
+    print(stem.with_suffix(".md").read_text())
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 if __name__ == "__main__":

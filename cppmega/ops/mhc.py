@@ -4,7 +4,7 @@
 streams' gradient at a site, which is rounded once more. Everything is the same to the bit in every
 run: all sums over tokens and columns are in one order.
 
-A site launches 4 kernels forward and 6 backward, at any size. In units of one stream `[s, b, C]`
+A site launches 5 kernels forward and 7 backward, at any size. In units of one stream `[s, b, C]`
 with n = 4, single ops move 65 with the sum of the streams' gradients; a site moves 50: its backward
 begins the gradient in `write` and completes it in one pass in `read`, after another that reads
 streams and aggregate's gradient for that of `h_pre`. The latter, n + 1 units, is what remains above
@@ -12,9 +12,10 @@ the least, 45: the gradient of the projection depends on it, and begins with a c
 projections made by `write` for the site that follows would save n more in the forward.
 
 Memory besides results: fp32 parts of the projection, at most `PROGRAMS + tiles` tiles of tokens
-(`mhc_projection_triton`), and 8 times the size of phi in the backward. Sinkhorn needs none. The
-tiles fit sm_80, sm_90, sm_100 and sm_120; those of the slowest kernels were chosen on an H200
-(`benchmarks/results/mhc_designs.md`), the others without a GPU.
+(`mhc_projection_triton`); for bf16 once and a half the size of phi each way, and six bytes for each
+logit of a token in the backward; and 8 times the size of phi for its gradient. Sinkhorn needs none.
+The tiles fit sm_80, sm_90, sm_100 and sm_120, and are the fastest of those on an H200
+(`benchmarks/results/mhc_designs.md`).
 
 Where a kernel cannot run there is no other path: every function raises `mhc-no-kernel`, with the
 sentence that `obstacle` returns. Callers that want plain torch call `mhc_reference`.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cppmega.ops import mhc_aggregate_triton as aggregation
+from cppmega.ops import mhc_parts_triton as in_parts
 from cppmega.ops import mhc_projection_triton as projections
 from cppmega.ops import mhc_sinkhorn_triton as sinkhorns
 from cppmega.ops import mhc_streams_gradient_triton as streams_gradients
@@ -38,8 +39,8 @@ def _mapped(streams: Tensor, parameters: Parameters, iterations: int) -> tuple[T
     like: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
     phi, *rest = parameters
     width = projections.padded(n)
-    parts = torch.empty(projections.split(s * b, n, c)[0], s * b, width, **like)
-    projections.projection(_tokens(streams), phi, parts)
+    parts = torch.empty(projections.split(s * b, n, c, streams.dtype)[0], s * b, width, **like)
+    projections.projection(_tokens(streams), in_parts.factor(phi, streams.dtype), parts)
     values = torch.empty(s * b, width, **like)
     h_pre, h_post = torch.empty(s, b, n, **like), torch.empty(s, b, n, **like)
     h_res = torch.empty(s, b, n, n, **like)
@@ -75,24 +76,28 @@ class _Mapping:
             torch.zeros(size, **like) if given is None else given.contiguous().view(size)
             for given, size in zip(weights, sizes, strict=True)
         ]
-        d_values = torch.empty_like(self.values)
         phi, *rest = self.parameters
-        sums = torch.empty(mappings.programs(s * b), 2, len(phi), **like)
+        factor = in_parts.factor(phi, self.streams.dtype)
+        d_values = torch.empty_like(self.values)
+        shape = (3, *d_values.shape) if factor is not phi else (0,)
+        d_parts = torch.empty(shape, dtype=factor.dtype, device=phi.device)
+        sums = torch.empty(mappings.programs(s * b, n), 2, len(phi), **like)
         width = self.streams[0, 0].numel() if s * b else phi.size(1)
         mappings.weights_backward(
-            self.values, *rest, *of_weights, d_values, sums, width, self.iterations
+            self.values, *rest, *of_weights, d_values, d_parts, sums, width, self.iterations
         )
         d_rest = [torch.empty_like(each) for each in rest]
         mappings.parameters(sums, *d_rest, n)
         d_streams = torch.empty_like(self.streams) if begun is None else begun
-        count = streams_gradients.ranges(s * b)[0] if self.want_phi else 0
+        count = streams_gradients.ranges(s * b, n, self.streams.dtype)[0] if self.want_phi else 0
         parts = torch.empty(count, *phi.shape, **like)
         streams_gradients.streams_gradient(
             _tokens(self.streams),
-            phi,
+            factor,
             d_values,
+            d_parts,
             None if aggregated is None else self.h_pre.view(-1, n),
-            aggregated,
+            None if aggregated is None else aggregated.flatten(0, 1),
             _tokens(d_streams),
             parts,
             begun is not None,

@@ -6,6 +6,11 @@ first. The same programs sum up the gradient of phi: each has some columns of on
 of tokens, and phi's columns stay with it. What they found is added in one order, straight into
 Megatron's fp32 buffer if there is one. The workspace is `RANGES` times the size of phi at most.
 
+What is added to the product with phi is read as its accumulator is laid out: two columns to a
+thread. The copy engine (TMA; before Hopper Triton replaces it by plain copies) swizzles tiles in
+shared memory so that this is without bank conflicts, which make the whole pass 1.4 times as long
+(`benchmarks/results/mhc_designs.md`).
+
 `cppmega.ops.mhc_reference` has the plain forms, whose gradient this is.
 """
 
@@ -15,11 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cppmega.ops.mhc_projection_triton import padded, product
-
-TOKENS = 64
-"""Tokens of one step of a program."""
+from cppmega.ops.mhc_parts_triton import PART, product
+from cppmega.ops.mhc_projection_triton import padded
 
 RANGES = 8
 """Ranges into which the tokens are split at most."""
@@ -30,60 +34,77 @@ ELEMENTS = 1024
 WARPS = 4
 
 
-def _columns(n: int, dtype: torch.dtype) -> int:
-    """Columns of one program: less where the logits are many, or the streams wide.
+def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Tokens of one step of a program, its columns, and the steps that are under way.
 
-    Of bf16 at n of 4 the fastest on an H200 of 32 to 256 columns, 32 to 128 tokens and four or
-    eight warps; elsewhere what the shared memory of sm_120 takes.
+    The fastest on an H200 of those that fit in the 99 KiB of sm_120.
     """
+    bf16 = dtype == torch.bfloat16
     if n == 8:
-        return 32
-    return 64 if dtype == torch.float32 else 128
+        return 64 if bf16 else 32, 32, 2
+    return (64, 64, 3 if bf16 else 2) if n == 4 else (128 if bf16 else 64, 64, 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
-    streams, phi, d_values, h_pre, gradient, d_streams, parts, tokens, each, C: tl.constexpr,
-    N: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, BEGUN: tl.constexpr,
+    streams, phi, d_values, d_parts, h_pre, gradient, begun, d_streams, parts, tokens, each,
+    C: tl.constexpr, N: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, BEGUN: tl.constexpr,
     AGGREGATED: tl.constexpr, PHI: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    EXACT: tl.constexpr,
+    IN_PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # The streams of the same columns run beside each other: they share the aggregate's gradient.
     i = tl.program_id(0) % N
-    c = (tl.program_id(0) // N) * COLUMNS + tl.arange(0, COLUMNS)
+    near = (tl.program_id(0) // N) * COLUMNS
+    c = near + tl.arange(0, COLUMNS)
     inside = c < C
     v = tl.arange(0, PADDED)
-    of_phi = v.to(tl.int64)[:, None] * (N * C) + i * C + c[None, :]
-    known = (v < V)[:, None] & inside[None, :]
-    w = tl.load(phi + of_phi, mask=known, other=0.0)
-    d_phi = tl.zeros((PADDED, COLUMNS), tl.float32)
+    known, row = v < V, v * (N * C)
+    of_phi = phi + row[:, None] + (i * C + c)[None, :]
+    w = tl.load(of_phi, mask=known[:, None] & inside[None, :], other=0.0)
+    w_middle = w
+    if IN_PARTS:
+        w_middle = tl.load(of_phi + V * N * C, mask=known[:, None] & inside[None, :], other=0.0)
+    d_phi = tl.zeros((COLUMNS, PADDED), tl.float32)
+    size = tl.cast(tokens, tl.int64) * PADDED
     first = tl.program_id(1) * each
-    for begin in range(first, tl.minimum(first + each, tokens), TOKENS):
+    for begin in tl.range(first, tl.minimum(first + each, tokens), TOKENS, num_stages=STAGES):
         token = tl.cast(begin, tl.int64) + tl.arange(0, TOKENS)
         here = token < tokens
-        mask = here[:, None] & inside[None, :]
-        at = (token[:, None] * N + i) * C + c[None, :]
-        x = tl.load(streams + at, mask=mask, other=0.0)
-        d = tl.load(
-            d_values + token[:, None] * PADDED + v[None, :],
-            mask=here[:, None] & (v <= V)[None, :],
-            other=0.0,
-        )
+        # Beyond C are columns of the next stream, of which nothing is stored.
+        x = streams.load([begin, i * C + near])
         of_norm = tl.load(d_values + token * PADDED + V, mask=here, other=0.0)
         total = of_norm[:, None] * x.to(tl.float32)
         if BEGUN:
-            total += tl.load(d_streams + at, mask=mask, other=0.0).to(tl.float32)
+            total += begun.load([begin, i * C + near]).to(tl.float32)
         if AGGREGATED:
-            near = token[:, None] * C + c[None, :]
-            g = tl.load(gradient + near, mask=mask, other=0.0).to(tl.float32)
+            g = gradient.load([begin, near]).to(tl.float32)
             total += tl.load(h_pre + token * N + i, mask=here, other=0.0)[:, None] * g
-        total = product(d, w, total, "")  # TF32 alone would bias the rounding of bf16
+        each_d = token[:, None] * PADDED + v[None, :]
+        of_d = here[:, None] & known[None, :]
+        if IN_PARTS:
+            high = tl.load(d_parts + each_d, mask=of_d, other=0.0)
+            middle = tl.load(d_parts + size + each_d, mask=of_d, other=0.0)
+            low = tl.load(d_parts + 2 * size + each_d, mask=of_d, other=0.0)
+            # Two parts of both, without the product of the second ones: it is rounded to bf16.
+            total = tl.dot(high.to(PART), w.to(PART), total)
+            total = tl.dot(middle.to(PART), w.to(PART), total)
+            total = tl.dot(high.to(PART), w_middle.to(PART), total)
+            if PHI:
+                d_phi += product(tl.trans(x), high, middle, low)
+        else:
+            d = tl.load(d_values + each_d, mask=of_d, other=0.0)
+            # TF32 alone would bias the rounding.
+            total = tl.dot(d, w, total, input_precision="tf32x3")
+            if PHI:
+                turned = tl.trans(x.to(tl.float32))
+                d_phi = tl.dot(turned, d, d_phi, input_precision="tf32x3")
+        at = (token[:, None] * N + i) * C + c[None, :]
+        mask = here[:, None] & inside[None, :]
         tl.store(d_streams + at, total.to(d_streams.dtype.element_ty), mask=mask)
-        if PHI:
-            d_phi = product(tl.trans(d), x, d_phi, EXACT)
     if PHI:
         of_range = parts + tl.program_id(1).to(tl.int64) * (V * N * C)
-        tl.store(of_range + of_phi, d_phi, mask=known)
+        at = of_range + row[None, :] + (i * C + c)[:, None]
+        tl.store(at, d_phi, mask=inside[:, None] & known[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -100,9 +121,10 @@ def _phi_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + at, total, mask=here)
 
 
-def ranges(tokens: int) -> tuple[int, int]:
+def ranges(tokens: int, n: int, dtype: torch.dtype) -> tuple[int, int]:
     """Into how many ranges the tokens are split, and the tokens of each."""
-    each = max(1, triton.cdiv(tokens, TOKENS * RANGES)) * TOKENS
+    step = tile(n, dtype)[0]
+    each = max(1, triton.cdiv(tokens, step * RANGES)) * step
     return triton.cdiv(tokens, each), each
 
 
@@ -111,6 +133,7 @@ def streams_gradient(
     streams: Tensor,
     phi: Tensor,
     d_values: Tensor,
+    d_parts: Tensor,
     h_pre: Tensor | None,
     gradient: Tensor | None,
     d_streams: Tensor,
@@ -121,25 +144,35 @@ def streams_gradient(
 
     Args:
         streams: `[T, n, C]`.
-        phi: `[n * n + 2 * n, n * C]`, fp32.
+        phi: `[n * n + 2 * n, n * C]`, fp32, or its parts; see `mhc_parts_triton.factor`.
         d_values: `[T, padded(n)]`, of `mhc_weights_triton.weights_backward`.
+        d_parts: `[3, T, padded(n)]`, of the same, if phi is in parts.
         h_pre: `[T, n]`, fp32, and
         gradient: `[T, C]`, of the aggregate, both None if nothing was aggregated.
         d_streams: `[T, n, C]`; with `begun`, what it contains is a part of the gradient.
-        parts: `[ranges(T), n * n + 2 * n, n * C]`, fp32; without elements if it is not wanted.
+        parts: `[ranges(T, n, type), n * n + 2 * n, n * C]`, fp32; without elements if it is not
+            wanted.
     """
     tokens, n, c = streams.shape
     if tokens:
-        count, each = ranges(tokens)
-        step = _columns(n, streams.dtype)
-        bf16 = streams.dtype == torch.bfloat16
-        _streams_gradient_kernel[(triton.cdiv(c, step) * n, count)](
-            streams, phi, d_values, d_values if h_pre is None else h_pre,
-            streams if gradient is None else gradient, d_streams, parts, tokens, each,
-            C=c, N=n, V=len(phi), PADDED=padded(n), BEGUN=begun, AGGREGATED=gradient is not None,
-            PHI=parts.numel() > 0, TOKENS=TOKENS, COLUMNS=step, EXACT="right" if bf16 else "",
-            num_warps=WARPS, num_stages=2,
+        count, each = ranges(tokens, n, streams.dtype)
+        step, columns, stages = tile(n, streams.dtype)
+        shape = [step, columns]
+        seen = _tiles(streams, shape)
+        _streams_gradient_kernel[(triton.cdiv(c, columns) * n, count)](
+            seen, phi, d_values, d_parts, d_values if h_pre is None else h_pre,
+            seen if gradient is None else _tiles(gradient, shape),
+            _tiles(d_streams, shape) if begun else seen, d_streams, parts, tokens, each,
+            C=c, N=n, V=n * n + 2 * n, PADDED=padded(n), BEGUN=begun,
+            AGGREGATED=gradient is not None, PHI=parts.numel() > 0, TOKENS=step, COLUMNS=columns,
+            IN_PARTS=phi.ndim == 3, STAGES=stages, num_warps=WARPS,
         )  # fmt: skip
+
+
+def _tiles(x: Tensor, shape: list[int]) -> TensorDescriptor:
+    """Tokens and columns in tiles for the copy engine, which wants them aligned to 16 bytes."""
+    x = x.flatten(1)
+    return TensorDescriptor.from_tensor(x if x.data_ptr() % 16 == 0 else x.clone(), shape)
 
 
 @torch.library.custom_op("cppmega::mhc_phi_gradient", mutates_args=("out",))

@@ -25,13 +25,13 @@ TOKENS = 4096
 
 WARPS = 4
 
+STAGES = 3
+"""Steps of the backward and of the bias's gradient that are under way."""
 
-def _columns_backward(n: int) -> tuple[int, int]:
-    """Columns of one step of the backward, whose n * n + n sums stay in registers, and warps.
 
-    The fastest on an H200 of 128 to 1024 columns and one to eight warps, at n of 4 and 8.
-    """
-    return (256, 1) if n < 8 else (128, 2)
+def _tile_backward(n: int) -> tuple[int, int]:
+    """Columns of one step of the backward, whose n * n + n sums stay in registers, and warps."""
+    return (512, 2) if n < 8 else (64, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,6 +61,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 def _update_backward_kernel(  # type: ignore[no-untyped-def]
     streams, h_res, h_post, output, bias, gradient, d_streams, d_res, d_post, d_output,
     C: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     # Before the loop, whose stores could change them for all the compiler knows.
@@ -71,7 +72,7 @@ def _update_backward_kernel(  # type: ignore[no-untyped-def]
         post = post + (tl.load(h_post + token * N + j),)
     for _ in tl.static_range(N * N + N):
         sums = sums + (tl.zeros((COLUMNS,), tl.float32),)
-    for first in range(0, C, COLUMNS):
+    for first in tl.range(0, C, COLUMNS, num_stages=STAGES):
         c = first + tl.arange(0, COLUMNS)
         here = c < C
         added = tl.load(output + token * C + c, mask=here, other=0.0).to(tl.float32)
@@ -104,14 +105,15 @@ def _update_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gradient_kernel(  # type: ignore[no-untyped-def]
-    h_post, gradient, out, tokens, most, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr
-):
+    h_post, gradient, out, tokens, most, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
     """The sum over `most` tokens of the output's gradient, before it is rounded."""
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     here = c < C
     first = tl.program_id(1) * most
     total = tl.zeros((COLUMNS,), tl.float32)
-    for near in range(first, tl.minimum(first + most, tokens)):
+    for near in tl.range(first, tl.minimum(first + most, tokens), num_stages=STAGES):
         token = tl.cast(near, tl.int64)
         each = tl.zeros((COLUMNS,), tl.float32)
         for j in tl.static_range(N):
@@ -152,11 +154,11 @@ def update_backward(
     """The gradients of `update`, except the bias's, into tensors of their shapes."""
     tokens, n, c = streams.shape
     if tokens:
-        columns, warps = _columns_backward(n)
+        columns, warps = _tile_backward(n)
         _update_backward_kernel[(tokens,)](
             streams, h_res, h_post, output, output if bias is None else bias, gradient,
             d_streams, d_res, d_post, d_output,
-            C=c, N=n, BIAS=bias is not None, COLUMNS=columns, num_warps=warps,
+            C=c, N=n, BIAS=bias is not None, COLUMNS=columns, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
 
 
@@ -173,5 +175,5 @@ def bias_gradient(h_post: Tensor, gradient: Tensor, parts: Tensor) -> None:
     if tokens:
         _bias_gradient_kernel[(triton.cdiv(c, COLUMNS), len(parts))](
             h_post, gradient, parts, tokens, bias_parts(tokens)[1],
-            C=c, N=n, COLUMNS=COLUMNS, num_warps=WARPS,
+            C=c, N=n, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip

@@ -14,16 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.mhc_parts_triton import in_parts
 from cppmega.ops.mhc_projection_triton import padded
 from cppmega.ops.mhc_sinkhorn_triton import (
-    LANES,
     SINKHORN_EPS,
-    WARPS,
     doubly_stochastic,
     gradient_of_logits,
     places,
-    steps_kept,
+    tile,
 )
+
+ROWS = 64
+"""Programs whose sums are added up at a time."""
 
 EPS = SINKHORN_EPS  # the same in the norm and in `h_pre`
 
@@ -85,10 +87,19 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _store_parts(parts, at, x, mask, size):  # type: ignore[no-untyped-def]
+    """The three parts of bf16 of `x`, `size` elements apart."""
+    high, middle, low = in_parts(x)
+    tl.store(parts + at, high, mask=mask)
+    tl.store(parts + size + at, middle, mask=mask)
+    tl.store(parts + 2 * size + at, low, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _weights_backward_kernel(  # type: ignore[no-untyped-def]
-    values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values, sums, tokens,
-    iterations, ROOT: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr,
-    LANES: tl.constexpr,
+    values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values, d_parts, sums,
+    tokens, iterations, ROOT: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
+    IN_PARTS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     here = token < tokens
@@ -122,9 +133,18 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(own + V + N + column, tl.sum(p_post * r[None, :], 1))
     tl.store(own + V + 2 * N + square, tl.sum(p_res * r[None, None, :], 2))
     by_pre, by_post, by_res = tl.load(alpha_pre), tl.load(alpha_post), tl.load(alpha_res)
-    tl.store(d_values + of_pre, pre * r[None, :] * by_pre, mask=vector)
-    tl.store(d_values + of_pre + N, post * r[None, :] * by_post, mask=vector)
-    tl.store(d_values + of_res, res * r[None, None, :] * by_res, mask=matrix)
+    pre *= r[None, :] * by_pre
+    post *= r[None, :] * by_post
+    res *= r[None, None, :] * by_res
+    if IN_PARTS:
+        size = tl.cast(tokens, tl.int64) * PADDED
+        _store_parts(d_parts, of_pre, pre, vector, size)
+        _store_parts(d_parts, of_pre + N, post, vector, size)
+        _store_parts(d_parts, of_res, res, matrix, size)
+    else:
+        tl.store(d_values + of_pre, pre, mask=vector)
+        tl.store(d_values + of_pre + N, post, mask=vector)
+        tl.store(d_values + of_res, res, mask=matrix)
     # Of x itself: the norm's gradient is x over the norm, and nothing where there is no norm.
     dr = tl.sum(p_pre, 0) * by_pre + tl.sum(p_post, 0) * by_post
     dr += tl.sum(tl.sum(p_res, 0), 0) * by_res
@@ -136,26 +156,29 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _parameters_kernel(  # type: ignore[no-untyped-def]
-    sums, d_pre, d_post, d_res, d_bias, programs, N: tl.constexpr, PADDED: tl.constexpr
-):
+    sums, d_pre, d_post, d_res, d_bias, programs, N: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """The gradients of bias and scales from the sums of the programs."""
     V: tl.constexpr = N * N + 2 * N
     v = tl.arange(0, PADDED)
     bias = tl.zeros((PADDED,), tl.float32)
     scale = tl.zeros((PADDED,), tl.float32)
-    for program in range(programs):
-        at = sums + tl.cast(program, tl.int64) * (2 * V) + v
-        bias += tl.load(at, mask=v < V, other=0.0)
-        scale += tl.load(at + V, mask=v < V, other=0.0)
+    for first in range(0, programs, ROWS):
+        program = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+        at = sums + program[:, None] * (2 * V) + v[None, :]
+        here = (program < programs)[:, None] & (v < V)[None, :]
+        bias += tl.sum(tl.load(at, mask=here, other=0.0), 0)
+        scale += tl.sum(tl.load(at + V, mask=here, other=0.0), 0)
     tl.store(d_bias + v, bias, mask=v < V)
     tl.store(d_pre, tl.sum(tl.where(v < N, scale, 0.0), 0))
     tl.store(d_post, tl.sum(tl.where((v >= N) & (v < 2 * N), scale, 0.0), 0))
     tl.store(d_res, tl.sum(tl.where(v >= 2 * N, scale, 0.0), 0))
 
 
-def programs(tokens: int) -> int:
+def programs(tokens: int, n: int) -> int:
     """How many programs have a sum of their own."""
-    return -(-tokens // LANES)
+    return -(-tokens // tile(n).tokens)
 
 
 @torch.library.custom_op(
@@ -186,14 +209,17 @@ def weights(
     """
     tokens, n = h_pre.shape
     if tokens:
-        _weights_kernel[(programs(tokens),)](
+        lanes, warps, _ = tile(n)
+        _weights_kernel[(programs(tokens, n),)](
             parts, alpha_pre, alpha_post, alpha_res, bias, values, h_pre, h_post, h_res, tokens,
-            len(parts), iterations, ROOT=width**0.5, N=n, PADDED=padded(n), LANES=LANES,
-            num_warps=WARPS,
+            len(parts), iterations, ROOT=width**0.5, N=n, PADDED=padded(n), LANES=lanes,
+            num_warps=warps,
         )  # fmt: skip
 
 
-@torch.library.custom_op("cppmega::mhc_weights_backward", mutates_args=("d_values", "sums"))
+@torch.library.custom_op(
+    "cppmega::mhc_weights_backward", mutates_args=("d_values", "d_parts", "sums")
+)
 def weights_backward(
     values: Tensor,
     alpha_pre: Tensor,
@@ -204,6 +230,7 @@ def weights_backward(
     d_post: Tensor,
     d_res: Tensor,
     d_values: Tensor,
+    d_parts: Tensor,
     sums: Tensor,
     width: int,
     iterations: int,
@@ -216,14 +243,17 @@ def weights_backward(
         d_pre, d_post, d_res: gradients of the weights.
         d_values: `[T, padded(n)]`, becomes the gradient of the products, and beside it the factor
             of the streams in their own gradient.
-        sums: `[programs(T), 2, n * n + 2 * n]`, for `parameters`.
+        d_parts: `[3, T, padded(n)]`, bf16, receives the former instead, in parts; or without
+            elements.
+        sums: `[programs(T, n), 2, n * n + 2 * n]`, for `parameters`.
     """
     tokens, n = d_pre.shape
     if tokens:
-        _weights_backward_kernel[(programs(tokens),)](
-            values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values, sums,
-            tokens, iterations, ROOT=width**0.5, N=n, PADDED=padded(n), STEPS=steps_kept(n),
-            LANES=LANES, num_warps=WARPS,
+        lanes, warps, steps = tile(n)
+        _weights_backward_kernel[(programs(tokens, n),)](
+            values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values,
+            d_parts, sums, tokens, iterations, ROOT=width**0.5, N=n, PADDED=padded(n),
+            IN_PARTS=d_parts.numel() > 0, STEPS=steps, LANES=lanes, num_warps=warps,
         )  # fmt: skip
 
 
@@ -235,5 +265,5 @@ def parameters(
 ) -> None:
     """The gradients of the scales, `[1]`, and the bias, from the programs' sums."""
     _parameters_kernel[(1,)](
-        sums, d_pre, d_post, d_res, d_bias, len(sums), N=n, PADDED=padded(n), num_warps=4
+        sums, d_pre, d_post, d_res, d_bias, len(sums), N=n, PADDED=padded(n), ROWS=ROWS, num_warps=4
     )

@@ -55,16 +55,19 @@ def record(monkeypatch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> li
 def source_of(kernel: Any, given: dict[str, Any]) -> Any:
     """A kernel specialized for its arguments as Triton does it at a launch."""
     from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     signature: dict[str, str] = {}
     fixed: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
     for at, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value, is_tensor = given[name], isinstance(given[name], Tensor)
-        if parameter.is_constexpr or (not is_tensor and value == 1):
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[name], fixed[(at,)] = "constexpr", value
             continue
         other = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, TensorDescriptor):
+            other = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         signature[name] = TYPES[value.dtype] if is_tensor else other
         if is_tensor or (other == "i32" and value % 16 == 0):
             attributes[(at,)] = [["tt.divisibility", 16]]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cppmega.ops import mhc_parts_triton as in_parts
 from cppmega.ops import mhc_projection_triton as projections
 from cppmega.ops import mhc_streams_gradient_triton as streams_gradients
 from tests.ops.mhc_checks import (
@@ -76,15 +77,19 @@ def check_sums(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
     s, b, n, c = shape
     like: dict[str, Any] = {"dtype": torch.float32, "device": device}
     tokens, phi = given.streams.reshape(s * b, n, c), given.parameters.phi
-    parts = torch.empty(projections.split(s * b, n, c)[0], s * b, projections.padded(n), **like)
-    projections.projection(tokens, phi, parts)
+    parts = torch.empty(
+        projections.split(s * b, n, c, dtype)[0], s * b, projections.padded(n), **like
+    )
+    factor = in_parts.factor(phi, dtype)
+    projections.projection(tokens, factor, parts)
     x = tokens.double().flatten(1)
     assert abs(_shared(parts.sum(0)[:, : len(phi)], x @ phi.double().t())) < SHARED
     d_values = torch.randn(s * b, projections.padded(n), generator=torch.Generator().manual_seed(3))
     d_values = d_values.to(device)
-    parts = torch.empty(streams_gradients.ranges(s * b)[0], *phi.shape, **like)
+    d_parts = in_parts.factor(d_values, dtype)
+    parts = torch.empty(streams_gradients.ranges(s * b, n, dtype)[0], *phi.shape, **like)
     streams_gradients.streams_gradient(
-        tokens, phi, d_values, None, None, torch.empty_like(tokens), parts, False
+        tokens, factor, d_values, d_parts, None, None, torch.empty_like(tokens), parts, False
     )
     exact = d_values[:, : len(phi)].double().t() @ x
     assert abs(_shared(parts.sum(0), exact)) < SHARED

@@ -113,8 +113,8 @@ def test_the_gradient_is_that_of_numbers() -> None:
 
 PROGRAMS = {
     "sites and ops": """
-check(Shape(3, 1, 4, 24), full, calls=(fused_site, fused_ops))
-check(Shape(67, 1, 2, 8), half)  # more than one program of tokens
+check(Shape(3, 2, 4, 24), full, calls=(fused_site, fused_ops))
+check(Shape(34, 2, 2, 8), half)  # more than one program of tokens
 check(Shape(1, 1, 8, 8), full)
 check(Shape(2, 1, 2, 1032), bf16, slack=4.0)  # the interpreter truncates to bf16
 check(Shape(2, 1, 1, 8), full)
@@ -129,7 +129,7 @@ check_signs(Shape(40, 1, 4, 128), half)
 for n, iterations, std in ((2, 6, 5.0), (8, 2, 60.0), (4, 6, 60.0)):
     check_sinkhorn(n, iterations, std)
 """,
-    "storage": "check_storage()",
+    "storage": "check_storage(); check_unaligned()",
     "accumulation": "check_main_grad()",
     "compilation": "check_compiled()",
 }
@@ -229,7 +229,9 @@ def test_everything_else_on_cuda() -> None:
     for n in (2, 4, 8):
         for std in (1.0, 20.0, 60.0):
             checks.check_sinkhorn(n, 20, std, device="cuda")
-    for each in (checks.check_storage, checks.check_main_grad, checks.check_repeats):
-        each(device="cuda")
+    checks.check_storage(device="cuda")
+    checks.check_unaligned(device="cuda")
+    checks.check_main_grad(device="cuda")
+    checks.check_repeats(device="cuda")
     checks.check_compiled(device="cuda")
     checks.check_captured()

@@ -31,9 +31,11 @@ def taken(launches: Launches) -> list[str]:
     return [name for name in launches.taken() if not name.startswith("mhc_")]
 
 
-def site(launches: Launches, shape: Shape, *, bias: bool = False) -> list[list[str]]:
+def site(
+    launches: Launches, shape: Shape, *, bias: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> list[list[str]]:
     """What one site launches forward and backward."""
-    streams, parameters, out, of_out = drawn(shape, torch.bfloat16)
+    streams, parameters, out, of_out = drawn(shape, dtype)
     leaves = [streams, *parameters, out, *([of_out] if bias else [])]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -47,10 +49,17 @@ def site(launches: Launches, shape: Shape, *, bias: bool = False) -> list[list[s
         return [forward, taken(launches)]
 
 
-FORWARD = ["_projection_kernel", "_weights_kernel", "_aggregate_kernel", "_update_kernel"]
+FORWARD = [
+    "_phi_parts_kernel",
+    "_projection_kernel",
+    "_weights_kernel",
+    "_aggregate_kernel",
+    "_update_kernel",
+]
 BACKWARD = [
     "_update_backward_kernel",
     "_aggregate_backward_kernel",
+    "_phi_parts_kernel",
     "_weights_backward_kernel",
     "_parameters_kernel",
     "_streams_gradient_kernel",
@@ -60,8 +69,13 @@ BACKWARD = [
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("s, b", [(1, 1), (70, 3), (1000, 4)])
-def test_ten_launches_at_any_size(s: int, b: int, n: int, launches: Launches) -> None:
+def test_twelve_launches_at_any_size(s: int, b: int, n: int, launches: Launches) -> None:
     assert site(launches, Shape(s, b, n, 24)) == [FORWARD, BACKWARD]
+
+
+def test_streams_that_are_not_bf16_need_no_parts_of_phi(launches: Launches) -> None:
+    others = [[name for name in names if "parts" not in name] for names in (FORWARD, BACKWARD)]
+    assert site(launches, Shape(70, 3, 4, 24), dtype=torch.float16) == others
 
 
 def test_a_bias_is_another_pass_and_a_sum(launches: Launches) -> None:
@@ -73,4 +87,5 @@ def test_a_bias_is_another_pass_and_a_sum(launches: Launches) -> None:
 
 def test_no_tokens_launch_what_needs_none(launches: Launches) -> None:
     forward, backward = site(launches, Shape(0, 2, 4, 24))
-    assert forward == [] and set(backward) == {"_parameters_kernel", "_phi_gradient_kernel"}
+    assert forward == ["_phi_parts_kernel"]
+    assert set(backward) == {"_phi_parts_kernel", "_parameters_kernel", "_phi_gradient_kernel"}

@@ -1,0 +1,69 @@
+"""fp32 as three parts of bf16, which together are it, for products with bf16 on tensor cores.
+
+A tensor core truncates where it adds to its accumulator. In a long chain the losses, all towards
+zero, become a factor that every product shares, which no sum over tokens averages out: -7e-7 after
+256 columns, far more than the rounding of fp32, and in proportion to their number. So the tensor
+core only adds up one step of a kernel's loop, beginning at zero, from the smallest part on; what it
+found is added to the sums outside of it and rounded to nearest. Triton does so with TF32.
+
+Phi is taken apart once in a pass, by a launch of its own: it is a ten-thousandth of the streams,
+and each tile of tokens would do it anew.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# The interpreter has no product of bf16.
+PART = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
+
+ELEMENTS = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_parts(x):  # type: ignore[no-untyped-def]
+    """fp32 as the sum of three of bf16: the nearest, then the nearest to what remains."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def product(left, high, middle, low):  # type: ignore[no-untyped-def]
+    """`left @ (high + middle + low)` in fp32; left is bf16."""
+    left = left.to(PART)
+    step = tl.dot(left, low.to(PART))
+    step = tl.dot(left, middle.to(PART), step)
+    return tl.dot(left, high.to(PART), step)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    here = at < size
+    high, middle, low = in_parts(tl.load(phi + at, mask=here, other=0.0))
+    tl.store(parts + at, high, mask=here)
+    tl.store(parts + size + at, middle, mask=here)
+    tl.store(parts + 2 * size + at, low, mask=here)
+
+
+@torch.library.custom_op("cppmega::mhc_phi_parts", mutates_args=("parts",))
+def phi_parts(phi: Tensor, parts: Tensor) -> None:
+    """Phi `[V, n * C]` in fp32 into its parts `[3, V, n * C]` in bf16; both contiguous."""
+    size = phi.numel()
+    _phi_parts_kernel[(triton.cdiv(size, ELEMENTS),)](
+        phi, parts, size, ELEMENTS=ELEMENTS, num_warps=4
+    )
+
+
+def factor(phi: Tensor, dtype: torch.dtype) -> Tensor:
+    """What streams of this type are multiplied by: the parts of phi if they are bf16, else phi."""
+    if dtype != torch.bfloat16:
+        return phi
+    parts = phi.new_empty(3, *phi.shape, dtype=dtype)
+    phi_parts(phi, parts)
+    return parts
