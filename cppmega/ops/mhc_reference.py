@@ -5,8 +5,8 @@ their weighted sum and writes back to all of them, after it has mixed them by a 
 nearly doubly stochastic (arXiv 2512.24880, equations 5 to 9). All weights depend on the token.
 
 Forms of it differ, and a model trained in one is another model in the next. This is the form of
-Megatron's branch dev, at d48bd6be0a the same as since d8b71082ea (#6172), which #6401 brought to
-main for 0.20:
+Megatron's branch dev, at d48bd6be0a the same as since d8b71082ea (#6172), and of #6401 for 0.20, at
+2651afeebe:
 
 - The mapping reads the streams in fp32, with fp32 parameters, and its norm is
   `r = 1 / (|x| / sqrt(nC) + 1e-6)`: no weight, and the epsilon outside of the root.
@@ -16,7 +16,7 @@ main for 0.20:
 - The streams are mixed by the transpose of `h_res`.
 
 The weights stay in fp32, where dev rounds them to the type of the streams. For streams in fp32
-that is nothing, and there weights, aggregation and update were found equal to dev's to the bit.
+that is nothing, and there weights, aggregation and update were found equal to both to the bit.
 Elsewhere results are computed in fp32 and rounded once; in fp64 everything is fp64. Gradients come
 from autograd.
 """
