@@ -13,8 +13,8 @@ from cppmega.catalogue import gates
 from cppmega.catalogue import loader as catalogue
 from cppmega.catalogue.revision import engine_revision
 from cppmega.errors import CppmegaError
+from cppmega.overlay import code_cache, receipt, remembered, transaction
 from cppmega.overlay import plan as planning
-from cppmega.overlay import receipt, remembered, transaction
 from cppmega.overlay.compute import changes_of, overlay_digest, restored, rewritten
 from cppmega.overlay.diagnose import ORPHANED, restoring
 from cppmega.overlay.plan import Plan
@@ -53,6 +53,8 @@ class Session:
         tree = self.read_tree()
         old = receipt.load(tree).receipt
         code_text.remember(old.code)
+        if not old.code:
+            code_cache.adopt()
         written = {path: {entry.after} for path, entry in old.files.items()}
         for path, entries in transaction.interrupted(tree).items():
             written.setdefault(path, set()).update(entry.after for entry in entries)
@@ -315,6 +317,7 @@ def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bo
         if plan.loaded.problem:
             session.say(f"{plan.loaded.problem}; writing a new one")
         transaction.commit(plan.tree, changes, new)
+    code_cache.keep()
     data = {path: change.data for path, change in changes.items()}
     return Outcome(plan.written(data, new), new.digest, sorted(changes), True)
 

@@ -81,6 +81,7 @@ class Lab:
         for name in os.environ:
             if name.startswith("CPPMEGA_"):
                 monkeypatch.delenv(name)
+        monkeypatch.setenv("CPPMEGA_CACHE", str(folder / "cache"))
         monkeypatch.setattr(catalogue, "builtin_folder", lambda: self.pages)
         # A kill loses nothing that was written; only a power cut would. It saves half the time.
         monkeypatch.setattr(os, "fsync", lambda handle: None)

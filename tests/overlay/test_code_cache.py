@@ -1,0 +1,93 @@
+"""What applies know of code outlives them, and is believed only if it is one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cppmega.overlay import code_cache
+from cppmega.rewriting import code_text
+from tests.support.lab import Lab
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    lab = Lab(tmp_path, monkeypatch)
+    lab.wheel()
+    lab.page()
+    return lab
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each file whose code is read and parsed."""
+    sizes: list[int] = []
+    read = code_text._read
+
+    def counting(data: bytes) -> code_text.Code:
+        sizes.append(len(data))
+        return read(data)
+
+    monkeypatch.setattr(code_text, "_read", counting)
+    return sizes
+
+
+def afresh(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Apply to a tree without a receipt, knowing what a new process knows; the digest."""
+    lab.revert()
+    monkeypatch.setattr(code_text, "_known", {})
+    monkeypatch.setattr(code_text, "_used", set())
+    outcome = lab.apply()
+    assert outcome.ok and outcome.changed
+    return outcome.digest
+
+
+def test_a_fresh_tree_is_patched_without_parsing_what_is_known(
+    lab: Lab, parsed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = afresh(lab, monkeypatch)
+    assert parsed
+    parsed.clear()
+    assert afresh(lab, monkeypatch) == first
+    assert parsed == []
+    lab.page(what="something else", code="LIMIT = 2\n")
+    assert afresh(lab, monkeypatch) == first
+    assert len(parsed) == 1
+
+
+def torn(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def of_others(file: Path) -> None:
+    file.chmod(0o666)
+
+
+def of_other_rules(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"rules": "0" * 16}))
+
+
+def of_another_shape(file: Path) -> None:
+    file.write_text("[]")
+
+
+@pytest.mark.parametrize("spoil", [torn, of_others, of_other_rules, of_another_shape])
+def test_what_cannot_be_believed_is_parsed_again(
+    spoil: Callable[[Path], None], lab: Lab, parsed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = afresh(lab, monkeypatch)
+    before = len(parsed)
+    spoil(code_cache._file())
+    assert afresh(lab, monkeypatch) == first
+    assert len(parsed) == 2 * before
+
+
+def test_without_a_cache_folder_an_apply_works(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CPPMEGA_CACHE", str(tmp_path / "file" / "below"))
+    assert afresh(lab, monkeypatch)
