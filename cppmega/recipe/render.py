@@ -289,6 +289,9 @@ def _parallel(recipe: Recipe) -> Iterator[Argument]:
         *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
         "expert_model_parallel_size",
     )
+    virtual = recipe.virtual_pipeline_model_parallel_size
+    if recipe.kind != "hybrid" and virtual > 1:  # the pattern of a hybrid model says it
+        yield "--num-virtual-stages-per-pipeline-rank", (str(virtual),)
     if recipe.tensor_model_parallel_size > 1:
         yield "--sequence-parallel", ()
     for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
