@@ -139,9 +139,6 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
         if getattr(recipe, name) is not None and line < (0, 19):
             reason = f"cppmega adds it to megatron-core 0.19.2, and not to {version}"
             found.append(Missing(part, reason))
-    if recipe.precision == "fp8" and "R" in recipe.layout.letters:
-        reason = "its projection is no multiple of 16 wide, which products in FP8 must be"
-        found.append(Missing("M2RNN in FP8", reason))
     if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
         reason = f"megatron-core {version} accepts the argument, and its builder then stops"
         found.append(Missing("DSA in a GPT", reason))

@@ -271,7 +271,6 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "gate": ("gate-not-set", [str(gate), *own[1:]], {}),
         "variable": ("unknown-variable", own, {"CPPMEGA_LINEAR_CE_KERNAL": "triton"}),
         "no structure ids": ("structure-missing", ["nam56r_h200_8gpu_bf16", *own[1:]], {}),
-        "incomplete": ("recipe-not-complete", ["nam56r_h200_8gpu_fp8", *own[1:]], {}),
         "mixers": ("variable-differs", own, {"CPPMEGA_MAMBA3": "{}"}),
         "loop": ("not-supported", ["smoke_cpu", "--mock-data"], {}),
         "unpatched": ("patch-missing", own, {}),
