@@ -80,7 +80,7 @@ def _row(described: Mapping[str, Any]) -> Row:
 def _details(described: Mapping[str, Any]) -> Iterator[str]:
     result = described["last_result"]
     yield f"    patches   {', '.join(described['patches']) or 'none'}"
-    measured = f"{result['headline']} ({result['date']})" if result else "never measured"
+    measured = f"{result['headline']} ({result['date']})" if result else "not measured"
     yield f"    measured  {measured}"
     for gap in described["missing"]:
         yield f"    missing   {gap['part']}: {gap['reason']}"

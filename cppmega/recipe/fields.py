@@ -59,6 +59,9 @@ class Fields:
     name: str
     purpose: str
     """One line for `cppmega recipes`."""
+    cut: str = ""
+    """What part of the model that gives the recipe its name is left, such as `24 of 52 layers`; the
+    name and every logged step say that it is cut. Empty: the whole model."""
     kind: Kind
     precision: Precision
     """Without a default: launch lines that did not state it have trained in the wrong one."""

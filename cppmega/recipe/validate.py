@@ -343,6 +343,13 @@ def _machine(recipe: Fields) -> None:
             "Run folders are named after it, and it is typed in commands.",
             "letters, digits, - and _, in the recipe and in the name of its file",
         )
+    if bool(recipe.cut) != ("cut" in recipe.name.split("_")):
+        raise invalid(
+            recipe,
+            f"cut={recipe.cut!r} does not go with its name.",
+            "Numbers of a part of a model must not be taken for those of the whole.",
+            "a name with the word cut for a recipe with the field cut, and for no other",
+        )
     for architecture in recipe.architectures:
         if not re.fullmatch(r"sm_\d{2,3}", architecture):
             what = f"{architecture!r} is not a CUDA architecture (expected e.g. sm_90)."
