@@ -7,10 +7,11 @@ models, which omits `D` and `+`; `megatron_flops` is that report, so that both c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cppmega.recipe import Recipe
+from cppmega.recipe import Mamba3, Recipe
 
 _PASSES = 3
 """Forward, gradient of the input, gradient of the weight: each is one product of that size."""
@@ -337,8 +338,22 @@ def megatron_flops(recipe: Recipe) -> float:
     Its formula for hybrid models counts *, - and E, Mamba-3 as Mamba-2, and nothing for D, + and R.
     Its formula for GPT models counts DSA as dense MLA, without the indexer.
     """
+    return _reported(recipe, recipe.layout.counts())
+
+
+def record_flops(recipe: Recipe) -> float:
+    """Floating-point operations of one token as the earlier overlay counted NAM56R's.
+
+    Megatron's formula for hybrid models, with every D and + taken for full attention, and R, like
+    M, for Mamba-2. Speeds that were reported without a log, 289 TFLOP/s among them, are in this
+    unit. Only for comparison with those.
+    """
+    letters = recipe.layout.letters.translate(str.maketrans("D+R", "**M"))
+    return _reported(recipe, Counter(letters))
+
+
+def _reported(recipe: Recipe, counts: Counter[str]) -> float:
     layout = recipe.layout
-    counts = layout.counts()
     hidden, keys = recipe.hidden_size, recipe.seq_length / 2
     gate = _matrices(recipe) / 2
     shared = recipe.moe_shared_expert_intermediate_size or 0
@@ -355,8 +370,7 @@ def megatron_flops(recipe: Recipe) -> float:
 
 
 def _megatron_mamba(recipe: Recipe) -> float:
-    own, hidden = recipe.mamba3, recipe.hidden_size
-    assert own is not None
+    own, hidden = recipe.mamba3 or Mamba3(), recipe.hidden_size
     inner = 2 * hidden  # whatever the recipe's `expand` is
     projected = 2 * inner + 2 * own.groups * own.state_dim + own.heads(hidden)
     return 2 * hidden * (projected + inner) + 7 * inner * own.state_dim
