@@ -15,6 +15,7 @@ RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     global_batch_size=8,  # 32,768 tokens per GPU and step
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
+    keep_checkpoints=1,  # of 75.9 GiB
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )

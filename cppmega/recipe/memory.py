@@ -1,4 +1,4 @@
-"""Estimate the GPU memory of a recipe's fullest rank, without torch.
+"""Estimate the GPU memory of a recipe's fullest rank, and count its checkpoint, without torch.
 
 Weights, gradients and optimizer states are exact sums; activations follow a model of what Megatron
 keeps for the backward pass. Near the limit, only a trial run can tell.
@@ -53,6 +53,18 @@ class Estimate:
     def gib(self) -> float:
         """The total in GiB."""
         return self.total / GIB
+
+
+def checkpoint_bytes(recipe: Recipe, optimizer: bool = True) -> int:
+    """Bytes of a checkpoint, all ranks together.
+
+    Args:
+        recipe: the run.
+        optimizer: with fp32 weights and two moments beside the weights of the model.
+    """
+    weight = 4 if recipe.kind == "loop" else 2
+    states = 8 if recipe.kind == "loop" else 12  # a loop's weights are fp32 themselves
+    return (weight + states * optimizer) * parameters(recipe).total
 
 
 def estimate(recipe: Recipe, widened: Iterable[Widths] = (), attends: bool = False) -> Estimate:

@@ -11,7 +11,7 @@ import pytest
 from cppmega.recipe import M2RNN, Mamba3, Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters, record_flops
-from cppmega.recipe.memory import GIB, estimate
+from cppmega.recipe.memory import GIB, checkpoint_bytes, estimate
 from cppmega.recipe.render import render
 from tests.support import patched, pristine, python
 
@@ -366,6 +366,15 @@ def test_the_whole_model_fits_one_and_two_gpus_by_the_estimate() -> None:
     mamba3 = 2 * (2 * 8192 + 2 * 4096 + 3 * 128 + 32 + 8192)
     saved = 4096 * (13 * mamba3 + 4 * 2 * 4096 * 8)
     assert kept - estimate(one, attends=True).activations == saved
+
+
+def test_the_size_of_a_checkpoint() -> None:
+    whole = recipes_index.load("nam56r_h200_2gpu_ep2")
+    assert checkpoint_bytes(whole) == pytest.approx(75.9 * GIB, rel=1e-3)
+    assert checkpoint_bytes(whole, optimizer=False) == pytest.approx(10.8 * GIB, rel=4e-3)
+    loop = recipes_index.load("smoke_cpu")
+    assert checkpoint_bytes(loop) == 3 * checkpoint_bytes(loop, False)
+    assert checkpoint_bytes(loop, False) == 4 * parameters(loop).total
 
 
 def test_the_estimate_agrees_with_what_fitted_and_what_did_not() -> None:
