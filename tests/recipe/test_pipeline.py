@@ -7,11 +7,12 @@ import json
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.recipe import Recipe
+from cppmega.recipe import M2RNN, Mamba3, NgramHash, Recipe, Structure
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops, parameters
 from cppmega.recipe.memory import GIB, estimate
 from cppmega.recipe.pipeline import under_way
+from tests.recipe.test_arithmetic import BASE, line
 from tests.support import patched, python
 
 WHOLE = recipes_index.load("nam56r_h200_2gpu_ep2")
@@ -25,6 +26,19 @@ RANKS = """
 from tests.recipe import virtual_stage_ranks
 
 virtual_stage_ranks.report(["compared"])
+"""
+
+BUILD = """
+from unittest import mock
+
+from cppmega.proof import cpu_shims
+from tests.support.te_stand_ins import install
+
+with mock.patch.object(cpu_shims, "init_distributed", cpu_shims.shim):
+    install()  # every rank forms its own groups
+from tests.recipe import virtual_stage_build
+
+virtual_stage_build.main()
 """
 
 
@@ -150,3 +164,33 @@ def test_two_ranks_with_two_stages_each_train_as_one() -> None:
     for rank, ran in enumerate(found["mixtures"]):
         seen = {tuple(sorted((int(stage), n) for stage, n in each.items())) for each in ran}
         assert seen == {tuple(sorted(each.items())) for each in under_way(layout, rank)}
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_megatron_builds_the_stages_that_are_counted() -> None:
+    """From a rendered line with every letter, n-grams, structure and two MTP depths."""
+    recipe = BASE.with_(
+        gpus=2,
+        pattern="DE+EM-R-M-DE/+-/+-",
+        dsa_index_pattern="FF",
+        mamba3=Mamba3(head_dim=16, state_dim=32),
+        m2rnn=M2RNN(5, 3, 3),
+        ngram_hash=NgramHash((2,), 2, (89, 97), 4),
+        structure=Structure(bottleneck=6),
+        num_experts=4,
+        global_batch_size=2,
+        **VIRTUAL,
+    )
+    case = json.dumps([line(recipe), recipe.padded_vocab_size, 2, dict(recipe.variables)])
+    done = python(patched("0.19.2", "own_mixers", "input_embeddings"), BUILD, env={"CASE": case})
+    assert "ANSWER" in done.stdout, done.stderr[-3000:]
+    ranks = json.loads(done.stdout.partition("ANSWER")[2])
+    layers = [len(letters) for letters in recipe.layers_by_stage]
+    assert [[stage["layers"] for stage in rank] for rank in ranks] == [layers[0::2], layers[1::2]]
+    assert ranks[1][1]["parts"] == ["decoder", "embedding", "mtp", "output_layer"]
+    first, last = (sum(stage["parameters"] for stage in rank) for rank in ranks)
+    assert estimate(recipe).states == 18 * last and last > first
+    whole = parameters(recipe)
+    again = whole.embedding + whole.extras["ngram_hash"] + whole.extras["structure"]
+    assert first + last == whole.total + again
