@@ -742,7 +742,9 @@ def test_the_disk_has_room_for_checkpoints_of_the_whole_model(
     said: str | None,
 ) -> None:
     """Of 75.9 GiB each; one is needed, and what more there is no room for is said."""
-    recipe = recipes_index.load("nam56r_h200_2gpu_ep2").with_(**{"train_iters": 1000, **changes})
+    recipe = recipes_index.load("nam56r_h200_2gpu_ep2").with_(
+        **{"train_iters": 1000, "keep_checkpoints": 0, **changes}
+    )
     usage = type("Usage", (), {"free": free * GIB})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     words = ("--mock-data", "--save", str(tmp_path))
