@@ -11,4 +11,6 @@ RECIPE = load("nam56r_h200_2gpu_ep2").with_(
     purpose="the whole NAM56R on 2 x H200, PP 2, dense indexer loss",
     expert_model_parallel_size=1,
     pipeline_model_parallel_size=2,
+    overlap_grad_reduce=False,  # every parameter is on one GPU alone
+    overlap_param_gather=False,
 )

@@ -8,4 +8,6 @@ RECIPE = load("nam56r_full_h200_2gpu_pp2_vpp2").with_(
     gpus=4,
     expert_model_parallel_size=2,
     global_batch_size=32,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
 )
