@@ -75,18 +75,15 @@ def dsa_stages(recipe: Fields) -> Iterator[list[int]]:
 
 
 def under_way(recipe: Fields, rank: int) -> list[Counter[int]]:
-    """The forward passes whose activations a pipeline rank keeps, whenever it has run one.
-
-    A pass that is already under way elsewhere is not counted twice: of equal mixtures, one is
-    listed.
+    """How many forward passes of each stage wait for their backward pass on a pipeline rank.
 
     Args:
         recipe: the run.
         rank: of the pipeline.
 
     Returns:
-        Mixtures of stages of this rank (0 is its first): stage -> passes that wait for their
-        backward pass.
+        Every mixture that occurs after a forward pass in a step of 1F1B, or of the interleaved
+        schedule where ranks have several stages: stage of this rank, from 0, -> passes.
     """
     ranks, each = recipe.pipeline_model_parallel_size, recipe.virtual_pipeline_model_parallel_size
     count = recipe.micro_batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -140,30 +141,44 @@ def test_virtual_stages_keep_one_layer_more_of_four() -> None:
     assert plain.activations == 4 * layer + routed
 
 
-@pytest.mark.slow
-@pytest.mark.megatron
-def test_two_ranks_with_two_stages_each_train_as_one() -> None:
-    """With n-grams, structure and two MTP depths, from a checkpoint that either layout loads."""
+@pytest.fixture(name="ran", scope="module")
+def trained_on_two_ranks() -> dict[str, Any]:
+    """A model with n-grams, structure and two MTP depths, from a checkpoint any layout loads."""
     done = python(patched("0.19.2", *PAGES), RANKS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["compared"]
     assert isinstance(found, dict), found
-    for step, alone in enumerate(found["alone"]):
-        losses = [loss for rank in found["ranks"] for loss in rank[step]["losses"]]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("each", [1, 2])
+def test_two_ranks_train_as_one(ran: dict[str, Any], each: int) -> None:
+    found = ran[str(each)]
+    for step, alone in enumerate(ran["alone"]):
+        losses = [loss for rank in found["rows"] for loss in rank[step]["losses"]]
         assert losses == pytest.approx(alone["losses"], rel=1e-5)
-        norms = [rank[step]["gradient"] for rank in found["ranks"]]
+        norms = [rank[step]["gradient"] for rank in found["rows"]]
         assert norms == pytest.approx([alone["gradient"]] * 2, rel=1e-5)
-    assert found["alone"][0]["losses"] != found["alone"][1]["losses"]
+    assert ran["alone"][0]["losses"] != ran["alone"][1]["losses"]
     assert found["apart"] < 1e-6
     first, last = found["parts"]
-    assert first == [["decoder", "embedding"], ["decoder"]]
-    assert last == [["decoder"], ["decoder", "embedding", "mtp", "output_layer"]]
-    # What memory is estimated from, against Megatron's own schedule.
-    layout = WHOLE.with_(**VIRTUAL, micro_batch_size=4)
+    assert first == [["decoder", "embedding"], ["decoder"]][:each]
+    assert last == [["decoder"], ["decoder", "embedding", "mtp", "output_layer"]][-each:]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("each", [1, 2])
+def test_as_much_is_under_way_as_in_megatrons_own_schedule(ran: dict[str, Any], each: int) -> None:
+    layout = WHOLE.with_(
+        **{**VIRTUAL, "virtual_pipeline_model_parallel_size": each}, micro_batch_size=4
+    )
     assert layout.micro_batches == 4
-    for rank, ran in enumerate(found["mixtures"]):
-        seen = {tuple(sorted((int(stage), n) for stage, n in each.items())) for each in ran}
-        assert seen == {tuple(sorted(each.items())) for each in under_way(layout, rank)}
+    for rank, mixtures in enumerate(ran[str(each)]["mixtures"]):
+        seen = {tuple(sorted((int(stage), n) for stage, n in one.items())) for one in mixtures}
+        assert seen == {tuple(sorted(one.items())) for one in under_way(layout, rank)}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A hybrid model on two pipeline ranks with two stages each, against the same model on one rank.
+"""A hybrid model on two pipeline ranks with one and two stages each, against the model on one rank.
 
 Imported in the process that runs a tree, never by pytest itself.
 """
@@ -30,7 +30,8 @@ from tests.upstream_patches.input_embedding_ranks import Run as FedRun
 from tests.upstream_patches.input_embedding_ranks import with_them
 
 ALONE = Configuration(model="hybrid", mtp=2, optimizer="float32")
-STAGES = ["M", "*", "-", "*-"]
+STAGES = {1: ["M*", "-*-"], 2: ["M", "*", "-", "*-"]}
+"""By the number of stages of a rank."""
 PASSES = 4
 """Micro-batches of a step."""
 
@@ -38,9 +39,8 @@ PASSES = 4
 class Run(FedRun):
     """The stages of this rank in Megatron's own schedule, with every pass written down."""
 
-    def __init__(self, setting: Configuration) -> None:
+    def __init__(self, setting: Configuration, each: int) -> None:
         self.setting, ranks = setting, setting.pipeline
-        each = 2 if ranks > 1 else 1
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=ranks,
@@ -125,11 +125,13 @@ class Run(FedRun):
             one.load_state_dict(loaded[f"model{number}"])
 
 
-def trained(setting: Configuration, begin: Path, end: Path, begins: bool) -> dict[str, Any]:
+def trained(
+    setting: Configuration, each: int, begin: Path, end: Path, begins: bool
+) -> dict[str, Any]:
     """Two steps from the weights in one folder, or from new ones; leaves those it ends with."""
-    with on_cpu(), mock.patch.object(models, "LAYERS", STAGES):
+    with on_cpu(), mock.patch.object(models, "LAYERS", STAGES[each]):
         with mock.patch.object(training, "MICRO_BATCHES", PASSES):
-            run = Run(setting)
+            run = Run(setting, each)
             (run.save if begins else run.load)(begin)
             rows = [run.step(number) for number in (1, 2)]
             run.save(end)
@@ -139,28 +141,28 @@ def trained(setting: Configuration, begin: Path, end: Path, begins: bool) -> dic
 
 def ended(setting: Configuration, folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a folder in a model of one rank."""
-    with on_cpu(), mock.patch.object(models, "LAYERS", STAGES):
-        run = Run(setting)
+    with on_cpu(), mock.patch.object(models, "LAYERS", STAGES[1]):
+        run = Run(setting, 1)
         run.load(folder)
         return {name: p.detach().clone() for name, p in run.models[0].named_parameters()}
 
 
 def compared(folder: Path) -> dict[str, Any]:
-    """Losses and gradient norms of both layouts, weights that differ, and what was under way."""
+    """Losses and gradient norms of all layouts, weights that differ, and what was under way."""
     layout = replace(ALONE, pipeline=2)
-    one, two, begun = folder / "one", folder / "two", folder / "begun"
+    one, begun = folder / "one", folder / "begun"
     with with_them():
-        (alone,) = on_ranks(folder, ALONE, trained, begun, one, True)
-        ranks = on_ranks(folder, layout, trained, begun, two, False)
-        weights = [on_ranks(folder, ALONE, ended, each)[0] for each in (one, two)]
-    apart = {name: float((p - weights[1][name]).abs().max()) for name, p in weights[0].items()}
-    return {
-        "alone": alone["rows"],
-        "ranks": [rank["rows"] for rank in ranks],
-        "mixtures": [rank["mixtures"] for rank in ranks],
-        "parts": [rank["parts"] for rank in ranks],
-        "apart": max(apart.values()),
-    }
+        (alone,) = on_ranks(folder, ALONE, trained, 1, begun, one, True)
+        (wanted,) = on_ranks(folder, ALONE, ended, one)
+        found: dict[str, Any] = {"alone": alone["rows"]}
+        for each in STAGES:
+            end = folder / f"ended{each}"
+            ranks = on_ranks(folder, layout, trained, each, begun, end, False)
+            (weights,) = on_ranks(folder, ALONE, ended, end)
+            apart = [float((p - weights[name]).abs().max()) for name, p in wanted.items()]
+            parts = {key: [rank[key] for rank in ranks] for key in ("rows", "mixtures", "parts")}
+            found[str(each)] = {**parts, "apart": max(apart)}
+    return found
 
 
 report = partial(forked_ranks.report, {"compared": compared})
