@@ -6,18 +6,16 @@ recomputed.
 
 from cppmega.recipe.index import load
 
-_WHOLE = load("nam56r_h200_8gpu_bf16")
-
-RECIPE = _WHOLE.with_(
+RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     name="nam56r_h200_1gpu",
     purpose="the whole NAM56R on one H200, dense indexer loss",
     gpus=1,
     expert_model_parallel_size=1,
     micro_batch_size=1,
     global_batch_size=8,  # 32,768 tokens per GPU and step
-    cross_entropy_fusion_impl="linear",
+    recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
+    keep_checkpoints=1,  # of 75.9 GiB
     overlap_grad_reduce=False,
     overlap_param_gather=False,
-    stack=(*_WHOLE.stack, ("mamba-ssm", "==2.3.2.post1"), ("tilelang", ">=0.1.8")),
 )

@@ -1,11 +1,19 @@
-"""The whole NAM56R on one host of 8 H200 with FP8 matrix products (per-tensor scaling)."""
+"""The whole NAM56R on one host of 8 H200 with FP8 matrix products (per-tensor scaling).
+
+EP 8 and micro-batch 10. M2RNN's projections and DSA stay in bf16. The estimate of memory is that of
+bf16 products: it knows neither the FP8 copies of weights nor activations that are kept in FP8.
+"""
 
 from cppmega.recipe.index import load
 
 RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     name="nam56r_h200_8gpu_fp8",
-    purpose="NAM56R on 8 x H200, FP8, dense indexer loss",
+    purpose="the whole NAM56R on 8 x H200, EP 8, FP8, dense indexer loss",
     precision="fp8",
     fp8_format="hybrid",
     fp8_recipe="tensorwise",
+    expert_model_parallel_size=8,
+    micro_batch_size=10,
+    global_batch_size=80,
+    gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import posixpath
 import re
 import sys
@@ -25,7 +24,7 @@ from cppmega.authoring.catalogue_readme import readme as catalogue_table
 from cppmega.authoring.catalogue_readme import releases
 from cppmega.authoring.decisions_page import page as decisions_page
 from cppmega.catalogue import loader as catalogue
-from cppmega.cli import error_index, recipes_list
+from cppmega.cli import error_index
 from cppmega.cli.main import cli
 from cppmega.overlay.verdict import FAILURES, MEANING
 from cppmega.page import Page
@@ -64,6 +63,7 @@ OTHER_COMMANDS = {
 _MOVED = {
     "CONTRIBUTING.md": "write-a-patch.md",
     "README.md": "index.md",
+    "docs/production.md": "production.md",
     "#train": "training.md",
     "upstream_patches/README.md": "patches/index.md",
     "upstream_patches/NOT.md": "decisions.md",
@@ -296,26 +296,6 @@ def _results(_: str) -> str:
     return _table(("result", "what"), rows)
 
 
-def _recipes(_: str) -> str:
-    """Which recipes have trained, and what the others lack."""
-    listed = json.loads(recipes_list.list_recipes(as_json=True))["recipes"]
-    rows = [
-        (f"`{row['name']}`", row["purpose"], str(row["gpus"] or "CPU"), row["precision"], _run(row))
-        for row in listed
-    ]
-    return _table(("recipe", "what", "GPUs", "precision", "status"), rows)
-
-
-def _run(row: dict[str, Any]) -> str:
-    if row["missing"]:
-        parts = "; ".join(item["part"] for item in row["missing"])
-        return f"**cannot run yet**: it lacks {parts}"
-    if (last := row["last_result"]) is not None:
-        page = PurePosixPath(last["file"]).with_suffix(".md")
-        return f"**trained**: [{last['headline']}](results/{page}), {last['date']}"
-    return "**trained** by the tests" if row["kind"] == "loop" else "no run on record"
-
-
 def _proofs(_: str) -> str:
     """Where the proofs of the patches run."""
     pages = sorted(catalogue.load().values(), key=lambda page: page.name)
@@ -374,7 +354,6 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "states": _states,
     "words": _words,
     "results": _results,
-    "recipes": _recipes,
     "proofs": _proofs,
     "counts": _counts,
     "deprecated": _deprecated,

@@ -1,4 +1,4 @@
-"""Write the README's tables and figure from result files; a test compares them.
+"""Write tables and figure of the README and docs/production.md; a test compares them with results.
 
 usage: python scripts/readme_figures.py [--from runs/quickstart]
 
@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import kernel_plot
+import production
 
 from cppmega.smoke.records import Summary
 
@@ -28,30 +30,39 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 def rewritten(text: str) -> str:
     """Fill in every generated part of the README from the result files."""
-    parts = {
+    return filled(text, parts())
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """A document with what stands between the marks of each part replaced by the part."""
+    for name, part in parts.items():
+        pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
+        text, count = re.subn(pattern, lambda m, p=part: m[1] + p + m[2], text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"the document has {count} places for {name}, expected one")
+    return text
+
+
+def parts() -> dict[str, str]:
+    """The generated parts of the README by name."""
+    return {
         "speed": speed(),
         "smoke": smoke(),
-        "slice": training(),
+        "production": f"\n{production.measured('benchmarks/results')}\n",
         "kernels": kernels(),
         "linear": linear(),
         "cli": cli(),
         "upstream": upstream(),
     }
-    for name, part in parts.items():
-        pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
-        text, count = re.subn(pattern, lambda m, p=part: m[1] + p + m[2], text, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"the README has {count} places for {name}, expected one")
-    return text
 
 
 def speed() -> str:
     """The fastest run of the NAM56R slice on one GPU, with released Megatron and with patches."""
     best: dict[bool, float] = {True: 0.0, False: 0.0}
-    for path in RESULTS.glob("nam56r_h200_slice*.json"):
-        for name, row in json.loads(path.read_text())["runs"].items():
-            stock = name.startswith("stock")
-            best[stock] = max(best[stock], row.get("tokens_per_second", 0.0))
+    for run in production.runs():
+        if run.recipe.name.startswith("nam56r_h200_slice"):
+            stock = run.name.startswith("stock")
+            best[stock] = max(best[stock], run.tokens or 0.0)
     return (
         f"On one H200, six layers of NAM56R (sparse attention, experts, MTP) train at "
         f"{best[False] / 1000:.1f}k tokens/s with the patches;\nthe release alone reaches "
@@ -86,28 +97,6 @@ def _mean_and_range(values: tuple[float, ...]) -> str:
     """`1.146 (1.138 to 1.151)`."""
     mean = sum(values) / len(values)
     return f"{mean:.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-def training() -> str:
-    """The NAM56R slice on H200, run by run, from what `benchmarks/slice_training.py` wrote."""
-    heads = ["recipe", "run", "GPUs", "step, ms", "tokens/s", "peak memory, GiB"]
-    rows = []
-    for path in sorted(RESULTS.glob("nam56r_*.json")):
-        result = json.loads(path.read_text())
-        length = ("train_iters", "global_batch")
-        changes = [change for change in result["changes"] if not change.startswith(length)]
-        what = ", ".join([result["recipe"], *changes])
-        for name, row in result["runs"].items():
-            cells = [f"[{what}](benchmarks/results/{path.stem}.md)", name, result["gpus"]]
-            if "out_of_memory" in row:
-                cells += ["out of memory", "", ""]
-            else:
-                cells += [row["milliseconds"], round(row["tokens_per_second"]), row["peak_gib"]]
-            rows.append(f"| {' | '.join(map(str, cells))} |")
-    first = "NAM56R's widths (6 layers, 2 MTP depths, sequence 4096) on H200, real data:"
-    return "\n".join(
-        ["", first, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows, ""]
-    )
 
 
 def kernels() -> str:
@@ -228,3 +217,5 @@ if __name__ == "__main__":
         kernel_plot.draw()
     readme = RESULTS.parent.parent / "README.md"
     readme.write_text(rewritten(readme.read_text()))
+    status = readme.parent / "docs" / "production.md"
+    status.write_text(filled(status.read_text(), {"production": production.page()}))

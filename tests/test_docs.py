@@ -35,6 +35,12 @@ def test_the_readme_shows_what_the_result_files_say() -> None:
     assert text == readme.rewritten(text), "run python scripts/readme_figures.py"
 
 
+def test_the_production_status_is_what_recipes_and_results_say() -> None:
+    text = (REPOSITORY / "docs" / "production.md").read_text()
+    wanted = readme.filled(text, {"production": readme.production.page()})
+    assert text == wanted, "run python scripts/readme_figures.py"
+
+
 def test_the_picture_of_the_kernels_shows_what_was_measured() -> None:
     shown = readme.kernel_plot.drawn()
     assert shown == readme.kernel_plot.numbers(), "run python scripts/readme_figures.py"

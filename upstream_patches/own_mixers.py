@@ -7,9 +7,10 @@ What: With `CPPMEGA_MAMBA3`, which the trainer sets from the recipe's field `mam
     the model stay what they are. Which function of a token Mamba-3's A is (`softplus` as in
     mamba-ssm 2.3.2.post1, or `heavy_tail` as on its main branch) belongs to the sizes, and a
     checkpoint of the other is refused. Context parallelism, FSDP, MuP, CUDA graphs of the mixers
-    and inference are refused by name; so are tensor parallelism and FP8 with M2RNN, whose heads
-    share one query and one key. Megatron's own count of floating-point operations takes `M` for
-    Mamba-2 and leaves `R` out; the recipe's counts both as built.
+    and inference are refused by name; so is tensor parallelism with M2RNN, whose heads share one
+    query and one key. In FP8, M2RNN's projections stay in bf16. Megatron's own count of
+    floating-point operations takes `M` for Mamba-2 and leaves `R` out; the recipe's counts both as
+    built.
 Why: NAM56R is built from both, and no release of Megatron has either. The authors' convolution of
     M2RNN mixes the documents of a pack, and a drawn zero made the logarithm of its decay infinite.
     Small parameters (dt, D, biases of keys and queries, factors of ranks, the decay) stay fp32,

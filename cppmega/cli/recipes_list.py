@@ -11,7 +11,7 @@ from cppmega.host.table import Row, table
 from cppmega.overlay.wanted import provided, wanted_patches
 from cppmega.page import Page
 from cppmega.recipe import Recipe, dsa_widths
-from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
+from cppmega.recipe.arithmetic import flops, megatron_flops, parameters, record_flops
 from cppmega.recipe.index import load, shipped
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import missing
@@ -48,6 +48,7 @@ def describe(
         "memory_gib_per_gpu": round(estimate(recipe, widened, attends).gib, 1),
         "gflop_per_token": round(flops(recipe) / 1e9, 3),
         "gflop_per_token_by_megatron": round(megatron_flops(recipe) / 1e9, 3),
+        "gflop_per_token_of_the_record": round(record_flops(recipe) / 1e9, 3),
         "patches": list(wanted_patches(recipe, pages)),
         "gates": dict(recipe.gates),
         "missing": [{"part": item.part, "reason": item.reason} for item in lacking],
@@ -80,7 +81,7 @@ def _row(described: Mapping[str, Any]) -> Row:
 def _details(described: Mapping[str, Any]) -> Iterator[str]:
     result = described["last_result"]
     yield f"    patches   {', '.join(described['patches']) or 'none'}"
-    measured = f"{result['headline']} ({result['date']})" if result else "never measured"
+    measured = f"{result['headline']} ({result['date']})" if result else "not measured"
     yield f"    measured  {measured}"
     for gap in described["missing"]:
         yield f"    missing   {gap['part']}: {gap['reason']}"

@@ -15,8 +15,9 @@ one; no projection has a bias.
 First values are the authors': transitions of one, D of 1, `exp(A_log)` uniform up to 16, and
 `softplus(dt_bias)` log-uniform from 0.001 to 0.1. The linear layers begin as Megatron's do, and the
 convolution as `torch.nn.Conv1d`. `A_log` and `dt_bias` stay in fp32 when a model is converted; the
-optimizers can save such a model with the page float16_keep_fp32. Megatron decays no parameter of
-one dimension, and D is flat for that.
+optimizers can save such a model with the page float16_keep_fp32. In a model in FP8, both
+projections stay in bf16: what is projected is no multiple of 16 wide. Megatron decays no parameter
+of one dimension, and D is flat for that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from cppmega.modules import mixer_sizes
+from cppmega.modules.bf16_products import bf16_products, bf16_weights
 from cppmega.modules.kept_fp32 import keep_fp32
 from cppmega.modules.mixer_calls import boundaries, projections, refuse_inference
 from cppmega.ops.m2rnn import document_bounds, m2rnn
@@ -80,7 +82,10 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         made: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
         fp32 = made | {"dtype": torch.float32}
         outer = (d_model, self.convolved + self.heads + self.width, self.width)
-        self.in_proj, self.out_proj = projections(config, submodules, outer, self.tp_group, name)
+        with bf16_weights(config):
+            self.in_proj, self.out_proj = projections(
+                config, submodules, outer, self.tp_group, name
+            )
         self.conv1d = torch.nn.Conv1d(
             self.convolved, self.convolved, sizes.conv, groups=self.convolved, **made
         )
@@ -129,7 +134,8 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         s, b, _ = hidden_states.shape
         cumulative = boundaries(packed_seq_params)
         bounds = None if cumulative is None else document_bounds(cumulative, s)
-        projected, _ = self.in_proj(hidden_states)
+        with bf16_products(self.config):
+            projected, _ = self.in_proj(hidden_states)
         x, decay, gate = projected.split((self.convolved, self.heads, self.width), dim=-1)
         conv_bias = self.conv1d.bias
         assert conv_bias is not None
@@ -145,5 +151,6 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         )
         gated = (y.flatten(-2).float() + self.D * v.float()) * silu(gate.float())
         normed = rms_norm(gated, (self.width,), self.norm.weight.float(), self.norm.eps)
-        out, _ = self.out_proj(normed.to(hidden_states.dtype))
+        with bf16_products(self.config):
+            out, _ = self.out_proj(normed.to(hidden_states.dtype))
         return out, None

@@ -156,9 +156,12 @@ def _of_m2rnn(sizes: M2RNN, args: Any) -> Iterator[CppmegaError]:
             "The mixer would have no head.",
             "a smaller key_dim or value_dim in the recipe's field m2rnn",
         )
-    for name in ("fp8", "fp4"):
-        if getattr(args, name, None):
-            yield _unsupported(f"--{name}-format", "M2RNN's projection is no multiple of 16 wide.")
+    if getattr(args, "fp4", None):
+        yield _unsupported("--fp4-format", "M2RNN's projection is no multiple of 16 wide.")
+    if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", None) == "delayed":
+        yield _unsupported(
+            "--fp8-recipe delayed", "One context is around all layers, and M2RNN's stay in bf16."
+        )
     ranks = getattr(args, "tensor_model_parallel_size", 1) or 1
     if ranks > 1:
         yield CppmegaError(

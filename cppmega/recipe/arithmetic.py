@@ -7,10 +7,11 @@ models, which omits `D` and `+`; `megatron_flops` is that report, so that both c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cppmega.recipe import Recipe
+from cppmega.recipe import Mamba3, Recipe
 
 _PASSES = 3
 """Forward, gradient of the input, gradient of the weight: each is one product of that size."""
@@ -50,14 +51,14 @@ def parameters(recipe: Recipe) -> Parameters:
     layout = recipe.layout
     table = recipe.padded_vocab_size * recipe.hidden_size
     layers = {
-        letter: _layer(recipe, letter) * layout.trunk.count(letter)
+        letter: layer_parameters(recipe, letter) * layout.trunk.count(letter)
         for letter in dict.fromkeys(layout.trunk)
     }
     if recipe.dsa_index_pattern:
-        layers["D"] -= recipe.dsa_index_pattern.count("S") * _indexer_parameters(recipe)
+        layers["D"] -= recipe.dsa_index_pattern.count("S") * indexer_parameters(recipe)
     # A depth: two input norms, the projection of their concatenation, its layers, a last norm.
     depth = 3 * recipe.hidden_size + 2 * recipe.hidden_size**2
-    depth += sum(_layer(recipe, letter) for letter in layout.mtp) + _contraction(recipe)
+    depth += sum(layer_parameters(recipe, letter) for letter in layout.mtp) + _contraction(recipe)
     extras = {"mhc_head": _contraction(recipe)} if recipe.uses_mhc else {}
     if recipe.ngram_hash is not None:
         ngram = recipe.ngram_hash
@@ -75,11 +76,11 @@ def parameters(recipe: Recipe) -> Parameters:
         final_norm=recipe.hidden_size,
         mtp=depth * layout.depths,
         extras=extras,
-        experts=_routed(recipe) * layout.counts()["E"],
+        experts=routed_parameters(recipe) * layout.counts()["E"],
     )
 
 
-def _layer(recipe: Recipe, letter: str) -> int:
+def layer_parameters(recipe: Recipe, letter: str) -> int:
     """Parameters of one layer, its input norm and hyper-connection included."""
     return _LAYERS[letter](recipe) + recipe.hidden_size + _site(recipe)
 
@@ -109,7 +110,8 @@ def _matrices(recipe: Recipe) -> int:
     return 3 if recipe.activation == "swiglu" else 2
 
 
-def _routed(recipe: Recipe) -> int:
+def routed_parameters(recipe: Recipe) -> int:
+    """Parameters of one layer's routed experts, which expert parallelism distributes."""
     if recipe.num_experts is None or recipe.moe_ffn_hidden_size is None:
         return 0
     return recipe.num_experts * _mlp(recipe.hidden_size, recipe.moe_ffn_hidden_size, recipe)
@@ -119,7 +121,7 @@ def _moe(recipe: Recipe) -> int:
     assert recipe.num_experts is not None
     router = recipe.num_experts * recipe.hidden_size  # the expert bias is a buffer
     shared = recipe.moe_shared_expert_intermediate_size or 0
-    return _routed(recipe) + router + _mlp(recipe.hidden_size, shared, recipe)
+    return routed_parameters(recipe) + router + _mlp(recipe.hidden_size, shared, recipe)
 
 
 def _head_dim(recipe: Recipe) -> int:
@@ -165,10 +167,11 @@ def _indexer_sizes(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def _dsa(recipe: Recipe) -> int:
-    return _mla(recipe) + _indexer_parameters(recipe)
+    return _mla(recipe) + indexer_parameters(recipe)
 
 
-def _indexer_parameters(recipe: Recipe) -> int:
+def indexer_parameters(recipe: Recipe) -> int:
+    """Parameters of one indexer, which a Shared DSA layer does not have."""
     _, dim, _ = _indexer_sizes(recipe)
     # The key's norm is a LayerNorm in every model: weight and bias.
     return _indexer(recipe) + 2 * dim
@@ -275,7 +278,7 @@ def _work(recipe: Recipe, letter: str, keys: float) -> float:
     heads = recipe.num_attention_heads
     if letter == "E":
         assert recipe.num_experts is not None
-        idle = _routed(recipe) * (1 - recipe.moe_router_topk / recipe.num_experts)
+        idle = routed_parameters(recipe) * (1 - recipe.moe_router_topk / recipe.num_experts)
         return _PASSES * 2 * (_moe(recipe) - idle)
     if letter == "*":
         groups, dim = recipe.num_query_groups or heads, _head_dim(recipe)
@@ -335,8 +338,22 @@ def megatron_flops(recipe: Recipe) -> float:
     Its formula for hybrid models counts *, - and E, Mamba-3 as Mamba-2, and nothing for D, + and R.
     Its formula for GPT models counts DSA as dense MLA, without the indexer.
     """
+    return _reported(recipe, recipe.layout.counts())
+
+
+def record_flops(recipe: Recipe) -> float:
+    """Floating-point operations of one token as the earlier overlay counted NAM56R's.
+
+    Megatron's formula for hybrid models, with every D and + taken for full attention, and R, like
+    M, for Mamba-2. Speeds that were reported without a log, 289 TFLOP/s among them, are in this
+    unit. Only for comparison with those.
+    """
+    letters = recipe.layout.letters.translate(str.maketrans("D+R", "**M"))
+    return _reported(recipe, Counter(letters))
+
+
+def _reported(recipe: Recipe, counts: Counter[str]) -> float:
     layout = recipe.layout
-    counts = layout.counts()
     hidden, keys = recipe.hidden_size, recipe.seq_length / 2
     gate = _matrices(recipe) / 2
     shared = recipe.moe_shared_expert_intermediate_size or 0
@@ -353,8 +370,7 @@ def megatron_flops(recipe: Recipe) -> float:
 
 
 def _megatron_mamba(recipe: Recipe) -> float:
-    own, hidden = recipe.mamba3, recipe.hidden_size
-    assert own is not None
+    own, hidden = recipe.mamba3 or Mamba3(), recipe.hidden_size
     inner = 2 * hidden  # whatever the recipe's `expand` is
     projected = 2 * inner + 2 * own.groups * own.state_dim + own.heads(hidden)
     return 2 * hidden * (projected + inner) + 7 * inner * own.state_dim

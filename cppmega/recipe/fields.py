@@ -59,6 +59,9 @@ class Fields:
     name: str
     purpose: str
     """One line for `cppmega recipes`."""
+    cut: str = ""
+    """What part of the model that gives the recipe its name is left, such as `24 of 52 layers`; the
+    name and every logged step say that it is cut. Empty: the whole model."""
     kind: Kind
     precision: Precision
     """Without a default: launch lines that did not state it have trained in the wrong one."""
@@ -143,6 +146,9 @@ class Fields:
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
+    virtual_pipeline_model_parallel_size: Positive = 1
+    """Stages of each pipeline rank, by the interleaved schedule. A hybrid model takes them from the
+    marks of its pattern, or where it has none, all equally long."""
     expert_model_parallel_size: Positive = 1
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
@@ -161,6 +167,9 @@ class Fields:
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.95
     clip_grad: NonNegativeReal = 1.0
+    keep_checkpoints: Count = 0
+    """How many checkpoints stay, the newest; 0: all. An older one is removed once the newer one is
+    complete, so that there is room for one more."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 1234
     mtp_loss_scaling_factor: float = 0.1
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
@@ -199,11 +208,30 @@ class Fields:
     def layout(self) -> patterns.Pattern:
         """The layers of the model, of whichever kind."""
         if self.kind == "hybrid":
-            return patterns.parse(self.pattern)
+            return patterns.parse(self.pattern).divided(self.stages)
         letter = {"full": "*", "mla": "+", "dsa": "D"}[self.attention]
         dense = self.first_dense_layers if self.num_experts else self.num_layers
         main = (letter + "-") * dense + (letter + "E") * (self.num_layers - dense)
         return patterns.Pattern(main, main[-2:] if self.mtp_num_layers else "", self.mtp_num_layers)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the model, virtual ones included."""
+        return self.pipeline_model_parallel_size * self.virtual_pipeline_model_parallel_size
+
+    @property
+    def layers_by_stage(self) -> tuple[str, ...]:
+        """The letters of every stage of the trunk; rank r has the stages r, r + PP, r + 2 PP..."""
+        main = self.layout.main
+        if self.kind == "hybrid":
+            return tuple(main.split("|"))
+        width = len(main) // self.stages
+        return tuple(main[start : start + width] for start in range(0, len(main), width))
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes of every replica per optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:

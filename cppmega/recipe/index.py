@@ -35,9 +35,10 @@ def load(name: str) -> Recipe:
     """
     path = file_of(name)
     if not path.is_file():
+        longer = [other for other in shipped() if other.startswith(name)]
         raise CppmegaError(
             "recipe-unknown",
-            f"There is no recipe {name}." + did_you_mean(name, shipped()),
+            f"There is no recipe {name}." + did_you_mean(name, longer or shipped()),
             f"Shipped are {', '.join(shipped())}; a path ends in .py.",
             "cppmega recipes",
         )

@@ -58,6 +58,17 @@ class Pattern:
         """Number of layers of each letter, trunk and MTP together."""
         return Counter(self.letters)
 
+    def divided(self, stages: int) -> Pattern:
+        """The same layers in that many stages of equal length.
+
+        A pattern that marks its own stages, or cannot be divided so, stays as it is.
+        """
+        width, rest = divmod(len(self.main), stages)
+        if self.stages > 1 or rest:
+            return self
+        parts = (self.main[start : start + width] for start in range(0, len(self.main), width))
+        return Pattern("|".join(parts), self.mtp, self.depths)
+
     def without(self, letters: Iterable[str]) -> Pattern:
         """The same pattern with some letters left out."""
         drop = str.maketrans("", "", "".join(letters))

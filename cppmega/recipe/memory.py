@@ -1,4 +1,4 @@
-"""Estimate the GPU memory of a recipe's fullest rank, without torch.
+"""Estimate the GPU memory of a recipe's fullest rank, and count its checkpoint, without torch.
 
 Weights, gradients and optimizer states are exact sums; activations follow a model of what Megatron
 keeps for the backward pass. Near the limit, only a trial run can tell.
@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cppmega.recipe import Recipe
-from cppmega.recipe.arithmetic import parameters
+from cppmega.recipe import Recipe, pipeline
+from cppmega.recipe.arithmetic import (
+    indexer_parameters,
+    layer_parameters,
+    parameters,
+    routed_parameters,
+)
 from cppmega.recipe.dsa_widths import Widths, supported
 from cppmega.recipe.layer_pattern import OWN
 
@@ -35,7 +40,7 @@ class Estimate:
     states: int
     """Weights, gradients and optimizer states."""
     activations: int
-    """Kept for the backward pass, for one micro-batch."""
+    """Kept for the backward passes that wait, with those of one recomputed layer while it runs."""
     logits: int
     """Kept for the losses of trunk and MTP depths: logits and their fp32 copy, or gradients."""
 
@@ -50,10 +55,20 @@ class Estimate:
         return self.total / GIB
 
 
+def checkpoint_bytes(recipe: Recipe, optimizer: bool = True) -> int:
+    """Bytes of a checkpoint, all ranks together.
+
+    Args:
+        recipe: the run.
+        optimizer: with fp32 weights and two moments beside the weights of the model.
+    """
+    weight = 4 if recipe.kind == "loop" else 2
+    states = 8 if recipe.kind == "loop" else 12  # a loop's weights are fp32 themselves
+    return (weight + states * optimizer) * parameters(recipe).total
+
+
 def estimate(recipe: Recipe, widened: Iterable[Widths] = (), attends: bool = False) -> Estimate:
     """Estimate the fullest rank of a run on GPUs.
-
-    Pipeline parallelism divides the layers evenly; the rank of the head counts as the fullest.
 
     Args:
         recipe: the run.
@@ -62,19 +77,50 @@ def estimate(recipe: Recipe, widened: Iterable[Widths] = (), attends: bool = Fal
     """
     fused = recipe.dsa_widths in supported(recipe.dsa_kernel_backend, widened)
     fused |= attends and recipe.dsa_kernel_backend != "cudnn"
-    return Estimate(_states(recipe), _activations(recipe, fused), _logits(recipe))
+    ranks = range(recipe.pipeline_model_parallel_size)
+    return max((_of_rank(recipe, rank, fused) for rank in ranks), key=lambda one: one.total)
 
 
-def _states(recipe: Recipe) -> int:
-    counts = parameters(recipe)
-    tensor, pipeline = recipe.tensor_model_parallel_size, recipe.pipeline_model_parallel_size
-    replicas = recipe.data_parallel_size
+def _of_rank(recipe: Recipe, rank: int, fused: bool) -> Estimate:
+    is_last = rank == recipe.pipeline_model_parallel_size - 1
+    logits = _logits(recipe) if is_last else 0
+    return Estimate(_states(recipe, rank), _activations(recipe, rank, fused), logits)
+
+
+def _stages(recipe: Recipe, rank: int) -> list[tuple[str, int]]:
+    """The letters of every stage of a rank, and how many of its DSA layers share keys."""
+    found, seen = [], 0
+    for letters in recipe.layers_by_stage:
+        until = seen + letters.count("D")
+        found.append((letters, recipe.dsa_index_pattern[seen:until].count("S")))
+        seen = until
+    return found[rank :: recipe.pipeline_model_parallel_size]
+
+
+def _states(recipe: Recipe, rank: int) -> int:
+    counts, layout = parameters(recipe), recipe.layout
+    tensor, pipes = recipe.tensor_model_parallel_size, recipe.pipeline_model_parallel_size
+    is_first, is_last = rank == 0, rank == pipes - 1
+    stages = _stages(recipe, rank)
+    letters = "".join(part for part, _ in stages) + layout.mtp * layout.depths * is_last
+    routed = routed_parameters(recipe) * letters.count("E")
+    body = sum(layer_parameters(recipe, letter) for part, _ in stages for letter in part)
+    if shared := sum(number for _, number in stages):
+        body -= shared * indexer_parameters(recipe)
+    # The last rank embeds, too, for the MTP depths or because its head is the embedding.
+    embeds_again = is_last and bool(layout.depths)
+    tokens = counts.embedding * (is_first or embeds_again or (is_last and recipe.tied_embeddings))
+    ends = tokens + (counts.head + counts.final_norm + counts.mtp) * is_last
+    contraction = counts.extras.get("mhc_head", 0)
+    everywhere = (sum(counts.extras.values()) - contraction) * (is_first or embeds_again)
+    everywhere += contraction * is_last
+    return _bytes(recipe, (body + ends - routed) // tensor + everywhere, routed)
+
+
+def _bytes(recipe: Recipe, dense: int, routed: int) -> int:
+    """Bytes of a rank's parameters and of what training adds to them."""
+    tensor, replicas = recipe.tensor_model_parallel_size, recipe.data_parallel_size
     expert = recipe.expert_model_parallel_size
-    everywhere = sum(counts.extras.values())  # every tensor-parallel rank has all of them
-    ends = counts.total - sum(counts.layers.values()) - everywhere
-    body = sum(counts.layers.values()) // pipeline
-    routed = counts.experts // pipeline
-    dense = (body + ends - routed) // tensor + everywhere
     spread = routed // expert
     if recipe.kind == "loop":
         return (dense + spread) * 16  # fp32 weight, gradient and Adam's two moments
@@ -84,16 +130,21 @@ def _states(recipe: Recipe) -> int:
     return dense * 6 + dense * 12 // shard + spread * 6 + spread * 12 // expert_shard
 
 
-def _activations(recipe: Recipe, fused: bool) -> int:
-    tokens = recipe.micro_batch_size * recipe.seq_length
-    layout = recipe.layout
-    pipeline = recipe.pipeline_model_parallel_size
-    per_layer = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
-    trunk = sum(per_layer[letter] for letter in layout.trunk) + _blocks(recipe, tokens)
-    trunk -= recipe.dsa_index_pattern.count("S") * _indexer_scores(recipe, tokens, fused)
-    # 1F1B keeps as many micro-batches in flight on its first rank as there are ranks.
-    mtp = sum(per_layer[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
-    return trunk + mtp * layout.depths if pipeline == 1 else max(trunk, mtp * layout.depths)
+def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
+    tokens, layout = recipe.micro_batch_size * recipe.seq_length, recipe.layout
+    kept = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
+    stages = []
+    for letters, shared in _stages(recipe, rank):
+        stage = sum(kept[letter] for letter in letters) + _blocks(recipe, len(letters), tokens)
+        stages.append(stage - shared * _indexer_scores(recipe, tokens, fused))
+    if rank == recipe.pipeline_model_parallel_size - 1:
+        depth = sum(kept[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
+        stages[-1] += depth * layout.depths
+    mixtures = pipeline.under_way(recipe, rank)
+    most = max(sum(stages[n] * passes for n, passes in each.items()) for each in mixtures)
+    plain = recipe.with_(recompute_modules=(), gates=())
+    again = (_kept(plain, letter, tokens, fused) - kept[letter] for letter in kept)
+    return most + max(again)
 
 
 def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
@@ -107,6 +158,8 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
     stream = 2 * 2 * tokens * hidden + _kept_by_site(recipe, tokens)
     if letter == "-":
         return stream + 2 * _mlp_width(recipe, recipe.ffn_hidden_size, "mlp") * tokens // tensor
+    if letter == "E" and "moe" in recipe.recompute_modules:
+        return stream
     if letter == "E":
         routed = recipe.moe_router_topk * (recipe.moe_ffn_hidden_size or 0)
         shared = recipe.moe_shared_expert_intermediate_size or 0
@@ -156,11 +209,11 @@ def _kept_by_site(recipe: Recipe, tokens: int) -> int:
     return 2 * tokens * recipe.hidden_size * (recipe.mhc_num_residual_streams + 1)
 
 
-def _blocks(recipe: Recipe, tokens: int) -> int:
+def _blocks(recipe: Recipe, letters: int, tokens: int) -> int:
     """The streams with which blocks of recomputed layers begin, two letters to a GPT's layer."""
     if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
         return 0
-    layers = len(recipe.layout.trunk) // (1 if recipe.kind == "hybrid" else 2)
+    layers = letters // (1 if recipe.kind == "hybrid" else 2)
     blocks = -(-layers // (recipe.mhc_recompute_layer_num or layers))
     return blocks * 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
 

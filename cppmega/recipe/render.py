@@ -139,9 +139,6 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
         if getattr(recipe, name) is not None and line < (0, 19):
             reason = f"cppmega adds it to megatron-core 0.19.2, and not to {version}"
             found.append(Missing(part, reason))
-    if recipe.precision == "fp8" and "R" in recipe.layout.letters:
-        reason = "its projection is no multiple of 16 wide, which products in FP8 must be"
-        found.append(Missing("M2RNN in FP8", reason))
     if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
         reason = f"megatron-core {version} accepts the argument, and its builder then stops"
         found.append(Missing("DSA in a GPT", reason))
@@ -289,6 +286,9 @@ def _parallel(recipe: Recipe) -> Iterator[Argument]:
         *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
         "expert_model_parallel_size",
     )
+    virtual = recipe.virtual_pipeline_model_parallel_size
+    if recipe.kind != "hybrid" and virtual > 1:  # the pattern of a hybrid model says it
+        yield "--num-virtual-stages-per-pipeline-rank", (str(virtual),)
     if recipe.tensor_model_parallel_size > 1:
         yield "--sequence-parallel", ()
     for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):

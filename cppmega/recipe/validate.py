@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
 from cppmega.modules import dsa_layer_kinds, mixer_sizes
+from cppmega.recipe import pipeline
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
 from cppmega.tree import accepted
 
@@ -28,6 +29,7 @@ def check(recipe: Fields) -> None:
     _input_embeddings(recipe)
     _widths(recipe)
     _parallel(recipe)
+    pipeline.check_schedule(recipe)
     _training(recipe)
     _machine(recipe)
 
@@ -71,14 +73,7 @@ def _layers(recipe: Fields) -> None:
             "first_dense_layers cannot exceed num_layers.",
         )
     layout = recipe.layout
-    stages = recipe.pipeline_model_parallel_size
-    if layout.stages > 1 and layout.stages % stages:
-        raise CppmegaError(
-            "bad-pattern",
-            f"Pattern {recipe.pattern!r} has {layout.stages} stages for {stages} pipeline ranks.",
-            "Every rank needs the same number of them.",
-            "one | in the pattern for every pipeline rank after the first",
-        )
+    pipeline.check_stages(recipe)
     for letter, part in (("M", "mamba3"), ("R", "m2rnn")):
         if letter in layout.letters and getattr(recipe, part) is None:
             raise invalid(
@@ -163,7 +158,7 @@ def _sharing(recipe: Fields) -> None:
     if not recipe.dsa_index_pattern:
         return
     try:
-        stages = list(_dsa_stages(recipe))
+        stages = list(pipeline.dsa_stages(recipe))
         layers = [number for stage in stages for number in stage]
         sources = dsa_layer_kinds.from_pattern(recipe.dsa_index_pattern, layers)
         for stage in stages:
@@ -171,18 +166,6 @@ def _sharing(recipe: Fields) -> None:
     except CppmegaError as error:
         hint = "--set dsa_index_pattern=..., or another pipeline layout"
         raise invalid(recipe, error.what, error.why, hint) from error
-
-
-def _dsa_stages(recipe: Fields) -> Iterator[list[int]]:
-    """The numbers of the DSA layers of every pipeline stage, virtual ones too."""
-    if recipe.kind != "hybrid":  # every layer has attention, and its MLP has no number of its own
-        letters = ["D" if recipe.uses_dsa else "*"] * recipe.num_layers
-        yield from dsa_layer_kinds.even_stages(letters, recipe.pipeline_model_parallel_size)
-    elif recipe.layout.stages > 1:
-        yield from dsa_layer_kinds.marked_stages(recipe.layout.main)
-    else:
-        stages = recipe.pipeline_model_parallel_size
-        yield from dsa_layer_kinds.even_stages(recipe.layout.main, stages)
 
 
 def _connections(recipe: Fields) -> None:
@@ -194,6 +177,8 @@ def _connections(recipe: Fields) -> None:
         what = "a loop has hyper-connections, which only Megatron's models have"
     elif recipe.cuda_graph_impl != "none":
         what = "hyper-connections in CUDA graphs"
+    elif recipe.virtual_pipeline_model_parallel_size > 1:
+        what = "hyper-connections in virtual pipeline stages"
     elif {"mhc", "mlp"} <= set(recipe.recompute_modules):
         what = "mhc and mlp are recomputed, which would compute the MLP's input twice"
     elif recipe.use_fused_mhc and recipe.mhc_num_residual_streams not in (2, 4, 8):
@@ -357,6 +342,13 @@ def _machine(recipe: Fields) -> None:
             f"{recipe.name!r} is not a valid name.",
             "Run folders are named after it, and it is typed in commands.",
             "letters, digits, - and _, in the recipe and in the name of its file",
+        )
+    if bool(recipe.cut) != ("cut" in recipe.name.split("_")):
+        raise invalid(
+            recipe,
+            f"cut={recipe.cut!r} does not go with its name.",
+            "Numbers of a part of a model must not be taken for those of the whole.",
+            "a name with the word cut for a recipe with the field cut, and for no other",
         )
     for architecture in recipe.architectures:
         if not re.fullmatch(r"sm_\d{2,3}", architecture):

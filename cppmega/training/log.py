@@ -1,7 +1,7 @@
 """Megatron's log line with what it leaves out, and the same numbers as a record.
 
 To the throughput that Megatron reports, the line adds the one with every layer counted, tokens per
-second, and, for mock data, a mark that no reader and no grep can miss.
+second, and, for mock data and for a part of a model, a mark that no reader and no grep can miss.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cppmega.runs.spikes import Spikes
 from cppmega.training.nonfinite import check_step
 
 MOCK = "MOCK DATA"
+CUT = "CUT MODEL"
 PROFILED = "PROFILED"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+)\s*\|")
 _VALUE = re.compile(r"\|?\s*([A-Za-z][^|:]*?)\s*(?:\([^|)]*\))?:\s+([-+.\dEe]+|nan|inf)\s*\|")
@@ -74,6 +75,7 @@ class Log:
         self.recipe, self.world_size, self.mock = recipe, world_size, mock
         self._squares, self._peak, self._metrics = squares, peak, metrics
         self._spikes = Spikes()
+        self._cut = f" {CUT}: {recipe.cut} |" if recipe.cut else ""
 
     def around(
         self, print_last: Callable[[str], None], writes: Callable[[], bool]
@@ -88,7 +90,7 @@ class Log:
         def logged(message: str) -> None:
             step = self.read(message)
             if step is None:
-                print_last(message)
+                print_last(self._cut + message)
                 return
             print_last(self.line(message, step))
             if self._metrics is not None and writes():
@@ -130,4 +132,5 @@ class Log:
         numbers += f" {PROFILED} |" * step.profiled
         spike = self._spikes.remark(step.loss, step.grad_norm)
         numbers += f" SPIKE: {spike} |" if spike else ""
-        return (f" {MOCK} |" if self.mock else "") + message + numbers + (f" {MOCK}" * self.mock)
+        before = self._cut + f" {MOCK} |" * self.mock
+        return before + message + numbers + f" {MOCK}" * self.mock

@@ -23,7 +23,7 @@ from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.runs import metrics, rank_progress
 from cppmega.training import nonfinite, requirements
 from cppmega.training.batch import dataset_provider
-from cppmega.training.log import MOCK, Log, TrainingStart
+from cppmega.training.log import CUT, MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
 from cppmega.training.plan import TrainingPlan
 from cppmega.training.profiler import StepProfiler
@@ -210,9 +210,10 @@ def _announce(plan: TrainingPlan) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     recipe, count = plan.recipe, parameters(plan.recipe)
     data = MOCK if plan.options.mock_data else f"data {plan.data.fingerprint}"
+    cut = f"{CUT}: {recipe.cut}, " if recipe.cut else ""
     if rank == 0:
         print(
-            f"cppmega: recipe {recipe.name}, {recipe.precision}, megatron-core "
+            f"cppmega: recipe {recipe.name}, {cut}{recipe.precision}, megatron-core "
             f"{plan.rendered.version}, overlay {plan.overlay}, {data}, "
             f"{count.total / 1e9:.3f} B parameters ({count.mtp / 1e9:.3f} B of MTP), "
             f"{flops(recipe) / 1e9:.2f} GFLOP per token (Megatron counts "

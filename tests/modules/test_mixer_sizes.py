@@ -91,7 +91,8 @@ def test_what_the_mixers_do_not_go_with_is_named(
     [
         ({"hidden_size": 79}, "m2rnn-heads", "width of 79"),
         ({"tensor_model_parallel_size": 2}, "m2rnn-tensor-parallel", "2 tensor-parallel"),
-        ({"fp8": "hybrid"}, "mixer-not-supported", "--fp8-format"),
+        ({"fp4": "e2m1"}, "mixer-not-supported", "--fp4-format"),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "mixer-not-supported", "--fp8-recipe"),
         ({"context_parallel_size": 2}, "mixer-not-supported", "context parallelism"),
     ],
 )
@@ -101,7 +102,8 @@ def test_what_m2rnn_does_not_go_with_is_named(
     stated = {"CPPMEGA_M2RNN": stated_sizes.text(M2RNN)}
     (found,) = sizes.obstacles(SimpleNamespace(**arguments), stated)
     assert found.name == name and said in found.what
-    assert not [*sizes.obstacles(SimpleNamespace(hidden_size=80), stated)]
+    allowed = {"hidden_size": 80, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    assert not [*sizes.obstacles(SimpleNamespace(**allowed), stated)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cppmega.preflight.checks import dsa_backend
 from cppmega.preflight.context import Context
 from cppmega.preflight.messages import ParsedLine, RankAnswer
 from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
 from tests.preflight.contexts import FUSED, SLICE, V32, holds, launch, refuses, says_nothing
 from tests.support import patched, python
 
@@ -41,6 +42,14 @@ FULL = SLICE.with_(
 
 
 TENSOR = SLICE.with_(gpus=2, tensor_model_parallel_size=2, global_batch_size=1)
+
+
+WHOLE = [
+    name
+    for name in recipes_index.shipped()
+    if "R" in (recipe := recipes_index.load(name)).layout.letters and recipe.kind == "hybrid"
+]
+"""Every recipe of NAM56R with all of its letters."""
 
 
 class Case(NamedTuple):
@@ -91,6 +100,7 @@ CASES = {
     "nothing to fuse": Case(SLICE.with_(pattern="DE/D-"), (MOCK, "--mla-down-proj-fusion")),
     "fp8 heads": Case(None, (*RAW, *BF16, "--fp8-format", "hybrid")),
     "fp8 recipe": Case(SLICE.with_(precision="fp8"), (MOCK,)),
+    **{name: Case(recipes_index.load(name), (MOCK,)) for name in WHOLE},
 }
 PARSE = """
 import contextlib, json, os, sys, types
@@ -116,7 +126,8 @@ print("ANSWER" + json.dumps(found))
 
 def context(name: str) -> Context:
     recipe, words = CASES[name]
-    return launch(recipe, *words, root=patched("0.19.2"))
+    gates = dict(recipe.wanted_gates) if recipe is not None else {}
+    return launch(recipe, *words, root=patched("0.19.2"), environ=gates)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +160,14 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 def test_lines_that_the_parser_takes(line: Any) -> None:
     for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "tensor parallel"):
         holds("line_parses", line(name))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_recipe_of_the_whole_model_is_refused(line: Any, name: str) -> None:
+    for check in ("recipe_complete", "line_parses", "page_limits", "ineffective_arguments"):
+        holds(check, line(name))
+    for check in ("precision", "nan_checks", "dsa_backend", "trainer_limits"):
+        holds(check, line(name))
 
 
 def test_a_line_that_it_refuses_with_the_nearest_name(line: Any) -> None:

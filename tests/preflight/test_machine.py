@@ -30,6 +30,7 @@ from cppmega.preflight.checks import kernel_parity, limits, mhc_kernels, tilelan
 from cppmega.preflight.checks.limits import Host
 from cppmega.preflight.context import Context, gpu_here
 from cppmega.preflight.devices import Devices
+from cppmega.preflight.findings import Remark
 from cppmega.preflight.messages import (
     ConnectionsAnswer,
     ConnectionsOrder,
@@ -47,6 +48,7 @@ from cppmega.preflight.workers import devices as devices_worker
 from cppmega.preflight.workers import mhc_kernels as mhc_worker
 from cppmega.preflight.workers import parity
 from cppmega.recipe import Mamba3
+from cppmega.recipe import index as recipes_index
 from tests.preflight.contexts import (
     FUSED,
     SLICE,
@@ -717,6 +719,56 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nowhere" in holds("folders", launch())
     whole_line = launch(None, "--bf16", "--save", str(tmp_path / "file" / "below"))
     refuses("folders", "folder-not-writable", whole_line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "free", "said"),
+    [
+        ({}, 75, None),
+        ({}, 77, "room for 1 of the 2 checkpoints that will be there at once (--set keep_check"),
+        ({}, 153, ""),
+        ({"keep_checkpoints": 1}, 77, "room for 1 of the 2 checkpoints that will be there at once"),
+        ({"keep_checkpoints": 1, "train_iters": 500}, 77, ""),
+        ({"train_iters": 2000}, 153, "room for 2 of the 4 checkpoints"),
+        ({"train_iters": 2000, "keep_checkpoints": 1}, 153, ""),
+        ({"train_iters": 2000, "keep_checkpoints": 2}, 153, "room for 2 of the 3 checkpoints"),
+    ],
+)
+def test_the_disk_has_room_for_checkpoints_of_the_whole_model(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, int],
+    free: int,
+    said: str | None,
+) -> None:
+    """Of 75.9 GiB each; one is needed, and what more there is no room for is said."""
+    recipe = recipes_index.load("nam56r_h200_2gpu_ep2").with_(
+        **{"train_iters": 1000, "keep_checkpoints": 0, **changes}
+    )
+    usage = type("Usage", (), {"free": free * GIB})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    words = ("--mock-data", "--save", str(tmp_path))
+    context = launch(recipe, *words, root=patched("0.19.2"))
+    if said is None:
+        found = refuses("folders", "disk-full", context)
+        assert "it needs 75.9 GiB" in found.what
+        weights = launch(recipe, *words, "--no-save-optim", root=patched("0.19.2"))
+        assert holds("folders", weights)
+        return
+    text = holds("folders", context)
+    assert isinstance(text, Remark) == bool(said) and said in text
+    assert not said or "each of 75.9 GiB, of which 10.8 GiB are weights" in text
+
+
+def test_a_checkpoint_that_is_there_is_replaced_by_one_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipes_index.load("nam56r_h200_2gpu_ep2").with_(keep_checkpoints=1, train_iters=1000)
+    usage = type("Usage", (), {"free": 77 * GIB})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    (tmp_path / TRACKER).write_text("500")
+    context = launch(recipe, "--mock-data", "--save", str(tmp_path), root=patched("0.19.2"))
+    assert not isinstance(holds("folders", context), Remark)
 
 
 @pytest.mark.parametrize("flag", ["--save", "--metrics"])

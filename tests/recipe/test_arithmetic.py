@@ -10,8 +10,8 @@ import pytest
 
 from cppmega.recipe import M2RNN, Mamba3, Recipe
 from cppmega.recipe import index as recipes_index
-from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
-from cppmega.recipe.memory import GIB, estimate
+from cppmega.recipe.arithmetic import flops, megatron_flops, parameters, record_flops
+from cppmega.recipe.memory import GIB, checkpoint_bytes, estimate
 from cppmega.recipe.render import render
 from tests.support import patched, pristine, python
 
@@ -287,6 +287,33 @@ def test_the_slice_reports_what_was_measured_with_upstreams_own_script() -> None
     assert reported * 4096 / 0.671 / 1e12 == pytest.approx(46.5, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("tokens_per_second", "by_the_record", "counted"),
+    [(9_250, 289, 237), (6_200, 193, 159), (11_300, 351, 289)],
+)
+def test_speeds_of_the_record_in_both_units(
+    tokens_per_second: float, by_the_record: float, counted: float
+) -> None:
+    """Tokens/s per GPU and TFLOP/s per GPU as reported, the latter from unrounded tokens/s."""
+    recipe = recipes_index.load("nam56r_h200_8gpu_bf16")
+    assert record_flops(recipe) == pytest.approx(31.03e9, rel=1e-4)
+    found = record_flops(recipe) * tokens_per_second / 1e12
+    assert found == pytest.approx(by_the_record, rel=0.01)
+    assert flops(recipe) * tokens_per_second / 1e12 == pytest.approx(counted, abs=0.5)
+
+
+def test_the_formula_of_the_record_takes_letters_for_others() -> None:
+    sizes = Mamba3(head_dim=16, state_dim=32)
+    mixed = BASE.with_(pattern="+D-R", m2rnn=M2RNN(5, 3, 3), mamba3=sizes)
+    other = BASE.with_(pattern="**-M", mamba3=sizes)
+    assert record_flops(mixed) == megatron_flops(other) == record_flops(other)
+    assert megatron_flops(mixed) < record_flops(mixed)
+    # Without a Mamba-3 of its own, R is Mamba-2 of Megatron's own sizes.
+    assert record_flops(mixed.with_(mamba3=None, hidden_size=512)) == record_flops(
+        mixed.with_(mamba3=Mamba3(), hidden_size=512)
+    )
+
+
 def test_packed_documents_cost_less_attention() -> None:
     recipe = CASES["attention"][0]
     short = flops(recipe, squares=TOKENS / 4)
@@ -339,6 +366,15 @@ def test_the_whole_model_fits_one_and_two_gpus_by_the_estimate() -> None:
     mamba3 = 2 * (2 * 8192 + 2 * 4096 + 3 * 128 + 32 + 8192)
     saved = 4096 * (13 * mamba3 + 4 * 2 * 4096 * 8)
     assert kept - estimate(one, attends=True).activations == saved
+
+
+def test_the_size_of_a_checkpoint() -> None:
+    whole = recipes_index.load("nam56r_h200_2gpu_ep2")
+    assert checkpoint_bytes(whole) == pytest.approx(75.9 * GIB, rel=1e-3)
+    assert checkpoint_bytes(whole, optimizer=False) == pytest.approx(10.8 * GIB, rel=4e-3)
+    loop = recipes_index.load("smoke_cpu")
+    assert checkpoint_bytes(loop) == 3 * checkpoint_bytes(loop, False)
+    assert checkpoint_bytes(loop, False) == 4 * parameters(loop).total
 
 
 def test_the_estimate_agrees_with_what_fitted_and_what_did_not() -> None:

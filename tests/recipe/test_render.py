@@ -92,13 +92,17 @@ DENSE = Recipe(
     packed_documents=True,
     global_batch_size=2,
 ).plus("--log-params-norm", "--no-rope-fusion")  # the fused kernel is not there on CPU
+STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+VIRTUAL = DENSE.with_(
+    name="virtual", num_layers=8, tensor_model_parallel_size=1, global_batch_size=4, **STAGES
+)
 
 
 def recipes() -> dict[str, Recipe]:
-    """Every shipped recipe that Megatron trains, and two that use what those do not."""
+    """Every shipped recipe that Megatron trains, and three that use what those do not."""
     shipped = [recipes_index.load(name) for name in recipes_index.shipped()]
     found = {recipe.name: recipe for recipe in shipped if recipe.kind != "loop"}
-    return {**found, "graphs": GRAPHS, "dense": DENSE}
+    return {**found, "graphs": GRAPHS, "dense": DENSE, "virtual": VIRTUAL}
 
 
 @cache
@@ -136,10 +140,13 @@ def test_the_release_reads_what_the_recipe_says(version: str) -> None:
             *("hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "seed"),
             *("micro_batch_size", "global_batch_size", "train_iters", "lr", "clip_grad"),
             *("tensor_model_parallel_size", "expert_model_parallel_size", "init_method_std"),
+            "pipeline_model_parallel_size",
             *("use_distributed_optimizer", "overlap_param_gather", "rotary_base"),
             "padded_vocab_size",
         )
         assert {k: args[k] for k in same} == {k: getattr(recipe, k) for k in same}, name
+        stages = args["virtual_pipeline_model_parallel_size"] or 1
+        assert stages == recipe.virtual_pipeline_model_parallel_size, name
         assert args["layernorm_epsilon"] == recipe.norm_epsilon, name
         assert args["bf16"] and not args["fp16"], name
         assert (args["fp8"] is not None) == (recipe.precision == "fp8"), name

@@ -118,11 +118,11 @@ LINE = (
 )
 
 
-def log(tmp_path: Path, mock: bool = False) -> tuple[list[str], Any]:
+def log(tmp_path: Path, mock: bool = False, recipe: Any = SLICE) -> tuple[list[str], Any]:
     """A log around a list, and the function that Megatron would print with."""
     said: list[str] = []
     own = Log(
-        SLICE, 1, mock=mock, squares=lambda: None, peak=lambda: 61.5, metrics=tmp_path / "m.jsonl"
+        recipe, 1, mock=mock, squares=lambda: None, peak=lambda: 61.5, metrics=tmp_path / "m.jsonl"
     )
     return said, own.around(said.append, lambda: True)
 
@@ -149,6 +149,14 @@ def test_mock_data_marks_every_line_with_a_throughput(tmp_path: Path) -> None:
     assert said[0].count(MOCK) == 2 and said[0].strip().startswith(MOCK)
     assert said[1] == "saving checkpoint"
     assert json.loads((tmp_path / "m.jsonl").read_text())["mock_data"] is True
+
+
+def test_every_line_of_a_part_of_a_model_says_so(tmp_path: Path) -> None:
+    said, say = log(tmp_path, recipe=recipes_index.load("nam56r_h100_1gpu_cut"))
+    say(LINE)
+    say("saving checkpoint")
+    assert all(line.startswith(" CUT MODEL: 24 of 52 layers |") for line in said)
+    assert said[0].count("lm loss") == 1 and said[1].endswith("saving checkpoint")
 
 
 def test_a_profiled_step_is_marked(tmp_path: Path) -> None:
@@ -271,7 +279,6 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "gate": ("gate-not-set", [str(gate), *own[1:]], {}),
         "variable": ("unknown-variable", own, {"CPPMEGA_LINEAR_CE_KERNAL": "triton"}),
         "no structure ids": ("structure-missing", ["nam56r_h200_8gpu_bf16", *own[1:]], {}),
-        "incomplete": ("recipe-not-complete", ["nam56r_h200_8gpu_fp8", *own[1:]], {}),
         "mixers": ("variable-differs", own, {"CPPMEGA_MAMBA3": "{}"}),
         "loop": ("not-supported", ["smoke_cpu", "--mock-data"], {}),
         "unpatched": ("patch-missing", own, {}),

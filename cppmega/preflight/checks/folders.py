@@ -7,18 +7,17 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Remark, refuse
 from cppmega.recipe import Recipe
-from cppmega.recipe.arithmetic import parameters
+from cppmega.recipe.memory import checkpoint_bytes
 from cppmega.recipe.run_options import RunOptions
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
-_PER_PARAMETER = 2 + 12
-"""Bytes: a bf16 weight, an fp32 weight and two moments."""
 _LOG = 2**30
 """Bytes that logs and caches need."""
 
@@ -31,7 +30,10 @@ def check(context: Context) -> str:
     """
     usable: list[str] = []
     refuse(_unusable_folders(context, usable))
-    return ", ".join(usable) or "the run writes nowhere"
+    if not usable:
+        return "the run writes nowhere"
+    short = _too_little_for_all(context)
+    return Remark(", ".join([*usable, short])) if short else ", ".join(usable)
 
 
 def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaError]:
@@ -76,7 +78,7 @@ def _written_folders(context: Context) -> Iterator[tuple[str, Path, int]]:
     if context.folder is not None:
         yield "run folder", context.folder, _LOG
     if options.save is not None:
-        room = _LOG if trained is None else _room_for_checkpoints(trained, options.save_interval)
+        room = _LOG if trained is None else _checkpoint(context, trained)
         yield "--save", options.save, room
     if options.metrics is not None and context.recipe is not None:
         yield "--metrics", options.metrics.parent, _LOG
@@ -86,10 +88,37 @@ def _written_folders(context: Context) -> Iterator[tuple[str, Path, int]]:
         yield from _caches(context.environ)
 
 
-def _room_for_checkpoints(recipe: Recipe, save_interval: int) -> int:
-    # Old ones are never removed; a run can be required to start with room for two.
-    count = 2 if recipe.train_iters > save_interval else 1
-    return count * _PER_PARAMETER * parameters(recipe).total
+def _checkpoint(context: Context, recipe: Recipe) -> int:
+    """Bytes of a checkpoint as this launch writes it."""
+    bare = not context.is_loop and context.launch_line.has("--no-save-optim")
+    return checkpoint_bytes(recipe, optimizer=not bare)
+
+
+def _too_little_for_all(context: Context) -> str:
+    """What to say of a disk that has room for a checkpoint, but not for all; empty: nothing.
+
+    Where some are kept, there is one more for a moment: the oldest goes when the newest is
+    complete.
+    """
+    recipe = context.recipe
+    if recipe is None:
+        return ""
+    options = context.options if context.is_loop else context.launch_line.options
+    if options.save is None:
+        return ""
+    done, kept = checkpoint_tracker.newest_step(options.save) or 0, recipe.keep_checkpoints
+    written = -(-(recipe.train_iters - done) // options.save_interval)
+    needed = min(written, 1 if done else kept + 1) if kept else written
+    one = _checkpoint(context, recipe)
+    room = shutil.disk_usage(nearest(options.save)).free // one
+    if room >= needed:
+        return ""
+    weights = gib(checkpoint_bytes(recipe, optimizer=False))
+    why = "one more than is kept" if kept else "--set keep_checkpoints=1 removes old ones"
+    return (
+        f"room for {room} of the {needed} checkpoints that will be there at once ({why}), each of "
+        f"{gib(one)}, of which {weights} are weights"
+    )
 
 
 def _folders_of_megatron(options: RunOptions) -> Iterator[tuple[str, Path, int]]:
