@@ -137,7 +137,7 @@ def prepare(
     settings = Settings(tokenizer.describe(), key, _states(paths), asked)
     job = _Job(out, paths, tokenizer, settings, shard_tokens, processes, advance)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(out):
+    with lock(out):
         return _build(job, _begin(out, job.parts, settings))
 
 
@@ -178,11 +178,11 @@ def _build(job: _Job, state: PrepareProgress) -> Card:
 
 
 @contextmanager
-def _lock(out: Path) -> Iterator[None]:
+def lock(out: Path) -> Iterator[None]:
     """Allow one writer for each dataset."""
-    lock = FileLock(with_suffix(out, ".lock"))
+    held = FileLock(with_suffix(out, ".lock"))
     try:
-        with lock.acquire(timeout=0):
+        with held.acquire(timeout=0):
             yield
     except Timeout:
         raise CppmegaError(
