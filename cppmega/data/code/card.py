@@ -43,8 +43,6 @@ class CodeCard(msgspec.Struct, frozen=True, kw_only=True):
     content: str
     """SHA-256 over the names and hashes of its files."""
     tokenizer: TokenizerRecord
-    end: str
-    """The token that ends a document."""
     packages: dict[str, str]
     """Package -> version, of what trains the tokenizer and of the grammars."""
     parts: dict[str, PartRecord]
@@ -82,7 +80,8 @@ def _page(card: CodeCard) -> Iterable[str]:
     yield (
         f"{train.tokens:,} tokens for training and {heldout.tokens:,} held out by project, from "
         f"{len(card.projects)} projects; {train.share:.1%} of the training tokens have a kind of "
-        "structure."
+        "structure. No two documents have the same text, and none has more than half of its lines "
+        "in documents before it."
     )
     yield ""
     yield from _table(("", *_TITLES.values()), _summary(train, heldout))
@@ -98,7 +97,8 @@ def _page(card: CodeCard) -> Iterable[str]:
             (
                 "tokenizer",
                 f"byte-level BPE of {card.tokenizer.vocab_size:,} entries, trained on the "
-                f"training part; `{card.end}`, id {card.tokenizer.eod}, ends a document",
+                f"training part; nothing is drawn at random; the token {card.tokenizer.eod} ends a "
+                "document",
             ),
             ("`tokenizer.json`, SHA-256", f"`{card.tokenizer.sha256}`"),
             ("definition of the structure", str(train.structure.definition)),

@@ -76,7 +76,7 @@ def make(
     """
     job = _Job(out, archive, vocab_size, processes, shown)
     grammars = structure_labels.grammars()  # before minutes of work
-    out.mkdir(parents=True, exist_ok=True)
+    job.out.mkdir(parents=True, exist_ok=True)
     with prepare.lock(out / "corpus"):
         state = _begun(job)
         manifest = state.manifest or _unpacked(job, state)
@@ -89,7 +89,6 @@ def make(
             archive_bytes=archive.stat().st_size,
             content=manifest.content,
             tokenizer=tokenizer.describe(),
-            end=bpe.END,
             packages={"tokenizers": metadata.version("tokenizers"), **grammars},
             parts={p: part_record(card, of_part(manifest, p)) for p, card in cards.items()},
             projects=manifest.projects,
@@ -99,18 +98,12 @@ def make(
 
 
 def _begun(job: _Job) -> _State:
-    """What an earlier call has left, or a beginning."""
-    if (job.out / "card.json").exists() and not job.work.exists():
-        raise CppmegaError(
-            "data-exists",
-            f"{job.out} holds a corpus.",
-            "A dataset is never overwritten: checkpoints and results name its fingerprint.",
-            "choose another --out",
-        )
+    """What an earlier call has left, or a beginning in an empty folder."""
     with job.archive.open("rb") as file:
         asked = _State(hashlib.file_digest(file, "sha256").hexdigest(), job.vocab_size)
     saved = job.work / _STATE
     if not saved.is_file():
+        _refuse_existing(job)
         job.work.mkdir(exist_ok=True)
         _save(job, asked)
         return asked
@@ -123,6 +116,17 @@ def _begun(job: _Job) -> _State:
             f"use the same as before, or remove {job.out} and start again",
         )
     return state
+
+
+def _refuse_existing(job: _Job) -> None:
+    found = sorted(path.name for path in job.out.iterdir() if path.suffix != ".lock")
+    if found and found != [job.work.name]:
+        raise CppmegaError(
+            "data-exists",
+            f"{job.out} holds {', '.join(found[:5])}.",
+            "A dataset is never overwritten: checkpoints and results name its fingerprint.",
+            "choose another --out",
+        )
 
 
 def _save(job: _Job, state: _State) -> None:

@@ -92,7 +92,7 @@ class Seen:
     def problem(self, text: bytes) -> str:
         """Why a file is left out beside the documents before it; empty if it becomes one of them.
 
-        Blanks do not count, nor does a comment at its head.
+        Blanks do not count, nor does a comment at the head where lines are compared.
         """
         whole = _hash(b"".join(text.split()))
         if whole in self._texts:
