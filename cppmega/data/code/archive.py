@@ -99,7 +99,7 @@ def _chosen(project: Project, archive: Path, seen: selection.Seen) -> Iterator[t
         if any(fnmatch(str(path), pattern) for pattern in source.leave_out):
             problem = "left out by the list"
         else:
-            problem = selection.problem(text) or seen.problem(text)
+            problem = selection.problem(text) or seen.problem(text, source.part)
         if problem:
             counted[problem] += 1
             continue

@@ -12,6 +12,7 @@ import msgspec
 
 from cppmega.data.code.archive import Manifest, Project
 from cppmega.data.code.listing import PARTS
+from cppmega.data.code.selection import MOST_SEEN
 from cppmega.data.corpus import Card, StructureRecord
 from cppmega.data.tokenizers import TokenizerRecord
 
@@ -80,8 +81,9 @@ def _page(card: CodeCard) -> Iterable[str]:
     yield (
         f"{train.tokens:,} tokens for training and {heldout.tokens:,} held out by project, from "
         f"{len(card.projects)} projects; {train.share:.1%} of the training tokens have a kind of "
-        "structure. No two documents have the same text, and none has more than half of its lines "
-        "in documents before it."
+        "structure. No two documents have the same text. Of the lines of a document, at most "
+        f"{MOST_SEEN['train']:.0%} stand in documents before it; of one held out, at most "
+        f"{MOST_SEEN['heldout']:.0%} in those for training or before it."
     )
     yield ""
     yield from _table(("", *_TITLES.values()), _summary(train, heldout))

@@ -11,6 +11,7 @@ import re
 from pathlib import PurePosixPath
 
 from cppmega.data.bpe import END
+from cppmega.data.code.listing import Part
 from cppmega.data.structure import Language, language_of
 
 _LONGEST = 1 << 20
@@ -25,8 +26,8 @@ _LINE = 16
 """Bytes that a line needs to be compared: shorter ones stand in every program."""
 _LINES = 5
 """Lines that a document needs for its lines to be compared."""
-_MOST_SEEN = 0.5
-"""Share of a document's lines that may stand in documents before it."""
+MOST_SEEN: dict[Part, float] = {"train": 0.5, "heldout": 0.25}
+"""Share of a document's lines that may stand in documents before it, those for training first."""
 
 _HEAD = 4096
 """Bytes in which a generator says that it wrote a file."""
@@ -89,7 +90,7 @@ class Seen:
         self._texts: set[bytes] = set()
         self._lines: set[bytes] = set()
 
-    def problem(self, text: bytes) -> str:
+    def problem(self, text: bytes, part: Part) -> str:
         """Why a file is left out beside the documents before it; empty if it becomes one of them.
 
         Blanks do not count, nor does a comment at the head where lines are compared.
@@ -100,8 +101,8 @@ class Seen:
         body = text[_FIRST_COMMENTS.match(text).end() :]  # type: ignore[union-attr]
         stripped = (line.strip() for line in body.splitlines())
         lines = {_hash(line) for line in stripped if len(line) >= _LINE}
-        if len(lines) >= _LINES and len(lines & self._lines) > _MOST_SEEN * len(lines):
-            return "mostly lines of other files"
+        if len(lines) >= _LINES and len(lines & self._lines) > MOST_SEEN[part] * len(lines):
+            return "lines of other files"
         self._texts.add(whole)
         self._lines |= lines
         return ""

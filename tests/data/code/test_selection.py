@@ -47,33 +47,45 @@ def test_code_of_people_is_kept() -> None:
 
 def test_the_same_text_counts_once() -> None:
     seen, text = Seen(), python("first").encode()
-    assert seen.problem(text) == ""
-    assert seen.problem(text.replace(b"\n", b"\r\n")) == "the same text"
-    assert seen.problem(text + b"\n\n") == "the same text"
-    assert seen.problem(python("second").encode()) == ""
+    assert seen.problem(text, "train") == ""
+    assert seen.problem(text.replace(b"\n", b"\r\n"), "train") == "the same text"
+    assert seen.problem(text + b"\n\n", "train") == "the same text"
+    assert seen.problem(python("second").encode(), "train") == ""
 
 
 def test_a_copy_with_changes_is_found() -> None:
     seen, text = Seen(), c("first")
-    assert seen.problem(text.encode()) == ""
+    assert seen.problem(text.encode(), "train") == ""
     lines = text.splitlines()
     head = "/* Copyright of somebody else\n * from first to last */\n"
-    assert seen.problem("\n".join([head, *lines[:12]]).encode()) == "mostly lines of other files"
+    assert seen.problem("\n".join([head, *lines[:12]]).encode(), "train") == "lines of other files"
     other = c("second").splitlines()
-    assert seen.problem("\n".join([*other, *lines[:4]]).encode()) == ""
-    assert seen.problem(c("second").encode()) == "mostly lines of other files"
+    assert seen.problem("\n".join([*other, *lines[:4]]).encode(), "train") == ""
+    assert seen.problem(c("second").encode(), "train") == "lines of other files"
 
 
 def test_a_shared_head_is_not_compared() -> None:
     seen = Seen()
     head = "".join(f"# line {number} of the license of all files\n" for number in range(40))
-    assert [seen.problem((head + python(name)).encode()) for name in ("a", "b")] == ["", ""]
+    assert [seen.problem((head + python(name)).encode(), "train") for name in ("a", "b")] == [
+        "",
+        "",
+    ]
     slashes = head.replace("#", "//")
-    assert [seen.problem((slashes + c(name)).encode()) for name in ("d", "e")] == ["", ""]
+    assert [seen.problem((slashes + c(name)).encode(), "train") for name in ("d", "e")] == ["", ""]
 
 
 def test_an_include_is_no_comment(tmp_path: Path) -> None:
     seen = Seen()
     lines = "".join(f"#include <library/header_{number}.h>\n" for number in range(10))
-    assert seen.problem(lines.encode()) == ""
-    assert seen.problem((lines + "#include <one_more.h>\n").encode()) != ""
+    assert seen.problem(lines.encode(), "train") == ""
+    assert seen.problem((lines + "#include <one_more.h>\n").encode(), "train") != ""
+
+
+def test_one_held_out_may_share_less() -> None:
+    lines, others = python("first").splitlines(), python("second").splitlines()
+    third = "\n".join([*others, *lines[:8]]).encode()
+    for part, reason in (("train", ""), ("heldout", "lines of other files")):
+        seen = Seen()
+        assert seen.problem(python("first").encode(), "train") == ""
+        assert seen.problem(third, part) == reason
