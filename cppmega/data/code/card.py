@@ -12,7 +12,7 @@ import msgspec
 
 from cppmega.data.code.archive import Manifest, Project
 from cppmega.data.code.listing import PARTS
-from cppmega.data.code.selection import MOST_SEEN
+from cppmega.data.code.selection import LINE, LINES, MOST_SEEN
 from cppmega.data.corpus import Card, StructureRecord
 from cppmega.data.tokenizers import TokenizerRecord
 
@@ -81,9 +81,14 @@ def _page(card: CodeCard) -> Iterable[str]:
     yield (
         f"{train.tokens:,} tokens for training and {heldout.tokens:,} held out by project, from "
         f"{len(card.projects)} projects; {train.share:.1%} of the training tokens have a kind of "
-        "structure. No two documents have the same text. Of the lines of a document, at most "
-        f"{MOST_SEEN['train']:.0%} stand in documents before it; of one held out, at most "
-        f"{MOST_SEEN['heldout']:.0%} in those for training or before it."
+        "structure."
+    )
+    yield ""
+    yield (
+        f"No two documents have the same text. Of a document with {LINES} or more lines of at "
+        f"least {LINE} bytes, at most {MOST_SEEN['train']:.0%} of them stand in documents before "
+        f"it, and at most {MOST_SEEN['heldout']:.0%} if it is held out; those held out come after "
+        "those for training."
     )
     yield ""
     yield from _table(("", *_TITLES.values()), _summary(train, heldout))

@@ -22,9 +22,9 @@ _LONGEST_MEAN_LINE = 100
 """Bytes of its lines."""
 _MOST_DIGITS = 0.3
 """Share of what is not blank."""
-_LINE = 16
+LINE = 16
 """Bytes that a line needs to be compared: shorter ones stand in every program."""
-_LINES = 5
+LINES = 5
 """Lines that a document needs for its lines to be compared."""
 MOST_SEEN: dict[Part, float] = {"train": 0.5, "heldout": 0.25}
 """Share of a document's lines that may stand in documents before it, those for training first."""
@@ -100,8 +100,8 @@ class Seen:
             return "the same text"
         body = text[_FIRST_COMMENTS.match(text).end() :]  # type: ignore[union-attr]
         stripped = (line.strip() for line in body.splitlines())
-        lines = {_hash(line) for line in stripped if len(line) >= _LINE}
-        if len(lines) >= _LINES and len(lines & self._lines) > MOST_SEEN[part] * len(lines):
+        lines = {_hash(line) for line in stripped if len(line) >= LINE}
+        if len(lines) >= LINES and len(lines & self._lines) > MOST_SEEN[part] * len(lines):
             return "lines of other files"
         self._texts.add(whole)
         self._lines |= lines
