@@ -161,7 +161,7 @@ def extract(archive: Path, folder: Path, advance: Advance = lambda took: None) -
                 hashes.add(own)
                 advance(raw.tell() - at)
                 at = raw.tell()
-    except (OSError, EOFError, ValueError, tarfile.TarError, lzma.LZMAError) as error:
+    except (EOFError, ValueError, tarfile.TarError, lzma.LZMAError) as error:
         raise _broken(archive, str(error)) from None
     if manifest is None or digest.hexdigest() != manifest.content:
         raise _broken(archive, "its files are not those of a manifest in it")
