@@ -57,6 +57,7 @@ ORDER = (
 OTHER_COMMANDS = {
     "run": ("cppmega.run", "run"),
     "data.command": ("cppmega.data.command", "main"),
+    "data.code.command": ("cppmega.data.code.command", "main"),
     "check_data": ("cppmega.check_data", "main"),
 }
 """Commands that are modules, started with `python -m`."""
@@ -316,6 +317,12 @@ def _counts(_: str) -> str:
     return _moved(block[1])
 
 
+def _corpus(_: str) -> str:
+    """What the shipped list of projects gives, as it was measured."""
+    text = (RESULTS / "code_corpus.md").read_text()
+    return text[text.index("\n") : text.index("Made with")].strip()
+
+
 def _deprecated(_: str) -> str:
     """The modules whose docstring says until when they stay."""
     rows = []
@@ -356,6 +363,7 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "results": _results,
     "proofs": _proofs,
     "counts": _counts,
+    "corpus": _corpus,
     "deprecated": _deprecated,
     "file": _file,
 }

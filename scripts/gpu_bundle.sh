@@ -5,6 +5,7 @@
 # usage: scripts/gpu_bundle.sh OUT_DIR [REQUIREMENT | WHEEL]...
 #   scripts/gpu_bundle.sh .gpu                                      # cppmega's dependencies alone
 #   scripts/gpu_bundle.sh .gpu megatron-core==0.19.2 ./te.whl       # and these, without their dependencies
+#   EXTRAS=data scripts/gpu_bundle.sh .gpu                          # and the packages that prepare data there
 # mamba-ssm is a source archive, which makes a wheel without a compiler:
 #   MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
 #     python -m pip wheel --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
@@ -13,7 +14,7 @@
 #
 # PYTHON is an interpreter with pip; TARGET is the Python version of the host (default 3.12).
 set -euo pipefail
-[ $# -gt 0 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
@@ -31,14 +32,18 @@ fetch() {
     -d "$work/wheels" "$@"
 }
 
-"$python" - "$here/pyproject.toml" > "$work/requirements.txt" <<'P'
+"$python" - "$here/pyproject.toml" "$work" ${EXTRAS:-} <<'P'
 import sys
 import tomllib
+from pathlib import Path
 
-with open(sys.argv[1], "rb") as file:
-    print("\n".join(tomllib.load(file)["project"]["dependencies"]))
+project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
+extras = [line for name in sys.argv[3:] for line in project["optional-dependencies"][name]]
+Path(sys.argv[2], "requirements.txt").write_text("\n".join(project["dependencies"]))
+Path(sys.argv[2], "extras.txt").write_text("\n".join(extras))
 P
 fetch -r "$work/requirements.txt"
+[ -z "${EXTRAS:-}" ] || fetch --no-deps -r "$work/extras.txt"
 for wanted in "$@"; do
   if [ -f "$wanted" ]; then cp "$wanted" "$work/wheels"; else fetch --no-deps "$wanted"; fi
 done

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
+from cppmega.data import encoding, sources, tokenizers
 from cppmega.data import prepare as data
-from cppmega.data import sources, tokenizers
 from cppmega.data.corpus import Card
 from cppmega.errors import CppmegaError
 from cppmega.host import progress
@@ -35,6 +35,11 @@ from cppmega.host import progress
 @click.option(
     "--language-key", help="Field of a JSON line with the language or the file of its text."
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    help="Processes that encode the text; default: as many as the cores and the input allow.",
+)
 def main(
     inputs: tuple[Path, ...],
     out: Path,
@@ -44,6 +49,7 @@ def main(
     suffix: tuple[str, ...],
     structure: bool,
     language_key: str | None,
+    processes: int | None,
 ) -> None:
     """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
 
@@ -65,6 +71,7 @@ def main(
                 suffixes=suffix,
                 structure=structure,
                 language_key=language_key,
+                processes=processes or encoding.processes_for(total),
                 advance=advance,
             )
         _report(out, card)

@@ -42,14 +42,25 @@ class StructureRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the tokenizer's record."""
     documents: dict[str, Count]
     """Language, `no grammar` or `not parsed` -> documents."""
+    tokens: dict[str, Count] = {}
+    """The same -> tokens, the ends of documents left out; empty if an earlier release wrote it."""
+    with_kind: dict[str, Count] = {}
+    """The same -> those of them whose kind is not 0."""
     bin_sha256: str
     idx_sha256: str
+
+    @property
+    def share(self) -> float | None:
+        """Part of the tokens whose kind is not 0; None if it was not counted."""
+        tokens = sum(self.tokens.values())
+        return sum(self.with_kind.values()) / tokens if tokens else None
 
     @property
     def said(self) -> str:
         """One line about it."""
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self.documents.items()))
-        return f"structure ids of definition {self.definition} ({counts})"
+        share = f", {self.share:.1%} of the tokens have a kind" if self.share is not None else ""
+        return f"structure ids of definition {self.definition} ({counts}){share}"
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
-from cppmega.data import shards, sources, structure_labels
+from cppmega.data import encoding, shards, sources, structure_labels
 from cppmega.data.corpus import Card, Count, StructureRecord, digest, with_suffix
 from cppmega.data.shards import Shard
 from cppmega.data.sources import Document
@@ -31,7 +31,9 @@ from cppmega.host import durable
 SHARD_TOKENS = 1 << 24
 """Tokens after which a shard is finished, and the most that a kill can cost."""
 _BATCH = 256
-"""Documents encoded together."""
+"""Documents encoded together, at most."""
+_BATCH_BYTES = 1 << 20
+"""Bytes of input after which a batch is complete."""
 
 Advance = Callable[[int], None]
 
@@ -68,6 +70,8 @@ class PrepareProgress(msgspec.Struct):
     skipped: dict[str, int] = {}
     languages: dict[str, int] = {}
     """Documents with structure ids, as in `StructureRecord`."""
+    tokens_of: dict[str, int] = {}
+    kinds_of: dict[str, int] = {}
     joining: bool = False
 
 
@@ -80,6 +84,7 @@ class _Job:
     tokenizer: Tokenizer
     settings: Settings
     shard_tokens: int
+    processes: int
     advance: Advance
 
     @property
@@ -103,6 +108,7 @@ def prepare(
     structure: bool = False,
     language_key: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    processes: int = 1,
     advance: Advance = lambda took: None,
 ) -> Card:
     """Build `out.bin`, `out.idx` and `out.json`; resumes an earlier call that was stopped.
@@ -118,19 +124,20 @@ def prepare(
         language_key: the field of a JSON line that names the language of its text, or the file
             that it is from; only for structure ids.
         shard_tokens: tokens after which a shard is finished.
+        processes: encode the documents, with their structure; the result does not depend on it.
         advance: called with the bytes of input read, those of an earlier call included.
 
     Raises:
         CppmegaError: `data-exists`, `inputs-changed`, `input-not-found`, `no-input`, `bad-jsonl`,
             `no-documents`, `data-in-use`, `preparation-damaged`, `language-unknown`,
-            `grammars-not-installed`, `grammar-differs`.
+            `grammars-not-installed`, `grammar-differs`, `encoder-died`.
     """
     paths = sources.files(inputs, suffixes)
     asked = _structure_settings(paths, structure, language_key)
     settings = Settings(tokenizer.describe(), key, _states(paths), asked)
-    job = _Job(out, paths, tokenizer, settings, shard_tokens, advance)
+    job = _Job(out, paths, tokenizer, settings, shard_tokens, processes, advance)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(out):
+    with lock(out):
         return _build(job, _begin(out, job.parts, settings))
 
 
@@ -171,11 +178,11 @@ def _build(job: _Job, state: PrepareProgress) -> Card:
 
 
 @contextmanager
-def _lock(out: Path) -> Iterator[None]:
+def lock(out: Path) -> Iterator[None]:
     """Allow one writer for each dataset."""
-    lock = FileLock(with_suffix(out, ".lock"))
+    held = FileLock(with_suffix(out, ".lock"))
     try:
-        with lock.acquire(timeout=0):
+        with held.acquire(timeout=0):
             yield
     except Timeout:
         raise CppmegaError(
@@ -247,16 +254,18 @@ def _write_shards(job: _Job, state: PrepareProgress) -> None:
     for document in islice(stream, state.read):
         job.advance(document.took)
     shard = job.shard(state)
+    encoded = encoding.batches(_batches(stream), job.tokenizer, asked is not None, job.processes)
     try:
-        for batch in _batches(stream):
+        for batch in encoded:
             shard.add(batch)
-            job.advance(sum(document.took for document in batch))
+            job.advance(batch.took)
             if shard.tokens >= job.shard_tokens:
                 _finish(job.parts, state, shard)
                 shard = job.shard(state)
         _finish(job.parts, state, shard)
     finally:
         shard.close()
+        encoded.close()
 
 
 def _finish(parts: Path, state: PrepareProgress, shard: Shard) -> None:
@@ -268,16 +277,20 @@ def _finish(parts: Path, state: PrepareProgress, shard: Shard) -> None:
     state.tokens += shard.tokens
     state.skipped = dict(Counter(state.skipped) + shard.skipped)
     state.languages = dict(Counter(state.languages) + shard.languages)
+    state.tokens_of = dict(Counter(state.tokens_of) + shard.tokens_of)
+    state.kinds_of = dict(Counter(state.kinds_of) + shard.kinds_of)
     _save(parts, state)
 
 
 def _batches(stream: Iterator[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
+    size = 0
     for document in stream:
         batch.append(document)
-        if len(batch) == _BATCH:
+        size += document.took
+        if len(batch) == _BATCH or size >= _BATCH_BYTES:
             yield batch
-            batch = []
+            batch, size = [], 0
     if batch:
         yield batch
 
@@ -317,6 +330,8 @@ def _structure_record(
         grammars=asked.grammars,
         tokenizer=state.settings.tokenizer.digest,
         documents=state.languages,
+        tokens=state.tokens_of,
+        with_kind=state.kinds_of,
         bin_sha256=codes,
         idx_sha256=index,
     )

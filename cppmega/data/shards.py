@@ -7,74 +7,49 @@ an indexed dataset of the same sequences with one byte for each token, its struc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from cppmega.data import structure_labels
-from cppmega.data.sources import Document
-from cppmega.data.structure import COLUMN
-from cppmega.data.tokenizers import Placed, Tokenizer
+from cppmega.data.encoding import Batch, Encoded
+from cppmega.data.structure import COLUMN, LEVELS
+from cppmega.data.tokenizers import Tokenizer
 from cppmega.host import interpreter
 from cppmega.tree.installed import find_root
-
-T = TypeVar("T")
 
 
 class Shard:
     """One shard being written."""
 
     def __init__(self, parts: Path, name: str, tokenizer: Tokenizer, structure: bool) -> None:
-        self.parts, self.name, self.tokenizer = parts, name, tokenizer
+        self.parts, self.name = parts, name
         self.tokens = self.documents = self.read = 0
         self.skipped: Counter[str] = Counter()
         """Reason -> documents left out."""
         self.languages: Counter[str] = Counter()
         """Language, or why there is none -> documents with structure codes."""
+        self.tokens_of: Counter[str] = Counter()
+        """The same -> tokens, the ends of documents left out."""
+        self.kinds_of: Counter[str] = Counter()
+        """The same -> tokens whose kind is not 0."""
         self._columns = builders(parts, name, ".new", tokenizer, structure)
-        self._ids = self._columns[""]
 
-    def add(self, batch: Sequence[Document]) -> None:
-        """Encode and write a batch; counts what is left out."""
-        self.skipped.update(document.problem for document in batch if document.problem)
-        documents = [document for document in batch if not document.problem]
-        codes = self._columns.get(COLUMN)
-        if codes is None:
-            for _, ids in self._encoded(documents, self.tokenizer.encode):
-                self._write_ids(ids)
-        else:
-            for document, placed in self._encoded(documents, self.tokenizer.encode_placed):
-                self._write_ids(placed.ids)
-                self._write_codes(codes, document, placed)
-        self.read += len(batch)
+    def add(self, batch: Batch) -> None:
+        """Write a batch, and count what was left out."""
+        for document in batch.documents:
+            self._columns[""].add_document(document.ids, [len(document.ids)])
+            self.tokens += len(document.ids)
+            if document.codes is not None:
+                self._write_codes(document)
+        self.documents += len(batch.documents)
+        self.skipped.update(batch.skipped)
+        self.read += batch.read
 
-    def _encoded(
-        self, documents: Sequence[Document], encode: Callable[[Sequence[bytes]], list[T]]
-    ) -> list[tuple[Document, T]]:
-        """The documents that are texts, with what the tokenizer makes of them."""
-        try:
-            return list(zip(documents, encode([one.text for one in documents]), strict=True))
-        except UnicodeDecodeError:
-            if len(documents) > 1:
-                return [pair for one in documents for pair in self._encoded([one], encode)]
-            self.skipped["not UTF-8"] += 1
-            return []
-
-    def _write_ids(self, ids: Sequence[int]) -> None:
-        whole = [*ids, self.tokenizer.eod]
-        self._ids.add_document(whole, [len(whole)])
-        self.tokens += len(whole)
-        self.documents += 1
-
-    def _write_codes(self, codes: Any, document: Document, placed: Placed) -> None:
-        """Write the structure codes of a document and of its end, which has none."""
-        of_bytes, parsed = structure_labels.of_bytes(document.text, document.language)
-        of_tokens = structure_labels.of_tokens(
-            document.text, of_bytes, placed.begins, placed.ends
-        ).tolist()
-        codes.add_document([*of_tokens, 0], [len(of_tokens) + 1])
-        language = document.language or "no grammar"
-        self.languages[language if parsed or not document.language else "not parsed"] += 1
+    def _write_codes(self, document: Encoded) -> None:
+        self._columns[COLUMN].add_document(document.codes, [len(document.codes)])
+        self.languages[document.language] += 1
+        self.tokens_of[document.language] += len(document.codes) - 1
+        self.kinds_of[document.language] += int((document.codes >= LEVELS).sum())
 
     def close(self) -> None:
         """Close the data files; one that is not finished is removed by the next call."""

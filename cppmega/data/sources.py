@@ -60,10 +60,15 @@ def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
 
 def _tree(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if not n.startswith(".") and n not in _LEFT_OUT]
+        folders[:] = [name for name in folders if not left_out(name)]
         for name in names:
-            if not name.startswith(".") and (not suffixes or name.endswith(tuple(suffixes))):
+            if not left_out(name) and (not suffixes or name.endswith(tuple(suffixes))):
                 yield Path(where) / name
+
+
+def left_out(name: str) -> bool:
+    """Whether a file or folder of that name in a source tree is never read."""
+    return name.startswith(".") or name in _LEFT_OUT
 
 
 def documents(

@@ -125,12 +125,7 @@ class HuggingFaceTokenizer:
         try:
             package: Any = importlib.import_module("tokenizers")
         except ImportError:
-            raise CppmegaError(
-                "tokenizers-not-installed",
-                "The package tokenizers is missing.",
-                f"It reads {self.file.name}.",
-                "pip install tokenizers, or use --tokenizer byte",
-            ) from None
+            raise not_installed(f"It reads {self.file.name}.") from None
         try:
             self._tokenizer = package.Tokenizer.from_file(str(self.file))
         except Exception as error:  # the package raises bare Exception
@@ -188,6 +183,20 @@ def load(name: str, eod: str | None = None) -> ByteTokenizer | HuggingFaceTokeni
         CppmegaError: what `HuggingFaceTokenizer` raises.
     """
     return ByteTokenizer() if name == "byte" else HuggingFaceTokenizer(Path(name), eod)
+
+
+def not_installed(needed: str) -> CppmegaError:
+    """The error where the package tokenizers is missing.
+
+    Args:
+        needed: a sentence about what it would do.
+    """
+    return CppmegaError(
+        "tokenizers-not-installed",
+        "The package tokenizers is missing.",
+        needed,
+        "pip install tokenizers, or use --tokenizer byte",
+    )
 
 
 def _placed(ids: list[int], offsets: Sequence[tuple[int, int]], document: bytes) -> Placed:

@@ -1,0 +1,1 @@
+"""A corpus of source code from published projects: chosen, packed, tokenized, and described."""
