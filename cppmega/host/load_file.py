@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from cppmega.host import compiled
 from cppmega.host.containment import Failed, contained
 
 
@@ -32,9 +33,7 @@ class _Unoptimized(FromSource):
     """
 
     def get_code(self, fullname: str) -> CodeType:
-        data = self.get_data(self.path)
-        code: CodeType = compile(data, self.path, "exec", dont_inherit=True, optimize=0)
-        return code
+        return compiled.code_of(self.path, self.get_data(self.path))
 
 
 class _SiblingFinder(MetaPathFinder):

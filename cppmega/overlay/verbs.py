@@ -53,8 +53,7 @@ class Session:
         tree = self.read_tree()
         old = receipt.load(tree).receipt
         code_text.remember(old.code)
-        if not old.code:
-            code_cache.adopt()
+        code_cache.adopt(facts=not old.code)
         written = {path: {entry.after} for path, entry in old.files.items()}
         for path, entries in transaction.interrupted(tree).items():
             written.setdefault(path, set()).update(entry.after for entry in entries)
