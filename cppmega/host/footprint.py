@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -50,7 +51,7 @@ class Footprint:
             dict(sys.modules),
             {name: vars(module).copy() for name, module in guarded.items()},
             functions,
-            [*map(_code, functions)],
+            _code(functions),
             classes,
             [vars(one).copy() for one in classes],
             (sys.getprofile(), sys.gettrace()),
@@ -85,7 +86,7 @@ class Footprint:
             yield from self._restored_modules()
         if any(vars(self.modules[name]) != before for name, before in self.names.items()):
             yield from self._restored_names()
-        if [*map(_code, self.functions)] != self.code:
+        if _code(self.functions) != self.code:
             yield from self._restored_code()
         if any(map(ne, map(vars, self.classes), self.attributes)):
             yield from self._restored_attributes()
@@ -129,7 +130,14 @@ class Footprint:
                 yield f"changes {one.__module__}.{one.__qualname__}.{name}"
 
 
-_code = attrgetter("__code__")
+def _code(functions: list[FunctionType]) -> list[CodeType]:
+    """The code objects of functions.
+
+    Python announces each reading of `__code__` to audit hooks, of which we have one, and what the
+    garbage collector reads, once for all functions.
+    """
+    code = [held for held in gc.get_referents(*functions) if type(held) is CodeType]
+    return code if len(code) == len(functions) else [*map(attrgetter("__code__"), functions)]
 
 
 def _guarded() -> dict[str, ModuleType]:
