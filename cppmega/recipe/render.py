@@ -341,8 +341,8 @@ def _vocabulary(recipe: Recipe, line: tuple[int, int], eod: int | None) -> Itera
 
 
 def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
-    yield "--eval-iters", ("0",)
-    yield "--eval-interval", (str(_NEVER),)
+    yield "--eval-iters", (str(recipe.eval_iters),)
+    yield "--eval-interval", (str(recipe.eval_interval or _NEVER),)
     yield "--log-interval", (str(options.log_interval),)
     yield "--log-throughput", ()
     # A NaN in loss or gradient ends the run at once, also in its first step. Megatron's default

@@ -41,7 +41,7 @@ class Watch:
     def passed(self, model: Any) -> None:
         """End the forward pass: layers that run again in the backward pass are not kept."""
         self._passing = False
-        if not getattr(_unwrapped(model), "post_process", True):
+        if not getattr(unwrapped(model), "post_process", True):
             self._outputs.clear()  # a pipeline stage without a loss needs none
 
     def end(self) -> None:
@@ -185,11 +185,11 @@ def _lost_depths() -> str:
 
 def _captured(model: Any) -> bool:
     """Whether the layers become CUDA graphs, whose capture refuses modules with hooks."""
-    config = getattr(_unwrapped(model), "config", None)
+    config = getattr(unwrapped(model), "config", None)
     return bool(getattr(config, "cuda_graph_impl", "none") != "none")
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """The model inside the wrappers for data parallelism and precision."""
     while hasattr(model, "module"):
         model = model.module

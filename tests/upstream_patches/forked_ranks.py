@@ -66,6 +66,7 @@ def _be_a_rank(rank: int, setting: Configuration, store: Path, work: Callable[[]
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=setting.tensor,
             pipeline_model_parallel_size=setting.pipeline,
+            expert_model_parallel_size=setting.expert,
         )
         store.with_suffix(f".{rank}").write_bytes(pickle.dumps(work()))
         status = 0
