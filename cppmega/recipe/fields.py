@@ -165,6 +165,11 @@ class Fields:
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.95
     clip_grad: NonNegativeReal = 1.0
+    async_save: bool = False
+    """Write checkpoints in another process: a step waits until everything is copied, no longer."""
+    keep_checkpoints: Count = 0
+    """How many checkpoints stay, the newest; 0: all. An older one is removed once the newer one is
+    complete, so that there is room for one more."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 1234
     mtp_loss_scaling_factor: float = 0.1
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"

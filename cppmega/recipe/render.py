@@ -362,6 +362,10 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
         yield "--save", (str(options.save),)
         yield "--save-interval", (str(options.save_interval),)
         yield "--exit-signal-handler", ()  # SIGTERM saves before it ends
+        if recipe.async_save:
+            yield "--async-save", ()
+            yield "--async-strategy", ("mcore",)  # the other one is a package of its own
+            yield "--use-persistent-ckpt-worker", ()  # without it Megatron saves synchronously
     if options.load is not None:
         yield "--load", (str(options.load),)
     if options.exit_interval is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import os
@@ -21,7 +22,7 @@ from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.runs import metrics, rank_progress
-from cppmega.training import nonfinite, requirements
+from cppmega.training import nonfinite, requirements, saving
 from cppmega.training.batch import dataset_provider
 from cppmega.training.evaluation import Evaluation, HeldOut
 from cppmega.training.log import MOCK, Log, TrainingStart
@@ -57,8 +58,14 @@ def pretrain(plan: TrainingPlan) -> None:
     cache = str(plan.options.data_cache) if plan.options.data_cache is not None else None
     held_out = HeldOut(plan.recipe, plan.data, plan.options.held_out, cache)
     _install_hooks(training, checkpointing, plan, step, held_out, torch)
+    saves = _saves(plan)
+    saving.install(training, checkpointing, saves)
     data = dataset_provider(plan.recipe, plan.data, plan.options.data, cache, held_out.build)
-    _call(megatron.training.pretrain, arguments, plan, step, data, ModelType.encoder_or_decoder)
+    try:
+        _call(megatron.training.pretrain, arguments, plan, step, data, ModelType.encoder_or_decoder)
+    finally:  # Megatron also ends its loop with SystemExit
+        if saves is not None:
+            saves.wait()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -170,6 +177,14 @@ def _install_hooks(
     # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
     live_code.replace(checkpointing, "check_checkpoint_args", check)
+
+
+def _saves(plan: TrainingPlan) -> saving.Saves | None:
+    """The record of the saves, on the rank that writes the tracker."""
+    folder = plan.options.save
+    if folder is None or int(os.environ.get("RANK", "0")):
+        return None
+    return saving.Saves(folder, plan.recipe.keep_checkpoints, functools.partial(print, flush=True))
 
 
 def _profiler(plan: TrainingPlan) -> StepProfiler:

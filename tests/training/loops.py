@@ -32,7 +32,7 @@ from cppmega.recipe import Recipe
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import metrics
-from cppmega.training import pretrain
+from cppmega.training import pretrain, saving
 from cppmega.training.batch import DataTokens, dataset_provider
 from cppmega.training.evaluation import HeldOut
 from cppmega.training.plan import TrainingPlan
@@ -43,6 +43,10 @@ CPU = (
     *("--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--num-workers", "0"),
     "--dist-ckpt-optim-fully-reshardable",
 )
+
+
+def ready() -> None:
+    """Called when the arguments are known, for what Megatron initializes then."""
 
 
 class Loop:
@@ -58,6 +62,7 @@ class Loop:
         os.environ["RANK"] = str(torch.distributed.get_rank())
         os.environ.update(recipe.variables)
         self.args = self._arguments()
+        ready()
         torch.manual_seed(1)
         make = getattr(argument_utils, f"{recipe.kind}_config_from_args")
         config = make(self.args)
@@ -95,6 +100,8 @@ class Loop:
         step = ForwardStep(recipe, plan.data.eod, torch.device("cpu"), fresh=False)
         held_out = HeldOut(recipe, plan.data, plan.options.held_out, None)
         pretrain._install_hooks(training, checkpointing, plan, step, held_out, torch)
+        saves = pretrain._saves(plan)
+        saving.install(training, checkpointing, saves)
         chunks = [self.ddp]
         scheduler = training.get_optimizer_param_scheduler(self.optimizer)
         get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
@@ -110,6 +117,8 @@ class Loop:
                 *(step, chunks, self.optimizer, scheduler, batches, None, None),
                 *(self.config, {}, None),
             )
+        if saves is not None:
+            saves.wait()
 
     def digest(self) -> str:
         """Of all parameters and buffers of this rank, to the bit."""
