@@ -24,6 +24,7 @@ from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.runs import metrics, rank_progress
 from cppmega.training import nonfinite, requirements, saving
 from cppmega.training.batch import dataset_provider
+from cppmega.training.completeness import Completeness
 from cppmega.training.evaluation import Evaluation, HeldOut
 from cppmega.training.log import MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
@@ -168,8 +169,13 @@ def _install_hooks(
     )
     replaced = log.around(training.print_rank_last, last_rank)
     live_code.replace(training, "print_rank_last", replaced)
-    begin = rank_progress.of_this_rank().begin_step
-    named = nonfinite.around_train_step(training.train_step, begin)
+    complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
+
+    def begin(models: list[Any]) -> None:
+        marks.begin_step()
+        complete.before_step(models)
+
+    named = nonfinite.around_train_step(training.train_step, begin, complete.after_step)
     live_code.replace(training, "train_step", profiler.around(named))
     mock, metrics_file = plan.options.mock_data, plan.options.metrics
     evaluation = Evaluation(step, held_out, mock=mock, metrics=metrics_file, writes=last_rank)

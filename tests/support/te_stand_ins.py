@@ -31,6 +31,11 @@ def install(attention: Any = None) -> None:
             super().__init__(input_size, *args, **kwargs)
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
 
+        def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            weight = self.layer_norm_weight
+            normed = torch.nn.functional.rms_norm(input_, weight.shape, weight)
+            return super().forward(normed, *args, **kwargs)
+
     class Duplicated(torch.nn.Linear):
         def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, bias=False)

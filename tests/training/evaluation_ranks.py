@@ -18,7 +18,6 @@ from cppmega.recipe.run_options import RunOptions
 from tests.configurations.settings import Configuration
 from tests.recipe.test_arithmetic import BASE
 from tests.training import loops
-from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks
 
@@ -75,7 +74,7 @@ def check_training_is_the_same_to_the_bit_and_so_are_the_samples(folder: Path) -
 
 
 def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
-    """To the bit by one rank, and by two that are replicas, hold experts, or are stages."""
+    """To the bit by one rank, and by two that share experts, or are stages."""
     recipe, saved = WHOLE.with_(eval_interval=3), folder / "saved"
     _, _, unbroken = trained(folder, "unbroken", recipe, save=saved)
     assert checkpoint_tracker.newest_step(saved) == 4
@@ -86,15 +85,9 @@ def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
     stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
     for name, setting, layout in (
         ("one", ONE, two.with_(gpus=1)),
-        ("replicas", Configuration(data=2), two),
         ("experts", Configuration(data=2, expert=2), two.with_(expert_model_parallel_size=2)),
         ("stages", Configuration(pipeline=2), two.with_(**stages)),
     ):
         _, _, found = trained(folder, name, layout, setting, load=saved)
         one = found[6] if name == "one" else one
         assert found[6] == pytest.approx(one, rel=1e-5) and len(found) == 1, name
-
-
-def report(*names: str) -> None:
-    """Print what these functions return, and the traceback of each that fails."""
-    forked_ranks.report(globals(), names)

@@ -21,6 +21,8 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.hybrid import hybrid_block
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import initialize_rerun_state_machine
@@ -54,6 +56,7 @@ class Loop:
 
     def __init__(self, recipe: Recipe, options: RunOptions) -> None:
         logging.disable(logging.WARNING)
+        vars(hybrid_block)["TENorm"] = transformer_engine.TENorm  # that of the recipe
         recipe = recipe.plus(*CPU)
         tokens = DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
         rendered = render(recipe, "0.19.2", options)

@@ -24,7 +24,6 @@ from cppmega.recipe.run_options import RunOptions
 from tests.configurations.settings import Configuration
 from tests.recipe.test_arithmetic import BASE
 from tests.training import loops
-from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks
 
@@ -109,8 +108,3 @@ def check_an_asynchronous_save_is_complete_when_the_tracker_names_it(folder: Pat
 
 def _start_worker() -> None:
     async_utils.init_persistent_async_worker(0, "fork")
-
-
-def report(*names: str) -> None:
-    """Print what these functions return, and the traceback of each that fails."""
-    forked_ranks.report(globals(), names)
