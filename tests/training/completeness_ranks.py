@@ -55,7 +55,7 @@ def check_a_model_of_other_sizes_does_not_take_a_step(folder: Path) -> None:
     """Megatron takes the last of two arguments."""
     for argument, value, part in (
         ("--num-experts", "2", "experts: "),
-        ("--hybrid-layer-pattern", "DMDEE-/D-", "MTP: "),
+        ("--hybrid-layer-pattern", "DMDREE-/D-", "MTP: "),
     ):
         (said,) = on_ranks(folder, ONE, trained, RECIPE.plus(argument, value))
         assert said.startswith("model-differs-from-recipe") and part in said, said
@@ -66,14 +66,14 @@ def check_what_no_loss_reaches_is_named(folder: Path) -> None:
 
     def without_expert(model: Any) -> None:
         for name, module in model.named_modules():
-            if name.endswith("layers.4.mlp.router"):
+            if name.endswith("layers.5.mlp.router"):
                 module.expert_bias[2:] = -100.0  # the next update moves it by a thousandth
 
     shared = RECIPE.with_(gpus=2, expert_model_parallel_size=2)
     said = on_ranks(folder, Configuration(data=2, expert=2), trained, shared, without_expert)
     assert len(said) == 2 and said[0] == said[1]
     assert said[0].startswith("part-without-gradient: 4 parameters"), said
-    assert "layers.4.mlp.experts" in said[0] and "expert rank 1" in said[0]
+    assert "layers.5.mlp.experts" in said[0] and "expert rank 1" in said[0]
     assert "expert rank 0" not in said[0]
     (lost,) = on_ranks(folder, ONE, trained, RECIPE.plus("--mtp-loss-scaling-factor", "0.0"))
     assert lost.startswith("part-without-gradient") and "mtp.layers.0" in lost, lost

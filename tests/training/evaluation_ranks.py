@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cppmega.checkpoints import tracker as checkpoint_tracker
-from cppmega.recipe import Mamba3, NgramHash, Recipe, Structure
+from cppmega.recipe import M2RNN, Mamba3, NgramHash, Recipe, Structure
 from cppmega.recipe.run_options import RunOptions
 from tests.configurations.settings import Configuration
 from tests.recipe.test_arithmetic import BASE
@@ -22,7 +22,7 @@ from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks
 
 WHOLE = BASE.with_(
-    pattern="DMDEE-/D-/D-",
+    pattern="DMDREE-/D-/D-",
     dsa_index_pattern="FS",
     dsa_indexer_loss_coeff=0.01,
     dsa_indexer_topk=16,
@@ -30,6 +30,7 @@ WHOLE = BASE.with_(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
     mamba3=Mamba3(head_dim=16, state_dim=32),
+    m2rnn=M2RNN(5, 3, 3),
     ngram_hash=NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8),
     structure=Structure(bottleneck=6),
     packed_documents=True,
@@ -82,12 +83,16 @@ def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
     assert list(again) == [5, 6] and resumed == {6: unbroken[6]}
     two = recipe.plus("--no-load-optim").with_(gpus=2)
     one: dict[str, float] = {}
+    steps: dict[int, Any] = {}
     stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
     for name, setting, layout in (
         ("one", ONE, two.with_(gpus=1)),
         ("experts", Configuration(data=2, expert=2), two.with_(expert_model_parallel_size=2)),
         ("stages", Configuration(pipeline=2), two.with_(**stages)),
     ):
-        _, _, found = trained(folder, name, layout, setting, load=saved)
-        one = found[6] if name == "one" else one
+        _, rows, found = trained(folder, name, layout, setting, load=saved)
+        one, steps = (found[6], rows) if name == "one" else (one, steps)
         assert found[6] == pytest.approx(one, rel=1e-5) and len(found) == 1, name
+        for number, (loss, norm, each) in rows.items():
+            assert each == pytest.approx(steps[number][2], rel=1e-5), name
+            assert (loss, norm) == pytest.approx(steps[number][:2], abs=2e-3), name  # as logged

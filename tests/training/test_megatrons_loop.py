@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 
 from cppmega.errors import CppmegaError
 from cppmega.recipe import index as recipes_index
-from tests.support import made_once, patched, python
+from tests.support import in_a_tree, patched
 
 VERSION = "0.19.2"
 PAGES = (
     *("own_mixers", "float16_keep_fp32", "input_embeddings", "hybrid_mtp_padding_mask"),
     *("dsa_index_share", "dsa_index_share_holder", "dsa_indexer_kernels", "dsa_attention_kernels"),
+    *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
     *("mtp_roll_packed_sequences", "fully_reshardable_bucket_padding"),
 )
 CHECKS = {
@@ -27,6 +27,7 @@ CHECKS = {
         "check_a_kill_at_any_moment_leaves_a_checkpoint_that_loads",
         "check_an_asynchronous_save_is_complete_when_the_tracker_names_it",
     ),
+    "streams": ("check_streams_packs_and_linear_heads_go_together",),
     "completeness": (
         "check_a_whole_model_trains",
         "check_a_model_of_other_sizes_does_not_take_a_step",
@@ -40,26 +41,12 @@ NAMES = [name for names in CHECKS.values() for name in names]
 @cache
 def answers() -> Any:
     """What the functions of the modules `..._ranks` return; None for a check that holds."""
-    with made_once("megatrons-loop.json") as (file, missing):
-        if missing:
-            file.write_text(_printed())
-    return json.loads(file.read_text())
-
-
-def _printed() -> str:
-    code = f"""
-    from tests.support import te_stand_ins
-
-    te_stand_ins.before_ranks()
-    from tests.training import completeness_ranks, evaluation_ranks, saving_ranks
-    from tests.upstream_patches import forked_ranks
-
-    checks = vars(evaluation_ranks) | vars(saving_ranks) | vars(completeness_ranks)
-    forked_ranks.report(checks, {NAMES!r})
-    """
-    done = python(patched(VERSION, *PAGES), code, env={"CPPMEGA_INDEX_CACHE": "1"}, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    modules = [f"training.{name}_ranks" for name in CHECKS]
+    return in_a_tree.kept(
+        *("megatrons-loop", patched(VERSION, *PAGES), modules, NAMES),
+        before=in_a_tree.BEFORE,
+        env={"CPPMEGA_INDEX_CACHE": "1"},
+    )
 
 
 @pytest.mark.megatron
