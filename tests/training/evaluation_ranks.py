@@ -34,9 +34,9 @@ WHOLE = BASE.with_(
     ngram_hash=NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8),
     structure=Structure(bottleneck=6),
     packed_documents=True,
-    global_batch_size=4,
+    global_batch_size=2,
     train_iters=6,
-    eval_tokens=1000,
+    eval_tokens=200,
     lr=1e-3,
 )
 """Everything that has a state which an evaluation could move."""
