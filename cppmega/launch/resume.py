@@ -47,6 +47,7 @@ def resumed_options(options: RunOptions, recipe: Recipe, old: Run) -> RunOptions
     return replace(
         options,
         data=before.data,
+        held_out=options.held_out or before.held_out,
         tokenizer=options.tokenizer or before.tokenizer,
         eod=options.eod or before.eod,
         mock_data=before.mock_data,

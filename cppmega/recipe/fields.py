@@ -159,6 +159,10 @@ class Fields:
     global_batch_size: Positive = 1
     """Sequences per optimizer step, over all ranks."""
     train_iters: Positive = 100
+    eval_interval: Count = 0
+    """Steps between evaluations on held-out data, the same samples each time; 0: none."""
+    eval_tokens: Positive = 2**20
+    """Held-out tokens of one evaluation, rounded up to whole global batches."""
     lr: PositiveReal = 1e-4
     lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
     lr_warmup_iters: Count = 0
@@ -167,6 +171,8 @@ class Fields:
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.95
     clip_grad: NonNegativeReal = 1.0
+    async_save: bool = False
+    """Write checkpoints in another process: a step waits until everything is copied, no longer."""
     keep_checkpoints: Count = 0
     """How many checkpoints stay, the newest; 0: all. An older one is removed once the newer one is
     complete, so that there is room for one more."""
@@ -263,6 +269,12 @@ class Fields:
         """Ranks that see different data."""
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         return max(self.gpus, 1) // model
+
+    @property
+    def eval_iters(self) -> int:
+        """Global batches of one evaluation; 0 where there is none."""
+        batch = self.global_batch_size * self.seq_length
+        return -(-self.eval_tokens // batch) if self.eval_interval else 0
 
     @property
     def padded_vocab_size(self) -> int:

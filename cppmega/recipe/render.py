@@ -341,8 +341,8 @@ def _vocabulary(recipe: Recipe, line: tuple[int, int], eod: int | None) -> Itera
 
 
 def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
-    yield "--eval-iters", ("0",)
-    yield "--eval-interval", (str(_NEVER),)
+    yield "--eval-iters", (str(recipe.eval_iters),)
+    yield "--eval-interval", (str(recipe.eval_interval or _NEVER),)
     yield "--log-interval", (str(options.log_interval),)
     yield "--log-throughput", ()
     # A NaN in loss or gradient ends the run at once, also in its first step. Megatron's default
@@ -362,6 +362,10 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
         yield "--save", (str(options.save),)
         yield "--save-interval", (str(options.save_interval),)
         yield "--exit-signal-handler", ()  # SIGTERM saves before it ends
+        if recipe.async_save:
+            yield "--async-save", ()
+            yield "--async-strategy", ("mcore",)  # the other one is a package of its own
+            yield "--use-persistent-ckpt-worker", ()  # without it Megatron saves synchronously
     if options.load is not None:
         yield "--load", (str(options.load),)
     if options.exit_interval is not None:

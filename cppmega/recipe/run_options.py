@@ -27,6 +27,8 @@ class RunOptions:
     """End token of that tokenizer, where its files do not name it."""
     data_cache: Path | None = None
     """Folder for sample indices."""
+    held_out: tuple[str, ...] = ()
+    """Prefixes of the datasets that a recipe with `eval_interval` is evaluated on."""
     mock_data: bool = False
     save: Path | None = None
     load: Path | None = None
@@ -59,8 +61,11 @@ class RunOptions:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Path)
         }
-        data = tuple(str(Path(prefix).absolute()) for prefix in self.data)
-        return replace(self, data=data, **paths)
+        data, held_out = (
+            tuple(str(Path(prefix).absolute()) for prefix in prefixes)
+            for prefixes in (self.data, self.held_out)
+        )
+        return replace(self, data=data, held_out=held_out, **paths)
 
     def resuming(self) -> RunOptions:
         """The options of a start that resumes from its own checkpoint where there is one."""

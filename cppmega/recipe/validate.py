@@ -307,6 +307,10 @@ def _parallel(recipe: Fields) -> None:
 
 
 def _training(recipe: Fields) -> None:
+    if recipe.kind == "loop" and recipe.eval_interval:
+        raise invalid(recipe, "eval_interval in a loop.", "A loop has held-out data of its own.")
+    if recipe.kind == "loop" and (recipe.async_save or recipe.keep_checkpoints):
+        raise invalid(recipe, "async_save or keep_checkpoints in a loop.", "It has neither.")
     if recipe.precision == "fp32" and recipe.kind != "loop":
         raise invalid(recipe, "fp32 is for loops on CPU.", "DSA and the experts run in bf16.")
     if recipe.cuda_graph_modules and recipe.cuda_graph_impl == "none":

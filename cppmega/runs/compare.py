@@ -10,16 +10,17 @@ import msgspec
 from cppmega.host import table as host_table
 from cppmega.overlay import record as overlay_record
 from cppmega.runs import json_file
-from cppmega.runs.curves import Curve, curve
+from cppmega.runs.curves import Curve, curve, held_out
 from cppmega.runs.folder import Run, RunState
 from cppmega.runs.manifest import Manifest
 
 _ROWS = 20
+_EVALUATIONS = 5
 _WARM = 2
 """First steps that a mean throughput leaves out: they compile and fill caches."""
 _OWN_PLACES = ("--save", "--load", "--metrics", "--data-cache-path", "--tensorboard-dir")
 """Arguments that are different for every run."""
-_OWN_OPTIONS = ("save", "load", "metrics", "changes", "data", "profile_folder")
+_OWN_OPTIONS = ("save", "load", "metrics", "changes", "data", "held_out", "profile_folder")
 """Options that are different for every run, or are compared elsewhere."""
 
 Pair = tuple[float | None, float | None]
@@ -54,6 +55,15 @@ class StepPair(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: Pair
 
 
+class HeldOutPair(msgspec.Struct, frozen=True, kw_only=True):
+    """One loss of one evaluation in both runs; None: that run has not made it."""
+
+    step: int
+    name: str
+    """`lm loss` for the head, `mtp_1 loss` for the first MTP depth."""
+    loss: Pair
+
+
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two runs, as `cppmega compare --json` prints them. Lists name what differs."""
 
@@ -71,6 +81,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: Pair
     peak_gib: Pair = (None, None)
     """The most GPU memory that a rank has logged."""
+    held_out: list[HeldOutPair] = []
 
 
 def compare(one: Run, other: Run) -> Comparison:
@@ -95,6 +106,7 @@ def compare(one: Run, other: Run) -> Comparison:
         largest_loss_difference=_largest(common, *curves),
         tokens_per_second=(_throughput(curves[0]), _throughput(curves[1])),
         peak_gib=(_peak(curves[0]), _peak(curves[1])),
+        held_out=_held_out(one, other),
     )
 
 
@@ -113,6 +125,9 @@ def lines(found: Comparison) -> Iterator[str]:
         return
     yield from _table(thinned(found.steps))
     yield ""
+    if found.held_out:
+        yield from _held_out_table(found.held_out)
+        yield ""
     yield _verdict(found)
 
 
@@ -126,6 +141,18 @@ def _cells(row: StepPair) -> tuple[str, ...]:
     losses = [_number(loss, ".5f") for loss in row.loss]
     speeds = [_number(speed, ".0f") for speed in row.tokens_per_second]
     return (str(row.step), *losses, *speeds, _gap(*row.loss))
+
+
+def _held_out_table(pairs: Sequence[HeldOutPair]) -> Iterator[str]:
+    """Every loss of the last evaluations: those of the head first, then each MTP depth."""
+    names = list(dict.fromkeys(pair.name for pair in pairs))
+    head = ("step", "A", "B", "B - A", "held-out loss")
+    rows = [
+        (str(pair.step), *(_number(loss, ".5f") for loss in pair.loss), _gap(*pair.loss), name)
+        for name in names
+        for pair in [pair for pair in pairs if pair.name == name][-_EVALUATIONS:]
+    ]
+    return host_table.table([host_table.Row(cells) for cells in [head, *rows]], right=range(4))
 
 
 def _gap(a: float | None, b: float | None) -> str:
@@ -249,13 +276,33 @@ def _data(one: Run, other: Run) -> list[str]:
     if trained[0] != trained[1]:
         differences.append(f"fingerprint: {trained[0]} | {trained[1]}")
         differences.append(f"paths: {' '.join(a.paths)} | {' '.join(b.paths)}")
+    evaluated = [_evaluated_on(run) for run in (one, other)]
+    if evaluated[0] != evaluated[1]:
+        differences.append(f"held-out fingerprint: {evaluated[0]} | {evaluated[1]}")
     return differences
+
+
+def _evaluated_on(run: Run) -> str:
+    first = next(iter(run.starts()), None)
+    return (first.held_out if first is not None else "") or "none"
 
 
 def _trained_on(run: Run) -> str:
     """The fingerprint that the ranks found at their start; before that, the launch's."""
     first = next(iter(run.starts()), None)
     return (first.data if first is not None else "") or run.manifest.data.fingerprint
+
+
+def _held_out(one: Run, other: Run) -> list[HeldOutPair]:
+    losses = [
+        {(row.evaluated, name): loss for row in held_out(run) for name, loss in row.losses.items()}
+        for run in (one, other)
+    ]
+    return [
+        HeldOutPair(step=step, name=name, loss=(losses[0].get(key), losses[1].get(key)))
+        for key in sorted(losses[0].keys() | losses[1].keys())
+        for step, name in [key]
+    ]
 
 
 def _step(step: int, a: Curve, b: Curve) -> StepPair:

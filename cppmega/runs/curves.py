@@ -1,4 +1,4 @@
-"""The curves of runs in one picture: loss, gradient norm, throughput and memory."""
+"""The curves of runs in one picture: losses, gradient norm, throughput and memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cppmega.errors import CppmegaError
-from cppmega.runs import plotting
+from cppmega.runs import metrics, plotting
 from cppmega.runs.folder import Run
-from cppmega.runs.metrics import LoggedStep
+from cppmega.runs.metrics import HeldOutLoss, LoggedStep
 from cppmega.runs.spikes import Spikes
 
 Curve = dict[int, LoggedStep]
+Points = list[tuple[int, float]]
 _PANELS: Mapping[str, str] = {
     "loss": "loss, nats per token",
     "grad_norm": "gradient norm",
@@ -22,7 +23,9 @@ _PANELS: Mapping[str, str] = {
     "peak_gib": "peak GPU memory, GiB",
 }
 """Field of a logged step -> the title of its panel."""
-_SPIKED = ("loss", "grad_norm")
+_SPIKED = (_PANELS["loss"], _PANELS["grad_norm"])
+_HEAD = "lm loss"
+"""The head's name among the losses; `loss` is the same."""
 
 
 class Drawn(NamedTuple):
@@ -30,11 +33,36 @@ class Drawn(NamedTuple):
 
     label: str
     steps: list[LoggedStep]
+    held_out: list[HeldOutLoss]
+
+    def panels(self) -> dict[str, Points]:
+        """Title of a panel -> the points of this run, where it has any."""
+        found = {
+            title: [
+                (step.step, value)
+                for step in self.steps
+                if (value := getattr(step, name)) is not None
+            ]
+            for name, title in _PANELS.items()
+        }
+        for row in self.held_out:
+            for name, loss in row.losses.items():
+                found.setdefault(f"held-out {name}", []).append((row.evaluated, loss))
+        for step in self.steps:
+            for name, loss in step.losses.items():
+                if name != _HEAD:
+                    found.setdefault(name, []).append((step.step, loss))
+        return {title: points for title, points in found.items() if points}
 
 
 def curve(run: Run) -> Curve:
     """Step -> what was logged; of a repeated step, what was logged last."""
     return {row.step: row for row in run.steps()}
+
+
+def held_out(run: Run) -> list[HeldOutLoss]:
+    """The evaluations of a run, in the order of their steps."""
+    return sorted(metrics.evaluations(run.logged), key=lambda row: row.evaluated)
 
 
 def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> None:
@@ -49,10 +77,11 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
     times = Counter(run.name for run in runs)
     labels = [run.name if times[run.name] == 1 else str(run.path) for run in runs]
     drawn = [
-        Drawn(label, [step for _, step in sorted(curve(run).items())])
+        Drawn(label, [step for _, step in sorted(curve(run).items())], held_out(run))
         for label, run in zip(labels, runs, strict=True)
     ]
-    panels = [name for name in _PANELS if any(_points(one.steps, name) for one in drawn)]
+    panels = list(dict.fromkeys([*_PANELS.values(), *(t for one in drawn for t in one.panels())]))
+    panels = [title for title in panels if any(title in one.panels() for one in drawn)]
     if not panels:
         raise CppmegaError(
             "nothing-to-plot",
@@ -65,34 +94,29 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
     figure, grid = pyplot.subplots(
         down, across, figsize=(5.5 * across, 0.5 + 3.5 * down), layout="constrained", squeeze=False
     )
-    for axis, name in zip(grid.flat, panels, strict=False):
-        _panel(axis, name, drawn)
+    for axis, title_ in zip(grid.flat, panels, strict=False):
+        _panel(axis, title_, drawn)
     for axis in grid.flat[len(panels) :]:
         axis.axis("off")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center")
     plotting.write(figure, target, title, text)
 
 
-def _panel(axis: Any, name: str, drawn: Sequence[Drawn]) -> None:
+def _panel(axis: Any, title: str, drawn: Sequence[Drawn]) -> None:
     for one, colour in zip(drawn, cycle(plotting.COLOURS), strict=False):
-        points = _points(one.steps, name)
+        points = one.panels().get(title, [])
         marker = "o" if len(points) == 1 else ""  # a line needs two
         axis.plot(*_columns(points), color=colour, label=one.label, linewidth=1, marker=marker)
-        if name in _SPIKED:
+        if title in _SPIKED:
             spikes = _spikes(one.steps)
             marked = [point for point in points if point[0] in spikes]
             axis.plot(*_columns(marked), "v", color=colour, markersize=6)
     axis.set_xlabel("step")
-    axis.set_title(_PANELS[name], fontsize=10)
+    axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
 
 
-def _points(steps: Sequence[LoggedStep], name: str) -> list[tuple[int, float]]:
-    values = ((step.step, getattr(step, name)) for step in steps)
-    return [(step, value) for step, value in values if value is not None]
-
-
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _columns(points: Points) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 

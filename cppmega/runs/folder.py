@@ -196,7 +196,8 @@ class Run:
         return outline.options if isinstance(outline, Manifest) else None
 
     @property
-    def _metrics(self) -> Path:
+    def logged(self) -> Path:
+        """The metrics that exist; its own folder first, which may have been moved."""
         return _first_existing(self.metrics, self.outline.metrics)
 
     def nodes(self) -> list[Node]:
@@ -225,27 +226,27 @@ class Run:
 
     def steps(self) -> list[LoggedStep]:
         """The logged steps."""
-        return metrics.steps(self._metrics)
+        return metrics.steps(self.logged)
 
     def starts(self) -> list[Start]:
         """The headers that its ranks wrote when they started."""
-        return metrics.starts(self._metrics)
+        return metrics.starts(self.logged)
 
     def last_step(self) -> LoggedStep | None:
         """The last logged step."""
-        return metrics.last_step(self._metrics)
+        return metrics.last_step(self.logged)
 
     def last_steps(self) -> list[LoggedStep]:
         """The last logged steps, a hundred or more."""
-        return metrics.last_steps(self._metrics)
+        return metrics.last_steps(self.logged)
 
     def last_logged(self) -> float:
         """When a step or a header was last logged, in seconds since the epoch; 0 if never."""
-        return metrics.last_written(self._metrics)
+        return metrics.last_written(self.logged)
 
     def first_start(self) -> Start | None:
         """The header that its ranks wrote when they first started."""
-        return metrics.first_start(self._metrics)
+        return metrics.first_start(self.logged)
 
     def checkpoint(self) -> int | None:
         """Step of the newest complete checkpoint."""

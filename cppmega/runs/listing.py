@@ -10,8 +10,9 @@ from msgspec import UNSET, UnsetType
 
 from cppmega.host import console
 from cppmega.host import table as host_table
-from cppmega.runs import failures, liveness
+from cppmega.runs import failures, liveness, metrics
 from cppmega.runs.folder import LIVE, Run, RunState
+from cppmega.runs.metrics import HeldOutLoss
 from cppmega.runs.status import Status
 
 _STYLES: dict[RunState, console.Style] = {
@@ -39,6 +40,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None
     step: int | None
     loss: float | None
+    held_out: HeldOutLoss | UnsetType = UNSET
+    """The last evaluation, if it is recent."""
     checkpoint: int | None
     tmux: str | None
     hosts: tuple[str | None, ...]
@@ -63,6 +66,7 @@ def row_of(run: Run) -> Row:
         seconds=_seconds(outline.created, max(ends) if ends else time.time()),
         step=last.step if last is not None else None,
         loss=last.loss if last is not None else None,
+        held_out=metrics.last_evaluation(run.logged) or UNSET,
         checkpoint=run.checkpoint(),
         tmux=outline.tmux,
         hosts=tuple(status.host if status is not None else None for status in statuses),
@@ -87,13 +91,16 @@ def place(status: Status) -> str:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each run, with its error and its profile on further ones."""
+    """A line for each run, with its error, held-out losses and profile on further ones."""
     lines = host_table.table([_HEAD, *map(_cells, rows)], _WIDTHS, _RIGHT)
     yield next(lines)
     for row, line in zip(rows, lines, strict=True):
         yield line
         if row.error:
             yield f"{'':<{_WIDTHS[0]}}  {row.error}"
+        if row.held_out:
+            losses = ", ".join(f"{name} {loss:.4f}" for name, loss in row.held_out.losses.items())
+            yield f"{'':<{_WIDTHS[0]}}  held out after step {row.held_out.evaluated}: {losses}"
         if row.profiled_steps:
             profiled = f"profiled: {row.profiled_steps} steps, see cppmega profile {row.name}"
             yield f"{'':<{_WIDTHS[0]}}  {profiled}"

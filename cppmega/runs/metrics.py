@@ -26,6 +26,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     overlay: str = ""
     data: str = ""
     """Fingerprint of the data as the ranks found it."""
+    held_out: str = ""
+    """That of the held-out data; empty where nothing is evaluated."""
     mock_data: bool = False
     load: str | None = None
     train_iters: int | None = None
@@ -48,7 +50,24 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Most GPU memory that the rank has allocated so far; None where there is no GPU."""
 
 
-def append(path: Path, record: Start | LoggedStep) -> None:
+class HeldOutLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation on held-out data."""
+
+    evaluated: Annotated[int, msgspec.Meta(ge=0)]
+    """The step after which it was."""
+    losses: dict[str, float]
+    """Nats per token of the head (`lm loss`) and of each MTP depth (`mtp_1 loss`, ...)."""
+    tokens: int
+    seconds: float = 0.0
+    mock_data: bool = False
+
+    @property
+    def loss(self) -> float | None:
+        """That of the head."""
+        return self.losses.get("lm loss")
+
+
+def append(path: Path, record: Start | LoggedStep | HeldOutLoss) -> None:
     """Add a line to a metrics file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -58,6 +77,11 @@ def append(path: Path, record: Start | LoggedStep) -> None:
 def steps(path: Path) -> list[LoggedStep]:
     """Read the logged steps; a line that is damaged or still being written is skipped."""
     return list(_records(path, LoggedStep))
+
+
+def evaluations(path: Path) -> list[HeldOutLoss]:
+    """Read the held-out losses; of a repeated step, what was logged last."""
+    return list({row.evaluated: row for row in _records(path, HeldOutLoss)}.values())
 
 
 def starts(path: Path) -> list[Start]:
@@ -84,6 +108,12 @@ def last_steps(path: Path) -> list[LoggedStep]:
     """Read the last logged steps, a hundred or more, without reading all of a long file."""
     decoded = (_decode(line, LoggedStep) for line in _last_lines(path))
     return [step for step in decoded if step is not None]
+
+
+def last_evaluation(path: Path) -> HeldOutLoss | None:
+    """Read the last held-out losses, if a hundred steps or fewer were logged since."""
+    decoded = (_decode(line, HeldOutLoss) for line in reversed(_last_lines(path)))
+    return next((row for row in decoded if row is not None), None)
 
 
 def first_start(path: Path) -> Start | None:

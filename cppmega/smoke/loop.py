@@ -317,6 +317,7 @@ def refuse_options(recipe: Recipe, options: RunOptions) -> None:
         CppmegaError: `not-supported`.
     """
     unsupported = {
+        "held-out": options.held_out,
         "mock-data": options.mock_data,
         "data-cache": options.data_cache,
         "tensorboard": options.tensorboard,

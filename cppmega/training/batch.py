@@ -28,6 +28,8 @@ class DataTokens:
     eod: int
     fingerprint: str
     """Fingerprint of the data: the cached index of other data under this path must not be used."""
+    held_out: str = ""
+    """Fingerprint of the held-out data; empty if the run evaluates nothing."""
 
     @property
     def pad(self) -> int:
@@ -59,7 +61,11 @@ class Batch:
 
 
 def dataset_provider(
-    recipe: Recipe, tokens: DataTokens, prefixes: Sequence[str], cache: str | None
+    recipe: Recipe,
+    tokens: DataTokens,
+    prefixes: Sequence[str],
+    cache: str | None,
+    also: Callable[[], None] = lambda: None,
 ) -> Callable[..., Any]:
     """Build the function that `pretrain` calls for its datasets; without prefixes: mock data.
 
@@ -68,36 +74,59 @@ def dataset_provider(
         tokens: end of document and vocabulary of the data.
         prefixes: datasets, mixed by their size.
         cache: folder for sample indices; None: next to the data.
+        also: builds further datasets, which Megatron does not see.
     """
 
     def provide(sizes: Sequence[int], vp_stage: int | None = None) -> Any:
-        from megatron.core.datasets.blended_megatron_dataset_builder import (
-            BlendedMegatronDatasetBuilder,
-        )
-        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-
-        config = GPTDatasetConfig(
-            random_seed=recipe.seed,
-            sequence_length=recipe.seq_length,
-            blend=(list(prefixes), None) if prefixes else None,
-            split="1,0,0",
-            path_to_cache=cache,
-            tokenizer=tokens,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,  # packing masks the ends itself
-            create_attention_mask=False,
-        )
-        kind = GPTDataset if prefixes else MockGPTDataset
-        if recipe.structure is not None:
-            from cppmega.training import structure_datasets as structured
-
-            real, mock = structured.StructureGPTDataset, structured.MockStructureGPTDataset
-            kind = real if prefixes else mock
-        return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+        also()
+        return datasets(recipe, tokens, prefixes, cache, sizes, recipe.seed)
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks the function
     return provide
+
+
+def datasets(
+    recipe: Recipe,
+    tokens: DataTokens,
+    prefixes: Sequence[str],
+    cache: str | None,
+    sizes: Sequence[int],
+    seed: int,
+) -> Any:
+    """Build datasets for training, validation and test, of which only the first gets samples.
+
+    Args:
+        recipe: the run.
+        tokens: end of document and vocabulary of the data.
+        prefixes: datasets, mixed by their size; empty: mock data.
+        cache: folder for sample indices; None: next to the data.
+        sizes: least number of samples in each of the three.
+        seed: decides the order of the samples.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=recipe.seq_length,
+        blend=(list(prefixes), None) if prefixes else None,
+        split="1,0,0",
+        path_to_cache=cache,
+        tokenizer=tokens,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,  # packing masks the ends itself
+        create_attention_mask=False,
+    )
+    kind = GPTDataset if prefixes else MockGPTDataset
+    if recipe.structure is not None:
+        from cppmega.training import structure_datasets as structured
+
+        real, mock = structured.StructureGPTDataset, structured.MockStructureGPTDataset
+        kind = real if prefixes else mock
+    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
 
 
 def check_batch(

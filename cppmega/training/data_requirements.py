@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,19 +35,22 @@ def check(
 
     Raises:
         CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
-            `tokenizer-differs`, `vocabulary-too-small`, `structure-differs`, and what `corpus`,
-            `data_reading`, `structure_files` and `tokenizers` raise.
+            `tokenizer-differs`, `vocabulary-too-small`, `structure-differs`, `no-held-out-data`,
+            `held-out-data-unused`, `held-out-data-trained-on`, `held-out-data-too-small`, and what
+            `corpus`, `data_reading`, `structure_files` and `tokenizers` raise.
     """
+    _check_held_out_options(recipe, options)
     if options.mock_data:
-        if options.data:
+        if options.data or options.held_out:
             raise CppmegaError(
                 "data-and-mock-data",
-                "Both --data and --mock-data are given.",
+                f"Both {'--data' if options.data else '--held-out'} and --mock-data are given.",
                 "It would not be clear afterwards what the model was trained on.",
                 "leave one of them out",
             )
         _check_structure_rows(recipe)
-        return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
+        evaluated = "mock" if recipe.eval_interval else ""
+        return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock", evaluated)
     if not options.data:
         raise CppmegaError(
             "no-data",
@@ -54,7 +58,7 @@ def check(
             "Mock data is never used silently: it trains faster and means nothing.",
             "python -m cppmega.data.command --out PREFIX TEXT..., then --data PREFIX",
         )
-    found = [corpus.open_(Path(prefix)) for prefix in options.data]
+    found = [corpus.open_(Path(prefix)) for prefix in (*options.data, *options.held_out)]
     described = [_described(one, options.tokenizer, options.eod) for one in found]
     for one, other in zip(found, described, strict=True):
         if other != described[0]:
@@ -70,8 +74,66 @@ def check(
     _check_structure_rows(recipe)
     for one in found:
         _check_one(one, recipe, vocab, read)
-    names = "+".join(map(data_record.name, found))
-    return DataTokens(recipe.vocab_size, described[0].eod, names)
+    trained, held_out = found[: len(options.data)], found[len(options.data) :]
+    if held_out:
+        _check_held_out(held_out, trained, recipe)
+    names = ("+".join(map(data_record.name, part)) for part in (trained, held_out))
+    return DataTokens(recipe.vocab_size, described[0].eod, *names)
+
+
+def _check_held_out_options(recipe: Recipe, options: RunOptions) -> None:
+    """Check that held-out data are named if they are used, and only then.
+
+    Raises:
+        CppmegaError: `no-held-out-data`, `held-out-data-unused`.
+    """
+    if recipe.eval_interval and not (options.held_out or options.mock_data):
+        raise CppmegaError(
+            "no-held-out-data",
+            f"Recipe {recipe.name} is evaluated every {recipe.eval_interval} steps, and --held-out "
+            "is not given.",
+            "A loss on the training data does not show what the model has learnt.",
+            "--held-out PREFIX, of data prepared from other sources, or --set eval_interval=0",
+        )
+    if options.held_out and not recipe.eval_interval:
+        raise CppmegaError(
+            "held-out-data-unused",
+            f"--held-out is given, and recipe {recipe.name} has eval_interval=0.",
+            "Nothing would be evaluated.",
+            "--set eval_interval=STEPS, or leave --held-out out",
+        )
+
+
+def _check_held_out(held_out: list[Corpus], trained: list[Corpus], recipe: Recipe) -> None:
+    """Check that nothing is evaluated on what is trained on, or twice in one evaluation.
+
+    Raises:
+        CppmegaError: `held-out-data-trained-on`, `held-out-data-too-small`.
+    """
+    names = {data_record.name(one): one.prefix for one in trained}
+    for one in held_out:
+        if data_record.name(one) in names:
+            raise CppmegaError(
+                "held-out-data-trained-on",
+                f"{one.prefix} (--held-out) has the tokens of {names[data_record.name(one)]} "
+                "(--data).",
+                "Its loss would show how well the model remembers.",
+                "--held-out with data prepared from other sources",
+            )
+    wanted = recipe.eval_iters * recipe.global_batch_size
+    # Megatron draws up to half a percent more from each dataset of a mix.
+    drawn = wanted if len(held_out) == 1 else math.ceil(wanted * 1.01)
+    there = sum((one.tokens - 1) // recipe.seq_length for one in held_out)
+    if there < drawn:
+        batch = recipe.global_batch_size * recipe.seq_length
+        raise CppmegaError(
+            "held-out-data-too-small",
+            f"The held-out data has {there} samples of {recipe.seq_length} tokens; one evaluation "
+            f"takes {wanted}, of eval_tokens={recipe.eval_tokens} in batches of {batch}.",
+            "Some would count twice.",
+            f"--set eval_tokens={max(there // recipe.global_batch_size, 1) * batch}, or more "
+            "held-out data",
+        )
 
 
 def _check_one(

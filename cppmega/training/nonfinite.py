@@ -41,7 +41,7 @@ class Watch:
     def passed(self, model: Any) -> None:
         """End the forward pass: layers that run again in the backward pass are not kept."""
         self._passing = False
-        if not getattr(_unwrapped(model), "post_process", True):
+        if not getattr(unwrapped(model), "post_process", True):
             self._outputs.clear()  # a pipeline stage without a loss needs none
 
     def end(self) -> None:
@@ -84,7 +84,7 @@ def layers(model: Any) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         if (last.isdigit() and parent.endswith("layers")) or last in _OWN:
-            yield _short(name), module
+            yield short_name(name), module
 
 
 def gradient_origin(models: Iterable[Any]) -> str:
@@ -94,15 +94,15 @@ def gradient_origin(models: Iterable[Any]) -> str:
     at the last one in the order of the forward pass.
     """
     named = [pair for model in models for pair in model.named_parameters()]
-    bad = [(name, p) for name, p in named if not _finite(_gradient(p))]
+    bad = [(name, p) for name, p in named if not _finite(gradient(p))]
     if not bad:
         return "the gradient of every parameter of this rank is finite by itself"
     name, parameter = bad[-1]
     ends = [key for key, p in named if not _finite(p)]
-    weights = f"; the weights of {_short(ends[0])} are not finite either" if ends else ""
+    weights = f"; the weights of {short_name(ends[0])} are not finite either" if ends else ""
     return (
-        f"the gradient of {_short(name)} {list(parameter.shape)} is the first that is not finite "
-        f"in the backward pass, {len(bad)} of {len(named)} parameters have one{weights}"
+        f"the gradient of {short_name(name)} {list(parameter.shape)} is the first that is not "
+        f"finite in the backward pass, {len(bad)} of {len(named)} parameters have one{weights}"
     )
 
 
@@ -127,29 +127,34 @@ def gradient_error(models: Iterable[Any], what: str) -> CppmegaError:
 
 
 def around_train_step(
-    train_step: Callable[..., Any], begin: Callable[[], None] = lambda: None
+    train_step: Callable[..., Any],
+    begin: Callable[[list[Any]], None] = lambda models: None,
+    ended: Callable[[], None] = lambda: None,
 ) -> Callable[..., Any]:
     """Wrap Megatron's `train_step`, whose gradient check names the bucket but not the layer.
 
     Its arguments begin with (forward_step, data_iterator, model chunks) in every release.
 
     Args:
-        begin: called before every step.
+        begin: called before every step, with the model's chunks.
+        ended: called after every step.
     """
     import functools
 
     @functools.wraps(train_step)
     def named(*args: Any, **kwargs: Any) -> Any:
-        begin()
+        model = kwargs["model"] if "model" in kwargs else args[2]
+        chunks = model if isinstance(model, list) else [model]
+        begin(chunks)
         try:
-            return train_step(*args, **kwargs)
+            result = train_step(*args, **kwargs)
         except RuntimeError as error:
             if "grad norm" not in str(error) or isinstance(error, CppmegaError):
                 raise
-            model = kwargs["model"] if "model" in kwargs else args[2]
-            chunks = model if isinstance(model, list) else [model]
             message = str(error).partition("(message='")[2].rstrip("')") or str(error)
             raise gradient_error(chunks, message) from error
+        ended()
+        return result
 
     return named
 
@@ -185,18 +190,19 @@ def _lost_depths() -> str:
 
 def _captured(model: Any) -> bool:
     """Whether the layers become CUDA graphs, whose capture refuses modules with hooks."""
-    config = getattr(_unwrapped(model), "config", None)
+    config = getattr(unwrapped(model), "config", None)
     return bool(getattr(config, "cuda_graph_impl", "none") != "none")
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """The model inside the wrappers for data parallelism and precision."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
-def _gradient(parameter: Any) -> Any:
+def gradient(parameter: Any) -> Any:
+    """The accumulated gradient of a parameter; None if it has none."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 
@@ -220,7 +226,7 @@ def _tensor(output: Any) -> Any:
     return None
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """The name of a module without the wrappers around the model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")

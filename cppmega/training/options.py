@@ -31,6 +31,12 @@ _OPTIONS = (
         "--data-cache", type=_FOLDER, help="Folder for sample indices (default: next to the data)."
     ),
     click.option(
+        "--held-out",
+        multiple=True,
+        metavar="PREFIX",
+        help="A prepared dataset to evaluate on, for recipes with eval_interval; repeatable.",
+    ),
+    click.option(
         "--mock-data", is_flag=True, help="Train on made-up tokens; every log line says so."
     ),
     click.option(

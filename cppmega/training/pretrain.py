@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import os
@@ -21,8 +22,10 @@ from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.runs import metrics, rank_progress
-from cppmega.training import nonfinite, requirements
+from cppmega.training import nonfinite, requirements, saving
 from cppmega.training.batch import dataset_provider
+from cppmega.training.completeness import Completeness
+from cppmega.training.evaluation import Evaluation, HeldOut
 from cppmega.training.log import CUT, MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
 from cppmega.training.plan import TrainingPlan
@@ -53,18 +56,30 @@ def pretrain(plan: TrainingPlan) -> None:
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     step = ForwardStep(plan.recipe, plan.data.eod, device, fresh=plan.options.load is None)
-    _install_hooks(training, checkpointing, plan, step, torch)
-    _call(megatron.training.pretrain, arguments, plan, step, ModelType.encoder_or_decoder)
+    cache = str(plan.options.data_cache) if plan.options.data_cache is not None else None
+    held_out = HeldOut(plan.recipe, plan.data, plan.options.held_out, cache)
+    _install_hooks(training, checkpointing, plan, step, held_out, torch)
+    saves = _saves(plan)
+    saving.install(training, checkpointing, saves)
+    data = dataset_provider(plan.recipe, plan.data, plan.options.data, cache, held_out.build)
+    try:
+        _call(megatron.training.pretrain, arguments, plan, step, data, ModelType.encoder_or_decoder)
+    finally:  # Megatron also ends its loop with SystemExit
+        if saves is not None:
+            saves.wait()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def _call(
-    megatron_pretrain: Any, arguments: Any, plan: TrainingPlan, step: ForwardStep, kind: Any
+    megatron_pretrain: Any,
+    arguments: Any,
+    plan: TrainingPlan,
+    step: ForwardStep,
+    data: Any,
+    kind: Any,
 ) -> None:
     """Call `pretrain` as the installed release declares it."""
-    cache = str(plan.options.data_cache) if plan.options.data_cache is not None else None
-    data = dataset_provider(plan.recipe, plan.data, plan.options.data, cache)
     own = _own_arguments(plan)
     if "cfg_container" not in inspect.signature(megatron_pretrain).parameters:  # 0.17
         megatron_pretrain(data, model_provider(plan.recipe), kind, step, extra_args_provider=own)
@@ -127,9 +142,14 @@ def _check_gpus(torch: Any) -> None:
 
 
 def _install_hooks(
-    training: Any, checkpointing: Any, plan: TrainingPlan, step: ForwardStep, torch: Any
+    training: Any,
+    checkpointing: Any,
+    plan: TrainingPlan,
+    step: ForwardStep,
+    held_out: HeldOut,
+    torch: Any,
 ) -> None:
-    """Wrap Megatron's logging, train_step and checkpoint-argument check.
+    """Wrap Megatron's logging, train_step and checkpoint-argument check, and replace evaluation.
 
     Megatron looks the functions up in their modules when it calls them.
     """
@@ -149,12 +169,28 @@ def _install_hooks(
     )
     replaced = log.around(training.print_rank_last, last_rank)
     live_code.replace(training, "print_rank_last", replaced)
-    begin = rank_progress.of_this_rank().begin_step
-    named = nonfinite.around_train_step(training.train_step, begin)
+    complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
+
+    def begin(models: list[Any]) -> None:
+        marks.begin_step()
+        complete.before_step(models)
+
+    named = nonfinite.around_train_step(training.train_step, begin, complete.after_step)
     live_code.replace(training, "train_step", profiler.around(named))
+    mock, metrics_file = plan.options.mock_data, plan.options.metrics
+    evaluation = Evaluation(step, held_out, mock=mock, metrics=metrics_file, writes=last_rank)
+    live_code.replace(training, "evaluate_and_print_results", evaluation.evaluate)
     # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
     live_code.replace(checkpointing, "check_checkpoint_args", check)
+
+
+def _saves(plan: TrainingPlan) -> saving.Saves | None:
+    """The record of the saves, on the rank that writes the tracker."""
+    folder = plan.options.save
+    if folder is None or int(os.environ.get("RANK", "0")):
+        return None
+    return saving.Saves(folder, plan.recipe.keep_checkpoints, functools.partial(print, flush=True))
 
 
 def _profiler(plan: TrainingPlan) -> StepProfiler:
@@ -228,6 +264,7 @@ def _announce(plan: TrainingPlan) -> None:
                 megatron=plan.rendered.version,
                 overlay=plan.overlay,
                 data=plan.data.fingerprint,
+                held_out=plan.data.held_out,
                 mock_data=plan.options.mock_data,
                 parameters=count.total,
                 load=str(plan.options.load) if plan.options.load else None,

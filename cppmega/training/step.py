@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 from cppmega.runs import rank_progress
-from cppmega.training.batch import next_batch
+from cppmega.training.batch import Batch, next_batch
 from cppmega.training.nonfinite import Watch, loss_error
 
 if TYPE_CHECKING:
@@ -47,18 +47,27 @@ class ForwardStep:
         """Run the forward pass of one micro-batch."""
         from megatron.training import get_timers
 
-        from cppmega.modules.input_embeddings import feeding
-
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
-        batch = next_batch(self.recipe, data_iterator, self.eod, self.device)
+        batch = self.read(data_iterator)
         timers("batch-generator").stop()
-        self._marks.read_batch()
         self.squares.append(batch.squares)
         if batch.packed_seq_params is not None:
             _count_for_megatron(batch.packed_seq_params.cu_seqlens_q)
+        return self.forward(batch, model), partial(self.loss, batch.loss_mask)
+
+    def read(self, data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
+        """Take the next micro-batch."""
+        batch = next_batch(self.recipe, data_iterator, self.eod, self.device)
+        self._marks.read_batch()
+        return batch
+
+    def forward(self, batch: Batch, model: Any) -> torch.Tensor:
+        """Run the model on a micro-batch; on the last pipeline stage, returns a loss per token."""
+        from cppmega.modules.input_embeddings import feeding
+
         self._watch.begin(model)
-        output = model(
+        output: torch.Tensor = model(
             feeding(batch.tokens, self.eod, batch.structure_kinds, batch.structure_depths),
             batch.position_ids,
             None,  # every attention here is causal
@@ -67,7 +76,7 @@ class ForwardStep:
             packed_seq_params=batch.packed_seq_params,
         )
         self._watch.passed(model)
-        return output, partial(self.loss, batch.loss_mask)
+        return output
 
     def loss(self, loss_mask: torch.Tensor, output: torch.Tensor) -> Loss:
         """Sum the losses of the unmasked tokens.

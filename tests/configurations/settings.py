@@ -51,6 +51,8 @@ class Configuration:
     loss: str = "unfused"
     position: str = "rope"
     """`other`: learned positions for a GPT, none for a hybrid model."""
+    expert: int = 1
+    """Ranks that share the experts, of models that have any; in no cover."""
 
     @property
     def ranks(self) -> int:

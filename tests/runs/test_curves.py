@@ -61,6 +61,25 @@ def test_each_panel_has_the_values_of_each_run(tmp_path: Path, drawn: list[Any])
     }
 
 
+def test_each_depth_and_each_held_out_loss_has_a_panel(tmp_path: Path, drawn: list[Any]) -> None:
+    """Of a repeated evaluation, the last counts."""
+    losses = {"lm loss": 5.0, "mtp_1 loss": 6.0, "indexer loss": 0.5}
+    held_out = {"evaluated": 2, "losses": {"lm loss": 5.5, "mtp_1 loss": 6.5}, "tokens": 8}
+    rows = [
+        *({"step": step, "loss": 5.0, "losses": losses} for step in (1, 2)),
+        {**held_out, "losses": {"lm loss": 9.0}},
+        held_out,
+    ]
+    curves.plot([run(tmp_path, "one", rows)], tmp_path / "x.png", "", [])
+    assert panels(drawn[0]) == {
+        "loss, nats per token": {"one": ([1, 2], [5.0, 5.0])},
+        "held-out lm loss": {"one": ([2], [5.5])},
+        "held-out mtp_1 loss": {"one": ([2], [6.5])},
+        "mtp_1 loss": {"one": ([1, 2], [6.0, 6.0])},
+        "indexer loss": {"one": ([1, 2], [0.5, 0.5])},
+    }
+
+
 def test_two_runs_of_one_name_are_two_lines(tmp_path: Path, drawn: list[Any]) -> None:
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()

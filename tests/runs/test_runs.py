@@ -473,6 +473,36 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     )
 
 
+def test_held_out_losses_are_listed_and_compared(tmp_path: Path) -> None:
+    runs = []
+    for name, loss, data in (("one", 5.0, "f"), ("two", 4.5, "g")):
+        run = make(tmp_path, name, 1)
+        header = {"start": "smoke_cpu", "data": "d", "held_out": data}
+        losses = {"lm loss": loss, "mtp_1 loss": loss + 1}
+        rows = [
+            {"step": step, "loss": loss, "seconds": 1.0, "tokens_per_second": 1.0}
+            for step in range(1, 5)
+        ]
+        evaluations = [{"evaluated": step, "losses": losses, "tokens": 8} for step in (2, 4)]
+        written = [header, *rows, *evaluations[: len(runs) + 1]]
+        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in written))
+        runs.append(run)
+    found = compare.compare(*runs)
+    assert [(pair.step, pair.name, pair.loss) for pair in found.held_out] == [
+        (2, "lm loss", (5.0, 4.5)),
+        (2, "mtp_1 loss", (6.0, 5.5)),
+        (4, "lm loss", (None, 4.5)),
+        (4, "mtp_1 loss", (None, 5.5)),
+    ]
+    assert "held-out fingerprint: f | g" in found.data
+    shown = [line.split() for line in compare.lines(found)]
+    assert ["2", "6.00000", "5.50000", "-5.00e-01", "mtp_1", "loss"] in shown
+    row = listing.row_of(runs[1])
+    assert row.held_out and row.held_out.evaluated == 4 and row.step == 4
+    table = list(listing.table([row]))
+    assert table[-1].strip() == "held out after step 4: lm loss 4.5000, mtp_1 loss 5.5000"
+
+
 def test_losses_that_are_no_numbers_are_a_difference(tmp_path: Path) -> None:
     runs = []
     for name, loss in (("one", 1.0), ("two", float("nan"))):

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest import mock
 
 
-def install() -> None:
-    """Replace Transformer Engine in every module of the imported megatron that names it."""
+def install(attention: Any = None) -> None:
+    """Replace Transformer Engine in every module of the imported megatron that names it.
+
+    Args:
+        attention: in place of its core attention; None: Megatron's own.
+    """
     import torch
 
     from cppmega.proof import cpu_shims
@@ -25,6 +30,11 @@ def install() -> None:
         def __init__(self, input_size: int, *args: Any, **kwargs: Any) -> None:
             super().__init__(input_size, *args, **kwargs)
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+
+        def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            weight = self.layer_norm_weight
+            normed = torch.nn.functional.rms_norm(input_, weight.shape, weight)
+            return super().forward(normed, *args, **kwargs)
 
     class Duplicated(torch.nn.Linear):
         def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
@@ -52,7 +62,7 @@ def install() -> None:
         "TELayerNormColumnParallelLinear": NormLinear,
         "TELinear": Duplicated,
         "TENorm": Norm,
-        "TEDotProductAttention": Core,
+        "TEDotProductAttention": attention or Core,
     }
     for name, own in classes.items():
         setattr(te, name, own)
@@ -76,6 +86,15 @@ def install() -> None:
             module.is_te_min_version = lambda *args, **kwargs: True
         if hasattr(module, "rotate_activation"):
             module.rotate_activation = lambda x: x  # its package is not on any index
+
+
+def before_ranks() -> None:
+    """Install them in a process whose forks are ranks, which initialize torch.distributed."""
+    from cppmega.proof import cpu_shims
+    from tests.configurations import stand_ins
+
+    with mock.patch.object(cpu_shims, "init_distributed", cpu_shims.shim):
+        install(stand_ins.Attention)
 
 
 _MODULES = (

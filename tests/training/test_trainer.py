@@ -232,6 +232,14 @@ def a_prepared_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=environment,
         capture_output=True,
     )
+    unseen = folder / "unseen.txt"
+    unseen.write_text("".join(f"{n:08}" for n in range(4608)))  # 9 sequences of 4096
+    subprocess.run(
+        [*command, "--out", str(folder / "unseen"), str(unseen)],
+        check=True,
+        env=environment,
+        capture_output=True,
+    )
     for suffix in (".bin", ".idx"):
         (folder / f"foreign{suffix}").write_bytes((folder / f"own{suffix}").read_bytes())
         (folder / f"torn{suffix}").write_bytes((folder / f"own{suffix}").read_bytes()[:-3])
@@ -253,6 +261,10 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "    name='gated', gates=(('CPPMEGA_LINEAR_CE_KERNEL', 'triton'),))\n"
     )
     short = ["--set", "seq_length=1048576", "--set", "dsa_indexer_topk=256"]
+
+    def held_out(prefix: str) -> list[str]:
+        return [*own, "--set", "eval_interval=5", "--held-out", prefix]
+
     return {
         "recipe": ("recipe-unknown", ["nam56r_slice", *own[1:]], {}),
         "path": ("data-not-found", [own[0], "--data", str(folder / "nowhere")], {}),
@@ -283,6 +295,24 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "loop": ("not-supported", ["smoke_cpu", "--mock-data"], {}),
         "unpatched": ("patch-missing", own, {}),
         "profile": ("profile-beyond-run", [*own, "--profile", "41"], {}),
+        "none held out": ("no-held-out-data", [*own, "--set", "eval_interval=5"], {}),
+        "held out, unused": ("held-out-data-unused", [*own, "--held-out", own[2]], {}),
+        "held out, trained on": ("held-out-data-trained-on", held_out(own[2]), {}),
+        "held out, too small": (
+            "held-out-data-too-small",
+            [*held_out(str(folder / "unseen")), "--set", "eval_tokens=36865"],
+            {},
+        ),
+        "held out, enough": (
+            "patch-missing",
+            [*held_out(str(folder / "unseen")), "--set", "eval_tokens=36864"],
+            {},
+        ),
+        "held out, mock": (
+            "data-and-mock-data",
+            [own[0], "--mock-data", "--set", "eval_interval=5", "--held-out", own[2]],
+            {},
+        ),
     }
 
 

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from cppmega.errors import CppmegaError
 from tests.configurations import models, stand_ins
 from tests.configurations.settings import Configuration
+from tests.upstream_patches.distributed_optimizer import on_cpu
 
 configured_with_dropout = models.configured
 numbers = itertools.count()
@@ -66,6 +67,7 @@ def _be_a_rank(rank: int, setting: Configuration, store: Path, work: Callable[[]
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=setting.tensor,
             pipeline_model_parallel_size=setting.pipeline,
+            expert_model_parallel_size=setting.expert,
         )
         store.with_suffix(f".{rank}").write_bytes(pickle.dumps(work()))
         status = 0
@@ -79,6 +81,48 @@ def without_dropout(setting: Configuration) -> Any:
     made = configured_with_dropout(replace(setting, optimizer="float32"))
     made.hidden_dropout = 0.0
     return made
+
+
+def trained(
+    make: Callable[[Configuration], Any],
+    setting: Configuration,
+    steps: range,
+    load: Path | None = None,
+    save: Path | None = None,
+) -> tuple[list[Any], dict[str, torch.Tensor], list[str]]:
+    """Rows of training steps, the parameters after them, and which had no gradient.
+
+    Args:
+        make: builds a `training.Run`.
+        setting: its configuration.
+        steps: their numbers.
+        load: a checkpoint to begin from.
+        save: folder for one after the steps.
+    """
+    with on_cpu():
+        run = make(setting)
+        if load is not None:
+            run.load(load)
+        rows = [run.step(number) for number in steps]
+        if save is not None:
+            save.mkdir(exist_ok=True)
+            torch.distributed.barrier()
+            run.save(save)
+        named = dict(run.model.named_parameters())
+        still = [name for name, p in named.items() if not p.main_grad.any()]
+        return rows, {name: p.detach().clone() for name, p in named.items()}, still
+
+
+def assert_same(one: list[Any], many: list[Any], name: str) -> None:
+    """Compare losses and norms of two layouts, whose ranks returned what `trained` does."""
+    for step in range(len(one[0][0])):
+        ours, theirs = (  # the ranks of a stage are not those of another layout
+            sorted(loss for rows, *_ in ranks for loss in rows[step]["losses"])
+            for ranks in (many, one)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0, msg=f"{name}, step {step}")
+        norms = [ranks[0][0][step]["gradient"] for ranks in (many, one)]
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0, msg=f"{name}, norm {norms}")
 
 
 def refusal(call: Callable[[], Any]) -> str:

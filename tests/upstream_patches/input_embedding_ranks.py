@@ -25,7 +25,6 @@ from tests.configurations import models, training
 from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
 from tests.configurations.settings import Configuration
 from tests.upstream_patches import forked_ranks
-from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks, refusal, without_dropout
 
 END = 5
@@ -67,30 +66,12 @@ class Run(training.Run):
     def _forward(self, batches: Any, model: Any) -> Any:
         return super()._forward(iter([fed(next(batches))]), model)
 
-    def added(self) -> dict[str, torch.Tensor]:
-        """The parameters of the embeddings that this rank holds."""
-        return {
-            name.partition(ADDED)[2]: parameter.detach().clone()
-            for name, parameter in self.model.named_parameters()
-            if ADDED in name
-        }
 
-
-def trained(
-    setting: Configuration, steps: range, load: Path | None = None, save: Path | None = None
-) -> tuple[Any, ...]:
-    """Rows of training steps, the embeddings' parameters after them, and who had no gradient."""
-    with on_cpu():
-        run = Run(setting)
-        if load is not None:
-            run.load(load)
-        rows = [run.step(number) for number in steps]
-        if save is not None:
-            save.mkdir(exist_ok=True)
-            torch.distributed.barrier()
-            run.save(save)
-        still = [name for name, p in run.model.named_parameters() if not p.main_grad.any()]
-        return rows, run.added(), still
+def trained(setting: Configuration, *given: Any) -> tuple[Any, ...]:
+    """What `forked_ranks.trained` returns, of the parameters only what the embeddings have."""
+    rows, named, still = forked_ranks.trained(Run, setting, *given)
+    added = {name.partition(ADDED)[2]: p for name, p in named.items() if ADDED in name}
+    return rows, added, still
 
 
 def rows_without(folder: Path) -> dict[str, Any]:
@@ -149,22 +130,12 @@ def check_sharded_states_and_a_checkpoint_of_two_stages(folder: Path) -> None:
 
 def looked_at(setting: Configuration, folder: Path) -> tuple[Any, ...]:
     """What a checkpoint has, without a step."""
-    with on_cpu():
-        run = Run(setting)
-        run.load(folder)
-        return (), run.added(), ()
+    return trained(setting, range(0), folder)
 
 
 def assert_same(one: list[Any], many: list[Any], name: str) -> None:
     """The losses and the norms of two layouts, and the embeddings on every rank that has them."""
-    for step in range(2):
-        ours, theirs = (  # the ranks of a stage are not those of another layout
-            sorted(loss for rows, *_ in ranks for loss in rows[step]["losses"])
-            for ranks in (many, one)
-        )
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0, msg=f"{name}, step {step}")
-        norms = [ranks[0][0][step]["gradient"] for ranks in (many, one)]
-        torch.testing.assert_close(*norms, rtol=1e-5, atol=0, msg=f"{name}, norm {norms}")
+    forked_ranks.assert_same(one, many, name)
     wanted = one[0][1]
     assert all(value.any() for value in wanted.values())
     for _, added, _ in many:
@@ -300,8 +271,3 @@ def counted(folder: Path) -> dict[str, float]:
     with with_them():
         (whole,) = on_ranks(folder, HYBRID, count)
     return {"parameters": whole[0] - without[0], "flops": whole[1] - without[1]}
-
-
-def report(*names: str) -> None:
-    """Print what these functions return, and the traceback of each that fails."""
-    forked_ranks.report(globals(), names)

@@ -21,7 +21,12 @@ from tests.configurations.batches import Batch, boundaries, micro_batch
 from tests.configurations.settings import Configuration
 from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.distributed_optimizer import on_cpu
-from tests.upstream_patches.forked_ranks import on_ranks, refusal, without_dropout
+from tests.upstream_patches.forked_ranks import (
+    assert_same,
+    on_ranks,
+    refusal,
+    without_dropout,
+)
 
 MAMBA3 = mixer_sizes.Mamba3(head_dim=8, state_dim=8, groups=2, rank=2, chunk=8, out_norm=True)
 SISO = replace(MAMBA3, rank=1, out_norm=False)
@@ -52,22 +57,9 @@ def in_fp32(setting: Configuration, seed: int = 1) -> training.Run:
         return training.Run(setting, seed)
 
 
-def trained(
-    setting: Configuration, steps: range, load: Path | None = None, save: Path | None = None
-) -> tuple[Any, ...]:
-    """Rows of training steps, the parameters after them, and which had no gradient."""
-    with on_cpu():
-        run = in_fp32(setting)
-        if load is not None:
-            run.load(load)
-        rows = [run.step(number) for number in steps]
-        if save is not None:
-            save.mkdir(exist_ok=True)
-            torch.distributed.barrier()
-            run.save(save)
-        named = dict(run.model.named_parameters())
-        still = [name for name, p in named.items() if not p.main_grad.any()]
-        return rows, {name: p.detach().clone() for name, p in named.items()}, still
+def trained(setting: Configuration, *given: Any) -> tuple[Any, ...]:
+    """What `forked_ranks.trained` returns of a model that layouts can be compared by."""
+    return forked_ranks.trained(in_fp32, setting, *given)
 
 
 def check_layouts_train_as_one_rank(folder: Path) -> None:
@@ -88,7 +80,7 @@ def check_layouts_train_as_one_rank(folder: Path) -> None:
             for at, layout in enumerate(layouts):
                 after = folder / f"after{number}{at}"
                 many = on_ranks(folder, layout, _trained, range(3, 5), saved, after)
-                _assert_same(one, many, layout.name)
+                assert_same(one, many, layout.name)
                 ((_, loaded, _),) = on_ranks(folder, HYBRID, _looked_at, after)
                 for name, value in one[0][1].items():
                     torch.testing.assert_close(
@@ -102,17 +94,6 @@ def _trained(setting: Configuration, *given: Any) -> Any:
 
 def _looked_at(setting: Configuration, folder: Path) -> Any:
     return of_mixers(setting, trained, range(0), folder)
-
-
-def _assert_same(one: list[Any], many: list[Any], name: str) -> None:
-    for step in range(2):
-        ours, theirs = (
-            sorted(loss for rows, *_ in ranks for loss in rows[step]["losses"])
-            for ranks in (many, one)
-        )
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0, msg=f"{name}, step {step}")
-        norms = [ranks[0][0][step]["gradient"] for ranks in (many, one)]
-        torch.testing.assert_close(*norms, rtol=1e-5, atol=0, msg=f"{name}, norm {norms}")
 
 
 def check_small_parameters_stay_fp32_and_resume_to_the_bit(folder: Path) -> None:
@@ -219,8 +200,3 @@ def check_a_checkpoint_of_the_other_definition_is_not_loaded(folder: Path) -> No
 def rows_without(folder: Path) -> list[Any]:
     """Training of Megatron's own mixer, to the bit."""
     return list(on_ranks(folder, HYBRID, trained, range(1, 3))[0][0])
-
-
-def report(*names: str) -> None:
-    """Print what these functions return, and the traceback of each that fails."""
-    forked_ranks.report(globals(), names)

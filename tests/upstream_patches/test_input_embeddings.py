@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cppmega.recipe.arithmetic import flops, parameters
 from cppmega.recipe.recipe import NgramHash, Recipe, Structure
-from tests.support import made_once, patched, pristine, python
+from tests.support import in_a_tree, patched, pristine
 
 VERSION = "0.19.2"
 PAGES = (
@@ -31,24 +29,13 @@ CHECKS = (
 ASKED = (*CHECKS, "rows_without", "counted")
 
 
+MODULE = "upstream_patches.input_embedding_ranks"
+
+
 @cache
 def answers() -> Any:
     """What the functions of `input_embedding_ranks` return; None for a check that holds."""
-    with made_once("input-embeddings.json") as (file, missing):
-        if missing:
-            file.write_text(_printed(patched(VERSION, *PAGES), *ASKED))
-    return json.loads(file.read_text())
-
-
-def _printed(root: Path, *names: str) -> str:
-    code = f"""
-    from tests.upstream_patches import input_embedding_ranks
-
-    input_embedding_ranks.report(*{names!r})
-    """
-    done = python(root, code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    return in_a_tree.kept("input-embeddings", patched(VERSION, *PAGES), MODULE, ASKED)
 
 
 @pytest.mark.megatron
@@ -59,7 +46,7 @@ def test_with_the_embeddings(check: str) -> None:
 
 @pytest.mark.megatron
 def test_without_the_switch_training_is_stocks_to_the_bit() -> None:
-    (stock,) = json.loads(_printed(pristine(VERSION), "rows_without")).values()
+    (stock,) = in_a_tree.asked(pristine(VERSION), MODULE, ["rows_without"]).values()
     assert set(stock) == {"gpt", "hybrid"}, stock
     assert answers()["rows_without"] == stock
 

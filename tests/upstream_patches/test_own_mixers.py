@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import made_once, patched, pristine, python
+from tests.support import in_a_tree, patched, pristine
 
 VERSION = "0.19.2"
 PAGES = ("own_mixers", "float16_keep_fp32", "fully_reshardable_bucket_padding")
@@ -22,24 +20,14 @@ CHECKS = (
 )
 
 
+ASKED = (*CHECKS, "rows_without")
+MODULE = "upstream_patches.own_mixer_ranks"
+
+
 @cache
 def answers() -> Any:
     """What the functions of `own_mixer_ranks` return; None for a check that holds."""
-    with made_once("own-mixers.json") as (file, missing):
-        if missing:
-            file.write_text(_printed(patched(VERSION, *PAGES), *CHECKS, "rows_without"))
-    return json.loads(file.read_text())
-
-
-def _printed(root: Path, *names: str) -> str:
-    code = f"""
-    from tests.upstream_patches import own_mixer_ranks
-
-    own_mixer_ranks.report(*{names!r})
-    """
-    done = python(root, code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    return in_a_tree.kept("own-mixers", patched(VERSION, *PAGES), MODULE, ASKED)
 
 
 @pytest.mark.megatron
@@ -50,6 +38,6 @@ def test_with_the_mixers(check: str) -> None:
 
 @pytest.mark.megatron
 def test_without_sizes_training_is_stocks_to_the_bit() -> None:
-    (stock,) = json.loads(_printed(pristine(VERSION), "rows_without")).values()
+    (stock,) = in_a_tree.asked(pristine(VERSION), MODULE, ["rows_without"]).values()
     assert stock and isinstance(stock, list), stock
     assert answers()["rows_without"] == stock

@@ -34,9 +34,10 @@ def check(context: Context) -> str:
         return "mock data"
     tokens = sum(corpus.open_(Path(prefix)).tokens for prefix in options.data)
     trained = recipe.train_iters * recipe.global_batch_size * recipe.seq_length
+    held_out = f"; held out: {context.data.held_out}" if context.data.held_out else ""
     return (
         f"{how_read(context.allowance)}; {fingerprint}: {tokens} tokens; the run trains on "
-        f"{trained / tokens:.2f} times as many"
+        f"{trained / tokens:.2f} times as many{held_out}"
     )
 
 

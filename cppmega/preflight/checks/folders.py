@@ -126,8 +126,11 @@ def _folders_of_megatron(options: RunOptions) -> Iterator[tuple[str, Path, int]]
         yield "--tensorboard", options.tensorboard, _LOG
     if options.data_cache is not None:
         yield "--data-cache", options.data_cache, _LOG
-    elif options.data:
-        yield "sample indices next to the data", Path(options.data[0]).parent, _LOG
+    else:
+        for folder in dict.fromkeys(
+            Path(prefix).parent for prefix in (*options.data[:1], *options.held_out[:1])
+        ):
+            yield "sample indices next to the data", folder, _LOG
 
 
 def _caches(environ: Mapping[str, str]) -> Iterator[tuple[str, Path, int]]:

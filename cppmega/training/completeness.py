@@ -1,0 +1,228 @@
+"""Nothing of the model is missing: what is built is what the recipe counts, and all of it trains.
+
+A part can be lost without an error: an argument after the recipe's replaces one of them, a patch
+leaves experts out of the routing, a loss does not reach an MTP depth. The run is as fast as before,
+or faster. So the parameters that were built are counted before the first step, and each must have
+had a gradient within the first steps of every start: an expert that no token was sent to has none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import Recipe
+from cppmega.recipe.arithmetic import parameters
+from cppmega.training.nonfinite import gradient, short_name
+
+STEPS = 10
+"""Steps of a start within which every parameter must have a gradient. Factors that are zero at
+first have none in the first step."""
+_SHOWN = 4
+_KINDS = ".structure.kinds"
+
+Place = tuple[int, int, int]
+"""Pipeline, tensor and expert rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The parameters of one rank, by part of the model."""
+
+    place: Place
+    replicated: Mapping[str, int]
+    distributed: Mapping[str, int]
+    """Those of experts, where expert parallelism distributes them."""
+
+
+@dataclass(slots=True)
+class Completeness:
+    """The checks of one start on this rank."""
+
+    recipe: Recipe
+    _steps: int = 0
+    _unseen: dict[str, Any] = field(default_factory=dict)
+
+    def before_step(self, models: Iterable[Any]) -> None:
+        """Count the parameters before the first step.
+
+        Raises:
+            CppmegaError: `model-differs-from-recipe`; on every rank.
+        """
+        if self._steps:
+            return
+        named = [pair for model in models for pair in model.named_parameters()]
+        self._unseen = {short_name(name): p for name, p in named if _trains(name, p, self.recipe)}
+        check_built(self.recipe, _gathered(_built(named, _place())))
+
+    def after_step(self) -> None:
+        """Look for gradients of the parameters that had none so far.
+
+        Raises:
+            CppmegaError: `part-without-gradient`; on every rank.
+        """
+        self._steps += 1
+        if self._steps > STEPS:
+            return
+        self._unseen = dict(_without_gradient(self._unseen))
+        if self._steps == STEPS:
+            _refuse_unseen(_gathered((_place(), self._unseen_keys())))
+
+    def _unseen_keys(self) -> list[tuple[str, bool]]:
+        return [(name, _is_distributed(p)) for name, p in self._unseen.items()]
+
+
+def check_built(recipe: Recipe, ranks: Sequence[Built]) -> None:
+    """Compare the parameters of all ranks with the recipe's.
+
+    Under tensor parallelism nothing is compared: which parameters are split is not the same in
+    every layer.
+
+    Raises:
+        CppmegaError: `model-differs-from-recipe`.
+    """
+    if recipe.tensor_model_parallel_size > 1:
+        return
+    found: Counter[str] = Counter()
+    for one in {rank.place[0]: rank for rank in ranks}.values():
+        # Later stages hold copies of the embedding, for MTP depths and tied heads.
+        first = one.place[0] == 0
+        kept = {part: n for part, n in one.replicated.items() if first or part not in _EMBEDDINGS}
+        found.update(kept)
+    for one in {(rank.place[0], rank.place[2]): rank for rank in ranks}.values():
+        found.update(one.distributed)
+    wanted = _counted(recipe)
+    wrong = [
+        f"{part}: {found[part]} built, {count} in the recipe"
+        for part, count in wanted.items()
+        if found[part] != count and not (part == "head" and recipe.tied_embeddings)
+    ]
+    if wrong:
+        raise CppmegaError(
+            "model-differs-from-recipe",
+            f"The model has other parameters than recipe {recipe.name}: {'; '.join(wrong)}.",
+            "A part is missing, or is of another size: the run would be filed as what it is not.",
+            "leave out the Megatron arguments after --, or --set the recipe's fields instead; "
+            "cppmega status shows whether every patch is applied",
+        )
+
+
+_EMBEDDINGS = ("embedding", "input embeddings")
+
+
+def _counted(recipe: Recipe) -> dict[str, int]:
+    count = parameters(recipe)
+    further = sum(n for part, n in count.extras.items() if part in ("ngram_hash", "structure"))
+    return {
+        "embedding": count.embedding,
+        "input embeddings": further,
+        "trunk": count.trunk - count.embedding - count.head - further,
+        "MTP": count.mtp,
+        "head": count.head,
+        "experts": count.experts,
+    }
+
+
+def _part(name: str) -> str:
+    if name.startswith("embedding."):
+        return "input embeddings" if ".input_embeddings." in name else "embedding"
+    if name.startswith("output_layer."):
+        return "head"
+    return "MTP" if name.startswith("mtp.") else "trunk"
+
+
+def _built(named: Iterable[tuple[str, Any]], place: Place) -> Built:
+    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for name, parameter in named:
+        own = counts[_is_distributed(parameter)]
+        own[_part(short_name(name))] += parameter.numel()
+        if ".mlp.experts." in name:  # parts of trunk and MTP, too
+            own["experts"] += parameter.numel()
+    return Built(place, *map(dict, counts))
+
+
+def _is_distributed(parameter: Any) -> bool:
+    """Whether expert parallelism distributes it: Megatron reduces its gradient apart."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _trains(name: str, parameter: Any, recipe: Recipe) -> bool:
+    """Whether a parameter must have a gradient: indexers have none without their loss."""
+    learns = recipe.dsa_indexer_loss_coeff or ".indexer." not in name
+    return bool(parameter.requires_grad and learns)
+
+
+def _without_gradient(parameters_: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those whose gradient is zero throughout, or missing; reads the device once."""
+    import torch
+
+    gradients = {name: gradient(p) for name, p in parameters_.items()}
+    there = {name: g for name, g in gradients.items() if g is not None}
+    used = [_is_used(name, g) for name, g in there.items()]
+    flags = torch.stack(used).tolist() if used else []
+    seen = {name for name, flag in zip(there, flags, strict=True) if flag}
+    yield from ((name, p) for name, p in parameters_.items() if name not in seen)
+
+
+def _is_used(name: str, gradient_: Any) -> Any:
+    """Whether a gradient is one: of the table of kinds, more than one row must have it.
+
+    A batch without structure would be one in which every token is of the same kind.
+    """
+    if name.endswith(_KINDS):
+        return gradient_.view(-1, gradient_.shape[-1]).any(dim=1).sum() > 1
+    return gradient_.any()
+
+
+def _refuse_unseen(ranks: Sequence[tuple[Place, list[tuple[str, bool]]]]) -> None:
+    """Stop if a parameter had no gradient on any rank that has it.
+
+    Replicas see different tokens, and an optimizer that is sharded sums each gradient on one rank.
+    """
+    holders: Counter[tuple[int, ...]] = Counter()
+    for (stage, tensor, expert), _ in ranks:
+        holders.update([(stage, tensor), (stage, tensor, expert)])
+    unseen: Counter[tuple[tuple[int, ...], str]] = Counter()
+    for (stage, tensor, expert), names in ranks:
+        for name, is_expert in names:
+            place = (stage, tensor, expert) if is_expert else (stage, tensor)
+            unseen[place, name] += 1
+    lost = [(place, name) for (place, name), n in unseen.items() if n == holders[place]]
+    if lost:
+        shown = ", ".join(
+            f"{name} (stage {place[0]}{_of_expert(place)})" for place, name in lost[:_SHOWN]
+        )
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        raise CppmegaError(
+            "part-without-gradient",
+            f"{len(lost)} parameters had no gradient in the first {STEPS} steps: {shown}{more}.",
+            "No loss reaches them, or no token: they keep their first values, and the model is "
+            "smaller than it claims to be.",
+            "inspect what should use them: routing for experts, the loss for MTP depths, ids that "
+            "differ for the embedding of structure; cppmega status shows which patches are applied",
+        )
+
+
+def _of_expert(place: tuple[int, ...]) -> str:
+    return f", expert rank {place[2]}" if len(place) > 2 else ""
+
+
+def _place() -> Place:
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+
+
+def _gathered(mine: Any) -> list[Any]:
+    import torch
+
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    return found

@@ -1,0 +1,94 @@
+"""Parts that are cut out of a model behind the recipe's back, on forked ranks.
+
+Imported in the process that runs a tree, never by pytest itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import Recipe
+from cppmega.recipe.run_options import RunOptions
+from cppmega.training import completeness, step
+from tests.configurations.settings import Configuration
+from tests.training import loops
+from tests.training.evaluation_ranks import ONE, WHOLE
+from tests.upstream_patches.distributed_optimizer import on_cpu
+from tests.upstream_patches.forked_ranks import on_ranks
+
+STEPS = 4
+RECIPE = WHOLE.with_(train_iters=STEPS)
+GIVEN = RunOptions(mock_data=True)
+
+
+def trained(
+    setting: Configuration, recipe: Recipe, spoil: Callable[[Any], None] = lambda model: None
+) -> str:
+    """Train on this rank; returns the error that ended it."""
+    with on_cpu(), mock.patch.object(completeness, "STEPS", STEPS):
+        loop = loops.Loop(recipe, GIVEN)
+        spoil(loop.model)
+        try:
+            loop.train()
+        except CppmegaError as error:
+            return f"{error.name}: {error.what}"
+    return "trained"
+
+
+def check_a_whole_model_trains(folder: Path) -> None:
+    """On one rank, and on two stages."""
+    stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
+    for setting, recipe in (
+        (ONE, RECIPE),
+        (Configuration(pipeline=2), RECIPE.with_(gpus=2, **stages)),
+    ):
+        assert set(on_ranks(folder, setting, trained, recipe)) == {"trained"}, setting.name
+
+
+def check_a_model_of_other_sizes_does_not_take_a_step(folder: Path) -> None:
+    """Megatron takes the last of two arguments."""
+    for argument, value, part in (
+        ("--num-experts", "2", "experts: "),
+        ("--hybrid-layer-pattern", "DMDREE-/D-", "MTP: "),
+    ):
+        (said,) = on_ranks(folder, ONE, trained, RECIPE.plus(argument, value))
+        assert said.startswith("model-differs-from-recipe") and part in said, said
+
+
+def check_what_no_loss_reaches_is_named(folder: Path) -> None:
+    """Experts that no token is sent to, on one of two ranks, and depths whose loss is nothing."""
+
+    def without_expert(model: Any) -> None:
+        for name, module in model.named_modules():
+            if name.endswith("layers.5.mlp.router"):
+                module.expert_bias[2:] = -100.0  # the next update moves it by a thousandth
+
+    shared = RECIPE.with_(gpus=2, expert_model_parallel_size=2)
+    said = on_ranks(folder, Configuration(data=2, expert=2), trained, shared, without_expert)
+    assert len(said) == 2 and said[0] == said[1]
+    assert said[0].startswith("part-without-gradient: 4 parameters"), said
+    assert "layers.5.mlp.experts" in said[0] and "expert rank 1" in said[0]
+    assert "expert rank 0" not in said[0]
+    (lost,) = on_ranks(folder, ONE, trained, RECIPE.plus("--mtp-loss-scaling-factor", "0.0"))
+    assert lost.startswith("part-without-gradient") and "mtp.layers.0" in lost, lost
+
+
+def check_structure_that_is_the_same_everywhere_is_named(folder: Path) -> None:
+    """As it is where zeros are fed in its place."""
+    read = step.next_batch
+
+    def plain(*given: Any) -> Any:
+        batch = read(*given)
+        torch.nn.init.zeros_(batch.structure_kinds)
+        return batch
+
+    with mock.patch.object(step, "next_batch", plain):
+        (said,) = on_ranks(folder, ONE, trained, RECIPE)
+    assert said.startswith("part-without-gradient: 1 parameters"), said
+    assert "embedding.input_embeddings.structure.kinds" in said

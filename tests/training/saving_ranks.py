@@ -1,0 +1,110 @@
+"""Saves within Megatron's loop, on forked ranks.
+
+Imported in the process that runs a tree, never by pytest itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.training import async_utils
+
+from cppmega.checkpoints import files, tracker
+from cppmega.recipe import Recipe
+from cppmega.recipe.run_options import RunOptions
+from tests.configurations.settings import Configuration
+from tests.recipe.test_arithmetic import BASE
+from tests.training import loops
+from tests.upstream_patches.distributed_optimizer import on_cpu
+from tests.upstream_patches.forked_ranks import on_ranks
+
+RECIPE = BASE.with_(pattern="-", keep_checkpoints=1, train_iters=6)
+GIVEN = RunOptions(mock_data=True, save_interval=2)
+ONE = Configuration()
+_WRITES = ("open", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def trained(recipe: Recipe, options: RunOptions) -> list[str]:
+    """Train on this rank; returns what the trainer said of its checkpoints."""
+    said = io.StringIO()
+    with on_cpu(), contextlib.redirect_stdout(said):
+        loops.Loop(recipe, options).train()
+    return [line for line in said.getvalue().splitlines() if line.startswith("cppmega: checkpoint")]
+
+
+class Disk:
+    """What a kill would leave, at every moment at which something changes on disk."""
+
+    def __init__(self, watched: Path, into: Path) -> None:
+        self.watched, self.into, self.count = watched, into, 0
+        self._copying = False
+        sys.addaudithook(self._saw)
+
+    def _saw(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._copying or event not in _WRITES or str(self.watched) not in str(args[0]):
+            return
+        if event == "open" and not (isinstance(args[1], str) and set("wax+") & set(args[1])):
+            return
+        self._copying, self.count = True, self.count + 1
+        shutil.copytree(self.watched, self.into / str(self.count))
+        self._copying = False
+
+
+def check_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(folder: Path) -> None:
+    """From the first one on, while the second replaces it and the third the second."""
+
+    def watched(setting: Configuration, save: Path, states: Path) -> tuple[list[str], int]:
+        disk = Disk(save, states)
+        said = trained(RECIPE, replace(GIVEN, save=save))
+        return said, disk.count
+
+    save, states = folder / "save", folder / "states"
+    save.mkdir()
+    ((said, count),) = on_ranks(folder, ONE, watched, save, states)
+    assert [path.name for path in sorted(save.glob("iter_*"))] == ["iter_0000006"], said
+    found = []
+    for number in range(1, count + 1):
+        if tracker.exists(states / str(number)):
+            found.append(int(files.read(states / str(number)).step))
+    assert found == sorted(found) and set(found) == {2, 4, 6} and len(found) > 12, found
+    removed = [line for line in said if line.endswith("removed: a newer one is complete")]
+    assert len(removed) == 2 and len(said) == 5
+    both = [n for n in range(1, count + 1) if len(list((states / str(n)).glob("iter_*"))) == 2]
+    resumed = replace(GIVEN, save=save, load=states / str(both[-1]))
+    on_ranks(folder, ONE, lambda setting: trained(RECIPE.with_(train_iters=8), resumed))
+    assert [path.name for path in sorted(save.glob("iter_*"))] == ["iter_0000008"]
+
+
+def check_an_asynchronous_save_is_complete_when_the_tracker_names_it(folder: Path) -> None:
+    """The step goes on meanwhile; the old one is removed when the new one is complete."""
+    save = folder / "asynchronous"
+    save.mkdir()
+
+    def scheduled(setting: Configuration) -> list[str]:
+        with (
+            mock.patch.object(torch.cuda, "device_count", lambda: 1),
+            mock.patch.object(torch.cuda, "set_device", lambda device: None),
+            mock.patch.object(loops, "ready", _start_worker),
+            mock.patch.object(filesystem_async, "_results_queue", None),
+        ):
+            return trained(RECIPE.with_(async_save=True), replace(GIVEN, save=save))
+
+    (said,) = on_ranks(folder, ONE, scheduled)
+    assert [path.name for path in save.glob("iter_*")] == ["iter_0000006"], said
+    assert files.read(save).step == "6"
+    copied = [line for line in said if "for which the training waited" in line]
+    written = [line for line in said if "GiB/s" in line]
+    assert len(copied) == len(written) == 3, said
+
+
+def _start_worker() -> None:
+    async_utils.init_persistent_async_worker(0, "fork")

@@ -1,0 +1,61 @@
+"""Evaluation, saves and the search for missing parts, in Megatron's own loop on CPU ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cppmega.errors import CppmegaError
+from cppmega.recipe import index as recipes_index
+from tests.support import in_a_tree, patched
+
+VERSION = "0.19.2"
+PAGES = (
+    *("own_mixers", "float16_keep_fp32", "input_embeddings", "hybrid_mtp_padding_mask"),
+    *("dsa_index_share", "dsa_index_share_holder", "dsa_indexer_kernels", "dsa_attention_kernels"),
+    *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
+    *("mtp_roll_packed_sequences", "fully_reshardable_bucket_padding"),
+)
+CHECKS = {
+    "evaluation": (
+        "check_training_is_the_same_to_the_bit_and_so_are_the_samples",
+        "check_a_resumed_run_is_evaluated_on_the_same_samples",
+    ),
+    "saving": (
+        "check_a_kill_at_any_moment_leaves_a_checkpoint_that_loads",
+        "check_an_asynchronous_save_is_complete_when_the_tracker_names_it",
+    ),
+    "streams": ("check_streams_packs_and_linear_heads_go_together",),
+    "completeness": (
+        "check_a_whole_model_trains",
+        "check_a_model_of_other_sizes_does_not_take_a_step",
+        "check_what_no_loss_reaches_is_named",
+        "check_structure_that_is_the_same_everywhere_is_named",
+    ),
+}
+NAMES = [name for names in CHECKS.values() for name in names]
+
+
+@cache
+def answers() -> Any:
+    """What the functions of the modules `..._ranks` return; None for a check that holds."""
+    modules = [f"training.{name}_ranks" for name in CHECKS]
+    return in_a_tree.kept(
+        *("megatrons-loop", patched(VERSION, *PAGES), modules, NAMES),
+        before=in_a_tree.BEFORE,
+        env={"CPPMEGA_INDEX_CACHE": "1"},
+    )
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("check", NAMES)
+def test_in_megatrons_loop(check: str) -> None:
+    assert answers()[check] is None, answers()[check]
+
+
+@pytest.mark.parametrize("changed", [{"eval_interval": 5}, {"keep_checkpoints": 1}])
+def test_a_loop_of_our_own_has_none_of_it(changed: dict[str, int]) -> None:
+    with pytest.raises(CppmegaError, match="recipe-invalid"):
+        recipes_index.load("smoke_cpu").with_(**changed)
