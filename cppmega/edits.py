@@ -13,7 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from cppmega.rewriting.function_source import function_text
-from cppmega.rewriting.repeatable import is_repeatable, repeatable
+from cppmega.rewriting.repeatable import is_repeatable, patterns_of, repeatable
 
 if TYPE_CHECKING:
     import libcst as cst
@@ -27,7 +27,9 @@ def in_order(*edits: NodeEdit) -> NodeEdit:
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         return reduce(lambda done, edit: edit(done), edits, node)
 
-    return repeatable(edit) if all(map(is_repeatable, edits)) else edit
+    if not all(map(is_repeatable, edits)):
+        return edit
+    return repeatable(edit, *(pattern for one in edits for pattern in patterns_of(one)))
 
 
 def body_of(page_function: Callable[..., Any]) -> NodeEdit:
@@ -71,13 +73,12 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
     """
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()
 
-    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
         return node_edits.exactly(node_edits.swap_for(old, new), node, old, times)
 
-    return edit
+    return repeatable(edit, old)
 
 
 def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
@@ -85,7 +86,6 @@ def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
     anchor = textwrap.dedent(before or after).strip()
     added = textwrap.dedent(text).strip()
 
-    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
@@ -96,7 +96,7 @@ def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
         swap = node_edits.StatementSwap(anchor, join)
         return node_edits.exactly(swap, node, anchor, 1)
 
-    return edit
+    return repeatable(edit, anchor)
 
 
 def appending(text: str) -> NodeEdit:
@@ -115,14 +115,13 @@ def appending(text: str) -> NodeEdit:
 def adding_argument(callee: str, argument: str, times: int = 1) -> NodeEdit:
     """Append `name=value` to the calls of `callee` (`self.mtp`, `build_module`...)."""
 
-    @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
         swap = node_edits.ArgumentSwap(callee, argument)
         return node_edits.exactly(swap, node, f"{callee}(...)", times)
 
-    return edit
+    return repeatable(edit, callee)
 
 
 def adding_parameter(parameter: str) -> NodeEdit:

@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_FLAG = "_cppmega_repeatable"
+_PATTERNS = "_cppmega_patterns"
 
 
-def repeatable(edit: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def repeatable(edit: Callable[[Any], Any], *patterns: str) -> Callable[[Any], Any]:
     """Declare that an edit returns equal nodes for equal nodes, and changes none that it is given.
 
     That is known of the edits of `cppmega.edits`. Other functions are called twice, and the node is
     printed again, to show the same.
+
+    Args:
+        edit: the edit.
+        patterns: the only code for which it looks in the statements of its target.
     """
-    setattr(edit, _FLAG, True)
+    setattr(edit, _PATTERNS, patterns)
     return edit
 
 
 def is_repeatable(edit: Callable[[Any], Any]) -> bool:
     """Whether an edit was declared repeatable."""
-    return getattr(edit, _FLAG, False) is True
+    return hasattr(edit, _PATTERNS)
+
+
+def patterns_of(edit: Callable[[Any], Any]) -> tuple[str, ...]:
+    """The patterns with which an edit was declared repeatable."""
+    patterns: tuple[str, ...] = getattr(edit, _PATTERNS)
+    return patterns

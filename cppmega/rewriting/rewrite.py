@@ -26,6 +26,7 @@ from cppmega.rewriting import (
     node_edits,
     undefined_names,
 )
+from cppmega.rewriting.abridged import abridge
 from cppmega.rewriting.errors import (
     BadEditError,
     EditMismatchError,
@@ -111,8 +112,9 @@ def rewrite(
     inserted = Inserted(tree, path)
     cuts: list[_Cut] = []
     for symbol, where in sorted(places.items(), key=lambda item: item[1].start):
-        source = "".join(text.lines[where.start : where.end])
-        new = _edit_slice(source, symbol, groups[symbol], path)
+        edits = [step.edit for step in groups[symbol]]
+        short = abridge(text, find(tree, symbol)[0], where, symbol, edits)
+        new = short.restored(_edit_slice(short.text, symbol, groups[symbol], path))
         cuts.append(_Cut(where, new, _helpers_before(inserted, groups[symbol])))
     imports = inserted.imports((step.page, step.edit) for step in steps)
     body = _spliced(text, tree, cuts, imports)
