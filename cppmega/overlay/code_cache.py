@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +43,10 @@ def keep() -> None:
         _write(_FACTS, msgspec.json.encode(old | found))
 
 
+def _folder() -> Path:
+    return wheels.cache()
+
+
 def _facts() -> dict[str, Any]:
     try:
         return msgspec.json.decode(_read(_FACTS), type=dict[str, Any])
@@ -52,7 +57,7 @@ def _facts() -> dict[str, Any]:
 def _read(name: str) -> bytes:
     """The bytes of a file that this user alone can write; what others can write proves nothing."""
     with contextlib.suppress(OSError, RuntimeError):
-        file = wheels.cache() / name
+        file = _folder() / name
         about = file.stat()
         if about.st_uid == os.geteuid() and not about.st_mode & 0o022:
             return file.read_bytes()
@@ -61,6 +66,6 @@ def _read(name: str) -> bytes:
 
 def _write(name: str, data: bytes) -> None:
     with contextlib.suppress(OSError, RuntimeError):
-        file = wheels.cache() / name
+        file = _folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
         durable.replace(file, data)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cppmega.host import compiled
+from cppmega.overlay import code_cache
 from cppmega.rewriting import code_text
 from tests.support.lab import Lab
 
@@ -119,5 +120,5 @@ def test_without_a_cache_folder_an_apply_works(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("CPPMEGA_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(code_cache, "_folder", lambda: tmp_path / "file" / "below")
     assert afresh(lab, monkeypatch)
