@@ -1,4 +1,4 @@
-"""Norm, sigmoids and Sinkhorn after the projection, in one launch each way: one token per lane.
+"""Norm, sigmoids and Sinkhorn after the projection, in one launch each way.
 
 The forward adds up the parts of the projection and keeps their sum, `[T, padded(n)]`, from which
 the backward computes everything else anew. The gradients of the scales and of the bias are sums
