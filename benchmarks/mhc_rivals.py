@@ -19,10 +19,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cppmega.ops import mhc
-from cppmega.ops import mhc_reference as reference
 from cppmega.ops.mhc_reference import Parameters
-from tests.ops.mhc_checks import Shape
+from tests.ops import mhc_checks as checks
+from tests.ops.mhc_checks import Given, Shape
 
 ITERATIONS = 20
 
@@ -50,7 +49,7 @@ class Way(NamedTuple):
     Attributes:
         call: the streams after it and its aggregate, from its own leaves.
         leaves: its own inputs from ours.
-        back: streams, or their gradient, in our layout.
+        turned: streams, or their gradient, in our layout.
         parameters: gradients of our five parameters from those of its own.
     """
 
@@ -60,27 +59,17 @@ class Way(NamedTuple):
     parameters: Callable[[list[Tensor]], list[Tensor]] = lambda found: found
 
 
-def ours(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-    """`read` and `write`."""
-    given = Inputs(*leaves)
-    seen, site = mhc.read(given.streams, given.parameters, ITERATIONS)
-    return mhc.write(site, given.out), seen
+def ours_by(call: checks.Call) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A site of the tests with these leaves, and with the output's bias if it is one of them."""
+
+    def site(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        given, bias = Inputs(*leaves[:7]), leaves[7] if len(leaves) > 7 else None
+        return call(Given(given.streams, given.parameters, given.out, bias), ITERATIONS)
+
+    return site
 
 
-def single_ops(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-    """Our ops, one by one; autograd adds up the gradients of the streams."""
-    given = Inputs(*leaves)
-    h_pre, h_post, h_res = mhc.weights(given.streams, given.parameters, ITERATIONS)
-    new = mhc.update(given.streams, h_res, h_post, given.out)
-    return new, mhc.aggregate(given.streams, h_pre)
-
-
-def plain(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference."""
-    given = Inputs(*leaves)
-    h_pre, h_post, h_res = reference.weights(given.streams, given.parameters, ITERATIONS)
-    new = reference.update(given.streams, h_res, h_post, given.out)
-    return new, reference.aggregate(given.streams, h_pre)
+ours, plain = ours_by(checks.fused_site), ours_by(checks.plain_site)
 
 
 def dev(root: Path, shape: Shape) -> Way:
@@ -176,7 +165,7 @@ def own_ways(shape: Shape, root: Path | None) -> Ways:
     """Ours, the reference, and dev's if it is there."""
     ways: Ways = {
         "ours": lambda: Way(ours),
-        "ours, single ops": lambda: Way(single_ops),
+        "ours, single ops": lambda: Way(ours_by(checks.fused_ops)),
         "reference": lambda: Way(plain),
     }
     if root is not None:

@@ -33,6 +33,15 @@ def in_parts(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def store_parts(parts, at, x, mask, size):  # type: ignore[no-untyped-def]
+    """Store the three parts of `x`, `size` elements apart."""
+    high, middle, low = in_parts(x)
+    tl.store(parts + at, high, mask=mask)
+    tl.store(parts + size + at, middle, mask=mask)
+    tl.store(parts + 2 * size + at, low, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def product(left, high, middle, low):  # type: ignore[no-untyped-def]
     """`left @ (high + middle + low)` in fp32; left is bf16."""
     left = left.to(PART)
@@ -45,10 +54,7 @@ def product(left, high, middle, low):  # type: ignore[no-untyped-def]
 def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     here = at < size
-    high, middle, low = in_parts(tl.load(phi + at, mask=here, other=0.0))
-    tl.store(parts + at, high, mask=here)
-    tl.store(parts + size + at, middle, mask=here)
-    tl.store(parts + 2 * size + at, low, mask=here)
+    store_parts(parts, at, tl.load(phi + at, mask=here, other=0.0), here, size)
 
 
 @torch.library.custom_op("cppmega::mhc_phi_parts", mutates_args=("parts",))

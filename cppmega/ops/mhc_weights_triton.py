@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.mhc_parts_triton import in_parts
+from cppmega.ops.mhc_parts_triton import store_parts
 from cppmega.ops.mhc_projection_triton import padded
 from cppmega.ops.mhc_sinkhorn_triton import (
     SINKHORN_EPS,
@@ -87,15 +87,6 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_parts(parts, at, x, mask, size):  # type: ignore[no-untyped-def]
-    """The three parts of bf16 of `x`, `size` elements apart."""
-    high, middle, low = in_parts(x)
-    tl.store(parts + at, high, mask=mask)
-    tl.store(parts + size + at, middle, mask=mask)
-    tl.store(parts + 2 * size + at, low, mask=mask)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values, d_parts, sums,
     tokens, iterations, ROOT: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
@@ -138,9 +129,9 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     res *= r[None, None, :] * by_res
     if IN_PARTS:
         size = tl.cast(tokens, tl.int64) * PADDED
-        _store_parts(d_parts, of_pre, pre, vector, size)
-        _store_parts(d_parts, of_pre + N, post, vector, size)
-        _store_parts(d_parts, of_res, res, matrix, size)
+        store_parts(d_parts, of_pre, pre, vector, size)
+        store_parts(d_parts, of_pre + N, post, vector, size)
+        store_parts(d_parts, of_res, res, matrix, size)
     else:
         tl.store(d_values + of_pre, pre, mask=vector)
         tl.store(d_values + of_pre + N, post, mask=vector)

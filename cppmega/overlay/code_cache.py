@@ -8,13 +8,12 @@ the time of an apply. All entries are keyed by the bytes of a file.
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cppmega.host import compiled, durable
+from cppmega.host import compiled, durable, own_files
 from cppmega.rewriting import code_text
 from cppmega.tree import wheels
 
@@ -23,12 +22,11 @@ _MOST = 4096
 """Entries, and kilobytes of compiled pages, after which a file starts over."""
 
 
-def adopt(facts: bool) -> None:
-    """Adopt compiled pages and, if wanted, facts; those of other rules are ignored."""
+def adopt() -> None:
+    """Adopt compiled pages and facts; those of other rules are ignored."""
     if data := _read(compiled.file_name()):
         compiled.adopt(data)
-    if facts:
-        code_text.remember(_facts())
+    code_text.remember(_facts())
 
 
 def keep() -> None:
@@ -55,12 +53,8 @@ def _facts() -> dict[str, Any]:
 
 
 def _read(name: str) -> bytes:
-    """The bytes of a file that this user alone can write; what others can write proves nothing."""
-    with contextlib.suppress(OSError, RuntimeError):
-        file = _folder() / name
-        about = file.stat()
-        if about.st_uid == os.geteuid() and not about.st_mode & 0o022:
-            return file.read_bytes()
+    with contextlib.suppress(RuntimeError):  # there is no home folder
+        return own_files.read(_folder() / name)
     return b""
 
 

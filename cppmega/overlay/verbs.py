@@ -53,7 +53,6 @@ class Session:
         tree = self.read_tree()
         old = receipt.load(tree).receipt
         code_text.remember(old.code)
-        code_cache.adopt(facts=not old.code)
         written = {path: {entry.after} for path, entry in old.files.items()}
         for path, entries in transaction.interrupted(tree).items():
             written.setdefault(path, set()).update(entry.after for entry in entries)
@@ -75,6 +74,7 @@ class Session:
         if self._pinned is not None:
             assert self.root is not None
             remembered.refuse_changed(self.catalogues or (), self._pinned, self.root)
+        code_cache.adopt()
         return catalogue.load(self.catalogues or ())
 
     def read_tree(self) -> Tree:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import marshal
-import os
 import sys
 from pathlib import Path
 from types import CodeType
 
+from cppmega.host import own_files
 from cppmega.tree.installed import sha256
 
 HEADER = 16
@@ -86,13 +86,7 @@ class Ledger:
         self._new.clear()
 
     def _read(self) -> set[str]:
-        try:
-            # A file that other users can write to proves nothing.
-            if self._file.stat().st_uid != os.geteuid() or self._file.stat().st_mode & 0o022:
-                return set()
-            return set(self._file.read_text().split())
-        except (OSError, ValueError):
-            return set()
+        return set(own_files.read(self._file).decode(errors="replace").split())
 
 
 def _key(data: bytes, text: bytes) -> str:

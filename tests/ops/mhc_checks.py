@@ -29,7 +29,8 @@ class Given(NamedTuple):
     streams: Tensor
     parameters: Parameters
     out: Tensor
-    bias: Tensor
+    bias: Any
+    """A tensor; None for a site without, which only the benchmark has."""
 
 
 Call = Callable[[Given, int], tuple[Tensor, Tensor]]
