@@ -33,10 +33,10 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
     config = cst.PartialParserConfig(default_indent="    ")
     try:
         if not indent:
-            module = _parsed(source, config)
+            module = cst.parse_module(source, config)
             return module, _only(module.body)
         newline = "\r\n" if "\r\n" in source else "\r" if "\n" not in source else "\n"
-        module = _parsed(f"if 1:{newline}{source}", config)
+        module = cst.parse_module(f"if 1:{newline}{source}", config)
         return module, _only(cast(cst.If, module.body[0]).body.body)
     except cst.ParserSyntaxError as error:
         raise CppmegaError(
@@ -45,23 +45,6 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
             "Without parsing it, it cannot be compared with the texts that a patch knows.",
             "report it with the file, or revert the page with `cppmega revert NAME`",
         ) from None
-
-
-def _parsed(source: str, config: cst.PartialParserConfig) -> cst.Module:
-    """Parse without the checks that libcst runs on every node made by hand.
-
-    The nodes of its parser pass them, and the checks take an eighth of the time.
-    """
-    checked = cst.CSTNode.__post_init__
-    cst.CSTNode.__post_init__ = _unchecked  # type: ignore[assignment, method-assign]
-    try:
-        return cst.parse_module(source, config)
-    finally:
-        cst.CSTNode.__post_init__ = checked  # type: ignore[assignment, method-assign]
-
-
-def _unchecked(node: cst.CSTNode) -> None:
-    """In place of `CSTNode.__post_init__`."""
 
 
 def forget() -> None:
