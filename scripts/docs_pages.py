@@ -26,6 +26,7 @@ from cppmega.authoring.decisions_page import page as decisions_page
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import error_index
 from cppmega.cli.main import cli
+from cppmega.host.markdown import table
 from cppmega.overlay.verdict import FAILURES, MEANING
 from cppmega.page import Page
 
@@ -206,8 +207,8 @@ def _patch_page(page: Page) -> str:
         for edit in page.patch.edits
     ]
     show = f"```console\n$ cppmega diff {page.name}\n$ cppmega verify {page.name}\n```"
-    pins = ["", "## Targets and pins", "", _table(("target", "texts"), targets), ""]
-    return "\n".join([*head, *body, _table(("property", "value"), rows), *pins, show, ""])
+    pins = ["", "## Targets and pins", "", table(("target", "texts"), targets), ""]
+    return "\n".join([*head, *body, table(("property", "value"), rows), *pins, show, ""])
 
 
 def _one_line(text: str) -> str:
@@ -272,7 +273,7 @@ def _states(_: str) -> str:
         (f"`{state}`", "**failure**" if state in FAILURES else "", meaning)
         for state, meaning in MEANING.items()
     ]
-    return _table(("state", "", "meaning"), rows)
+    return table(("state", "", "meaning"), rows)
 
 
 def _words(command: str) -> str:
@@ -286,7 +287,7 @@ def _words(command: str) -> str:
             rows.append([f"`{word.strip()}`", meaning.strip()])
         else:
             rows[-1][1] += f" {meaning.strip()}"
-    return _table(("word", "meaning"), rows)
+    return table(("word", "meaning"), rows)
 
 
 def _results(_: str) -> str:
@@ -294,7 +295,7 @@ def _results(_: str) -> str:
     for path in sorted(RESULTS.glob("*.md")):
         title = _LINK.sub(r"\2", path.read_text().lstrip().partition("\n")[0].lstrip("# "))
         rows.append((f"[{path.stem}](results/{path.name})", title))
-    return _table(("result", "what"), rows)
+    return table(("result", "what"), rows)
 
 
 def _proofs(_: str) -> str:
@@ -331,7 +332,7 @@ def _deprecated(_: str) -> str:
         if (until := re.search(r"Deprecated: removed in (\d+\.\d+)", text)) is not None:
             use = re.search(r"former name of `([\w.]+)`", text)
             rows.append((f"`cppmega.{path.stem}`", f"`{use[1]}`" if use else "", until[1]))
-    return _table(("name", "use instead", "removed in"), rows)
+    return table(("name", "use instead", "removed in"), rows)
 
 
 def _file(argument: str) -> str:
@@ -346,12 +347,6 @@ def _transcript(name: str) -> str:
 
 def _fenced(text: str, language: str = "text") -> str:
     return f"```{language}\n{text.rstrip()}\n```"
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    titles = list(head)
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 _KINDS: dict[str, Callable[[str], str]] = {

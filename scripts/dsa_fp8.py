@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cppmega.host.markdown import table
 from cppmega.recipe import index
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -92,9 +93,9 @@ def milliseconds(operations: float, rate: float = PRODUCTS) -> float:
 
 def rewritten(text: str) -> str:
     """Fill in the page's tables."""
-    for name, table in {"products": products(), "saved": saved()}.items():
+    for name, part in {"products": products(), "saved": saved()}.items():
         pattern = rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)"
-        text, count = re.subn(pattern, lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL)
+        text, count = re.subn(pattern, lambda m, t=part: m[1] + t + m[2], text, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"{PAGE.name} has {count} places for {name}, expected one")
     return text
@@ -115,7 +116,7 @@ def products() -> str:
             time = milliseconds(operations)
             cells = (f"{operations / 1e12:.2f}", f"{time:.2f}", f"{time / 2:.2f}", f"{whole:.2f}")
             lines.append((shape.title, name, *cells, _percent(time / 2, whole)))
-    return _table((*heads, "measured, ms", "saved, of the measured"), lines)
+    return "\n" + table((*heads, "measured, ms", "saved, of the measured"), lines) + "\n\n"
 
 
 def saved() -> str:
@@ -151,7 +152,7 @@ def saved() -> str:
         (where, what, f"{part:.2f}", f"{whole} of {of:.1f} ms", _percent(part, of))
         for where, what, part, whole, of in parts
     ]
-    return _table(("where", "what", "saved at most, ms", "of", "share"), rows)
+    return "\n" + table(("where", "what", "saved at most, ms", "of", "share"), rows) + "\n\n"
 
 
 def measured(shape: Shape) -> dict[str, float]:
@@ -169,11 +170,6 @@ def _percent(part: float, whole: float) -> str:
 
 def _result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "\n".join(["", *(f"| {' | '.join(cells)} |" for cells in lines), "", ""])
 
 
 if __name__ == "__main__":

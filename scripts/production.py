@@ -18,6 +18,7 @@ from typing import Any
 
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import recipes_list
+from cppmega.host.markdown import table
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops, record_flops
@@ -95,7 +96,7 @@ def runs(folder: Path = RESULTS) -> list[Run]:
 
 def measured(link: str, folder: Path = RESULTS) -> str:
     """The table of every measured run; the README quotes it."""
-    return _table(HEADS, [run.cells(link) for run in runs(folder)])
+    return table(HEADS, [run.cells(link) for run in runs(folder)])
 
 
 def reported(folder: Path = RESULTS) -> str:
@@ -105,13 +106,15 @@ def reported(folder: Path = RESULTS) -> str:
     rows = []
     for row in earlier["rows"]:
         tokens, counted = row.get("tokens_per_second_per_gpu"), flops(model)
-        work = tokens * counted / 1e12 if tokens else row["tflops_per_gpu"] / record_flops(model)
-        honest = work if tokens else work * counted
+        if tokens:
+            honest = tokens * counted / 1e12
+        else:
+            honest = row["tflops_per_gpu"] * counted / record_flops(model)
         cells = [row["setting"], earlier["host"].replace("NVIDIA ", ""), row["precision"]]
         cells += [f"{tokens:,}" if tokens else "not reported", f"{honest:.0f}"]
         rows.append([*cells, str(row["tflops_per_gpu"]), str(row.get("peak_gib", "")), REPORTED])
     heads = ("setting", *HEADS[2:-1], "source")
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def page(folder: Path = RESULTS) -> str:
@@ -174,10 +177,10 @@ def _recipes(recipes: Iterable[Recipe], taken: list[Run]) -> Iterator[str]:
         own = [run for run in taken if run.recipe.name == recipe.name]
         if not own:
             rows.append(("status", NOT_MEASURED))
-        yield from (f"### {recipe.name}", "", _table(("", ""), rows), "")
+        yield from (f"### {recipe.name}", "", table(("", ""), rows), "")
         if own:
             heads = ("run", "date", "host", "versions", "overlay", "log")
-            yield from (_table(heads, map(_provenance, own)), "")
+            yield from (table(heads, map(_provenance, own)), "")
 
 
 def _provenance(run: Run) -> list[str]:
@@ -197,9 +200,3 @@ def _provenance(run: Run) -> list[str]:
         run.row.get("overlay", "not said"),
         log,
     ]
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    heads = list(heads)
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

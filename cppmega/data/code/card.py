@@ -15,6 +15,7 @@ from cppmega.data.code.listing import PARTS
 from cppmega.data.code.selection import LINE, LINES, MOST_SEEN
 from cppmega.data.corpus import Card, StructureRecord
 from cppmega.data.tokenizers import TokenizerRecord
+from cppmega.host.markdown import table
 
 _TITLES = {"train": "training", "heldout": "held out"}
 _LANGUAGES = {"c": "C", "cpp": "C++ and headers", "python": "Python"}
@@ -91,12 +92,12 @@ def _page(card: CodeCard) -> Iterable[str]:
         "those for training."
     )
     yield ""
-    yield from _table(("", *_TITLES.values()), _summary(train, heldout))
+    yield table(("", *_TITLES.values()), _summary(train, heldout))
     yield ""
     yield f"Made with `{card.command}`, from an archive of {card.archive_bytes / 1e6:.1f} MB:"
     yield ""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(card.packages.items()))
-    yield from _table(
+    yield table(
         ("", ""),
         [
             ("archive, SHA-256", f"`{card.archive}`"),
@@ -148,7 +149,7 @@ def _projects(part: str, projects: Sequence[Project]) -> Iterable[str]:
         total = str(sum(project.documents.values()))
         rows.append((source.name, source.version, source.license, total, *sizes))
     heads = (f"{title}, MB" for title in _LANGUAGES.values())
-    yield from _table(("project", "version", "license", "documents", *heads), rows)
+    yield table(("project", "version", "license", "documents", *heads), rows)
 
 
 def _left_out(projects: Iterable[Project]) -> Iterable[str]:
@@ -158,11 +159,6 @@ def _left_out(projects: Iterable[Project]) -> Iterable[str]:
     yield ""
     yield "## Files left out"
     yield ""
-    yield from _table(
+    yield table(
         ("reason", "files"), [(reason, f"{count:,}") for reason, count in counted.most_common()]
     )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    for cells in (head, ["---"] * len(head), *rows):
-        yield "| " + " | ".join(cells) + " |"
