@@ -1,10 +1,10 @@
 """Hyper-connections on one GPU: our ops and sites against everybody else's.
 
-usage: python benchmarks/mhc.py [--dev ROOT] [--out benchmarks/results] [--only NAME]
+usage: python benchmarks/mhc.py [--dev ROOT] [--out benchmarks/results] [--only NAME]...
 
-Besides ours it measures Megatron's branch dev, a checkout of which is at ROOT, with the kernels
-that it chooses on this GPU; and, at the first shape, Transformer Engine and Liger, if they are
-installed, and torch.compile of the reference (`benchmarks/mhc_rivals.py`). All ways run in this
+Besides ours it measures, at the first shape, Megatron's branch dev, a checkout of which is at ROOT,
+with the kernels that it chooses on this GPU; Transformer Engine and Liger, if they are installed;
+and torch.compile of the reference (`benchmarks/mhc_rivals.py`). All ways of a shape run in one
 process on the same inputs; first calls compile and tune, and do not count. Results or gradients
 that differ from the reference by more than the rounding of bf16 explains stop the run. (Against
 fp64, `pytest -m gpu tests/ops/test_mhc.py` compares ours.)
@@ -12,19 +12,21 @@ fp64, `pytest -m gpu tests/ops/test_mhc.py` compares ours.)
 Times are medians of 10 with CUDA events while the GPU has work queued, so that the host is not in
 them: of a site forward plus backward, the sum of the streams' gradients included. The least time
 is that of what a site has to move (45 streams `[s, b, C]` if n is 4) at the bandwidth of a copy on
-this card. Writes mhc_DEVICE.json and .md, after every way what there is.
+this card. Writes mhc_DEVICE.json and .md, after every way what there is; with --only, the shapes
+that are not measured stay in them as they were.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
-from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import on_gpu
 import torch
 from torch import Tensor
 
@@ -32,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mhc_rivals import ITERATIONS, Inputs, Way, Ways, others, ours, own_ways, plain
 
-from cppmega.host.packages import version
 from cppmega.ops import mhc
 from tests.ops import mhc_checks as checks
 from tests.ops.mhc_checks import Shape
@@ -48,6 +49,8 @@ TOLERANCE = 2e-2
 
 NAMES = (*checks.NAMES[:9],)
 
+queued = partial(on_gpu.median, queued=True)
+
 PUBLISHED = {
     "sinkhorn": (0.065, 0.133),
     "aggregate": (0.349, 0.661),
@@ -58,28 +61,11 @@ PUBLISHED = {
 is the projection alone."""
 
 
-def median(work: Callable[[], object]) -> float:
-    """Median milliseconds of 10 calls, after 2 that do not count, on a GPU that never waits."""
-    times = []
-    for _ in range(12):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        torch.cuda._sleep(20_000_000)  # about 10 ms, in which the host launches all of it
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)))
-    return statistics.median(times[2:])
-
-
 def bandwidth() -> float:
     """Bytes per millisecond that a copy reads and writes."""
     source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * source.numel() / median(lambda: target.copy_(source))
+    return 2 * source.numel() / queued(lambda: target.copy_(source))
 
 
 def unit(shape: Shape) -> int:
@@ -139,12 +125,13 @@ def measure(shape: Shape, ways: Ways, times: dict[str, float], save: Callable[[]
                 raise SystemExit(f"{name} differs in {what}: {distance:.2e}")
         del found
         leaves, turned = own_inputs(way, given, upstream)
-        times[name] = median(lambda w=way, x=leaves, u=turned: both_ways(w, x, u))
+        times[name] = queued(both_ways, way, leaves, turned)
         print(f"{name}: {times[name]:.3f} ms", flush=True)
         save()
     if "ours" in ways:
         leaves = (*given, of_out)
-        times["ours, with a bias"] = median(lambda: both_ways(Way(ours), leaves, upstream))
+        times["ours, with a bias"] = queued(both_ways, Way(ours), leaves, upstream)
+        save()
 
 
 def own_inputs(
@@ -192,8 +179,8 @@ def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
         backward = lambda r=results, n=name, u=upstream: torch.autograd.grad(  # noqa: E731
             r, needed[n], u, retain_graph=True
         )
-        forward = median(call)
-        times = [forward, median(backward)]
+        forward = queued(call)
+        times = [forward, queued(backward)]
         least = [x * unit(shape) / speed for x in units(shape.n).get(name, ())]
         found[name] = times + [a / b for a, b in zip(least, times, strict=False)]
     return found
@@ -236,29 +223,31 @@ def op_table(ops: dict[str, dict[str, list[float]]]) -> list[str]:
     ]
 
 
+def in_order(found: dict[str, Any]) -> dict[str, Any]:
+    """What was found of the shapes, in their order, whichever was measured last."""
+    return {name: found[name] for name in CASES if name in found}
+
+
 def main() -> None:
     """Check, measure and write."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--dev", type=Path, help="a checkout of Megatron's branch dev")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--only", action="append", help="shapes whose name begins so")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
     stem = options.out / ("mhc_" + device.split()[-1].lower())
     speed = bandwidth()
     report: dict[str, object] = {
-        "date": date.today().isoformat(),
-        "GPU": device,
-        "torch": torch.__version__,
-        **{
-            name: version(name) or "not installed"
-            for name in ("triton", "transformer-engine", "liger-kernel")
-        },
+        **on_gpu.stack("triton", "transformer-engine", "liger-kernel"),
         "bandwidth of a copy, TB/s": round(speed / 1e9, 2),
     }
-    sites: dict[str, dict[str, float]] = {}
-    ops: dict[str, dict[str, list[float]]] = {}
+    known: dict[str, Any] = {}
+    if options.only and stem.with_suffix(".json").exists():
+        known = json.loads(stem.with_suffix(".json").read_text())
+    sites: dict[str, dict[str, float]] = known.get("sites", {})
+    ops: dict[str, dict[str, list[float]]] = known.get("ops", {})
 
     def save() -> None:
         lines = [
@@ -267,22 +256,23 @@ def main() -> None:
             "Written by `benchmarks/mhc.py`, after a comparison of results and gradients.",
             "",
             *(f"- {what}: {value}" for what, value in report.items()),
-            *site_table(sites),
-            *op_table(ops),
+            *site_table(in_order(sites)),
+            *op_table(in_order(ops)),
             "",
         ]
-        whole = json.dumps(report | {"sites": sites, "ops": ops}, indent=1)
+        found = {"sites": in_order(sites), "ops": in_order(ops)}
+        whole = json.dumps(report | found, indent=1)
         stem.with_suffix(".json").write_text(whole + "\n")
         stem.with_suffix(".md").write_text("\n".join(lines))
 
-    cases = {name: shape for name, shape in CASES.items() if name.startswith(options.only)}
-    for name, shape in cases.items():
+    for number, (name, shape) in enumerate(CASES.items()):
+        if options.only and not name.startswith(tuple(options.only)):
+            continue
         print(name, flush=True)
         sites[name] = {"least": sum(units(shape.n)["site"]) * unit(shape) / speed}
         ops[name] = measure_ops(shape, speed)
-        measure(shape, own_ways(shape, options.dev), sites[name], save)
-    name, shape = next(iter(cases.items()))
-    measure(shape, others(shape), sites[name], save)
+        ways = own_ways() | (others(shape, options.dev) if number == 0 else {})
+        measure(shape, ways, sites[name], save)
     print(stem.with_suffix(".md").read_text())
 
 

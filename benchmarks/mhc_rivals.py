@@ -161,21 +161,20 @@ def liger(shape: Shape) -> Way:
 Ways = dict[str, Callable[[], Way]]
 
 
-def own_ways(shape: Shape, root: Path | None) -> Ways:
-    """Ours, the reference, and dev's if it is there."""
-    ways: Ways = {
+def own_ways() -> Ways:
+    """Ours and the reference."""
+    return {
         "ours": lambda: Way(ours),
         "ours, single ops": lambda: Way(ours_by(checks.fused_ops)),
         "reference": lambda: Way(plain),
     }
+
+
+def others(shape: Shape, root: Path | None) -> Ways:
+    """What else there is; `root` is of the branch dev."""
+    ways: Ways = {}
     if root is not None:
         ways["dev"] = lambda: dev(root, shape)
-    return ways
-
-
-def others(shape: Shape) -> Ways:
-    """What else is installed."""
-    ways: Ways = {}
     if importlib.util.find_spec("transformer_engine"):
         ways["Transformer Engine"] = lambda: transformer_engine(shape, one_gradient=False)
         name = "Transformer Engine, one gradient buffer"

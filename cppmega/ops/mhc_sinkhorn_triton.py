@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     Attributes:
         tokens: of one program; where they are fewer than its lanes, some lanes share a token.
         warps: of one program.
-        steps: iterations whose scales the backward keeps in registers at a time.
+        steps: iterations whose scales the backward keeps in registers at a time, at most.
     """
 
     tokens: int
@@ -45,8 +45,20 @@ class Tile(NamedTuple):
 def tile(n: int) -> Tile:
     """The fastest for Sinkhorn's backward on an H200, at 20 iterations."""
     if n == 4:
-        return Tile(16, 1, 20)
+        return Tile(16, 2, 20)
     return Tile(8, 2, 10) if n == 8 else Tile(64, 2, 20)
+
+
+def kept(n: int, iterations: int) -> dict[str, int]:
+    """Into what the backward divides the pairs of divisions after the first of columns.
+
+    STEPS of them are in a part, and none is shorter if the parts are WHOLE, which saves the
+    comparisons.
+    """
+    pairs = iterations - 1
+    count = triton.cdiv(pairs, tile(n).steps)
+    steps = triton.cdiv(pairs, count) if count else 1
+    return {"STEPS": steps, "WHOLE": count > 0 and pairs % steps == 0}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -70,15 +82,26 @@ def softmax(logits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _divided(scales, sums):  # type: ignore[no-untyped-def]
+    """Scales over what they make of the sums.
+
+    The square of the reciprocal root is off by 2.5e-7 at most, and takes fewer instructions than a
+    division (`benchmarks/results/mhc_designs.md`).
+    """
+    root = tl.rsqrt(scales * sums + SINKHORN_EPS)
+    return scales * (root * root)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _of_rows(u, start, v):  # type: ignore[no-untyped-def]
     """The scales `[N, T]` of rows after a division by their sums."""
-    return u / (u * tl.sum(start * v[None, :, :], 1) + SINKHORN_EPS)
+    return _divided(u, tl.sum(start * v[None, :, :], 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _of_columns(u, start, v):  # type: ignore[no-untyped-def]
     """The scales `[N, T]` of columns after a division by their sums."""
-    return v / (v * tl.sum(start * u[:, None, :], 0) + SINKHORN_EPS)
+    return _divided(v, tl.sum(start * u[:, None, :], 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -101,8 +124,17 @@ def doubly_stochastic(logits, iterations):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gradient_of_logits(logits, gradient, iterations, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient of the logits from that of the result; STEPS iterations are kept at a time."""
+def _if(live, here, otherwise, ALWAYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ALWAYS:
+        return here
+    return tl.where(live, here, otherwise)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gradient_of_logits(  # type: ignore[no-untyped-def]
+    logits, gradient, iterations, STEPS: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The gradient of the logits from that of the result, in parts as of `kept`."""
     smooth = softmax(logits)
     start = smooth + SINKHORN_EPS
     pairs = iterations - 1
@@ -114,17 +146,17 @@ def gradient_of_logits(logits, gradient, iterations, STEPS: tl.constexpr):  # ty
         rows, columns = empty() + (u,), empty() + (v,)
         for step in tl.static_range(STEPS):
             live = first + step < pairs  # the first part to be done may be shorter
-            u = tl.where(live, _of_rows(u, start, v), u)
-            v = tl.where(live, _of_columns(u, start, v), v)
+            u = _if(live, _of_rows(u, start, v), u, WHOLE)
+            v = _if(live, _of_columns(u, start, v), v, WHOLE)
             rows = rows + (u,)
             columns = columns + (v,)
         e = tl.where(part == 0, e * u[:, None, :] * v[None, :, :], e)
         for back in tl.static_range(STEPS):
             live = first + STEPS - back <= pairs
             u, v = rows[STEPS - back], columns[STEPS - back]
-            of_columns = tl.where(live, tl.sum(e * start, 0) * v, 0.0)
+            of_columns = _if(live, tl.sum(e * start, 0) * v, 0.0, WHOLE)
             e -= of_columns[None, :, :] * u[:, None, :]
-            of_rows = tl.where(live, tl.sum(e * start, 1) * u, 0.0)
+            of_rows = _if(live, tl.sum(e * start, 1) * u, 0.0, WHOLE)
             e -= of_rows[:, None, :] * columns[STEPS - 1 - back][None, :, :]
     u, v = _scales(start, 0)
     e -= (tl.sum(e * start, 0) * v)[None, :, :]
@@ -142,13 +174,14 @@ def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl
 @triton.jit  # type: ignore[untyped-decorator]
 def _sinkhorn_backward_kernel(  # type: ignore[no-untyped-def]
     logits, gradient, out, tokens, iterations,
-    N: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    N: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
     at = token * (N * N) + places(N)
     a = tl.load(logits + at, mask=token < tokens, other=0.0)
     given = tl.load(gradient + at, mask=token < tokens, other=0.0)
-    tl.store(out + at, gradient_of_logits(a, given, iterations, STEPS), mask=token < tokens)
+    found = gradient_of_logits(a, given, iterations, STEPS, WHOLE)
+    tl.store(out + at, found, mask=token < tokens)
 
 
 @torch.library.custom_op("cppmega::mhc_sinkhorn", mutates_args=("out",))
@@ -167,8 +200,8 @@ def sinkhorn_backward(logits: Tensor, gradient: Tensor, out: Tensor, iterations:
     """The gradient of the logits into `out`; all `[T, n, n]`, fp32 and contiguous."""
     tokens, n = logits.shape[:2]
     if tokens:
-        lanes, warps, steps = tile(n)
+        lanes, warps, _ = tile(n)
         _sinkhorn_backward_kernel[(triton.cdiv(tokens, lanes),)](
             logits, gradient, out, tokens, iterations,
-            N=n, STEPS=steps, LANES=lanes, num_warps=warps,
+            N=n, **kept(n, iterations), LANES=lanes, num_warps=warps,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from cppmega.ops.mhc_sinkhorn_triton import (
     SINKHORN_EPS,
     doubly_stochastic,
     gradient_of_logits,
+    kept,
     places,
     tile,
 )
@@ -90,7 +91,7 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
 def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values, d_parts, sums,
     tokens, iterations, ROOT: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
-    IN_PARTS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    IN_PARTS: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     here = token < tokens
@@ -110,7 +111,7 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     post = tl.load(d_post + at, mask=vector, other=0.0) * 2 * h * (1 - h)
     at = token[None, None, :] * (N * N) + places(N)
     given = tl.load(d_res + at, mask=matrix, other=0.0)
-    res = gradient_of_logits(res, given, iterations, STEPS)
+    res = gradient_of_logits(res, given, iterations, STEPS, WHOLE)
     # Sums over the tokens: of the bias, then of the scales by column.
     own = sums + tl.program_id(0).to(tl.int64) * (2 * V)
     column, square = tl.arange(0, N), tl.reshape(places(N), (N, N))
@@ -240,11 +241,11 @@ def weights_backward(
     """
     tokens, n = d_pre.shape
     if tokens:
-        lanes, warps, steps = tile(n)
+        lanes, warps, _ = tile(n)
         _weights_backward_kernel[(programs(tokens, n),)](
             values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values,
             d_parts, sums, tokens, iterations, ROOT=width**0.5, N=n, PADDED=padded(n),
-            IN_PARTS=d_parts.numel() > 0, STEPS=steps, LANES=lanes, num_warps=warps,
+            IN_PARTS=d_parts.numel() > 0, **kept(n, iterations), LANES=lanes, num_warps=warps,
         )  # fmt: skip
 
 

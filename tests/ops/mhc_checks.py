@@ -235,13 +235,16 @@ def check_storage(device: str = "cpu") -> None:
 
 
 def check_unaligned(device: str = "cpu") -> None:
-    """Streams that begin anywhere in memory give the same bits."""
+    """Streams that begin anywhere in memory give the same sums, added in another order at most."""
     given = drawn(Shape(2, 2, 2, 16), torch.float32, device=device)
     upstream = upstream_of(given)
     moved = torch.empty(given.streams.numel() + 1, device=device)[1:].view_as(given.streams)
     moved.copy_(given.streams)
     found = both_ways(fused_site, given._replace(streams=moved), upstream, 3)
-    assert_same(found, both_ways(fused_site, given, upstream, 3))
+    for name, mine, want in zip(
+        NAMES, found, both_ways(fused_site, given, upstream, 3), strict=True
+    ):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def check_main_grad(device: str = "cpu") -> None:

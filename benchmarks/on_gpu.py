@@ -1,0 +1,54 @@
+"""Times by CUDA events, and what was measured on: shared by the benchmarks of kernels."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cppmega.host.packages import version
+
+QUEUED = 20_000_000
+"""Cycles for which the GPU is kept busy, about 10 ms, while the host launches what is measured."""
+
+
+def elapsed(
+    work: Callable[..., Any], *arguments: Any, repeats: int = 10, queued: bool = False
+) -> list[float]:
+    """Milliseconds of each call; `queued`: on a GPU that never waits for the host."""
+    times = []
+    for _ in range(repeats):
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        if queued:
+            torch.cuda._sleep(QUEUED)
+        start.record()
+        work(*arguments)
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return times
+
+
+def median(work: Callable[..., Any], *arguments: Any, queued: bool = False) -> float:
+    """Median milliseconds of 10 calls, after 2 that do not count."""
+    return statistics.median(elapsed(work, *arguments, repeats=12, queued=queued)[2:])
+
+
+def stack(*packages: str) -> dict[str, str]:
+    """Date, GPU, torch and these packages, as a report's header names them."""
+    return {
+        "date": date.today().isoformat(),
+        "GPU": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        **{name: version(name) or "not installed" for name in packages},
+    }
