@@ -4,7 +4,8 @@ usage: python benchmarks/mamba3.py [--main ROOT] [--out benchmarks/results] [--o
 
 Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc. ROOT holds a checkout of
 mamba-ssm's main branch, whose kernels are measured in the same process. The core is everything
-between the two projections of a layer: norms, dt, A, angles, scan, gate and the sum over ranks.
+between the two projections of a layer: norms, dt, A, angles, scan, gate and the sum over ranks;
+the glue of it what is made before the scan, by our kernels or by torch's.
 Before any time, results and gradients of ours are compared with plain torch in fp32 at a short
 length. Times are medians of 10 with CUDA events, of forward plus backward; bytes are those of the
 distinct tensors that the core keeps for its backward. Writes mamba3_DEVICE.json and .md.
@@ -17,13 +18,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from linear_cross_entropy import median
+from on_gpu import median, stack
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cppmega.ops import mamba3
 from cppmega.ops import mamba3_kernels as kernels
+from cppmega.ops import mamba3_operands as operands
 from cppmega.ops import mamba3_reference as reference
 from tests.ops.mamba3_checks import Shape, drawn, leaves
 
@@ -59,10 +59,18 @@ def eager(
     inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
 ) -> Tensor:
     """The same kernels, with everything around them in autograd, as mamba-ssm's module has it."""
-    made = kernels._operands(inputs, parameters, "softplus")
-    if parameters.rank_x is None:
-        return kernels._siso(inputs, parameters, "softplus", bounds, chunk)
-    return kernels._mimo(made, inputs, parameters, bounds, chunk)
+    made = operands.plain(inputs, parameters, "softplus")
+    scan = kernels._siso if parameters.rank_x is None else kernels._mimo
+    return scan(made, inputs, parameters, bounds, chunk)
+
+
+def glue(
+    make: Callable[..., operands.Operands], inputs: mamba3.Inputs, parameters: mamba3.Parameters
+) -> list[Tensor]:
+    """What the scan reads, and the gradients of what that is made from."""
+    made = make(inputs, parameters, "softplus")
+    read, upstream = operands.read_of(inputs, parameters), [torch.ones_like(each) for each in made]
+    return [*made, *torch.autograd.grad(made, read, upstream)]
 
 
 def recomputed(*given: Any) -> Tensor:
@@ -149,6 +157,8 @@ def measure(shape: Shape, documents: int, main: Path | None) -> dict[str, float]
         name: median(both_ways, way, *given)
         for name, way in (("ours", ours), ("eager", eager), ("recomputed", recomputed))
     }
+    for name, make in (("ours", operands.in_autograd), ("eager", operands.plain)):
+        row[f"glue, {name}"] = median(glue, make, *given[:2])
     if main is not None:
         with imported_from(main):
             row["main, eager"] = median(both_ways, eager, *given)
@@ -172,13 +182,7 @@ def main() -> None:
             rows[name] = measure(shape, documents, options.main)
             print(name, rows[name], flush=True)
     device = torch.cuda.get_device_name()
-    packages = {name: metadata.version(name) for name in ("triton", "tilelang", "mamba-ssm")}
-    report = {
-        "date": date.today().isoformat(),
-        "GPU": device,
-        "torch": torch.__version__,
-        **packages,
-    }
+    report = stack("triton", "tilelang", "mamba-ssm")
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     lines = [
         "# Mamba-3's core, bf16, forward plus backward, milliseconds",

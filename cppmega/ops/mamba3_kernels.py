@@ -1,9 +1,8 @@
 """Mamba-3 by the kernels of mamba-ssm 2.3.2.post1, whose pages of cppmega's mend what NAM56R needs.
 
-The scan of rank R (MIMO) is TileLang's, of rank 1 (SISO) Triton's. Norms, dt, A, the layouts of
-keys and queries, and the angles of every head are plain torch around them. For MIMO without a norm
-of the output, none of it is kept: the backward makes it again from the projection, which has to be
-kept anyhow, and multiplies no matrices for it.
+The scan of rank R (MIMO) is TileLang's, of rank 1 (SISO) Triton's. What they read is made by
+`mamba3_operands`. For MIMO without a norm of the output, none of it is kept: the backward makes it
+again from the projection, which has to be kept anyhow, and multiplies no matrices for it.
 """
 
 from __future__ import annotations
@@ -14,21 +13,16 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cppmega.ops import mamba3_operands as operands
 from cppmega.ops.dsa_indexer_reference import wide
-from cppmega.ops.mamba3_reference import (
-    EPSILON,
-    Definition,
-    Inputs,
-    Parameters,
-    decay_rate,
-    normed,
-)
+from cppmega.ops.mamba3_operands import Operands
+from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters, normed
 
 VERSION = "2.3.2.post1"
 """Of mamba-ssm: the one release that has Mamba-3."""
@@ -124,58 +118,19 @@ def _mixed(
     chunk: int,
 ) -> Tensor:
     if parameters.rank_x is None:
-        return _siso(inputs, parameters, definition, boundaries, chunk)
+        made = operands.in_autograd(inputs, parameters, definition)
+        return _siso(made, inputs, parameters, boundaries, chunk)
     if parameters.out_norm is None:
         lean: Tensor = _Mimo.apply(  # type: ignore[no-untyped-call]
             definition, boundaries, chunk, *inputs, *parameters[:-1]
         )
         return lean
-    made = _operands(inputs, parameters, definition)
+    made = operands.in_autograd(inputs, parameters, definition)
     out = _mimo(made, inputs, parameters, boundaries, chunk).transpose(2, 3)  # [b, l, h, R, p]
     assert parameters.rank_z is not None and parameters.rank_out is not None
     gate = functional.silu(wide(inputs.z).unsqueeze(3) * parameters.rank_z)
     out = normed(wide(out), _per_head(parameters.out_norm, inputs)) * gate
     return (out * parameters.rank_out).sum(3).to(inputs.x.dtype)
-
-
-class _Operands(NamedTuple):
-    """What the kernels read besides parameters, x and z.
-
-    Attributes:
-        queries: `[b, l, R, g, n]`.
-        keys: `[b, l, R, g, n]`.
-        log_a: `[b, h, l]`, fp32.
-        dt: `[b, h, l]`, fp32.
-        trap: `[b, h, l]`.
-        angles: `[b, l, h, k]`, fp32.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    log_a: Tensor
-    dt: Tensor
-    trap: Tensor
-    angles: Tensor
-
-
-def _operands(inputs: Inputs, parameters: Parameters, definition: Definition) -> _Operands:
-    heads = inputs.x.size(2)
-    dt = functional.softplus(wide(inputs.dt) + parameters.dt_bias)
-    log_a = -decay_rate(wide(inputs.decay), definition) * dt
-    return _Operands(
-        _normed(inputs.queries, parameters.query_norm),
-        _normed(inputs.keys, parameters.key_norm),
-        log_a.transpose(1, 2).contiguous(),
-        dt.transpose(1, 2).contiguous(),
-        inputs.trap.transpose(1, 2).contiguous(),
-        wide(inputs.angles).unsqueeze(2).expand(-1, -1, heads, -1).contiguous(),
-    )
-
-
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    """`[b, l, R, g, n]` from `[b, l, g, R, n]`."""
-    found = functional.rms_norm(x, x.shape[-1:], weight.to(x.dtype), EPSILON)
-    return found.transpose(2, 3).contiguous()
 
 
 def _per_head(weight: Tensor, inputs: Inputs) -> Tensor:
@@ -184,7 +139,7 @@ def _per_head(weight: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _mimo(
-    made: _Operands,
+    made: Operands,
     inputs: Inputs,
     parameters: Parameters,
     boundaries: Tensor | None,
@@ -234,29 +189,24 @@ class _Mimo(torch.autograd.Function):
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
         ctx.definition, ctx.chunk, ctx.boundaries = definition, chunk, boundaries
         ctx.save_for_backward(*tensors)
-        made = _operands(inputs, parameters, definition)
+        made = operands.made(inputs, parameters, definition)
         return _mimo(made, inputs, parameters, boundaries, chunk)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        tensors = [each.detach() for each in ctx.saved_tensors]
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
-        with torch.enable_grad():
-            made = _operands(inputs, parameters, ctx.definition)
+        made = operands.made(inputs, parameters, ctx.definition)
         turned = of_mamba_ssm(ANGLES).angle_dt_fwd(
-            made.angles.detach(),
-            made.dt.detach(),
-            chunk_size=ctx.chunk,
-            cu_seqlens=ctx.boundaries,
+            made.angles, made.dt, chunk_size=ctx.chunk, cu_seqlens=ctx.boundaries
         )
-        kept = [each.detach() for each in made]
-        plain = [each.detach().contiguous() for each in tensors]
-        values, given = Inputs(*plain[:8]), Parameters(*plain[8:])
+        given = Parameters(*(each.contiguous() for each in tensors[8:]))
         # mamba-ssm's own backward, with what its forward would have kept.
         of_kernels = SimpleNamespace(
             saved_tensors=(
-                *(*kept[:2], values.x, *kept[2:5], given.query_bias, given.key_bias),
-                *(kept[5], turned, given.d, values.z),
+                *(made.queries, made.keys, inputs.x.contiguous(), made.log_a, made.dt, made.trap),
+                *(given.query_bias, given.key_bias, made.angles, turned, given.d),
+                inputs.z.contiguous(),
                 *(given.rank_x, given.rank_out, given.rank_z, ctx.boundaries),
             ),
             chunk_size=ctx.chunk,
@@ -267,26 +217,23 @@ class _Mimo(torch.autograd.Function):
         (q, k, x, log_a, dt, trap, q_bias, k_bias, rank_x, rank_z, rank_out, angles, d, z) = (
             function.backward(of_kernels, gradients[0])[:14]
         )
-        outer = (q, k, log_a, dt, trap, angles)
-        through = [*inputs[2:], parameters.dt_bias, parameters.key_norm, parameters.query_norm]
-        keys, queries, *rest, dt_bias, key_norm, query_norm = torch.autograd.grad(
-            made, through, [g.to(m.dtype) for g, m in zip(outer, made, strict=True)]
+        found = operands.gradients(
+            inputs, parameters, ctx.definition, Operands(q, k, log_a, dt, trap, angles)
         )
         return (
             *(None, None, None),
-            *(z, x, keys, queries, *rest),
-            *(dt_bias, d, k_bias, q_bias, key_norm, query_norm, rank_x, rank_z, rank_out),
+            *(z, x, *found[:6], found.dt_bias, d, k_bias, q_bias),
+            *(found.key_norm, found.query_norm, rank_x, rank_z, rank_out),
         )
 
 
 def _siso(
+    made: Operands,
     inputs: Inputs,
     parameters: Parameters,
-    definition: Definition,
     boundaries: Tensor | None,
     chunk: int,
 ) -> Tensor:
-    made = _operands(inputs, parameters, definition)
     apart = parameters.out_norm is not None
     out: Tensor = of_mamba_ssm(SISO).mamba3_siso_combined(
         Q=made.queries.squeeze(2),

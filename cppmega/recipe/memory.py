@@ -198,8 +198,9 @@ def _kept_by_mamba3(recipe: Recipe) -> int:
     kept = 2 * (projected + inner)
     if own.rank > 1 and not own.out_norm:
         return kept
-    # Keys and queries twice, x and z apart, and the angles of every head in fp32 and twice.
-    return kept + 2 * (4 * states + 2 * inner) + 2 * 4 * heads * own.angles
+    # Keys and queries as the scan reads them, x and z apart, the angles of every head before and
+    # after they add up, in fp32.
+    return kept + 2 * (2 * states + 2 * inner) + 2 * 4 * heads * own.angles
 
 
 def _kept_by_site(recipe: Recipe, tokens: int) -> int:

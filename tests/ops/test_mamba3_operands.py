@@ -1,0 +1,67 @@
+"""What Mamba-3's scan reads, made by kernels: interpreted, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cppmega.ops import mamba3_operands as operands  # noqa: E402
+from cppmega.ops import mamba3_operands_triton as kernels  # noqa: E402
+from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
+from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+INTERPRETED = """
+import tests.ops.interpreted
+import torch
+from tests.ops.mamba3_checks import Shape
+from tests.ops.mamba3_operands_checks import check
+torch.set_num_threads(1)
+torch.manual_seed(0)
+check(Shape(2, 21, 5, 1, 3, 8), torch.float32)  # nothing divides by a program's part
+check(Shape(1, 17, 20, 4, 2, 16), torch.float16, "heavy_tail")  # bf16 is truncated here
+check(Shape(2, 1, 4, 2, 1, 8), torch.float16, dt=-12.0)  # softplus of far below zero
+check(Shape(1, 16, 4, 2, 4, 8), torch.float32, dt=30.0)
+check(Shape(2, 0, 4, 2, 4, 8), torch.float32)
+"""
+
+
+def test_kernels_err_little_more_than_fp32_interpreted() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_two_launches_each_way_fit_every_gpu(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "_by_kernels", lambda inputs: True)
+    launches = record(monkeypatch, [kernels])
+    given = drawn(Shape(2, 40, 128, 8, 4, 128), torch.bfloat16)
+    made = operands.made(*given, "softplus")
+    assert len(launches) == 2
+    operands.gradients(*given, "softplus", made)
+    assert len(launches) == 4
+    for kernel, arguments in launches:
+        assert shared_memory(kernel, arguments, arch) <= LIMITS[arch] << 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("definition", ["softplus", "heavy_tail"])
+def test_kernels_err_little_more_than_fp32_on_cuda(definition: str, dtype: torch.dtype) -> None:
+    from tests.ops.mamba3_operands_checks import check
+
+    for shape in (Shape(2, 4099, 128, 8, 4, 128), Shape(1, 333, 12, 2, 1, 64)):
+        for dt in (-7.0, 0.0):
+            check(shape, dtype, definition, dt, "cuda")  # type: ignore[arg-type]
