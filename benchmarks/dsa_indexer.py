@@ -30,6 +30,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from on_gpu import elapsed
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -89,14 +90,7 @@ def measured(call: Call, times: int = 10) -> dict[str, Any]:
             call()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        held, found = torch.cuda.memory_allocated(), []
-        for _ in range(times):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end))
+        held, found = torch.cuda.memory_allocated(), elapsed(call, repeats=times)
         peak = (torch.cuda.max_memory_allocated() - held) / 2**30
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             call()

@@ -24,6 +24,7 @@ from typing import Any
 
 import sides
 import torch
+from on_gpu import elapsed
 
 PAGE = "dsa_sparse_mla_widths"
 NAMES = ("out", "dq", "dkv")
@@ -120,14 +121,7 @@ def timed(step: Callable[[], Any], attempts: int = 20) -> tuple[float, float]:
         step()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held, found = torch.cuda.memory_allocated(), []
-    for _ in range(attempts):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
+    held, found = torch.cuda.memory_allocated(), elapsed(step, repeats=attempts)
     return statistics.median(found), (torch.cuda.max_memory_allocated() - held) / 2**30
 
 

@@ -12,13 +12,11 @@ and writes once. Writes hadamard_h200.json and .md.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import random
 import statistics
 import sys
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from linear_cross_entropy import elapsed
+from on_gpu import elapsed, stack
 
 from cppmega.ops import hadamard
 
@@ -74,10 +72,7 @@ def main() -> None:
         for what, rest in SHAPES.items()
     }
     report = {
-        "date": date.today().isoformat(),
-        "GPU": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
+        **stack("triton"),
         "milliseconds": rows,
     }
     names = list(next(iter(rows.values())))

@@ -21,14 +21,15 @@ Data is random: logits of standard deviation 2, a tenth of the tokens masked.
 Alternatives, if installed: Megatron's three losses on materialized logits, unfused ("stock", the
 same arithmetic in torch if megatron-core is missing, and the table says so),
 `--cross-entropy-fusion-impl native` and `te`; torch.compile of unfused torch, Liger mean and none,
-cut-cross-entropy with its filter off.
+cut-cross-entropy with its filter off. And with --pull-3345, from a checkout of that pull request of
+Megatron, its kernels for Hopper, which need nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
+import importlib
 import importlib.metadata
 import json
 import math
@@ -50,10 +51,14 @@ from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from on_gpu import elapsed, median, stack
+
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy
 from cppmega.ops.linear_cross_entropy_chunks import LOGITS_BYTES
 
 GIB = float(1 << 30)
+PROOFS = ("_row_kernel", "liger_cross", "cce_backward", "kernel_cutlass")
+"""Parts of the names of kernels that only fused implementations run."""
 TOKENS = (8192, 32768, 49152)
 VOCABULARIES = (65536, 131072)
 
@@ -231,9 +236,33 @@ def _megatron() -> list[Rival]:
     return [*found, Rival(f"te (Transformer Engine {version})", fused_by_te, None)]
 
 
-def rivals() -> list[Rival]:
+def _of_pull_3345(root: Path) -> list[Rival]:
+    """The kernels of the pull request, whose checkout stands before the release's fusions."""
+    fusions = importlib.import_module("megatron.core.fusions")
+    fusions.__path__.insert(0, str(root / "megatron" / "core" / "fusions"))
+    call = importlib.import_module(
+        "megatron.core.fusions.fused_linear_cross_entropy"
+    ).linear_cross_entropy
+
+    def mean(case: Case) -> Tensor:
+        targets = case.targets.masked_fill(case.mask == 0, -100)
+        found: Tensor = call(case.x, case.w, targets, reduction="mean")
+        return found.squeeze()
+
+    def none(case: Case) -> Tensor:
+        return case.reduce(call(case.x, case.w, case.targets, reduction="none"))
+
+    return [
+        Rival("#3345 mean", mean, "kernel_cutlass"),
+        Rival("#3345 none", none, "kernel_cutlass"),
+    ]
+
+
+def rivals(pull_3345: Path | None) -> list[Rival]:
     """All implementations that are installed; missing ones are reported on stderr."""
     found = [*_megatron(), Rival("torch.compile of stock", _compiled(), None)]
+    if pull_3345 is not None:
+        found += _of_pull_3345(pull_3345)
     for package, entries in {
         "liger-kernel": [
             Rival("Liger mean", _liger_mean, "liger_cross_entropy_kernel"),
@@ -312,7 +341,7 @@ def check(everyone: list[Rival], hidden: int) -> list[dict[str, Any]]:
             for name, ours, true in zip(("loss", "dX", "dW"), got, truth, strict=True)
             if ours is not None
         }
-        proven = [k for k in ("_row_kernel", "liger_cross", "cce_backward") if _ran(k, kernels)]
+        proven = [k for k in PROOFS if _ran(k, kernels)]
         results.append({"name": rival.name, **errors, "fused kernels": proven})
         print(results[-1], flush=True)
         ran = _ran(rival.kernel, kernels) if rival.kernel else not proven
@@ -405,27 +434,6 @@ def measure(rival: Rival, case: Case) -> Row:
     return compare([rival], case, rival.repeats)[0]
 
 
-def elapsed(work: Callable[..., Any], *arguments: Any, repeats: int = 10) -> list[float]:
-    """Milliseconds of each repeat, by CUDA events."""
-    times = []
-    for _ in range(repeats):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        start.record()
-        work(*arguments)
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)))
-    return times
-
-
-def median(work: Callable[..., Any], *arguments: Any) -> float:
-    """Median milliseconds of 10, after 2 that do not count."""
-    return statistics.median(elapsed(work, *arguments, repeats=12)[2:])
-
-
 def ceilings() -> dict[str, float]:
     """The card's own speed: a bf16 matrix product and a device-to-device copy."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -509,21 +517,19 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each")
     parser.add_argument("--only", nargs="+", help="measure only names that contain one of these")
+    parser.add_argument("--pull-3345", type=Path, help="checkout of Megatron's pull request 3345")
     arguments = parser.parse_args()
     began = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    everyone = rivals()
+    everyone = rivals(arguments.pull_3345)
     if arguments.only:
         everyone = [r for r in everyone if any(part in r.name for part in arguments.only)]
     report: dict[str, Any] = {
         "hidden": arguments.hidden,
         "logits_budget_bytes": LOGITS_BYTES,
         "environment": {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "GPU": torch.cuda.get_device_name(),
+            **stack("triton"),
             "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": importlib.metadata.version("triton"),
         },
     }
     report["environment"] |= {name: f"{value:.2f}" for name, value in ceilings().items()}

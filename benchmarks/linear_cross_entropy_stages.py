@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from linear_cross_entropy import GIB, Case, Rival, measure, median
+from linear_cross_entropy import GIB, Case, Rival, measure
+from on_gpu import median
 from torch import Tensor
 
 from cppmega.ops import linear_cross_entropy_triton as kernels

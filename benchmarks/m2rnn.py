@@ -16,12 +16,10 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 
 import torch
-from linear_cross_entropy import median
+from on_gpu import median, stack
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -65,10 +63,7 @@ def main() -> None:
     ours = checks.both_ways(m2rnn, given, None)
     device = torch.cuda.get_device_name()
     report: dict[str, object] = {
-        "date": date.today().isoformat(),
-        "GPU": device,
-        "torch": torch.__version__,
-        "triton": metadata.version("triton"),
+        **stack("triton"),
         "shape": SHAPE._asdict(),
     }
     for name, way in ways.items():

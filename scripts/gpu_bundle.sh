@@ -11,10 +11,12 @@
 #     python -m pip wheel --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 # on the host
 #   mkdir -p SITE && tar -xJf site-cppmega.tar.xz -C SITE && export PYTHONPATH=SITE
+# Tests and benchmarks that compare with a pristine release download it; without network, link a
+# folder that holds it: ln -s SITE ~/.cache/cppmega/trees/0.19.2 (or transformer_engine-2.20.2)
 #
 # PYTHON is an interpreter with pip; TARGET is the Python version of the host (default 3.12).
 set -euo pipefail
-[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 here=$(cd "$(dirname "$0")/.." && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift

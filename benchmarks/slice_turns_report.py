@@ -1,4 +1,4 @@
-"""The report of `dsa_slices.py`: ratios with their spread, profiles, and curves."""
+"""The report of `slice_turns.py`: ratios with their spread, profiles, and curves."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from tests.support import REPOSITORY, pristine
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 training = importlib.import_module("slice_training")
-slices = importlib.import_module("dsa_slices")
-report = importlib.import_module("dsa_slices_report")
+slices = importlib.import_module("slice_turns")
+report = importlib.import_module("slice_turns_report")
 INDEXER = slices.SUBJECTS["indexer"]
 MILLISECONDS = {"before": 1000, "after": 700, "stock": 300, "again": 300, "ours": 300}
 TRAINER = """

@@ -1,9 +1,10 @@
-"""The DSA kernels in training: the NAM56R slice with and without them, in turns.
+"""Pages or arguments in training: the NAM56R slice with and without them, in turns.
 
-    python benchmarks/dsa_slices.py SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
+    python benchmarks/slice_turns.py SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
-SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels, or `graphs`,
-CUDA graphs of all that Megatron can capture of these layers. Parts, on one GPU:
+SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels; `graphs`, CUDA
+graphs of all that Megatron can capture of these layers; or `arguments`, arguments of Megatron's own
+that rows of `upstream_patches/NOT.md` name. Parts, on one GPU:
 
     fused8, fused2   the backend tilelang, sparse loss, micro-batch 8 and 2: tokens/s of the
                      overlay without the subject's pages ("before") and of all of it ("after")
@@ -12,12 +13,15 @@ CUDA graphs of all that Megatron can capture of these layers. Parts, on one GPU:
     curves_sparse    ("ours"), dense and sparse loss: whether ours is within the noise of the others
     graphs8, 2, 1    the fused slice without CUDA graphs ("before") and with them ("after")
     curves_graphs    50 steps without them, twice ("stock", "again"), and with them ("ours")
+    fp8_gather8      FP8 with bf16 parameters ("before") and with FP8 ones ("after")
+    experts_wgrad8   the experts' weight gradients at once ("before") and delayed ("after")
+    mla_down8        MLA's two down projections ("before") and the one for both ("after")
 
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
 run of each side is profiled after its measured steps. After each run DIR/PART.json is written. A
 run that is in there is not repeated (`--again` does), so a call that came to the end of --minutes
-is continued by the same command. At the end all parts become DIR/dsa_SUBJECT_slices_h200.json
-and .md, and the slower run of all patches the result of the recipe that has its settings.
+is continued by the same command. At the end all parts become one .json and .md in DIR, and the
+slower run of all patches the result of the recipe that has its settings.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed.
@@ -43,7 +47,7 @@ from slice_training import STARTS, Bench, environment, prepare
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from dsa_slices_report import Subject, of_side, report  # noqa: E402
+from slice_turns_report import Subject, of_side, report  # noqa: E402
 
 from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.runs.profile import SUMMARY  # noqa: E402
@@ -74,6 +78,14 @@ SUBJECTS = {
         targets={"graphs2": 1.3, "graphs1": 1.3},
         parts=("graphs8", "graphs2", "graphs1", "curves_graphs"),
     ),
+    "arguments": Subject(
+        title="Megatron's own arguments",
+        name="megatron_arguments_slices_h200",
+        pages=(),
+        curves=(),
+        targets={},
+        parts=("fp8_gather8", "experts_wgrad8", "mla_down8"),
+    ),
 }
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 """Patches of stock in the curves: to start, and to log the indexer loss by the same measure."""
@@ -81,6 +93,7 @@ _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
 _FUSED = _TILELANG + _SPARSE
 _GRAPHS = ("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "moe_router")
+_WGRAD = ("--overlap-dispatch-backward-with-experts-wgrad",)
 _TURNS = ("before", "after", "after", "before")
 _CURVES = ("stock", "again", "ours")
 _PROFILED = 2
@@ -97,7 +110,9 @@ class Part:
     arguments: tuple[str, ...] = ()
     """Megatron's own: as fields, they would make the recipe ask for the pages left out."""
     only_after: tuple[str, ...] = ()
-    """Those of the sides `after` and `ours` alone."""
+    """Arguments of the sides `after` and `ours` alone."""
+    fields: tuple[tuple[str, str], ...] = ()
+    """Changes of the recipe, where an argument would contradict it."""
     turns: tuple[str, ...]
     steps: int | None = None
     """Steps of a curve; None: what the caller asks for."""
@@ -119,6 +134,17 @@ PARTS = {
         f"graphs{batch}": Part(batch=batch, arguments=_FUSED, only_after=_GRAPHS, turns=_TURNS)
         for batch in (8, 2, 1)
     },
+    "fp8_gather8": Part(
+        batch=8,
+        arguments=_SPARSE,
+        fields=(("precision", "fp8"),),
+        only_after=("--fp8-param-gather",),
+        turns=_TURNS,
+    ),
+    "experts_wgrad8": Part(batch=8, arguments=_SPARSE, only_after=_WGRAD, turns=_TURNS),
+    "mla_down8": Part(
+        batch=8, arguments=_SPARSE, only_after=("--mla-down-proj-fusion",), turns=_TURNS
+    ),
     "curves_graphs": Part(batch=1, arguments=_FUSED, only_after=_GRAPHS, turns=_CURVES, steps=50),
 }
 
@@ -187,6 +213,7 @@ class Turns:
         steps = (part.steps or self.curve_steps) if curve else measured_steps
         batch = str(part.batch)
         changes = {"micro_batch_size": batch, "global_batch_size": batch, "train_iters": str(steps)}
+        changes |= dict(part.fields)
         if part.linear:
             changes["cross_entropy_fusion_impl"] = "linear"
         for key, value in changes.items():
@@ -339,7 +366,7 @@ def main(
     prefix = data or prepare(work / "data" / "corpus", (), site)
     recipe = recipes_index.load("nam56r_h200_slice")
     bench = Bench(recipe, (), site.resolve(), work.resolve(), out.resolve(), prefix.resolve(), 1.0)
-    facts = {**slice_training.header(bench), "benchmark": "dsa_slices"}
+    facts = {**slice_training.header(bench), "benchmark": "slice_turns"}
     turns = Turns(bench, SUBJECTS[subject], deadline, steps, curve_steps, again, facts=facts)
     failed = False
     for name in chosen:
