@@ -291,7 +291,10 @@ def _parallel(recipe: Recipe) -> Iterator[Argument]:
         yield "--num-virtual-stages-per-pipeline-rank", (str(virtual),)
     if recipe.tensor_model_parallel_size > 1:
         yield "--sequence-parallel", ()
-    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+    for name in (
+        *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+        "dist_ckpt_optim_fully_reshardable",
+    ):
         if getattr(recipe, name):
             yield _flag(name), ()
 

@@ -309,6 +309,15 @@ def _parallel(recipe: Fields) -> None:
 def _training(recipe: Fields) -> None:
     if recipe.kind == "loop" and recipe.eval_interval:
         raise invalid(recipe, "eval_interval in a loop.", "A loop has held-out data of its own.")
+    if recipe.dist_ckpt_optim_fully_reshardable and (
+        recipe.kind == "loop" or not recipe.use_distributed_optimizer
+    ):
+        raise invalid(
+            recipe,
+            "dist_ckpt_optim_fully_reshardable without Megatron's distributed optimizer.",
+            "It is a format of that optimizer's states; others are always saved by parameter.",
+            "--set dist_ckpt_optim_fully_reshardable=false",
+        )
     if recipe.kind == "loop" and (recipe.async_save or recipe.keep_checkpoints):
         raise invalid(recipe, "async_save or keep_checkpoints in a loop.", "It has neither.")
     if recipe.precision == "fp32" and recipe.kind != "loop":

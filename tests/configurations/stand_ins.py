@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from cppmega.proof import cpu_shims
 from cppmega.smoke.model import DocumentAttention
 from tests.configurations.batches import rows
+from tests.support.te_stand_ins import of_sequence_parts
 
 
 def install() -> None:
@@ -49,8 +50,7 @@ class Norm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
         norm = torch.nn.LayerNorm(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        of_sequence_parts(norm.parameters(), config)
         return norm
 
 

@@ -121,6 +121,7 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"gpus": 3, "pipeline_model_parallel_size": 2},
         {"expert_model_parallel_size": 5},
         {"overlap_param_gather": True},
+        {"dist_ckpt_optim_fully_reshardable": True, "use_distributed_optimizer": False},
         {"cuda_graph_modules": ("attn",)},
         {"document_multiple": 8},
         {"precision": "fp32"},

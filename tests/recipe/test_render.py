@@ -94,7 +94,12 @@ DENSE = Recipe(
 ).plus("--log-params-norm", "--no-rope-fusion")  # the fused kernel is not there on CPU
 STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 VIRTUAL = DENSE.with_(
-    name="virtual", num_layers=8, tensor_model_parallel_size=1, global_batch_size=4, **STAGES
+    name="virtual",
+    num_layers=8,
+    tensor_model_parallel_size=1,
+    global_batch_size=4,
+    dist_ckpt_optim_fully_reshardable=True,
+    **STAGES,
 )
 
 
@@ -142,7 +147,7 @@ def test_the_release_reads_what_the_recipe_says(version: str) -> None:
             *("tensor_model_parallel_size", "expert_model_parallel_size", "init_method_std"),
             "pipeline_model_parallel_size",
             *("use_distributed_optimizer", "overlap_param_gather", "rotary_base"),
-            "padded_vocab_size",
+            *("padded_vocab_size", "dist_ckpt_optim_fully_reshardable"),
         )
         assert {k: args[k] for k in same} == {k: getattr(recipe, k) for k in same}, name
         stages = args["virtual_pipeline_model_parallel_size"] or 1

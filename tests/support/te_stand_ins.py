@@ -11,6 +11,12 @@ from typing import Any
 from unittest import mock
 
 
+def of_sequence_parts(parameters: Any, config: Any) -> None:
+    """Mark what sees a rank's part of a sequence, whose gradients Megatron adds up."""
+    for parameter in parameters:
+        parameter.sequence_parallel = config.sequence_parallel
+
+
 def install(attention: Any = None) -> None:
     """Replace Transformer Engine in every module of the imported megatron that names it.
 
@@ -30,6 +36,7 @@ def install(attention: Any = None) -> None:
         def __init__(self, input_size: int, *args: Any, **kwargs: Any) -> None:
             super().__init__(input_size, *args, **kwargs)
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+            of_sequence_parts([self.layer_norm_weight], self.config)
 
         def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             weight = self.layer_norm_weight
@@ -39,6 +46,7 @@ def install(attention: Any = None) -> None:
     class Duplicated(torch.nn.Linear):
         def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, bias=False)
+            of_sequence_parts(self.parameters(), kwargs["config"])
 
         def forward(self, input: torch.Tensor) -> Any:  # noqa: A002
             return super().forward(input), None
@@ -46,7 +54,9 @@ def install(attention: Any = None) -> None:
     class Norm:
         def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
             rms = config.normalization == "RMSNorm"
-            return (torch.nn.RMSNorm if rms else torch.nn.LayerNorm)(hidden_size, eps=eps)
+            norm = (torch.nn.RMSNorm if rms else torch.nn.LayerNorm)(hidden_size, eps=eps)
+            of_sequence_parts(norm.parameters(), config)
+            return norm
 
     class Core(plain.DotProductAttention):  # type: ignore[misc]
         def __init__(

@@ -81,16 +81,32 @@ def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
     assert checkpoint_tracker.newest_step(saved) == 4
     _, again, resumed = trained(folder, "resumed", recipe, load=saved)
     assert list(again) == [5, 6] and resumed == {6: unbroken[6]}
+    stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
+    same_as_one_rank(
+        *(folder, recipe, saved),
+        experts=(Configuration(data=2, expert=2), {"expert_model_parallel_size": 2}),
+        stages=(Configuration(pipeline=2), stages),
+    )
+
+
+def check_ranks_that_share_heads_are_evaluated_as_one_rank(folder: Path) -> None:
+    """Without M2RNN, whose heads two ranks cannot divide."""
+    pattern = WHOLE.pattern.replace("R", "")
+    recipe, saved = WHOLE.with_(eval_interval=3, pattern=pattern, m2rnn=None), folder / "saved"
+    trained(folder, "before", recipe, save=saved)
+    heads = {"tensor_model_parallel_size": 2}
+    same_as_one_rank(folder, recipe, saved, heads=(Configuration(tensor=2), heads))
+
+
+def same_as_one_rank(
+    folder: Path, recipe: Recipe, saved: Path, **layouts: tuple[Configuration, dict[str, Any]]
+) -> None:
+    """Two ranks go on from a checkpoint as one does, and are evaluated alike."""
     two = recipe.plus("--no-load-optim").with_(gpus=2)
     one: dict[str, float] = {}
     steps: dict[int, Any] = {}
-    stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
-    for name, setting, layout in (
-        ("one", ONE, two.with_(gpus=1)),
-        ("experts", Configuration(data=2, expert=2), two.with_(expert_model_parallel_size=2)),
-        ("stages", Configuration(pipeline=2), two.with_(**stages)),
-    ):
-        _, rows, found = trained(folder, name, layout, setting, load=saved)
+    for name, (setting, layout) in {"one": (ONE, {"gpus": 1}), **layouts}.items():
+        _, rows, found = trained(folder, name, two.with_(**layout), setting, load=saved)
         one, steps = (found[6], rows) if name == "one" else (one, steps)
         assert found[6] == pytest.approx(one, rel=1e-5) and len(found) == 1, name
         for number, (loss, norm, each) in rows.items():

@@ -75,7 +75,11 @@ class Loop:
         distributed = DistributedDataParallelConfig(use_distributed_optimizer=True)
         self.ddp = DistributedDataParallel(self.config, distributed, self.model)
         options_ = optimizers.OptimizerConfig(
-            optimizer="adam", lr=recipe.lr, clip_grad=1.0, use_distributed_optimizer=True
+            optimizer="adam",
+            lr=recipe.lr,
+            min_lr=recipe.min_lr,
+            clip_grad=1.0,
+            use_distributed_optimizer=True,
         )
         self.optimizer = optimizers.get_megatron_optimizer(options_, [self.ddp])
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -84,7 +88,8 @@ class Loop:
     def _arguments(self) -> Any:
         sys.argv = ["train", *self.plan.rendered.argv]
         args = arguments.parse_args(pretrain._own_arguments(self.plan))
-        arguments.validate_args(args)
+        with mock.patch.object(arguments, "get_device_arch_version", lambda: 10):
+            arguments.validate_args(args)
         args.padded_vocab_size = self.plan.recipe.padded_vocab_size
         args.bf16, args.params_dtype = False, torch.float32
         args.iteration = args.num_floating_point_operations_so_far = 0

@@ -22,6 +22,7 @@ CHECKS = {
     "evaluation": (
         "check_training_is_the_same_to_the_bit_and_so_are_the_samples",
         "check_a_resumed_run_is_evaluated_on_the_same_samples",
+        "check_ranks_that_share_heads_are_evaluated_as_one_rank",
     ),
     "saving": (
         "check_a_kill_at_any_moment_leaves_a_checkpoint_that_loads",

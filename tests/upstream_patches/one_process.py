@@ -20,6 +20,7 @@ from tests.support import made_once, patched, pristine, python
 PAGES = {
     "absorbed_mla_quantized_recompute": ("0.19.2",),
     "combined_1f1b_autocast": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "delayed_wgrad_hooks": ("0.18.2", "0.19.2"),
     "dsa_indexer_prologue": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "dsa_no_host_sync": ("0.19.2",),
     "fully_reshardable_bucket_padding": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
@@ -34,6 +35,7 @@ PAGES = {
     "moe_router_graph_no_host_sync": ("0.17.1", "0.18.2", "0.19.2"),
     "mtp_loss_no_host_sync": ("0.17.1",),
     "mtp_loss_of_no_tokens": ("0.16.1",),
+    "optimizer_state_across_expert_parallel": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "recompute_of_returned_input": ("0.17.1", "0.18.2", "0.19.2"),
     "recompute_rng_states": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "scheduler_override_at_resume": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
