@@ -28,7 +28,7 @@ class Operands(NamedTuple):
         log_a: `[b, h, l]`, fp32.
         dt: `[b, h, l]`, fp32.
         trap: `[b, h, l]`.
-        angles: `[b, l, h, k]`, fp32.
+        angles: `[b, l, h, k]`, fp32; or `[b, l, k]` as they were given, for `mamba3_scan`.
     """
 
     queries: Tensor
@@ -116,16 +116,20 @@ def _by_kernels(inputs: Inputs) -> bool:
     return inputs.x.device.type != "cpu" or bool(triton.knobs.runtime.interpret)
 
 
-def made(inputs: Inputs, parameters: Parameters, definition: Definition) -> Operands:
+def made(
+    inputs: Inputs, parameters: Parameters, definition: Definition, spread: bool = True
+) -> Operands:
     """The operands, without a graph for autograd.
 
     Args:
         inputs: bf16, fp16 or fp32, whose last axis is contiguous; on a CPU of any type.
         parameters: of the same device.
         definition: of A.
+        spread: return the angles of every head; else they are those of the inputs.
     """
     if not _by_kernels(inputs):
-        return plain(inputs, parameters, definition)
+        found = plain(inputs, parameters, definition)
+        return found if spread else found._replace(angles=inputs.angles)
     b, length, heads = inputs.dt.shape
     groups, rank, n = inputs.keys.shape[2:]
     like = inputs.x
@@ -139,12 +143,13 @@ def made(inputs: Inputs, parameters: Parameters, definition: Definition) -> Oper
         torch.empty(b, heads, length, dtype=torch.float32, device=like.device) for _ in range(2)
     )
     trap = like.new_empty(b, heads, length)
-    angles = torch.empty(
-        *(b, length, heads, inputs.angles.size(-1)), dtype=torch.float32, device=like.device
-    )
+    angles = inputs.angles
+    if spread:
+        shape = (b, length, heads, angles.size(-1))
+        angles = torch.empty(shape, dtype=torch.float32, device=like.device)
     of_heads = inputs.dt, inputs.decay, inputs.trap
     kernels.heads(
-        of_heads, parameters.dt_bias, inputs.angles, (log_a, dt, trap, angles), definition
+        of_heads, parameters.dt_bias, inputs.angles, (log_a, dt, trap, angles), definition, spread
     )
     return Operands(queries, keys, log_a, dt, trap, angles)
 
@@ -158,7 +163,8 @@ def gradients(
         inputs: those of `made`.
         parameters: those of `made`.
         definition: of A.
-        given: the gradients of its results, of any floating type.
+        given: the gradients of its results, of any floating type; that of the angles as they are,
+            which is returned, or of every head's.
     """
     if not _by_kernels(inputs):
         return _plain_gradients(inputs, parameters, definition, given)
@@ -171,13 +177,15 @@ def gradients(
         (keys, queries),
     )
     dt, decay, trap = (inputs.x.new_empty(inputs.dt.shape) for _ in range(3))
-    angles = inputs.x.new_empty(inputs.angles.shape)
+    spread = given.angles.dim() == 4
+    angles = inputs.x.new_empty(inputs.angles.shape) if spread else given.angles.to(dt.dtype)
     dt_bias = kernels.heads_backward(
         (inputs.dt, inputs.decay),
         parameters.dt_bias,
         tuple(each.contiguous() for each in given[2:]),
         (dt, decay, trap, angles),
         definition,
+        spread,
     )
     return Gradients(
         *(keys, queries, dt, decay, trap, angles),
@@ -193,6 +201,8 @@ def _plain_gradients(
     read = [each.detach().requires_grad_() for each in read_of(inputs, parameters)]
     with torch.enable_grad():
         found = plain(*_read(inputs.x, *read), definition)
+    if given.angles.dim() == 3:
+        found = found._replace(angles=read[Gradients._fields.index("angles")])
     outer = [g.to(each.dtype) for g, each in zip(given, found, strict=True)]
     return Gradients(*torch.autograd.grad(found, read, outer))
 

@@ -141,7 +141,8 @@ def _rate(x, HEAVY_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
 def _heads_kernel(  # type: ignore[no-untyped-def]
     dt, decay, trap, dt_bias, angles, to_log_a, to_dt, to_trap, to_angles, length, dt_b, dt_l,
     decay_b, decay_l, trap_b, trap_l, angles_b, angles_l, H: tl.constexpr, K: tl.constexpr,
-    ANGLES: tl.constexpr, HEAVY_TAIL: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    ANGLES: tl.constexpr, HEAVY_TAIL: tl.constexpr, SPREAD: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(2).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -159,19 +160,20 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     tl.store(to_dt + to, tl.trans(step), mask=kept)
     tl.store(to_log_a + to, tl.trans(-rate * step), mask=kept)
     tl.store(to_trap + to, tl.trans(share), mask=kept)
-    k = tl.arange(0, ANGLES)
-    known = (at < length)[:, None] & (k < K)[None, :]
-    turn = tl.load(angles + b * angles_b + t * angles_l + k[None, :], mask=known, other=0.0)
-    of_all = ((b * length + t) * H + head)[:, :, None] * K + k[None, None, :]
-    spread = tl.broadcast_to(turn.to(tl.float32)[:, None, :], (TOKENS, HEADS, ANGLES))
-    tl.store(to_angles + of_all, spread, mask=here[:, :, None] & (k < K)[None, None, :])
+    if SPREAD:
+        k = tl.arange(0, ANGLES)
+        known = (at < length)[:, None] & (k < K)[None, :]
+        turn = tl.load(angles + b * angles_b + t * angles_l + k[None, :], mask=known, other=0.0)
+        of_all = ((b * length + t) * H + head)[:, :, None] * K + k[None, None, :]
+        spread = tl.broadcast_to(turn.to(tl.float32)[:, None, :], (TOKENS, HEADS, ANGLES))
+        tl.store(to_angles + of_all, spread, mask=here[:, :, None] & (k < K)[None, None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _heads_backward_kernel(  # type: ignore[no-untyped-def]
     dt, decay, dt_bias, of_log_a, of_dt, of_trap, of_angles, d_dt, d_decay, d_trap, d_angles, sums,
     length, dt_b, dt_l, decay_b, decay_l, H: tl.constexpr, K: tl.constexpr, ANGLES: tl.constexpr,
-    HEAVY_TAIL: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    HEAVY_TAIL: tl.constexpr, SPREAD: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -198,12 +200,14 @@ def _heads_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(d_decay + to, of_x.to(d_decay.dtype.element_ty), mask=here)
         tl.store(d_trap + to, of_share.to(d_trap.dtype.element_ty), mask=here)
         tl.store(own + h, tl.sum(of_raw, 0), mask=h < H)
-        of_all = to[:, :, None] * K + k[None, None, :]
-        known = here[:, :, None] & (k < K)[None, None, :]
-        turned += tl.sum(tl.load(of_angles + of_all, mask=known, other=0.0).to(tl.float32), 1)
-    to = (b * length + t) * K + k[None, :]
-    known = (at < length)[:, None] & (k < K)[None, :]
-    tl.store(d_angles + to, turned.to(d_angles.dtype.element_ty), mask=known)
+        if SPREAD:
+            of_all = to[:, :, None] * K + k[None, None, :]
+            known = here[:, :, None] & (k < K)[None, None, :]
+            turned += tl.sum(tl.load(of_angles + of_all, mask=known, other=0.0).to(tl.float32), 1)
+    if SPREAD:
+        to = (b * length + t) * K + k[None, :]
+        known = (at < length)[:, None] & (k < K)[None, :]
+        tl.store(d_angles + to, turned.to(d_angles.dtype.element_ty), mask=known)
 
 
 def states(x: Pair, weights: Pair, out: Pair) -> None:
@@ -250,6 +254,7 @@ def heads(
     angles: Tensor,
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     definition: Definition,
+    spread: bool,
 ) -> None:
     """Log a, dt, the trapezoid's share `[b, h, l]` and angles `[b, l, h, k]` into `out`.
 
@@ -259,6 +264,7 @@ def heads(
         angles: `[b, l, k]`.
         out: contiguous.
         definition: of A.
+        spread: write the angles.
     """
     b, length, count = x[0].shape
     width = angles.size(-1)
@@ -268,7 +274,7 @@ def heads(
         _heads_kernel[grid](
             *x, dt_bias, angles, *out, length, *strides, H=count, K=width,
             ANGLES=triton.next_power_of_2(width), HEAVY_TAIL=definition == "heavy_tail",
-            TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
+            SPREAD=spread, TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
         )  # fmt: skip
 
 
@@ -278,6 +284,7 @@ def heads_backward(
     given: tuple[Tensor, ...],
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     definition: Definition,
+    spread: bool,
 ) -> Tensor:
     """The gradients of dt, decay, trap and angles into `out`; that of the bias `[h]`, in fp32.
 
@@ -287,6 +294,7 @@ def heads_backward(
         given: of the results of `heads`, contiguous.
         out: contiguous.
         definition: of A.
+        spread: read and write the gradients of angles.
     """
     b, length, count = x[0].shape
     width = out[3].size(-1)
@@ -296,6 +304,7 @@ def heads_backward(
         _heads_backward_kernel[(blocks, b)](
             *x, dt_bias, *given, *out, sums, length, *x[0].stride()[:2], *x[1].stride()[:2],
             H=count, K=width, ANGLES=triton.next_power_of_2(width),
-            HEAVY_TAIL=definition == "heavy_tail", TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
+            HEAVY_TAIL=definition == "heavy_tail", SPREAD=spread, TOKENS=TOKENS, HEADS=HEADS,
+            num_warps=4,
         )  # fmt: skip
     return sums.sum(0)

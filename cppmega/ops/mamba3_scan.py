@@ -1,0 +1,272 @@
+"""Mamba-3's scan of rank R with gate and sum over ranks, by kernels of our own.
+
+The forward is one walk along each head. The backward walks along each head in both directions at
+once, which leaves the states at the borders of chunks, and then takes all chunks side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from cppmega.ops.dsa_indexer_device import gpu_of
+from cppmega.ops.mamba3_operands import Operands
+from cppmega.ops.mamba3_reference import Inputs, Parameters
+from cppmega.ops.mamba3_scan_angles_triton import angles_backward_kernel, angles_kernel
+from cppmega.ops.mamba3_scan_backward_triton import backward_kernel
+from cppmega.ops.mamba3_scan_forward_triton import forward_kernel
+from cppmega.ops.mamba3_scan_states_triton import states_kernel
+
+ROWS = 64
+"""Of a chunk: its tokens times the rank."""
+
+CHUNKS = 8
+"""Of a program of the backward, whose gradients of parameters add up in one place."""
+
+STATES = 1 << 31
+"""Bytes of states and their gradients that the backward has at a time, if a sequence needs less."""
+
+
+SIDES = ("d_queries", "d_z", "d_keys", "d_x")
+"""What only the queries' launch of the backward writes, and then what only the keys' does."""
+
+LAUNCH = {"num_warps": 4, "num_stages": 2}
+"""Of what multiplies matrices of 64 rows, which are one group of warps' on Hopper."""
+
+
+class Gradients(NamedTuple):
+    """Of everything that the scan reads: first of `Operands`, in their order."""
+
+    queries: Tensor
+    keys: Tensor
+    log_a: Tensor
+    dt: Tensor
+    trap: Tensor
+    angles: Tensor
+    x: Tensor
+    z: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+    d: Tensor
+    rank_x: Tensor
+    rank_z: Tensor
+    rank_out: Tensor
+
+
+def obstacle(inputs: Inputs, parameters: Parameters) -> str:
+    """Why these kernels cannot take this, as half a sentence; empty where they can."""
+    heads, width = inputs.x.shape[2:]
+    groups, rank, state = inputs.keys.shape[2:]
+    if inputs.x.device.type == "cuda" and gpu_of(inputs.x.device).capability != (9, 0):
+        return "they were made for sm_90; Triton 3.6 fails on them for sm_100"
+    if rank not in (2, 4) or parameters.out_norm is not None:
+        return f"they take ranks 2 and 4 without a norm of the output, not rank {rank}"
+    if any(each & each - 1 for each in (state, width, heads // groups)):
+        return f"{heads // groups} heads per group, {state} or {width} is not a power of two"
+    if 4 * inputs.angles.size(2) != state:
+        return f"{inputs.angles.size(2)} angles are not a quarter of states of {state}"
+    return ""
+
+
+class _Problem(NamedTuple):
+    """The tensors of a slice of the batch, and what every kernel is told."""
+
+    made: Operands
+    inputs: Inputs
+    parameters: Parameters
+    starts: Tensor | None
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.inputs.x.size(1) // self.tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Of a chunk."""
+        return ROWS // self.inputs.keys.size(3)
+
+    def angled(self) -> dict[str, Any]:
+        heads, groups = self.inputs.x.size(2), self.inputs.keys.size(2)
+        angles = self.inputs.angles
+        return {
+            "angles": angles,
+            "dt": self.made.dt,
+            "length": angles.size(1),
+            "chunks": self.chunks,
+            "angles_b": angles.stride(0),
+            "angles_l": angles.stride(1),
+            "H": heads,
+            "G": groups,
+            "K": angles.size(2),
+            "T": self.tokens,
+        }
+
+    def given(self) -> dict[str, Any]:
+        made, inputs, learned = self.made, self.inputs, self.parameters
+        x, z = (_heads(each) for each in (inputs.x, inputs.z))
+        ranks = ("rank_x", "rank_z", "rank_out")
+        return {
+            **self.angled(),
+            **{"queries": made.queries, "keys": made.keys, "log_a": made.log_a, "trap": made.trap},
+            "starts": made.dt if self.starts is None else self.starts,
+            "PACKED": self.starts is not None,
+            **{"x": x, "x_b": x.stride(0), "x_l": x.stride(1)},
+            **{"z": z, "z_b": z.stride(0), "z_l": z.stride(1)},
+            "query_bias": learned.query_bias.contiguous(),
+            "key_bias": learned.key_bias.contiguous(),
+            **{name: getattr(learned, name).contiguous() for name in ranks},
+            **{"R": inputs.keys.size(3), "P": x.size(3)},
+        }
+
+    def theta(self) -> Tensor:
+        """`[b, chunks, h, k]`: the angles before each chunk in turns, between -1/2 and 1/2."""
+        b, _, heads, _ = self.inputs.x.shape
+        found = self.made.dt.new_empty(b, self.chunks, heads, self.inputs.angles.size(2))
+        angles_kernel[(self.inputs.keys.size(2), b)](theta=found, **self.angled(), num_warps=4)
+        return found
+
+
+def _heads(x: Tensor) -> Tensor:
+    """`[b, l, h, p]` whose last two axes lie together."""
+    return x if x.stride()[2:] == (x.size(3), 1) else x.contiguous()
+
+
+def starts_of(boundaries: Tensor | None, length: int) -> Tensor | None:
+    """Where the document of each token begins, int32 `[l]`."""
+    if boundaries is None:
+        return None
+    token = torch.arange(length, device=boundaries.device, dtype=boundaries.dtype)
+    document = torch.searchsorted(boundaries, token, right=True) - 1
+    return boundaries[document].to(torch.int32)
+
+
+def forward(
+    made: Operands, inputs: Inputs, parameters: Parameters, boundaries: Tensor | None
+) -> Tensor:
+    """The gated output `[b, l, h, p]`, in the type of x.
+
+    Args:
+        made: of `mamba3_operands`; its angles are not read.
+        inputs: x, z and angles are read.
+        parameters: with ranks and without a norm of the output.
+        boundaries: int32 `[documents + 1]`, of a pack.
+    """
+    problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
+    b, _, heads, _ = inputs.x.shape
+    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    forward_kernel[(heads, b)](
+        theta=problem.theta(), skip=parameters.d, out=out, **problem.given(), **LAUNCH
+    )
+    return out
+
+
+class _Found(NamedTuple):
+    """What the kernels of the backward write for each sequence, under the names they have there."""
+
+    d_queries: Tensor
+    d_keys: Tensor
+    d_x: Tensor
+    d_z: Tensor
+    d_log_a: Tensor
+    d_at_once: Tensor
+    d_next: Tensor
+    d_dt: Tensor
+    d_angles: Tensor
+    d_theta: Tensor
+    d_skip: Tensor
+
+
+def backward(
+    made: Operands,
+    inputs: Inputs,
+    parameters: Parameters,
+    boundaries: Tensor | None,
+    given: Tensor,
+) -> Gradients:
+    """The gradients of what `forward` read, from that of its result."""
+    problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
+    b, length, heads, width = inputs.x.shape
+    groups, rank, state = inputs.keys.shape[2:]
+    fp32 = made.dt.new_empty
+    found = _Found(
+        torch.empty_like(made.queries),
+        torch.empty_like(made.keys),
+        given.new_empty(b, length, heads, width),
+        given.new_empty(b, length, heads, width),
+        fp32(b, heads, length),
+        fp32(b, heads, length),
+        fp32(b, heads, length),
+        fp32(b, heads, length),
+        fp32(b, groups, length, inputs.angles.size(2)),
+        fp32(b, problem.chunks, heads, inputs.angles.size(2)),
+        fp32(b, problem.chunks, heads),
+    )
+    at_a_time = max(1, STATES // (2 * 2 * problem.chunks * heads * width * state))
+    sums = []
+    for first in range(0, b, at_a_time):
+        own = slice(first, first + at_a_time)
+        part = problem._replace(
+            made=Operands(*(each[own] for each in made)),
+            inputs=Inputs(*(each[own] for each in inputs)),
+        )
+        into = _Found(*(each[own] for each in found))
+        sums.append(torch.stack(_backward(part, given[own].contiguous(), into)))
+    of_queries, of_keys = torch.stack(sums).sum(0)
+    widths = [rank * state, rank * width, rank * width]
+    query_bias, rank_z, rank_out = (_ranks(each, rank) for each in of_queries.split(widths, -1))
+    key_bias, rank_x, _ = (_ranks(each, rank) for each in of_keys.split(widths, -1))
+    share = torch.sigmoid(made.trap.float())
+    from_before = functional.pad(found.d_next[..., :-1], (1, 0))
+    return Gradients(
+        found.d_queries,
+        found.d_keys,
+        found.d_log_a,
+        found.d_dt + share * found.d_at_once + (1 - share) * from_before,
+        (found.d_at_once - from_before) * made.dt * share * (1 - share),
+        found.d_angles.sum(1),
+        found.d_x,
+        found.d_z,
+        query_bias,
+        key_bias,
+        found.d_skip.sum((0, 1)),
+        rank_x,
+        rank_z,
+        rank_out,
+    )
+
+
+def _ranks(x: Tensor, rank: int) -> Tensor:
+    """`[h, R, ...]` from `[h, R * ...]`."""
+    return x.reshape(len(x), rank, -1)
+
+
+def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
+    """Sums `[h, ...]` of what belongs to the parameters: of the queries' side and the keys'."""
+    b, _, heads, width = problem.inputs.x.shape
+    groups, rank, state = problem.inputs.keys.shape[2:]
+    named = {**problem.given(), "theta": problem.theta(), "given": given}
+    states, gradients = (given.new_empty(b, problem.chunks, heads, state * width) for _ in range(2))
+    states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **LAUNCH)
+    blocks = triton.cdiv(problem.chunks, CHUNKS)
+    both = {name: value for name, value in found._asdict().items() if name not in SIDES}
+    sums = []
+    for of_keys, own in enumerate((states, gradients)):
+        parts = given.new_zeros(
+            *(b, groups, blocks, heads // groups, rank * (state + 2 * width)), dtype=torch.float32
+        )
+        d_rows, d_values = (getattr(found, name) for name in SIDES[2 * of_keys : 2 * of_keys + 2])
+        backward_kernel[(blocks, groups, b)](
+            **named, **both, skip=problem.parameters.d, states=own, of_queries=states,
+            d_rows=d_rows, d_values=d_values, sums=parts, KEYS=bool(of_keys), CHUNKS=CHUNKS,
+            **LAUNCH,
+        )  # fmt: skip
+        sums.append(parts.sum((0, 2)).flatten(0, 1))
+    angles_backward_kernel[(groups, b)](
+        **problem.angled(), starts=named["starts"], PACKED=named["PACKED"], d_theta=found.d_theta,
+        d_angles=found.d_angles, d_dt=found.d_dt, num_warps=4,
+    )  # fmt: skip
+    return sums

@@ -1,0 +1,58 @@
+"""Mamba-3 of rank 2 or 4 by kernels of our own, which keeps nothing but the projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cppmega.ops import mamba3_operands as operands
+from cppmega.ops import mamba3_scan as scan
+from cppmega.ops.mamba3_operands import Operands
+from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters
+
+
+def mixed(
+    inputs: Inputs, parameters: Parameters, definition: Definition, boundaries: Tensor | None
+) -> Tensor:
+    """Compute `mamba3_reference.mixed` of `[b, l, h, p]`, with ranks and without an output norm.
+
+    Args:
+        inputs: of one type, on a GPU bf16 or fp16; `mamba3_scan.obstacle` says which shapes.
+        parameters: of the same device; fp32, but for the norms.
+        definition: of A.
+        boundaries: int32 `[documents + 1]`, of a pack whose b is 1, from 0 to l.
+    """
+    found: Tensor = _Mixed.apply(  # type: ignore[no-untyped-call]
+        definition, boundaries, *inputs, *parameters[:-1]
+    )
+    return found
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, definition: Definition, boundaries: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
+        inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
+        ctx.definition, ctx.boundaries = definition, boundaries
+        ctx.save_for_backward(*tensors)
+        made = operands.made(inputs, parameters, definition, spread=False)
+        return scan.forward(made, inputs, parameters, boundaries)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [each.detach() for each in ctx.saved_tensors]
+        inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
+        made = operands.made(inputs, parameters, ctx.definition, spread=False)
+        of_scan = scan.backward(made, inputs, parameters, ctx.boundaries, gradients[0])
+        found = operands.gradients(
+            inputs, parameters, ctx.definition, Operands(*of_scan[: len(made)])
+        )
+        return (
+            *(None, None),
+            *(of_scan.z, of_scan.x, *found[:6], found.dt_bias, of_scan.d),
+            *(of_scan.key_bias, of_scan.query_bias, found.key_norm, found.query_norm),
+            *(of_scan.rank_x, of_scan.rank_z, of_scan.rank_out),
+        )

@@ -1,0 +1,93 @@
+"""The states of Mamba-3's scan before each chunk, and the gradients of those after each chunk.
+
+One launch makes both: a program walks along a head of a sequence in one of the two directions. The
+backward of the scan then knows everything that crosses a chunk's border, and its chunks do not wait
+for each other. States are `[b, chunks, h, 2, p, n / 2]`: of the columns that are rotated, and of
+the others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cppmega.ops.mamba3_scan_tiles_triton import (
+    at_rows,
+    begins,
+    by_rank,
+    decays,
+    gated,
+    rates,
+    rows,
+    shares,
+    turned,
+    values,
+)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put(states, turning, plain, K: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store both tiles `[P, 2 K]` of a state."""
+    at = tl.arange(0, P)[:, None] * (2 * K) + tl.arange(0, 2 * K)[None, :]
+    tl.store(states + at, turning.to(states.dtype.element_ty))
+    tl.store(states + P * 2 * K + at, plain.to(states.dtype.element_ty))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk(  # type: ignore[no-untyped-def]
+    tiles, bias, log_a, dt, trap, angles, theta, starts, v, v_l, weight, z, z_l, weight_z, to, b, h,
+    of_head, length, chunks, angles_l, BACKWARD: tl.constexpr, PACKED: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    kind = v.dtype.element_ty
+    weight, weight_z = by_rank(weight, R, P), by_rank(weight_z, R, P)
+    turning, plain = tl.zeros((P, 2 * K), tl.float32), tl.zeros((P, 2 * K), tl.float32)
+    for number in tl.range(chunks, disable_licm=True):
+        chunk = chunks - 1 - number if BACKWARD else number
+        of_chunk = (b * chunks + chunk) * H + h
+        put(to + of_chunk * (P * 4 * K), turning, plain, K, P)
+        first = chunk * T
+        step, _, later, _ = shares(dt, trap, starts, of_head, first, length, PACKED, T)
+        begin, last = begins(starts, first, length, PACKED, T)
+        _, into, out_of, across = decays(log_a, of_head, first, length, begin, last, T)
+        rate = rates(angles, angles_l, first, length, K, T)
+        cos, sin = turned(rate, step, theta + of_chunk * K, K)
+        one, other = rows(
+            tiles, bias, cos, sin, first, length, R * G * 4 * K, G * 4 * K, R, K, T
+        )  # fmt: skip
+        found = values(v, first, length, v_l, P, T) * weight
+        if BACKWARD:
+            gate, _ = gated(values(z, first, length, z_l, P, T), weight_z)
+            found = tl.reshape(found * gate, (R * T, P)) * at_rows(into, R, T)[:, None]
+        else:
+            found = tl.reshape(found, (R * T, P)) * at_rows(out_of * later, R, T)[:, None]
+        left = tl.trans(found.to(kind))
+        turning = tl.dot(left, one, turning * across)
+        plain = tl.dot(left, other, plain * across)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def states_kernel(  # type: ignore[no-untyped-def]
+    queries, keys, log_a, dt, trap, angles, theta, starts, x, z, given, query_bias, key_bias,
+    rank_x, rank_z, rank_out, states, gradients, length, chunks, angles_b, angles_l, x_b, x_l,
+    z_b, z_l, PACKED: tl.constexpr, H: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    group = b * length * (R * G * 4 * K) + (h // (H // G)) * (4 * K)
+    of_head, ranks, biases = (b * H + h) * length, h * (R * P), h * (R * 4 * K)
+    angles += b * angles_b
+    z += b * z_b + h * P
+    if tl.program_id(2) == 0:
+        _walk(
+            keys + group, key_bias + biases, log_a, dt, trap, angles, theta, starts,
+            x + b * x_b + h * P, x_l, rank_x + ranks, z, z_l, rank_z + ranks, states, b, h,
+            of_head, length, chunks, angles_l, False, PACKED, H, G, R, K, P, T,
+        )  # fmt: skip
+    else:
+        _walk(
+            queries + group, query_bias + biases, log_a, dt, trap, angles, theta, starts,
+            given + (b * length * H + h) * P, H * P, rank_out + ranks, z, z_l, rank_z + ranks,
+            gradients, b, h, of_head, length, chunks, angles_l, True, PACKED, H, G, R, K, P, T,
+        )  # fmt: skip

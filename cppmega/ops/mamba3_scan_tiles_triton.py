@@ -1,0 +1,173 @@
+"""What the kernels of Mamba-3's scan share: the weights between a chunk's tokens, and its tiles.
+
+A chunk has T tokens and R * T rows, of which row `r * T + t` is rank r of token t. The columns of
+keys, queries and states lie in two tiles of n / 2: the 2 K that are rotated, both of a pair next to
+each other, and the others, in their order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+PI = tl.constexpr(math.pi)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def at_rows(x, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[R * T]` from one value per token, `[T]`."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (R, T)), (R * T,))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def of_tokens(x, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums `[T]` over the rows of a token, from `[R * T]`."""
+    return tl.sum(tl.reshape(x, (R, T)), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shares(dt, trap, starts, of_head, first, length, PACKED: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the tokens of a chunk add to the state: at once, and as a later token sees it.
+
+    A token's share of the next step is dt and (1 - trap) of the next token, if that is of its
+    document; whether it is, is returned last.
+    """
+    t = first + tl.arange(0, T)
+    step = tl.load(dt + of_head + t, mask=t < length, other=0.0)
+    share = tl.sigmoid(tl.load(trap + of_head + t, mask=t < length, other=0.0).to(tl.float32))
+    follows = t + 1 < length
+    if PACKED:
+        follows &= tl.load(starts + t + 1, mask=follows, other=0) <= t
+    after = tl.load(dt + of_head + t + 1, mask=follows, other=0.0)
+    share_after = tl.load(trap + of_head + t + 1, mask=follows, other=0.0).to(tl.float32)
+    at_once = share * step
+    return step, at_once, at_once + (1.0 - tl.sigmoid(share_after)) * after, follows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def begins(starts, first, length, PACKED: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the documents of a chunk's tokens begin, and that of its last token."""
+    t = first + tl.arange(0, T)
+    begin = tl.load(starts + t, mask=t < length, other=0) if PACKED else tl.zeros((T,), tl.int32)
+    return begin, tl.max(begin, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def decays(log_a, of_head, first, length, begin, last, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Log decays from a chunk's start, and three decays: `[T]` in, `[T]` out, and across it.
+
+    In is from the state before the chunk to a token, out from a token to the state after it; each
+    is 0 where a document begins in between.
+    """
+    t = first + tl.arange(0, T)
+    log = tl.load(log_a + of_head + t, mask=t < length, other=0.0)
+    since = tl.cumsum(log, 0)
+    whole = tl.sum(log, 0)
+    into = tl.where(begin < first, tl.exp(since), 0.0)
+    out_of = tl.where(t >= last, tl.exp(tl.minimum(whole - since, 0.0)), 0.0)
+    return since, into, out_of, tl.where(last < first, tl.exp(whole), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def between(since, begin, first, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Decays `[T, T]` from a column's token to a later one, else 0; and who is itself."""
+    t = tl.arange(0, T)
+    seen = (t[None, :] < t[:, None]) & ((first + t)[None, :] >= begin[:, None])
+    decay = tl.exp(tl.minimum(since[:, None] - since[None, :], 0.0))
+    return tl.where(seen, decay, 0.0), t[None, :] == t[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def weighed(x, weight, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[R * T, R * T]` times a weight `[T, T]` of the tokens."""
+    found = tl.reshape(x, (R, T, R, T)) * weight[None, :, None, :]
+    return tl.reshape(found, (R * T, R * T))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rates(angles, per_token, first, length, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Hyperbolic tangents of a chunk's angles, `[T, K]`."""
+    t, k = tl.arange(0, T), tl.arange(0, K)
+    place = angles + tl.cast(first, tl.int64) * per_token + t[:, None] * per_token + k[None, :]
+    x = tl.load(place, mask=(first + t < length)[:, None], other=0.0).to(tl.float32)
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sine(turn):  # type: ignore[no-untyped-def]
+    """Of a part of a turn between -1/4 and 1/4, to 2e-7: a fit by least squares."""
+    square = turn * turn
+    found = 39.71090849 * square - 76.57499094
+    found = found * square + 81.60223119
+    found = found * square - 41.34167748
+    return (found * square + 6.283185274) * turn
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fraction(turns):  # type: ignore[no-untyped-def]
+    """The same angle between -1/2 and 1/2 turn."""
+    return turns - tl.floor(turns + 0.5)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def turned(rate, step, theta, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosine and sine `[T, K]` of a head's angles, `theta` turns, `[K]`, before the chunk."""
+    turns = tl.cumsum(rate * step[:, None] * 0.5, 0) + tl.load(theta + tl.arange(0, K))[None, :]
+    cos = _sine(0.25 - tl.abs(fraction(turns)))
+    return cos, _sine(0.25 - tl.abs(fraction(turns - 0.25)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rows(  # type: ignore[no-untyped-def]
+    x, bias, cos, sin, first, length, per_token, per_rank, R: tl.constexpr, K: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """The tiles of keys or queries in their type, after their bias and the rotation in fp32."""
+    r = tl.arange(0, R)[:, None, None]
+    t = tl.arange(0, T)[None, :, None]
+    j = tl.arange(0, K)[None, None, :]
+    here = first + t < length
+    kind = x.dtype.element_ty
+    x += tl.cast(first, tl.int64) * per_token
+    x += t * per_token + r * per_rank
+    bias += r * (4 * K)
+    one = tl.load(x + j, mask=here, other=0.0).to(tl.float32) + tl.load(bias + j)
+    other = tl.load(x + 2 * K + j, mask=here, other=0.0).to(tl.float32)
+    other += tl.load(bias + 2 * K + j)
+    c, s = cos[None, :, :], sin[None, :, :]
+    turned = tl.join((one * c - other * s).to(kind), (one * s + other * c).to(kind))
+    i = plain_columns(K)[None, None, :]
+    plain = tl.load(x + i, mask=here, other=0.0).to(tl.float32) + tl.load(bias + i)
+    return tl.reshape(turned, (R * T, 2 * K)), tl.reshape(plain.to(kind), (R * T, 2 * K))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def plain_columns(K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Those that are not rotated: the second K of either half."""
+    i = tl.arange(0, 2 * K)
+    return i + K + tl.where(i >= K, K, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def by_rank(weight, R: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[R, 1, P]` of a head's `[R, P]`."""
+    r, p = tl.arange(0, R), tl.arange(0, P)
+    return tl.load(weight + r[:, None, None] * P + p[None, None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def values(x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[1, T, P]` of a head, in fp32."""
+    t, p = tl.arange(0, T)[None, :, None], tl.arange(0, P)[None, None, :]
+    place = x + tl.cast(first, tl.int64) * per_token + t * per_token + p
+    return tl.load(place, mask=first + t < length, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gated(z, weight):  # type: ignore[no-untyped-def]
+    """SiLU of the gate `[R, T, P]`, and its derivative."""
+    gate = z * weight
+    half = tl.sigmoid(gate)
+    return gate * half, half * (1.0 + gate * (1.0 - half))

@@ -1,0 +1,93 @@
+"""Our kernels of Mamba-3's scan: interpreted, compiled, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cppmega.ops import mamba3_operands as operands  # noqa: E402
+from cppmega.ops import mamba3_scan as scan  # noqa: E402
+from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
+from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402
+from tests.ops.mamba3_scan_checks import check  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+INTERPRETED = """
+import tests.ops.interpreted
+import torch
+from cppmega.ops import mamba3_scan as scan
+from tests.ops.mamba3_checks import Shape
+from tests.ops.mamba3_scan_checks import check, check_slices
+torch.set_num_threads(1)
+torch.manual_seed(0)
+scan.CHUNKS = 2  # several programs share a group's parameters
+FULL, HALF = torch.float32, torch.float16  # bf16 is truncated here
+check(Shape(1, 41, 4, 2, 2, 32, 16), FULL, bounds=[0, 1, 16, 16, 30, 39])
+check(Shape(1, 52, 2, 1, 4, 32, 16), HALF, "heavy_tail", [0, 5, 38, 52], dt=-3.0)
+check(Shape(2, 17, 2, 2, 4, 32, 16), FULL, "heavy_tail", dt=6.0)
+check_slices()
+"""
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_programs_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record(monkeypatch, [scan])
+    inputs, parameters = drawn(Shape(2, 64, 128, 8, 4, 128, 64), torch.bfloat16)
+    made = operands.plain(inputs, parameters, "softplus")
+    upstream = scan.forward(made, inputs, parameters, None)
+    scan.backward(made, inputs, parameters, None, upstream)
+    assert len(launches) == 7
+    for kernel, arguments in launches:
+        assert 2 * shared_memory(kernel, arguments, 90) <= LIMITS[90] << 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (Shape(rank=3), "they take ranks 2 and 4 without a norm of the output, not rank 3"),
+        (Shape(rank=4, out_norm=True), "without a norm"),
+        (Shape(rank=4), "2 heads per group, 8 or 5 is not a power of two"),
+        (Shape(rank=2, width=16), ""),
+    ],
+)
+def test_what_they_cannot_take_is_said(shape: Shape, why: str) -> None:
+    found = scan.obstacle(*drawn(shape))
+    assert why in found and bool(why) == bool(found)
+
+
+WIDE = Shape(2, 1024, 16, 8, 4, 128, 64)
+ON_GPU = {
+    "long": (WIDE, None, 0.0),
+    "one token": (WIDE._replace(length=1), None, 0.0),
+    "15 tokens": (WIDE._replace(length=15), None, 0.0),
+    "17 tokens": (WIDE._replace(length=17), None, 0.0),
+    "small dt": (WIDE._replace(length=100), None, -8.0),
+    "large dt": (WIDE._replace(length=100), None, 6.0),
+    "one group": (WIDE._replace(length=100, groups=1), None, 0.0),
+    "groups are heads": (WIDE._replace(length=100, groups=16), None, 0.0),
+    "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0),
+    "packed": (WIDE._replace(batch=1, length=300), [0, 1, 16, 117, 300], 0.0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_errors_are_those_of_products_in_bf16(name: str) -> None:
+    shape, bounds, dt = ON_GPU[name]
+    check(shape, torch.bfloat16, "softplus", bounds, dt, "cuda")
