@@ -32,6 +32,7 @@ from cppmega.ops import mamba3
 from cppmega.ops import mamba3_kernels as kernels
 from cppmega.ops import mamba3_operands as operands
 from cppmega.ops import mamba3_reference as reference
+from cppmega.ops import mamba3_scan_autograd as scan
 from tests.ops.mamba3_checks import Shape, drawn, leaves
 
 WHOLE = Shape(8, 4096, 128, 8, 4, 128, 64)
@@ -62,6 +63,18 @@ def eager(
     made = operands.plain(inputs, parameters, "softplus")
     scan = kernels._siso if parameters.rank_x is None else kernels._mimo
     return scan(made, inputs, parameters, bounds, chunk)
+
+
+def scanned(
+    inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
+) -> Tensor:
+    """By our own scan, which no mixer uses yet."""
+    return scan.mixed(inputs, parameters, "softplus", bounds)
+
+
+def ways_of(shape: Shape) -> dict[str, Way]:
+    """Ours, and our own scan where it can."""
+    return {"ours": ours} if shape.rank == 1 else {"ours": ours, "own scan": scanned}
 
 
 def glue(
@@ -133,7 +146,7 @@ def given_for(shape: Shape, documents: int) -> tuple[Any, ...]:
 
 
 def check(shape: Shape, documents: int) -> None:
-    """Compare ours with plain torch; SystemExit if they differ."""
+    """Compare ours, and our own scan, with plain torch; SystemExit if they differ."""
     inputs, parameters, bounds, chunk = given_for(
         shape._replace(length=128, batch=1, heads=16), min(documents, 4)
     )
@@ -143,20 +156,23 @@ def check(shape: Shape, documents: int) -> None:
         return reference.mixed(inputs, parameters, "softplus", cut, chunk)
 
     names = ["out", *leaves(inputs, parameters)]
-    found, wanted = (both_ways(way, inputs, parameters, bounds, chunk) for way in (ours, plain))
-    for name, mine, exact in zip(names, found, wanted, strict=True):
-        distance = float((mine.float() - exact.float()).norm() / exact.float().norm())
-        if not distance < TOLERANCE:
-            raise SystemExit(f"{shape}: {name} differs by {distance:.2e}")
+    wanted = both_ways(plain, inputs, parameters, bounds, chunk)
+    for of, way in ways_of(shape).items():
+        found = both_ways(way, inputs, parameters, bounds, chunk)
+        for name, mine, exact in zip(names, found, wanted, strict=True):
+            distance = float((mine.float() - exact.float()).norm() / exact.float().norm())
+            if not distance < TOLERANCE:
+                raise SystemExit(f"{shape}, {of}: {name} differs by {distance:.2e}")
 
 
 def measure(shape: Shape, documents: int, main: Path | None) -> dict[str, float]:
     """Milliseconds of every way, and MiB that two of them keep."""
     given = given_for(shape, documents)
-    row = {
-        name: median(both_ways, way, *given)
-        for name, way in (("ours", ours), ("eager", eager), ("recomputed", recomputed))
-    }
+    ways = ways_of(shape) | {"eager": eager, "recomputed": recomputed}
+    row = {name: median(both_ways, way, *given) for name, way in ways.items()}
+    for name in ("ours", "own scan"):
+        if name in ways:
+            row[f"{name}, forward"] = median(ways[name], *given)
     for name, make in (("ours", operands.in_autograd), ("eager", operands.plain)):
         row[f"glue, {name}"] = median(glue, make, *given[:2])
     if main is not None:

@@ -23,15 +23,15 @@ import tests.ops.interpreted
 import torch
 from cppmega.ops import mamba3_scan as scan
 from tests.ops.mamba3_checks import Shape
-from tests.ops.mamba3_scan_checks import check, check_slices
+from tests.ops.mamba3_scan_checks import check
 torch.set_num_threads(1)
 torch.manual_seed(0)
 scan.CHUNKS = 2  # several programs share a group's parameters
+scan.STATES = 1  # a sequence at a time
 FULL, HALF = torch.float32, torch.float16  # bf16 is truncated here
 check(Shape(1, 41, 4, 2, 2, 32, 16), FULL, bounds=[0, 1, 16, 16, 30, 39])
 check(Shape(1, 52, 2, 1, 4, 32, 16), HALF, "heavy_tail", [0, 5, 38, 52], dt=-3.0)
 check(Shape(2, 17, 2, 2, 4, 32, 16), FULL, "heavy_tail", dt=6.0)
-check_slices()
 """
 
 
