@@ -169,7 +169,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             turning += from_here * step[:, None]
             earlier = tl.sum(tl.where((begin < first)[:, None], of_angle, 0.0), 0)
             _more(d_theta + of_chunk * K + tl.arange(0, K), earlier, tl.arange(0, K) < K, KEYS)
-            # Across the chunk's border, by the state that this side knows.
+            # Across the chunk's border, by the state that this side knows. From here on, what is
+            # needed again is read again; it would have had to wait in registers.
             found = tl.dot(plain, tl.trans(state_plain), tl.dot(one, tl.trans(state)))
             of_share = of_tokens(tl.sum(mine.to(tl.float32) * found, 1), R, T)
             found = tl.dot(mixing, theirs, found * share_rows)
@@ -177,9 +178,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                 of_later = out_of * of_share
                 of_since = -share * of_share
                 before = tl.load(of_queries + of_state).to(tl.float32)
-                of_across = tl.sum(before * state.to(tl.float32))
-                before = tl.load(of_queries + of_state + P * 2 * K).to(tl.float32)
-                of_across += tl.sum(before * state_plain.to(tl.float32))
+                of_across = tl.sum(before * tl.load(states + of_state).to(tl.float32))
+                of_state += P * 2 * K
+                before = tl.load(of_queries + of_state).to(tl.float32)
+                of_across += tl.sum(before * tl.load(states + of_state).to(tl.float32))
                 of_whole = tl.sum(share * of_share, 0) + of_across * across
                 _more(d_at_once + of_head + t, of_later, here, True)
             else:
@@ -189,7 +191,6 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             _more(d_next + of_head + t, tl.where(follows, of_later, 0.0), here, KEYS)
             of_log = tl.cumsum(of_since, 0, reverse=True) + of_whole
             _more(d_log_a + of_head + t, of_log, here, KEYS)
-            # What follows is read again; it would have to wait in registers.
             found = tl.reshape(found, (R, T, P))
             by_z, by_out = by_rank(weight_z, R, P), by_rank(weight_out, R, P)
             direct = tl.load(skip + h)

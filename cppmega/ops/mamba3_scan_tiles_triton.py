@@ -16,6 +16,19 @@ PI = tl.constexpr(math.pi)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _exp(x):  # type: ignore[no-untyped-def]
+    """One instruction besides the product; Triton's exp takes five."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    """To 4e-7, in five instructions instead of twelve: a division takes most of Triton's."""
+    root = tl.rsqrt(1.0 + _exp(-x))
+    return root * root
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def at_rows(x, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """`[R * T]` from one value per token, `[T]`."""
     return tl.reshape(tl.broadcast_to(x[None, :], (R, T)), (R * T,))
@@ -36,14 +49,14 @@ def shares(dt, trap, starts, of_head, first, length, PACKED: tl.constexpr, T: tl
     """
     t = first + tl.arange(0, T)
     step = tl.load(dt + of_head + t, mask=t < length, other=0.0)
-    share = tl.sigmoid(tl.load(trap + of_head + t, mask=t < length, other=0.0).to(tl.float32))
+    share = _sigmoid(tl.load(trap + of_head + t, mask=t < length, other=0.0).to(tl.float32))
     follows = t + 1 < length
     if PACKED:
         follows &= tl.load(starts + t + 1, mask=follows, other=0) <= t
     after = tl.load(dt + of_head + t + 1, mask=follows, other=0.0)
     share_after = tl.load(trap + of_head + t + 1, mask=follows, other=0.0).to(tl.float32)
     at_once = share * step
-    return step, at_once, at_once + (1.0 - tl.sigmoid(share_after)) * after, follows
+    return step, at_once, at_once + (1.0 - _sigmoid(share_after)) * after, follows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -65,9 +78,9 @@ def decays(log_a, of_head, first, length, begin, last, T: tl.constexpr):  # type
     log = tl.load(log_a + of_head + t, mask=t < length, other=0.0)
     since = tl.cumsum(log, 0)
     whole = tl.sum(log, 0)
-    into = tl.where(begin < first, tl.exp(since), 0.0)
-    out_of = tl.where(t >= last, tl.exp(tl.minimum(whole - since, 0.0)), 0.0)
-    return since, into, out_of, tl.where(last < first, tl.exp(whole), 0.0)
+    into = tl.where(begin < first, _exp(since), 0.0)
+    out_of = tl.where(t >= last, _exp(tl.minimum(whole - since, 0.0)), 0.0)
+    return since, into, out_of, tl.where(last < first, _exp(whole), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,7 +88,7 @@ def between(since, begin, first, T: tl.constexpr):  # type: ignore[no-untyped-de
     """Decays `[T, T]` from a column's token to a later one, else 0; and who is itself."""
     t = tl.arange(0, T)
     seen = (t[None, :] < t[:, None]) & ((first + t)[None, :] >= begin[:, None])
-    decay = tl.exp(tl.minimum(since[:, None] - since[None, :], 0.0))
+    decay = _exp(tl.minimum(since[:, None] - since[None, :], 0.0))
     return tl.where(seen, decay, 0.0), t[None, :] == t[:, None]
 
 
@@ -92,7 +105,7 @@ def rates(angles, per_token, first, length, K: tl.constexpr, T: tl.constexpr):  
     t, k = tl.arange(0, T), tl.arange(0, K)
     place = angles + tl.cast(first, tl.int64) * per_token + t[:, None] * per_token + k[None, :]
     x = tl.load(place, mask=(first + t < length)[:, None], other=0.0).to(tl.float32)
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0  # exact: errors of all tokens add up
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -169,5 +182,5 @@ def values(x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # ty
 def gated(z, weight):  # type: ignore[no-untyped-def]
     """SiLU of the gate `[R, T, P]`, and its derivative."""
     gate = z * weight
-    half = tl.sigmoid(gate)
+    half = _sigmoid(gate)
     return gate * half, half * (1.0 + gate * (1.0 - half))
