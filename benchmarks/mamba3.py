@@ -1,14 +1,17 @@
 """Mamba-3 on one GPU: our mixer's core against mamba-ssm's module, its main branch, and SISO.
 
 usage: python benchmarks/mamba3.py [--main ROOT] [--out benchmarks/results] [--only NAME]
+                                   [--scan-alone]
 
-Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc. ROOT holds a checkout of
+Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc, unless our own scan is measured
+alone, which needs none of them. ROOT holds a checkout of
 mamba-ssm's main branch, whose kernels are measured in the same process. The core is everything
 between the two projections of a layer: norms, dt, A, angles, scan, gate and the sum over ranks;
 the glue of it what is made before the scan, by our kernels or by torch's.
 Before any time, results and gradients of ours are compared with plain torch in fp32 at a short
 length. Times are medians of 10 with CUDA events, of forward plus backward; bytes are those of the
-distinct tensors that the core keeps for its backward. Writes mamba3_DEVICE.json and .md.
+distinct tensors that the core keeps for its backward. Writes mamba3_DEVICE.json and .md, or
+mamba3_scan_DEVICE.json and .md, with the time of every kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu import median, stack
+from on_gpu import by_kernel, median, stack
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -72,9 +75,10 @@ def scanned(
     return scan.mixed(inputs, parameters, "softplus", bounds)
 
 
-def ways_of(shape: Shape) -> dict[str, Way]:
+def ways_of(shape: Shape, alone: bool) -> dict[str, Way]:
     """Ours, and our own scan where it can."""
-    return {"ours": ours} if shape.rank == 1 else {"ours": ours, "own scan": scanned}
+    own: dict[str, Way] = {"own scan": scanned} if shape.rank > 1 else {}
+    return own if alone else {"ours": ours, **own}
 
 
 def glue(
@@ -145,7 +149,7 @@ def given_for(shape: Shape, documents: int) -> tuple[Any, ...]:
     return inputs, parameters, bounds, CHUNK[shape.rank]
 
 
-def check(shape: Shape, documents: int) -> None:
+def check(shape: Shape, documents: int, alone: bool) -> None:
     """Compare ours, and our own scan, with plain torch; SystemExit if they differ."""
     inputs, parameters, bounds, chunk = given_for(
         shape._replace(length=128, batch=1, heads=16), min(documents, 4)
@@ -157,7 +161,7 @@ def check(shape: Shape, documents: int) -> None:
 
     names = ["out", *leaves(inputs, parameters)]
     wanted = both_ways(plain, inputs, parameters, bounds, chunk)
-    for of, way in ways_of(shape).items():
+    for of, way in ways_of(shape, alone).items():
         found = both_ways(way, inputs, parameters, bounds, chunk)
         for name, mine, exact in zip(names, found, wanted, strict=True):
             distance = float((mine.float() - exact.float()).norm() / exact.float().norm())
@@ -165,23 +169,43 @@ def check(shape: Shape, documents: int) -> None:
                 raise SystemExit(f"{shape}, {of}: {name} differs by {distance:.2e}")
 
 
-def measure(shape: Shape, documents: int, main: Path | None) -> dict[str, float]:
-    """Milliseconds of every way, and MiB that two of them keep."""
+def measure(
+    shape: Shape, documents: int, main: Path | None, alone: bool
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Milliseconds of every way and KB that it keeps, and milliseconds by kernel of some."""
     given = given_for(shape, documents)
-    ways = ways_of(shape) | {"eager": eager, "recomputed": recomputed}
+    mine = ways_of(shape, alone)
+    ways = mine if alone else mine | {"eager": eager, "recomputed": recomputed}
     row = {name: median(both_ways, way, *given) for name, way in ways.items()}
-    for name in ("ours", "own scan"):
-        if name in ways:
-            row[f"{name}, forward"] = median(ways[name], *given)
-    for name, make in (("ours", operands.in_autograd), ("eager", operands.plain)):
-        row[f"glue, {name}"] = median(glue, make, *given[:2])
+    row |= {f"{name}, forward": median(way, *given) for name, way in mine.items()}
+    if not alone:
+        for name, make in (("ours", operands.in_autograd), ("eager", operands.plain)):
+            row[f"glue, {name}"] = median(glue, make, *given[:2])
     if main is not None:
         with imported_from(main):
             row["main, eager"] = median(both_ways, eager, *given)
     tokens = shape.batch * shape.length
-    row["ours, KB kept per token"] = kept(ours, *given) / tokens / 1e3
-    row["eager, KB kept per token"] = kept(eager, *given) / tokens / 1e3
-    return row
+    for name, way in ways.items():
+        if name != "recomputed":
+            row[f"{name}, KB kept per token"] = kept(way, *given) / tokens / 1e3
+    return row, {name: by_kernel(both_ways, way, *given) for name, way in mine.items()}
+
+
+def kernel_table(name: str, found: dict[str, float]) -> list[str]:
+    """Every kernel of a way that takes at least a hundredth of its time."""
+    whole = sum(found.values())
+    return [
+        "",
+        f"## {name}, by kernel: {whole:.2f} ms",
+        "",
+        "| kernel | ms | share |",
+        "|---|---|---|",
+        *(
+            f"| `{kernel[:70]}` | {time:.3f} | {time / whole:.0%} |"
+            for kernel, time in found.items()
+            if time >= 0.01 * whole
+        ),
+    ]
 
 
 def main() -> None:
@@ -190,13 +214,15 @@ def main() -> None:
     parser.add_argument("--main", type=Path, help="a checkout of mamba-ssm's main branch")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--scan-alone", action="store_true", help="our own scan and nothing else")
     options = parser.parse_args()
-    rows = {}
+    alone = options.scan_alone
+    rows, profiles = {}, {}
     for name, (shape, documents) in CASES.items():
-        if name.startswith(options.only):
-            check(shape, documents)
-            rows[name] = measure(shape, documents, options.main)
-            print(name, rows[name], flush=True)
+        if name.startswith(options.only) and ways_of(shape, alone):
+            check(shape, documents, alone)
+            rows[name], profiles[name] = measure(shape, documents, options.main, alone)
+            print(name, rows[name], profiles[name], flush=True)
     device = torch.cuda.get_device_name()
     report = stack("triton", "tilelang", "mamba-ssm")
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
@@ -213,11 +239,15 @@ def main() -> None:
             f"| {name} | " + " | ".join(f"{row[c]:.2f}" if c in row else "" for c in columns) + " |"
             for name, row in rows.items()
         ),
-        "",
     ]
+    for name, found in profiles.items():
+        for way, times in found.items():
+            lines += kernel_table(f"{name}, {way}", times)
+    lines.append("")
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = "mamba3_" + device.split()[-1].lower()
-    (options.out / f"{stem}.json").write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
+    stem = ("mamba3_scan_" if alone else "mamba3_") + device.split()[-1].lower()
+    whole = report | {"rows": rows, "kernels": profiles}
+    (options.out / f"{stem}.json").write_text(json.dumps(whole, indent=1) + "\n")
     (options.out / f"{stem}.md").write_text("\n".join(lines))
     print("\n".join(lines))
 

@@ -44,6 +44,17 @@ def median(work: Callable[..., Any], *arguments: Any, queued: bool = False) -> f
     return statistics.median(elapsed(work, *arguments, repeats=12, queued=queued)[2:])
 
 
+def by_kernel(work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """Milliseconds of each kernel in one call, after one that does not count, longest first."""
+    work(*arguments)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        work(*arguments)
+        torch.cuda.synchronize()
+    times = {event.key: event.self_device_time_total / 1e3 for event in seen.key_averages()}
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
 def stack(*packages: str) -> dict[str, str]:
     """Date, GPU, torch and these packages, as a report's header names them."""
     return {
