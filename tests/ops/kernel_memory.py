@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
+TF32 = re.compile(r"inputPrecision = tf32 : tensor<[\dx]+xf32")
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 Launch = tuple[Any, dict[str, Any]]
@@ -75,7 +77,10 @@ def source_of(kernel: Any, given: dict[str, Any]) -> Any:
 
 
 def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
-    """Bytes of shared memory, after Triton's passes; LLVM's, which change nothing, do not run."""
+    """Bytes of shared memory, after Triton's passes; LLVM's, which change nothing, do not run.
+
+    No kernel may have a product in tf32, which none of ours asks for.
+    """
     from triton._C.libtriton import ir, llvm
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -93,4 +98,7 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
     with mock.patch.multiple(llvm, optimize_module=mock.DEFAULT, link_extern_libs=mock.DEFAULT):
         for stage in ("ttir", "ttgir", "llir"):
             module = stages[stage](module, metadata)
+            if stage == "ttir":
+                # Triton turns sums of broadcast products into products of matrices, in tf32.
+                assert not TF32.search(str(module)), "multiplies fp32 in tf32"
     return int(metadata["shared"])
