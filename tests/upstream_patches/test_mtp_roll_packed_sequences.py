@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,10 +294,15 @@ def in_ranks(world: int, function: Callable[..., None], *arguments: Any) -> None
 
 def rank_main(store: str, world: int, rank: int, function: Callable[..., None], args: Any) -> None:
     torch.cuda.current_device = lambda: "cpu"  # stock allocates there
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", world_size=world, rank=rank
-    )
-    function(*args)
+    shared = torch.distributed.FileStore(store, world)
+    torch.distributed.init_process_group("gloo", store=shared, world_size=world, rank=rank)
+    try:
+        function(*args)
+    finally:
+        shared.set(f"ended {rank}", "")
+    # A rank that ends closes its connections, which fails those that still send to it. No barrier:
+    # its messages would meet those that were left behind.
+    shared.wait([f"ended {other}" for other in range(world)], timedelta(seconds=60))
 
 
 def on_every_rank(roll: Callable[..., Any], stock: Callable[..., Any], backport: bool) -> None:
