@@ -34,6 +34,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests import huge_pages
+
 PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -114,6 +116,7 @@ def serve(listener: int, folder: str) -> None:
         "a process with threads cannot be forked"
     )
     gc.freeze()
+    huge_pages.gather()
     order = Server(socket.socket(fileno=listener)).order_of_a_fork()
     if order:
         with short_end():
