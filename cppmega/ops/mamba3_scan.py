@@ -30,7 +30,6 @@ CHUNKS = 8
 STATES = 1 << 31
 """Bytes of states and their gradients that the backward has at a time, if a sequence needs less."""
 
-
 SIDES = ("d_queries", "d_z", "d_keys", "d_x")
 """What only the queries' launch of the backward writes, and then what only the keys' does."""
 

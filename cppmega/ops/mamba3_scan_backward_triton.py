@@ -56,11 +56,10 @@ def _unturned(x, found, cos, sin, R: tl.constexpr, K: tl.constexpr, T: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add(sums, x, columns, again, R: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add(sums, x, columns, R: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add the sum over tokens of `[R, T, columns]` to a part of `[R, WIDTH]`."""
     place = sums + tl.arange(0, R)[:, None] * WIDTH + columns[None, :]
-    before = tl.load(place, mask=again & (columns[None, :] >= 0), other=0.0)
-    tl.store(place, before + tl.sum(x, 1))
+    tl.store(place, tl.load(place) + tl.sum(x, 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,7 +89,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     for chunk in range(begin_of_all, tl.minimum(begin_of_all + CHUNKS, chunks)):
         first = chunk * T
         t, p = first + tl.arange(0, T), tl.arange(0, P)
-        here, again = t < length, chunk > begin_of_all
+        here = t < length
         begin, last = begins(starts, first, length, PACKED, T)
         rate = rates(angles + b * angles_b, angles_l, first, length, K, T)
         # Who comes after a token, or is it, in its own document and chunk.
@@ -156,13 +155,13 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             # Queries or keys, and the angles by which they were rotated.
             found = tl.dot(d_scores, other, tl.dot(mine, state) * share_rows)
             d_one, d_other, of_angle = _unturned(one, found, cos, sin, R, K, T)
-            _add(own, d_one, tl.arange(0, K), again, R, N)
-            _add(own, d_other, tl.arange(0, K) + 2 * K, again, R, N)
+            _add(own, d_one, tl.arange(0, K), R, N)
+            _add(own, d_other, tl.arange(0, K) + 2 * K, R, N)
             all_one += d_one
             all_other += d_other
             found = tl.dot(d_scores, other_plain, tl.dot(mine, state_plain) * share_rows)
             found = tl.reshape(found, (R, T, 2 * K))
-            _add(own, found, plain_columns(K), again, R, N)
+            _add(own, found, plain_columns(K), R, N)
             all_plain += found
             from_here = tl.dot(after.to(tl.float32), of_angle, input_precision="ieee")
             _more(d_dt + of_head + t, tl.sum(from_here * rate, 1) * PI, here, KEYS)
@@ -204,11 +203,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                 found *= values(at_given, first, length, H * P, P, T)
                 of_z = values(at_z, first, length, z_l, P, T)
                 gate, slope = gated(of_z, by_z)
-                _add(own + R * (N + P), found * gate, p, again, R, P)
+                _add(own + R * (N + P), found * gate, p, R, P)
                 found *= by_out * slope
                 of_value = found * by_z
                 found *= of_z
-            _add(own + R * N, found, p, again, R, P)
+            _add(own + R * N, found, p, R, P)
             place = d_values + ((b * length + first) * H + h) * P
             place += tl.arange(0, T)[:, None] * (H * P) + p[None, :]
             tl.store(place, tl.sum(of_value, 0).to(kind), mask=here[:, None])

@@ -182,5 +182,5 @@ def values(x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # ty
 def gated(z, weight):  # type: ignore[no-untyped-def]
     """SiLU of the gate `[R, T, P]`, and its derivative."""
     gate = z * weight
-    half = _sigmoid(gate)
-    return gate * half, half * (1.0 + gate * (1.0 - half))
+    share = _sigmoid(gate)
+    return gate * share, share * (1.0 + gate * (1.0 - share))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cppmega.ops import mamba3_kernels as kernels  # noqa: E402
 from cppmega.ops import mamba3_reference as reference  # noqa: E402
 from tests.ops import mamba3_stand_ins  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn, leaves, token_by_token  # noqa: E402
+from tests.ops.mamba3_errors import check  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MIMO = Shape()
@@ -195,30 +197,8 @@ ON_GPU = {
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ON_GPU)
-def test_kernels_err_little_more_than_fp32_rounded_to_bf16(name: str) -> None:
+def test_errors_are_those_of_products_in_bf16(name: str) -> None:
     shape, bounds, dt = ON_GPU[name]
-    given = drawn(shape, torch.bfloat16, "cuda", dt)
-    boundaries = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cuda")
     chunk = 16 if shape.rank > 1 else 64
-    upstream = torch.randn(given[0].x.shape, device="cuda", dtype=torch.bfloat16)
-
-    def results(out: Tensor, inputs: Any, parameters: Any) -> dict[str, Tensor]:
-        named = leaves(inputs, parameters)
-        gradients = torch.autograd.grad(out, [*named.values()], upstream.to(out.dtype))
-        return {"out": out.detach(), **dict(zip(named, gradients, strict=True))}
-
-    def plain(dtype: torch.dtype) -> dict[str, Tensor]:
-        inputs, parameters = (
-            type(each)(*(x if x is None else x.detach().to(dtype).requires_grad_() for x in each))
-            for each in given
-        )
-        out = reference.mixed(inputs, parameters, bounds=bounds, chunk=16)
-        return results(out, inputs, parameters)
-
-    runs = [results(mamba3.mixed(*given, "softplus", boundaries, chunk), *given) for _ in range(2)]
-    exact, rounded = plain(torch.float64), plain(torch.float32)
-    for name, found in runs[0].items():
-        assert torch.equal(found, runs[1][name]), f"{name} does not repeat"
-        floor = (rounded[name].to(found.dtype).double() - exact[name]).norm()
-        error = (found.double() - exact[name]).norm()
-        assert error <= 1.5 * floor + 1e-7 * exact[name].norm(), f"{name}: {error / floor:.2f}"
+    mix = partial(mamba3.mixed, chunk=chunk)
+    check(mix, shape, torch.bfloat16, "softplus", bounds, dt, "cuda")

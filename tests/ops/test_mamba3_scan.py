@@ -12,20 +12,24 @@ torch = pytest.importorskip("torch")
 
 from cppmega.ops import mamba3_operands as operands  # noqa: E402
 from cppmega.ops import mamba3_scan as scan  # noqa: E402
+from cppmega.ops.mamba3_scan_autograd import mixed  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402
-from tests.ops.mamba3_scan_checks import check  # noqa: E402
+from tests.ops.mamba3_errors import check  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 INTERPRETED = """
 import tests.ops.interpreted
 import torch
+from functools import partial
 from cppmega.ops import mamba3_scan as scan
+from cppmega.ops.mamba3_scan_autograd import mixed
+from tests.ops import mamba3_errors
 from tests.ops.mamba3_checks import Shape
-from tests.ops.mamba3_scan_checks import check
 torch.set_num_threads(1)
 torch.manual_seed(0)
+check = partial(mamba3_errors.check, mixed)
 scan.CHUNKS = 2  # several programs share a group's parameters
 scan.STATES = 1  # a sequence at a time
 FULL, HALF = torch.float32, torch.float16  # bf16 is truncated here
@@ -90,4 +94,4 @@ ON_GPU = {
 @pytest.mark.parametrize("name", ON_GPU)
 def test_errors_are_those_of_products_in_bf16(name: str) -> None:
     shape, bounds, dt = ON_GPU[name]
-    check(shape, torch.bfloat16, "softplus", bounds, dt, "cuda")
+    check(mixed, shape, torch.bfloat16, "softplus", bounds, dt, "cuda")

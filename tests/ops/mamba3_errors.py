@@ -1,20 +1,21 @@
-"""Our kernels of Mamba-3's scan against plain torch in fp64, and as matrix products round."""
+"""Errors of Mamba-3's kernels: against plain torch in fp64, and as products of matrices round."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cppmega.ops import mamba3_reference as reference
-from cppmega.ops import mamba3_scan as scan
-from cppmega.ops import mamba3_scan_autograd as ours
 from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters
 from tests.ops.mamba3_checks import Shape, drawn, leaves
 from tests.ops.mamba3_operands_checks import of_a_projection
 
 Named = dict[str, Tensor]
+Mix = Callable[[Inputs, Parameters, Definition, Tensor | None], Tensor]
+"""Inputs, parameters, the definition of A and the boundaries of a pack to the output."""
 
 
 def given_for(
@@ -23,7 +24,6 @@ def given_for(
     """Leaves that require gradients; the inputs are parts of one projection."""
     drawn_inputs, drawn_parameters = drawn(shape, dtype, device, dt=dt)
     inputs = Inputs(*(each.detach().requires_grad_() for each in of_a_projection(drawn_inputs)))
-    assert scan.obstacle(inputs, drawn_parameters) == ""
     return inputs, drawn_parameters
 
 
@@ -35,16 +35,16 @@ def results(out: Tensor, inputs: Inputs, parameters: Parameters, upstream: Tenso
 
 
 def by_kernels(
+    mix: Mix,
     inputs: Inputs,
     parameters: Parameters,
     upstream: Tensor,
-    definition: Definition = "softplus",
-    bounds: list[int] | None = None,
+    definition: Definition,
+    bounds: list[int] | None,
 ) -> Named:
     device = inputs.x.device
     boundaries = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
-    out = ours.mixed(inputs, parameters, definition, boundaries)
-    return results(out, inputs, parameters, upstream)
+    return results(mix(inputs, parameters, definition, boundaries), inputs, parameters, upstream)
 
 
 def plain(
@@ -73,6 +73,7 @@ def plain(
 
 
 def check(
+    mix: Mix,
     shape: Shape,
     dtype: torch.dtype,
     definition: Definition = "softplus",
@@ -89,8 +90,8 @@ def check(
     inputs, parameters = given_for(shape, dtype, dt, device)
     upstream = torch.randn(inputs.x.shape, dtype=torch.float64, device=device).to(dtype)
     given = (inputs, parameters, upstream, definition, bounds)
-    found = by_kernels(*given)
-    again = found if device == "cpu" else by_kernels(*given)  # the interpreter has one thread
+    found = by_kernels(mix, *given)
+    again = found if device == "cpu" else by_kernels(mix, *given)  # the interpreter has one thread
     exact = plain(*given, torch.float64)
     rounded = None if dtype == torch.float32 else plain(*given, torch.float32, dtype)
     for name, want in exact.items():
