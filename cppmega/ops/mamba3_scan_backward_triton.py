@@ -102,9 +102,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             of_head = (b * H + h) * length
             of_chunk = (b * chunks + chunk) * H + h
             own = sums + (program * HEADS + head) * SUMS
-            step, at_once, later, follows = shares(
-                dt, trap, starts, of_head, first, length, PACKED, T
-            )
+            step, at_once, later = shares(dt, trap, of_head, first, length, T)
             since, into, out_of, across = decays(log_a, of_head, first, length, begin, last, T)
             cos, sin = turned(rate, step, theta + of_chunk * K, K)
             q, q_plain = rows(
@@ -187,7 +185,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                 of_since += share * of_share
                 of_whole = 0.0
                 tl.store(d_at_once + of_head + t, of_at_once + of_later, mask=here)
-            _more(d_next + of_head + t, tl.where(follows, of_later, 0.0), here, KEYS)
+            _more(d_next + of_head + t, of_later, here, KEYS)
             of_log = tl.cumsum(of_since, 0, reverse=True) + of_whole
             _more(d_log_a + of_head + t, of_log, here, KEYS)
             found = tl.reshape(found, (R, T, P))

@@ -44,7 +44,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     turning, plain = tl.zeros((P, 2 * K), tl.float32), tl.zeros((P, 2 * K), tl.float32)
     for chunk in tl.range(chunks, disable_licm=True):
         first = chunk * T
-        step, at_once, later, _ = shares(dt, trap, starts, of_head, first, length, PACKED, T)
+        step, at_once, later = shares(dt, trap, of_head, first, length, T)
         begin, last = begins(starts, first, length, PACKED, T)
         since, into, out_of, across = decays(log_a, of_head, first, length, begin, last, T)
         rate = rates(angles + b * angles_b, angles_l, first, length, K, T)

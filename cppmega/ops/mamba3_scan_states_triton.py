@@ -48,7 +48,7 @@ def _walk(  # type: ignore[no-untyped-def]
         of_chunk = (b * chunks + chunk) * H + h
         put(to + of_chunk * (P * 4 * K), turning, plain, K, P)
         first = chunk * T
-        step, _, later, _ = shares(dt, trap, starts, of_head, first, length, PACKED, T)
+        step, _, later = shares(dt, trap, of_head, first, length, T)
         begin, last = begins(starts, first, length, PACKED, T)
         _, into, out_of, across = decays(log_a, of_head, first, length, begin, last, T)
         rate = rates(angles, angles_l, first, length, K, T)

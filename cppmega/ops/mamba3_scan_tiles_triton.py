@@ -41,22 +41,19 @@ def of_tokens(x, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def shares(dt, trap, starts, of_head, first, length, PACKED: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+def shares(dt, trap, of_head, first, length, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """What the tokens of a chunk add to the state: at once, and as a later token sees it.
 
-    A token's share of the next step is dt and (1 - trap) of the next token, if that is of its
-    document; whether it is, is returned last.
+    A token's share of the next step is dt and (1 - trap) of the next token. That of a document's
+    last token is of another document's, and no token sees it.
     """
     t = first + tl.arange(0, T)
     step = tl.load(dt + of_head + t, mask=t < length, other=0.0)
     share = _sigmoid(tl.load(trap + of_head + t, mask=t < length, other=0.0).to(tl.float32))
-    follows = t + 1 < length
-    if PACKED:
-        follows &= tl.load(starts + t + 1, mask=follows, other=0) <= t
-    after = tl.load(dt + of_head + t + 1, mask=follows, other=0.0)
-    share_after = tl.load(trap + of_head + t + 1, mask=follows, other=0.0).to(tl.float32)
+    after = tl.load(dt + of_head + t + 1, mask=t + 1 < length, other=0.0)
+    share_after = tl.load(trap + of_head + t + 1, mask=t + 1 < length, other=0.0).to(tl.float32)
     at_once = share * step
-    return step, at_once, at_once + (1.0 - _sigmoid(share_after)) * after, follows
+    return step, at_once, at_once + (1.0 - _sigmoid(share_after)) * after
 
 
 @triton.jit  # type: ignore[untyped-decorator]
