@@ -61,6 +61,7 @@ def a_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved(folder / "tokenizer", byte_level([PYTHON[:60], C[:40]], 280))
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        patched.setattr("gc.collect", lambda *generation: 0)
         patched.setattr(data, "_BATCH", 3)
         prepared(folder, folder / "whole")
     return folder

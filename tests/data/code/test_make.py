@@ -28,10 +28,16 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 SIZE = 320
 
 
-@pytest.fixture(autouse=True)
-def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's builder collects garbage for every shard: half a second with torch loaded."""
-    monkeypatch.setattr("gc.collect", lambda *generation: 0)
+@pytest.fixture(scope="module", autouse=True)
+def no_collections() -> Iterator[None]:
+    """Megatron's builder collects garbage for every shard: half a second with torch loaded.
+
+    Once for the module, whose corpus is made before the first test: a collection there also walks
+    through what earlier files have left.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gc.collect", lambda *generation: 0)
+        yield
 
 
 @contextmanager
