@@ -17,7 +17,7 @@ def _steps(dt, b, g, first, length, H: tl.constexpr, HEADS: tl.constexpr, T: tl.
     t = first + tl.arange(0, T)
     head = g * HEADS + tl.arange(0, HEADS)
     place = (b * H + head)[:, None] * length + t[None, :]
-    here = (t < length)[None, :] & (head < (g + 1) * HEADS)[:, None]
+    here = (t < length)[None, :]
     return tl.load(dt + place, mask=here, other=0.0), place, here
 
 

@@ -26,7 +26,7 @@ from cppmega.ops.mamba3_scan_tiles_triton import (
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def put(states, turning, plain, K: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(states, turning, plain, K: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store both tiles `[P, 2 K]` of a state."""
     at = tl.arange(0, P)[:, None] * (2 * K) + tl.arange(0, 2 * K)[None, :]
     tl.store(states + at, turning.to(states.dtype.element_ty))
@@ -46,7 +46,7 @@ def _walk(  # type: ignore[no-untyped-def]
     for number in tl.range(chunks, disable_licm=True):
         chunk = chunks - 1 - number if BACKWARD else number
         of_chunk = (b * chunks + chunk) * H + h
-        put(to + of_chunk * (P * 4 * K), turning, plain, K, P)
+        _put(to + of_chunk * (P * 4 * K), turning, plain, K, P)
         first = chunk * T
         step, _, later = shares(dt, trap, of_head, first, length, T)
         begin, last = begins(starts, first, length, PACKED, T)

@@ -21,7 +21,11 @@ from tests.data.killed import killed_at_each_rename
 from tests.support import REPOSITORY
 from tests.support.datasets import write
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("no_collections"),
+]
 BYTES = tokens.ByteTokenizer()
 
 
@@ -32,12 +36,6 @@ def megatron_dataset() -> Any:
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDataset
     return IndexedDataset
-
-
-@pytest.fixture(autouse=True)
-def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's builder collects garbage for every shard: half a second with torch loaded."""
-    monkeypatch.setattr("gc.collect", lambda *generation: 0)
 
 
 @pytest.fixture(name="sources")

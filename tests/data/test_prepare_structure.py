@@ -25,7 +25,11 @@ from tests.data.killed import killed_at_each_rename
 from tests.data.test_structure_labels import CPP, PYTHON, C
 from tests.support.tokenizers import byte_level, codes_of, saved
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("no_collections"),
+]
 BYTES = tokenizers.ByteTokenizer()
 TEXTS = {
     "a/one.py": PYTHON,
@@ -42,8 +46,7 @@ COUNTS = {"python": 2, "c": 1, "cpp": 2, "no grammar": 1, "not parsed": 1}
 
 @pytest.fixture(autouse=True)
 def quick_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No garbage collection for every shard, and nothing in the user's cache."""
-    monkeypatch.setattr("gc.collect", lambda *generation: 0)
+    """Small batches, and nothing in the user's cache."""
     monkeypatch.setattr(data, "_BATCH", 3)
     monkeypatch.setenv("CPPMEGA_CACHE", str(tmp_path / "cache"))
 
@@ -61,7 +64,6 @@ def a_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved(folder / "tokenizer", byte_level([PYTHON[:60], C[:40]], 280))
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patched.setattr("gc.collect", lambda *generation: 0)
         patched.setattr(data, "_BATCH", 3)
         prepared(folder, folder / "whole")
     return folder

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from cppmega.ops.dsa_attention import (  # noqa: E402
 )
 from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -101,15 +99,7 @@ def test_obstacles_are_named() -> None:
 
 def interpreted(program: str) -> None:
     """Run a program where Triton interprets its kernels."""
-    text = (
-        "import tests.ops.interpreted\nfrom tests.ops.dsa_attention_checks import *\n"
-        f"import torch\ntorch.set_num_threads(1)\n{program}"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(f"from tests.ops.dsa_attention_checks import *\nimport torch\n{program}")
 
 
 def test_the_kernels_give_output_and_gradients() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,19 +10,15 @@ pytest.importorskip("triton")
 from cppmega.ops import dsa_attention_per_head as per_head  # noqa: E402
 from cppmega.ops.dsa_attention_per_head_tiles import HOPPER, OTHERS, tiles_for  # noqa: E402
 from cppmega.ops.dsa_indexer_device import LEAST_SHARED, Gpu  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 
 def interpreted(code: str) -> None:
     """Run code in a process whose Triton kernels run in the interpreter, on CPU."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    start = (
-        "import tests.ops.interpreted\nimport torch\n"
-        "from tests.ops.dsa_attention_per_head_checks import *\nsmall_tiles()\n"
-    )
-    options = ["-W", "ignore::RuntimeWarning"]
-    subprocess.run([sys.executable, *options, "-c", start + code], check=True, env=environment)
+    start = "import torch\nfrom tests.ops.dsa_attention_per_head_checks import *\nsmall_tiles()\n"
+    run(start + code, warnings="ignore::RuntimeWarning")
 
 
 def test_the_kernels() -> None:

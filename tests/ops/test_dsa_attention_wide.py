@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +9,7 @@ torch = pytest.importorskip("torch")
 from cppmega.ops.dsa_attention_wide_tiles import tiles_of, wide_obstacle  # noqa: E402
 from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS  # noqa: E402
 from tests.ops.test_dsa_indexer import documents  # noqa: E402
 
@@ -21,7 +18,6 @@ from tests.ops.test_dsa_indexer import documents  # noqa: E402
 def test_the_kernels_give_output_and_gradients() -> None:
     pytest.importorskip("triton")
     code = """
-import tests.ops.interpreted
 import torch
 from tests.ops.dsa_attention_wide_checks import *
 
@@ -32,9 +28,7 @@ starts, ends = documents(14)
 check_exact(14, 14, 2, 2, (16, 16), 14, Bounds(starts.expand(2, 14), ends.repeat(2, 1)))
 check_exact(3, 3, 2, 2, (16, 16), 1, Bounds(torch.zeros(3), torch.tensor([[1, 2, 3]] * 2)))
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-W", "ignore::RuntimeWarning"]
-    subprocess.run([sys.executable, *options, "-c", code], check=True, env=environment)
+    run(code, warnings="ignore::RuntimeWarning")
 
 
 @pytest.mark.parametrize("arch", LIMITS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ from cppmega.ops.dsa_indexer import (  # noqa: E402
     obstacle,
 )
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -185,12 +183,8 @@ def test_loss_choice_and_gradients_are_megatron_s(sparse: bool) -> None:
 
 def interpreted(code: str) -> None:
     """Run code in a process whose Triton kernels run in the interpreter, on CPU."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    start = (
-        "import tests.ops.interpreted\nimport torch\nfrom tests.ops.dsa_indexer_checks import *\n"
-    )
-    options = ["-W", "ignore::RuntimeWarning"]
-    subprocess.run([sys.executable, *options, "-c", start + code], check=True, env=environment)
+    start = "import torch\nfrom tests.ops.dsa_indexer_checks import *\n"
+    run(start + code, warnings="ignore::RuntimeWarning")
 
 
 def test_the_kernel_chooses_as_torch_does() -> None:

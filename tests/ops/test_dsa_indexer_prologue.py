@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +19,7 @@ from cppmega.ops.dsa_indexer_prologue import (  # noqa: E402
 from cppmega.ops.hadamard import walsh_hadamard  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles, check_prologue, tensors  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.test_dsa_indexer import Operators, Recorder  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -131,7 +129,6 @@ def test_obstacles_are_named() -> None:
 def test_the_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     code = """
-import tests.ops.interpreted
 import torch
 from tests.ops.test_dsa_indexer_prologue import DOCUMENTS
 from tests.ops.dsa_indexer_prologue_checks import *
@@ -151,8 +148,7 @@ check_prologue(6, 1, 1, 32, Rotary(angles=angles(6, 8), documents=(one, one)), f
 empty = tensors(0, 1, 2, 32, full)
 assert Prepare.apply(*empty, Rotary(angles=angles(1, 8)), True, 1.0)[0].shape == (0, 1, 2, 32)
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run(code)
 
 
 @pytest.mark.parametrize("s, b", [(3, 1), (70, 4)])

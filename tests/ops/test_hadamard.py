@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from torch import Tensor  # noqa: E402
 
 from cppmega.ops.hadamard import walsh_hadamard  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -119,8 +119,7 @@ assert torch.equal(hadamard_triton.transform(strided, 1.0), hadamard.walsh_hadam
 assert hadamard_triton.transform(torch.zeros(0, 4, 8), 1.0).shape == (0, 4, 8)
 assert not hadamard_triton.fits(torch.randn(2, 4))
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run(code)
 
 
 @pytest.mark.gpu

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -17,6 +14,7 @@ from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops import m2rnn as op  # noqa: E402
 from cppmega.ops import m2rnn_reference as reference  # noqa: E402
 from cppmega.ops.packed_conv import packed_conv  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.launch_counts import kernels_of, modules_of  # noqa: E402
 from tests.ops.m2rnn_checks import (  # noqa: E402
@@ -95,19 +93,12 @@ def test_what_follows_the_last_document_is_one_more() -> None:
 def interpreted(program: str) -> None:
     """Run a program where Triton interprets its kernels, with chunks of four steps."""
     pytest.importorskip("triton")
-    text = (
-        "import tests.ops.interpreted\nfrom tests.ops.m2rnn_checks import *\n"
+    run(
+        "from tests.ops.m2rnn_checks import *\n"
         "from cppmega.ops import m2rnn_backward_triton, m2rnn_forward_triton\n"
         "m2rnn_forward_triton.CHUNK, m2rnn_backward_triton.PROGRAMS = 4, 2\n"
-        f"torch.set_num_threads(1)\nhalf, full = torch.float16, torch.float32\n{program}"
+        f"half, full = torch.float16, torch.float32\n{program}"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from cppmega.ops import mamba3_operands as operands  # noqa: E402
 from cppmega.ops import mamba3_operands_triton as kernels  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 INTERPRETED = """
-import tests.ops.interpreted
 import torch
 from tests.ops.mamba3_checks import Shape
 from tests.ops.mamba3_operands_checks import check
-torch.set_num_threads(1)
 torch.manual_seed(0)
 check(Shape(2, 21, 5, 1, 3, 8), torch.float32)  # nothing divides by a program's part
 check(Shape(1, 17, 20, 4, 2, 16), torch.float16, "heavy_tail")  # bf16 is truncated here
@@ -33,13 +28,7 @@ check(Shape(2, 0, 4, 2, 4, 8), torch.float32)
 
 
 def test_kernels_err_little_more_than_fp32_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run(INTERPRETED)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])

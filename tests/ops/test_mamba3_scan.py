@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from cppmega.ops import mamba3_operands as operands  # noqa: E402
 from cppmega.ops import mamba3_scan as scan  # noqa: E402
-from cppmega.ops.mamba3_scan_autograd import mixed  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402
-from tests.ops.mamba3_errors import check  # noqa: E402
+from tests.ops.mamba3_errors import ON_GPU, WIDE  # noqa: E402
+from tests.ops.mamba3_scan_checks import check  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 INTERPRETED = """
-import tests.ops.interpreted
 import torch
-from functools import partial
 from cppmega.ops import mamba3_scan as scan
-from cppmega.ops.mamba3_scan_autograd import mixed
-from tests.ops import mamba3_errors
 from tests.ops.mamba3_checks import Shape
-torch.set_num_threads(1)
+from tests.ops.mamba3_scan_checks import check
 torch.manual_seed(0)
-check = partial(mamba3_errors.check, mixed)
 scan.CHUNKS = 2  # several programs share a group's parameters
 scan.STATES = 1  # a sequence at a time
 FULL, HALF = torch.float32, torch.float16  # bf16 is truncated here
@@ -40,13 +32,7 @@ check(Shape(2, 17, 2, 2, 4, 32, 16), FULL, "heavy_tail", dt=6.0)
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run(INTERPRETED)
 
 
 def test_two_programs_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,24 +60,12 @@ def test_what_they_cannot_take_is_said(shape: Shape, why: str) -> None:
     assert why in found and bool(why) == bool(found)
 
 
-WIDE = Shape(2, 1024, 16, 8, 4, 128, 64)
-ON_GPU = {
-    "long": (WIDE, None, 0.0),
-    "one token": (WIDE._replace(length=1), None, 0.0),
-    "15 tokens": (WIDE._replace(length=15), None, 0.0),
-    "17 tokens": (WIDE._replace(length=17), None, 0.0),
-    "small dt": (WIDE._replace(length=100), None, -8.0),
-    "large dt": (WIDE._replace(length=100), None, 6.0),
-    "one group": (WIDE._replace(length=100, groups=1), None, 0.0),
-    "groups are heads": (WIDE._replace(length=100, groups=16), None, 0.0),
-    "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0),
-    "packed": (WIDE._replace(batch=1, length=300), [0, 1, 16, 117, 300], 0.0),
-}
+KINDS = {**ON_GPU, "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0)}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("name", KINDS)
 def test_errors_are_those_of_products_in_bf16(name: str) -> None:
-    shape, bounds, dt = ON_GPU[name]
-    check(mixed, shape, torch.bfloat16, "softplus", bounds, dt, "cuda")
+    shape, bounds, dt = KINDS[name]
+    check(shape, torch.bfloat16, "softplus", bounds, dt, "cuda")

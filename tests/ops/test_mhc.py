@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -17,6 +14,7 @@ from torch import Tensor  # noqa: E402
 from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops import mhc  # noqa: E402
 from cppmega.ops import mhc_reference as reference  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.mhc_checks import Shape, drawn  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -140,11 +138,9 @@ def interpreted() -> dict[str, str]:
     """What stopped each program where Triton interprets its kernels; one process runs them all."""
     text = f"""
 import json, traceback
-import tests.ops.interpreted
 import torch
 from tests.ops.mhc_bias_checks import *
 from tests.ops.mhc_checks import *
-torch.set_num_threads(1)
 bf16, half, full = torch.bfloat16, torch.float16, torch.float32
 stopped = {{}}
 for name, program in {PROGRAMS!r}.items():
@@ -154,12 +150,7 @@ for name, program in {PROGRAMS!r}.items():
         stopped[name] = traceback.format_exc()
 print(json.dumps(stopped))
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(run(text, warnings="error").splitlines()[-1]))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

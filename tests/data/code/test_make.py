@@ -24,20 +24,12 @@ from tests.data.code.projects import all_of_them
 from tests.data.code.test_archive import DOCUMENTS
 from tests.data.killed import killed_at_each_rename
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("no_collections"),
+]
 SIZE = 320
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_collections() -> Iterator[None]:
-    """Megatron's builder collects garbage for every shard: half a second with torch loaded.
-
-    Once for the module, whose corpus is made before the first test: a collection there also walks
-    through what earlier files have left.
-    """
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gc.collect", lambda *generation: 0)
-        yield
 
 
 @contextmanager
