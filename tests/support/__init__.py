@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -54,6 +57,15 @@ _extension.load_inline = _declined
 
 It always fails without CUDA's headers, after seconds of C++.
 """
+_SAYS_WHERE = """
+import faulthandler as _faulthandler
+_faulthandler.dump_traceback_later({0})
+"""
+"""A rank that waits for another writes its stack before it is killed."""
+LOWEST_PORT = 20_000
+_KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+TURN = 0.05
+"""Seconds for which one of several processes is listened to."""
 
 
 @cache
@@ -152,7 +164,8 @@ def python(
         "WORLD_SIZE": str(nproc),
         **(env or {}),
     }
-    command = command_of(root, code, fresh)
+    where = _SAYS_WHERE.format(0.9 * timeout) if nproc > 1 else ""
+    command = command_of(root, code, fresh, where)
     ranks = [
         subprocess.Popen(
             command,
@@ -163,21 +176,38 @@ def python(
         )
         for rank in range(nproc)
     ]
-    answers = []
     try:
-        answers = [process.communicate(timeout=timeout) for process in ranks]
+        said = _said(ranks, timeout)
     finally:
         for process in ranks:
             process.kill()
+            process.wait()
     code_ = next((p.returncode for p in ranks if p.returncode), 0)
-    out, err = ("".join(part) for part in zip(*answers, strict=True))
+    out, err = ("".join(part) for part in zip(*said, strict=True))
     return subprocess.CompletedProcess(command, code_, out, err)
 
 
-def command_of(root: Path, code: str, fresh: bool = False) -> list[str]:
+def _said(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[str, str]]:
+    """What each rank has written: all are read in turns, so that none waits to be read."""
+    said: dict[int, tuple[str, str]] = {}
+    limit = time.monotonic() + timeout
+    while len(said) < len(ranks) and time.monotonic() < limit:
+        for rank in set(range(len(ranks))) - set(said):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                said[rank] = ranks[rank].communicate(timeout=TURN)
+    late = sorted(set(range(len(ranks))) - set(said))
+    for rank in late:
+        ranks[rank].kill()
+        said[rank] = ranks[rank].communicate()
+    ends = "\n".join(f"rank {rank}: {err[-3000:]}" for rank, (_, err) in sorted(said.items()))
+    assert not late, f"ranks {late} were still running after {timeout:.0f} s:\n{ends}"
+    return [said[rank] for rank in range(len(ranks))]
+
+
+def command_of(root: Path, code: str, fresh: bool = False, before: str = "") -> list[str]:
     """A command whose `megatron` is exactly `root/megatron`; see `python`."""
     old = _NO_COMPILER if root.name.startswith("0.15.") else ""
-    text = _ONE_ROOT + old + textwrap.dedent(code)
+    text = _ONE_ROOT + old + before + textwrap.dedent(code)
     return [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
 
 
@@ -205,7 +235,20 @@ def _bytecode(root: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, and that nobody is given before it is used.
+
+    The kernel hands out those of its range to every connection, gloo's among them, and a rank that
+    finds its port taken leaves the others waiting. So it is below that range, and each port is
+    given once in a session.
+    """
+    first, last = LOWEST_PORT, int(_KERNELS_PORTS.read_text().split()[0])
+    counter = Path(os.environ.get("TESTS_SCRATCH", tempfile.gettempdir()), "ports")
+    with FileLock(counter.with_suffix(".lock")):
+        before = int(counter.read_text()) if counter.exists() else random.randrange(first, last)
+        for step in range(1, last - first):
+            port = first + (before - first + step) % (last - first)
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                counter.write_text(str(port))
+                return port
+    raise OSError(f"no port from {first} to {last} is free")
