@@ -63,7 +63,7 @@ class HyperConnectionModule(torch.nn.Module):
         self.fused: bool = config.use_fused_mhc
         self.fuse_accumulation: bool = config.gradient_accumulation_fusion
         if self.fused:
-            require_kernels(config)
+            require_kernels(config.params_dtype, self.streams, config.hidden_size)
         self.block: mhc_recompute.Block | None = None
         self._open: _Open | None = None
 
@@ -142,15 +142,14 @@ class HyperConnectionModule(torch.nn.Module):
         )
 
 
-def require_kernels(config: Any) -> None:
+def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:
     """Check that a run which asks for fused kernels gets them.
 
     Raises:
         CppmegaError: `mhc-no-fused-kernel`.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    streams, width = config.mhc_num_residual_streams, config.hidden_size
-    why = kernels.obstacle(device, config.params_dtype, streams, width)
+    why = kernels.obstacle(device, dtype, streams, width)
     if why is not None:
         raise CppmegaError(
             "mhc-no-fused-kernel",

@@ -636,6 +636,7 @@ CONNECTED = {
     **{"bf16": True, "fp16": False, "hidden_size": 64, "enable_mhc_connections": True},
     **{"use_fused_mhc": True, "mhc_num_residual_streams": 4},
 }
+ON_DEV = {"enable_mhc_connections": False, "enable_hyper_connections": True}
 
 
 @pytest.mark.parametrize(
@@ -644,6 +645,7 @@ CONNECTED = {
         ({}, 99, ""),
         ({"hidden_size": 60}, 99, "width of 60"),
         ({"mhc_num_residual_streams": 3}, 99, "3 streams"),
+        ({"mhc_num_residual_streams": None, "num_residual_streams": 3} | ON_DEV, 99, "3 streams"),
         ({}, 64, "sm_75 gives a block 64 KiB"),
     ],
 )

@@ -15,6 +15,8 @@ from cppmega.preflight.findings import NotApplicable
 from cppmega.preflight.messages import ConnectionsAnswer, ConnectionsOrder
 
 AFTER: tuple[str, ...] = ("gpus", "line_parses")
+DEV = "hyper_connections"
+"""What dev calls mHC in its options; it has `num_residual_streams`, too."""
 
 
 def check(context: Context) -> str:
@@ -25,13 +27,15 @@ def check(context: Context) -> str:
         NotApplicable: the launch uses no fused kernels of mHC, or no GPU.
     """
     args = context.megatron_args
-    if not getattr(args, "enable_mhc_connections", False):
+    enabled = (getattr(args, f"enable_{name}", False) for name in ("mhc_connections", DEV))
+    if not any(enabled):
         raise NotApplicable("the model has one residual stream")
     if not getattr(args, "use_fused_mhc", False):
         raise NotApplicable("the hyper-connections are not fused")
     if not context.devices.found:
         raise NotApplicable("torch finds no GPU, and no recipe asks for one")
-    streams, width = args.mhc_num_residual_streams, args.hidden_size
+    streams = getattr(args, "mhc_num_residual_streams", None) or args.num_residual_streams
+    width = args.hidden_size
     order = ConnectionsOrder(device="cuda", dtype=_dtype(args), streams=streams, width=width)
     worker = "cppmega.preflight.workers.mhc_kernels"
     why = ask(worker, order, ConnectionsAnswer, context.rank_environment).obstacle
