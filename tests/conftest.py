@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,6 +20,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 
 # Syntax trees hold no cycles, and a collection walks through all those that the laws keep.
 gc.set_threshold(500_000, 5, 20)
+
+with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
+    from hypothesis import HealthCheck, settings
+
+    # The same examples in every run, however slow the machine is.
+    calm = [HealthCheck.too_slow]
+    settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=calm)
+    settings.load_profile("tests")
 
 LONGEST = (
     "test_needed.py",
@@ -55,6 +65,18 @@ def _place(item: pytest.Item) -> int:
     if name in LONGEST:
         return LONGEST.index(name)
     return len(LONGEST) + ("upstream_patches" not in item.path.parts)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures
+def pytest_runtest_setup() -> None:
+    """Let what a test draws, and its memory, not depend on those before it: no two runs share them.
+
+    `cppmega apply`, which some call in this process, turns the collection of garbage off.
+    """
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.manual_seed(0)
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -163,6 +163,8 @@ class Server:
             line = sent.readline()
         if not line:  # it was killed before it had sent an order
             client.close()
+            for file in files:  # whoever reads from it waits for that
+                os.close(file)
             return None
         order: dict[str, Any] = ast.literal_eval(line.decode())
         child = os.fork()

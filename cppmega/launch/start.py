@@ -19,7 +19,7 @@ from cppmega.launch.request import LaunchRequest, ValidatedLaunch
 from cppmega.runs import tmux
 from cppmega.runs.folder import Node
 
-_BEGINS = 30.0
+_BEGINS = 120.0
 """Seconds that a session has to put its process in charge."""
 
 

@@ -185,6 +185,8 @@ class Supervisor:
             "Ctrl-C again, or cppmega stop --now, ends them at once"
         )
         self._update(stop="checkpoint")
+        if self.status.agent:  # it may have started more ranks while a slow disk took the status
+            self._see_workers(self.status.agent)
         self._signal_workers(signal.SIGTERM)
         if not self.status.workers and self.status.agent:  # torchrun has not started any yet
             process.send(self.status.agent, signal.SIGTERM)

@@ -30,7 +30,7 @@ _NO_SESSION = (
     *("can't find session", "session not found", "server exited"),
     "no current target",  # the server is ending after its last session
 )
-_ANSWERS = 30.0
+_ANSWERS = 120.0
 """Seconds that a new session has to ask for its command."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,13 +246,11 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
     A process that no launcher started is a world of one.
     """
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", port)
+        # The store's server takes any free port; one that was found here might be taken by then.
+        os.environ.setdefault("MASTER_PORT", "0")
     for name, value in variables:
         os.environ.setdefault(name, value)
     allocator.set_in(os.environ)  # for a start without cppmega.run

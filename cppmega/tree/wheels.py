@@ -112,11 +112,13 @@ def _download(distribution: str, version: str, say: Callable[[str], None]) -> Pa
     errors = []
     for options in _CHOICES:
         command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += [*options, "--dest", str(place), f"{distribution}=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        known = _known(place, distribution, version)
-        if known is not None:
-            return known
+        # Not where others look: pip copies a file to its place, and they would take a part of it.
+        with tempfile.TemporaryDirectory(dir=place) as scratch:
+            command += [*options, "--dest", scratch, f"{distribution}=={version}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            known = _known(Path(scratch), distribution, version)
+            if known is not None:
+                return known.replace(place / known.name)
         errors += [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     raise CppmegaError(
         "no-wheel",

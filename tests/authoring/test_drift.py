@@ -26,7 +26,7 @@ from cppmega.page import Page
 from cppmega.rewriting import fingerprint
 from cppmega.tree import resolve as given
 from cppmega.tree.installed import Tree
-from tests.support import REPOSITORY, VERSIONS, made, pristine
+from tests.support import REPOSITORY, VERSIONS, made, pristine, speed
 
 pytestmark = pytest.mark.slow
 
@@ -634,7 +634,7 @@ def test_a_real_function_that_was_renamed_and_moved_is_found(tmp_path: Path) -> 
 
 
 def test_the_report_takes_seconds(tmp_path: Path) -> None:
-    """Measured in time of the processor, which others on the machine do not change much."""
+    """Ten, of a processor of the usual speed that does nothing else."""
     for version in ("0.18.2", "0.19.2"):
         pristine(version)
     code = (
@@ -645,8 +645,10 @@ def test_the_report_takes_seconds(tmp_path: Path) -> None:
         "    used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "    print('seconds', used.ru_utime + used.ru_stime, file=sys.stderr)\n"
     )
+    before = speed.slowness()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
     assert json.loads(done.stdout)["schema"] == 1
-    assert float(done.stderr.split("seconds")[-1]) < 10
+    slow = (before + speed.slowness()) / 2
+    assert float(done.stderr.split("seconds")[-1]) / slow < 10

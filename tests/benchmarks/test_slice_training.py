@@ -14,7 +14,7 @@ import click
 import pytest
 
 from cppmega.recipe import index as recipes_index
-from tests.support import REPOSITORY
+from tests.support import PATIENCE, REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 bench = importlib.import_module("slice_training")
@@ -115,9 +115,9 @@ def test_a_run_is_killed_at_its_step_with_all_its_children(tmp_path: Path) -> No
     metrics = tmp_path / "resume.jsonl"
     code = (
         "import json, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'],\n"
         "                         start_new_session=True)\n"  # as torchrun starts its ranks
-        "for step in range(1, 100):\n"
+        "for step in range(1, 10_000):\n"
         "    with open(sys.argv[1], 'a') as file:\n"
         "        file.write(json.dumps({'step': step, 'child': child.pid}) + '\\n{')\n"
         "        file.seek(0, 2)\n"
@@ -130,7 +130,7 @@ def test_a_run_is_killed_at_its_step_with_all_its_children(tmp_path: Path) -> No
     assert process.poll() is None
     child = own.rows("resume")[0]["child"]
     bench.kill(process)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
         if state == "Z":
@@ -138,7 +138,7 @@ def test_a_run_is_killed_at_its_step_with_all_its_children(tmp_path: Path) -> No
         time.sleep(0.05)
     else:
         assert not Path(f"/proc/{child}").exists()
-    assert max(row["step"] for row in own.rows("resume")) < 99
+    assert max(row["step"] for row in own.rows("resume")) < 9_999
 
 
 def test_a_failed_run_shows_the_end_of_its_log(tmp_path: Path) -> None:

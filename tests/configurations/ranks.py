@@ -37,9 +37,9 @@ LATE = (
     "megatron.core.models.mimo",
 )
 """What every rank would import for itself, when it first needs it."""
-GRACE = 2.0
+GRACE = 15.0
 """Seconds for the other ranks after one has failed: they may wait for it for ever."""
-LIMIT = 240.0
+LIMIT = 900.0
 """Seconds for a configuration."""
 
 

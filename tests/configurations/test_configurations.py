@@ -24,7 +24,7 @@ VERSION = VERSIONS[-1]
 
 
 @pytest.mark.megatron
-@pytest.mark.timeout(1500)  # three minutes on two cores of its own
+@pytest.mark.timeout(3600)  # three minutes on two cores of its own
 def test_patched_does_what_stock_does() -> None:
     wrong, excused, able = [], set(), 0
     with opened(pristine(VERSION), patched(VERSION)) as (stock, other):

@@ -13,7 +13,7 @@ from cppmega.runs import failures, json_file
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Run
 from tests.rank.test_guard import Bench
-from tests.support import REPOSITORY, made
+from tests.support import PATIENCE, REPOSITORY, made
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def run(
         env={**bench.environment, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -284,7 +284,7 @@ class Launched:
             env=self.bench.environment,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=PATIENCE,
         )
         return done.returncode, run
 

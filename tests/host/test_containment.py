@@ -200,16 +200,19 @@ def test_fixed_upstream_answers_true_or_false(lab: Lab) -> None:
 
 # -- what does not end --------------------------------------------------------------------------
 
-_SLOW = """
-from cppmega.host import containment, load_file
+_HASTY = """
+from cppmega.host import containment
+containment.GRACE = 0.3
+"""
+_SLOW = f"""{_HASTY}
+from cppmega.host import load_file
 from cppmega.rewriting import rewrite
 
 def short(whole):
     def contained(failed, seconds=None):
-        return whole(failed, 0.3 if failed("").name == "{0}" else seconds)
+        return whole(failed, 0.3 if failed("").name == "{{0}}" else seconds)
     return contained
 
-containment.GRACE = 0.3
 load_file.contained = short(load_file.contained)
 rewrite.contained = short(rewrite.contained)
 """
@@ -256,7 +259,7 @@ def test_a_thread_that_outlives_the_page_ends_with_the_process(lab: Lab) -> None
     code = "import os, threading\nthreading.Timer(600, lambda: os._exit(0)).start()"
     lab.page(code=code)
     before = snapshot(lab.root)
-    done = lab.run("apply", "--json", prelude=_SLOW.format("page-failed"))
+    done = lab.run("apply", "--json", prelude=_HASTY)
     assert done.returncode == 1
     assert "leaves the thread" in json.loads(done.stdout)["error"]["what"]
     assert snapshot(lab.root) == before

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from cppmega.host import env, process
+from tests.support import PATIENCE
 
 _PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
 _SLEEPER = [sys.executable, "-c", "print('up', flush=True); input()", "a word"]
@@ -69,7 +70,7 @@ def test_helpers_of_one_run_are_ended_and_those_of_another_are_not(
     process.end_helpers("/runs/two", [sleeper.pid])
     assert process.started(sleeper.pid)
     process.end_helpers("/runs/one", [sleeper.pid])
-    assert sleeper.wait(10) == -signal.SIGKILL
+    assert sleeper.wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_children_of_children_are_found() -> None:
@@ -81,4 +82,4 @@ def test_children_of_children_are_found() -> None:
             assert set(below) < set(process.children(os.getpid(), recursive=True))
         finally:
             parent.stdin.close() if parent.stdin else None
-            parent.wait(30)
+            parent.wait(PATIENCE)

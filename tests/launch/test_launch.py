@@ -15,7 +15,7 @@ import pytest
 
 from cppmega.runs.folder import Run
 from tests.launch.test_supervise import needs_tmux, until
-from tests.support import REPOSITORY, patched
+from tests.support import PATIENCE, REPOSITORY, patched
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -46,7 +46,7 @@ class Console:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE,
         )
 
     def launch(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -70,13 +70,14 @@ class Console:
             text=True,
         )
         try:
-            run, deadline = self.run(name), time.monotonic() + 300
+            run, deadline = self.run(name), time.monotonic() + PATIENCE
             while started.poll() is None and len(run.steps()) < 4 and time.monotonic() < deadline:
                 time.sleep(0.05)
             started.send_signal(signal.SIGINT)
-            out, _ = started.communicate(timeout=300)
+            out, _ = started.communicate(timeout=PATIENCE)
         finally:
             started.kill()
+            started.wait()
         return started.returncode, out
 
     def run(self, name: str) -> Run:
@@ -100,14 +101,15 @@ def test_the_chain(console: Console) -> None:
     assert began.returncode == 0, began.stderr[-3000:]
     assert began.stdout.strip() == str(console.folder / "runs" / "first")
     first = console.run("first")
-    until(lambda: bool(first.checkpoint()), 300, first)
+    until(lambda: bool(first.checkpoint()), first)
     assert first.state() == "running"
     ranks = [int(pid) for pid in first.nodes()[0].status().workers]
     assert len(ranks) == 2
     saved = stopped_after_a_checkpoint(first, ranks)
     os.kill(ranks[1], signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{ranks[1]}").exists(), first)  # torchrun has seen its end
     os.kill(ranks[0], signal.SIGCONT)
-    until(lambda: first.state() == "crashed", 200, first)
+    until(lambda: first.state() == "crashed", first)
 
     row = console.runs()["first"]
     assert (row["state"], row["exit"], row["checkpoint"]) == ("crashed", 1, saved)
@@ -152,7 +154,7 @@ def stopped_after_a_checkpoint(run: Run, ranks: list[int]) -> int:
             os.kill(rank, signal.SIGCONT)
         return False
 
-    until(stopped, 300, run)
+    until(stopped, run)
     saved = run.checkpoint()
     assert saved is not None
     return saved

@@ -29,7 +29,7 @@ from cppmega.runs import control as run_control
 from cppmega.runs import failures, json_file, listing, logs, tmux
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Node, Run
-from tests.support import REPOSITORY, free_port
+from tests.support import PATIENCE, REPOSITORY, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -86,13 +86,23 @@ if rank == "0":
 print(f"rank {rank} saved step {step + 1}", flush=True)
 """
 
+_HELD = """
+import os, sys, time
+from pathlib import Path
+parent = os.getppid()
+while "cppmega.launch.agent" in sys.orig_argv and not Path({begin!r}).exists():
+    time.sleep(0.01)
+    if os.getppid() != parent:
+        os._exit(1)
+"""
 
-def until(holds: Callable[[], bool], seconds: float, run: Run) -> None:
+
+def until(holds: Callable[[], bool], run: Run) -> None:
     """Wait for something that a run will do."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not holds():
         said = "".join(node.console.read_text() for node in run.nodes() if node.console.exists())
-        assert time.monotonic() < deadline, f"{run.state()} after {seconds} s\n{said[-3000:]}"
+        assert time.monotonic() < deadline, f"{run.state()} after {PATIENCE:.0f} s\n{said[-3000:]}"
         time.sleep(0.05)
 
 
@@ -131,6 +141,18 @@ class Bench:
         json_file.write(run.manifest_file, manifest)
         return run
 
+    def hold_torchrun(self) -> Path:
+        """A file without which torchrun does not begin, from now on.
+
+        Its process waits where Python starts, however long the process in charge takes to write
+        down that there is one.
+        """
+        begin, site = self.folder / "begin", self.folder / "held"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(_HELD.format(begin=str(begin)))
+        self.environment["PYTHONPATH"] = f"{site}:{REPOSITORY}"
+        return begin
+
     def start(self, run: Run, *before: str) -> list[subprocess.Popen[bytes]]:
         """In this terminal, so to say."""
         made = [
@@ -156,6 +178,18 @@ def ready(run: Run) -> bool:
     """Both ranks have come to their loop."""
     files = [run.path / f"ready-{rank}" for rank in (0, 1)]
     return all(file.exists() and file.read_text() for file in files)
+
+
+def torchrun_recorded(run: Run) -> bool:
+    """The process in charge has written down which torchrun is its own."""
+    status = run.nodes()[0].status()
+    return status is not None and bool(status.agent)
+
+
+def ranks_recorded(run: Run) -> bool:
+    """The process in charge has written down both ranks, which may take a slow disk a while."""
+    status = run.nodes()[0].status()
+    return status is not None and len(status.workers) == 2
 
 
 def ranks(run: Run) -> list[int]:
@@ -188,7 +222,7 @@ def test_the_first_rank_that_failed_is_shown_first(
     """Rank 0 fails too, in the same second, because rank 1 did."""
     run, other = bench.run("crash", "fails"), bench.run("ended", "exits")
     started = [*bench.start(run), *bench.start(other)]
-    assert [one.wait(200) for one in started] == [1, 1]
+    assert [one.wait(PATIENCE) for one in started] == [1, 1]
     assert (run.state(), run.exit()) == ("crashed", 1)
     assert failures.in_one_line(run) == "rank 1: ValueError: the data ended"
     logs.show(run, None, follow=True)
@@ -215,11 +249,11 @@ def test_a_session_is_looked_at_left_and_stopped(
 ) -> None:
     # A server that was started long ago, from another environment.
     old = {**bench.environment, "MARK": "stale", "TMUX_TMPDIR": str(bench.folder)}
-    subprocess.run(["tmux", "new-session", "-d", "-s", "old", "sleep 60"], env=old, check=True)
+    subprocess.run(["tmux", "new-session", "-d", "-s", "old", "sleep 1000"], env=old, check=True)
     run = bench.run("seen", "long", session="here")
     tmux.refuse_existing("here")
     bench.start_in_tmux(run)
-    until(lambda: ready(run), 200, run)
+    until(lambda: ready(run), run)
     assert (run.state(), run.exit()) == ("running", None)
     with pytest.raises(CppmegaError, match="session-exists"):
         tmux.refuse_existing("here")
@@ -234,11 +268,11 @@ def test_a_session_is_looked_at_left_and_stopped(
     for _ in range(3):  # said again, it must not cost the checkpoint
         os.kill(in_charge, signal.SIGHUP)
         os.kill(in_charge, signal.SIGTERM)
-    run_control.stop(run, now=False, wait=100)
+    run_control.stop(run, now=False, wait=PATIENCE)
     out = capfd.readouterr().out
     assert out.startswith("stopped seen, checkpoint of step ")
     assert (run.state(), run.exit()) == ("stopped", 0) and gone(run)
-    until(lambda: not tmux.exists("here"), 100, run)
+    until(lambda: not tmux.exists("here"), run)
     assert run.checkpoint() == run.steps()[-1].step
     with pytest.raises(CppmegaError, match="run-ended"):
         run_control.stop(run, now=False, wait=1)
@@ -253,7 +287,7 @@ def attach_and_leave(bench: Bench, run: Run) -> str:
     environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder), "TERM": "xterm"}
     client = subprocess.Popen(command, env=environment, stdin=inner, stdout=inner, stderr=inner)
     os.close(inner)
-    seen, pressed, deadline = b"", 0.0, time.monotonic() + 120
+    seen, pressed, deadline = b"", 0.0, time.monotonic() + PATIENCE
     while client.poll() is None:
         assert time.monotonic() < deadline, seen
         if select.select([outer], [], [], 0.1)[0]:  # a full terminal would hold the client back
@@ -262,10 +296,10 @@ def attach_and_leave(bench: Bench, run: Run) -> str:
             except OSError:  # how Linux says that the other end is closed
                 break
         # As a person does: again, where a busy machine has not taken it.
-        if b"mark" in seen and time.monotonic() > pressed + 2:
+        if b"mark given" in seen and time.monotonic() > pressed + 2:
             os.write(outer, b"\x02d")
             pressed = time.monotonic()
-    assert client.wait(30) == 0
+    assert client.wait(PATIENCE) == 0
     os.close(outer)
     return seen.decode(errors="replace")
 
@@ -289,7 +323,7 @@ def test_tmux_runs_nothing_that_a_folder_or_an_argument_is_called(
     with tmux.reserve("here") as session:
         command = [sys.executable, "-c", script, words, str(seen)]
         session.run(command, folder, {**bench.environment, "MARK": words})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not (seen.exists() and seen.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -309,7 +343,7 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
         with pytest.raises(CppmegaError, match="session-exists"), tmux.reserve("mine"):
             pass
         assert tmux.exists("mine"), "the other launch did not take it away"
-    until_gone = time.monotonic() + 100
+    until_gone = time.monotonic() + PATIENCE
     while tmux.exists("mine"):
         assert time.monotonic() < until_gone
     reserve = (
@@ -318,7 +352,7 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
     )
     environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder)}
     subprocess.run([sys.executable, "-c", reserve], env=environment)
-    until_gone = time.monotonic() + 100
+    until_gone = time.monotonic() + PATIENCE
     while tmux.exists("killed"):
         assert time.monotonic() < until_gone
         time.sleep(0.05)
@@ -329,9 +363,9 @@ def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> Non
 def test_a_killed_session_saves_a_checkpoint(bench: Bench) -> None:
     run = bench.run("hung-up", "long", session="gone")
     bench.start_in_tmux(run)
-    until(lambda: ready(run) and len(run.steps()) > 1, 200, run)
+    until(lambda: ready(run) and len(run.steps()) > 1, run)
     subprocess.run(["tmux", "kill-session", "-t", "gone"], check=True)
-    until(lambda: run.state() == "stopped", 100, run)
+    until(lambda: run.state() == "stopped", run)
     assert run.exit() == 0 and run.checkpoint() == run.steps()[-1].step and gone(run)
 
 
@@ -343,20 +377,20 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
     bench.start(second)
     (without_terminal,) = bench.start(third, "env", "--ignore-signal=QUIT", "nohup")
     for run in (first, second, third):
-        until(lambda run=run: ready(run), 200, run)
+        until(lambda run=run: ready(run) and ranks_recorded(run), run)
     without_terminal.send_signal(signal.SIGHUP)
     in_charge.kill()
     in_charge.wait()
     os.kill(second.nodes()[0].status().agent, signal.SIGKILL)
     assert third.state() == "running"
-    run_control.stop(third, now=True, wait=100)
+    run_control.stop(third, now=True, wait=PATIENCE)
     assert (third.state(), third.exit(), third.checkpoint()) == ("stopped", 1, None)
     assert failures.first_failure(third) == ""  # it did as it was told
-    until(lambda: gone(first) and gone(second) and gone(third), 100, first)
+    until(lambda: gone(first) and gone(second) and gone(third), first)
     assert (first.state(), first.exit()) == ("killed", None)
     assert first.checkpoint() is not None  # SIGTERM reached the ranks through torchrun
-    until(lambda: second.state() == "crashed", 100, second)
-    until(lambda: not process.started(int((second.path / "helper").read_text())), 20, second)
+    until(lambda: second.state() == "crashed", second)
+    until(lambda: not process.started(int((second.path / "helper").read_text())), second)
     assert "torchrun itself ended with signal SIGKILL" in failures.in_one_line(second)
     assert second.checkpoint() is not None
     rows = [listing.row_of(run) for run in (first, second)]
@@ -369,18 +403,20 @@ def test_kill_9_leaves_no_rank_behind(bench: Bench) -> None:
 
 def test_helpers_of_ranks_that_nobody_had_seen_end_too(bench: Bench) -> None:
     """The process in charge may wait for a slow disk while torchrun starts, and is killed."""
+    begin = bench.hold_torchrun()
     run = bench.run("unseen", "helped")
     (in_charge,) = bench.start(run)
-    until(lambda: bool(run.nodes()[0].status() and run.nodes()[0].status().agent), 100, run)
+    until(lambda: torchrun_recorded(run), run)
     in_charge.send_signal(signal.SIGSTOP)
-    until(lambda: ready(run) and (run.path / "helper").exists(), 200, run)
+    begin.touch()
+    until(lambda: ready(run) and (run.path / "helper").exists(), run)
     status = run.nodes()[0].status()
     assert not status.workers
     os.kill(status.agent, signal.SIGKILL)
-    until(lambda: gone(run), 100, run)  # they end with torchrun
+    until(lambda: gone(run), run)  # they end with torchrun
     in_charge.send_signal(signal.SIGCONT)
-    until(lambda: run.state() == "crashed", 100, run)
-    assert not process.started(int((run.path / "helper").read_text()))
+    until(lambda: run.state() == "crashed", run)
+    until(lambda: not process.started(int((run.path / "helper").read_text())), run)
     assert run.checkpoint() is not None  # there was time to save
 
 
@@ -409,18 +445,19 @@ def test_a_stop_before_there_are_ranks(bench: Bench) -> None:
     run = bench.run("early", "long")
     with pytest.raises(CppmegaError, match="run-starting"):
         run_control.stop(run, now=False, wait=1)
+    bench.hold_torchrun()
     bench.start(run)
-    until(lambda: (status := run.nodes()[0].status()) and status.agent, 30, run)
+    until(lambda: torchrun_recorded(run), run)
     os.kill(run.nodes()[0].status().pid, signal.SIGSTOP)  # Ctrl-Z in its terminal
     with pytest.raises(CppmegaError, match="not-saved"):
-        run_control.stop(run, now=False, wait=60)
+        run_control.stop(run, now=False, wait=PATIENCE)
     assert run.state() == "stopped" and failures.first_failure(run) == ""
 
 
 def test_two_hosts_share_a_run_that_ends_by_itself(bench: Bench) -> None:
     run = bench.run("pair", "short", nodes=2)
     started = bench.start(run)
-    assert [one.wait(200) for one in started] == [0, 0]
+    assert [one.wait(PATIENCE) for one in started] == [0, 0]
     assert (run.state(), run.exit(), run.checkpoint()) == ("finished", 0, 50)
     assert sorted(node.status().first_rank for node in run.nodes()) == [0, 1]
     for rank in (0, 1):

@@ -22,8 +22,8 @@ from cppmega.runs import failures, json_file, listing, liveness, logs
 from cppmega.runs.folder import Run
 from cppmega.runs.json_file import read_object
 from cppmega.runs.status import Failure, Status
-from tests.launch.test_supervise import Bench, bench, gone, ranks, ready, until
-from tests.support import REPOSITORY
+from tests.launch.test_supervise import Bench, bench, gone, ranks, ranks_recorded, ready, until
+from tests.support import PATIENCE, REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_a_full_disk_in_the_run_folder(bench: Bench) -> None:
         env={**bench.environment, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     if "exit " not in done.stdout:
         pytest.skip(f"this machine does not allow a tmpfs to be mounted: {done.stderr.strip()}")
@@ -122,15 +122,15 @@ def test_the_folder_deleted_and_the_terminal_closed_or_stuck(bench: Bench) -> No
         [*command, str(stuck.nodes()[0].path)], env=bench.environment, stdout=writer
     )
     bench.started += [first, second, third]
-    until(lambda: ready(deleted), 200, deleted)
+    until(lambda: ready(deleted), deleted)
     of_deleted = ranks(deleted)
     while deleted.path.exists():
         shutil.rmtree(deleted.path, ignore_errors=True)
-    said, _ = first.communicate(timeout=100)
+    said, _ = first.communicate(timeout=PATIENCE)
     assert first.returncode == 1 and "exit status 1" in said, said
     assert "it was removed, or another is in its place" in said
     assert not any(process.started(pid) for pid in of_deleted) and not deleted.path.exists()
-    assert [second.wait(100), third.wait(100)] == [0, 0]
+    assert [second.wait(PATIENCE), third.wait(PATIENCE)] == [0, 0]
     for run in (closed, stuck):
         assert (run.state(), run.exit(), run.checkpoint()) == ("finished", 0, 50)
     # What was printed did not land in a file that took the number of the closed stream.
@@ -140,23 +140,14 @@ def test_the_folder_deleted_and_the_terminal_closed_or_stuck(bench: Bench) -> No
     os.close(writer)
 
 
-def both_ranks_recorded(run: Run) -> bool:
-    status = run.nodes()[0].status()
-    return status is not None and len(status.workers) == 2
-
-
 def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -> None:
     """Neither `running` nor over: nothing may go on from its checkpoint, and it can be ended."""
     run, other = bench.run("stubborn", "stubborn"), bench.run("both", "stubborn")
     in_charge = bench.start(run)[0], bench.start(other)[0]
-    until(lambda: ready(run) and ready(other), 200, run)
+    until(lambda: ready(run) and ready(other), run)
     # Who is killed before it has written down its ranks leaves them to their parent-death signal.
     for each in (run, other):
-        until(
-            lambda of=each: (status := of.nodes()[0].status()) and len(status.workers) == 2,
-            60,
-            each,
-        )
+        until(partial(ranks_recorded, each), each)
     for one in in_charge:
         one.kill()
         one.wait()
@@ -164,8 +155,8 @@ def test_ranks_that_do_not_listen_after_their_launcher_is_killed(bench: Bench) -
     time.sleep(1)
     for each in (run, other):
         assert each.state() == "stopping" and not gone(each)
-        run_control.stop(each, now=True, wait=100)
-        until(partial(gone, each), 100, each)  # a killed process is in the table until it is reaped
+        run_control.stop(each, now=True, wait=PATIENCE)
+        until(partial(gone, each), each)  # a killed process is in the table until it is reaped
         assert (each.state(), each.exit()) == ("killed", None)
     assert failures.in_one_line(run).startswith("the launcher was killed; its ranks were asked")
     assert "ended without an end record" in failures.in_one_line(other)
@@ -206,7 +197,7 @@ def test_a_killed_launchers_ranks_are_ended_after_a_while(tmp_path: Path) -> Non
     launcher.kill()
     launcher.wait()
     while any(process.started(pid) for pid in pids):
-        assert time.monotonic() < began + 100
+        assert time.monotonic() < began + PATIENCE
         time.sleep(0.02)
     assert time.monotonic() > began + 1, "they get time"
 
@@ -223,10 +214,10 @@ def test_a_stop_while_torchrun_waits_for_other_hosts(bench: Bench) -> None:
         manifest = read_object(run.manifest_file)
         json_file.write(run.manifest_file, {**manifest, "torchrun": where + words[1:]})
         bench.start(Run(run.path))
-        silent.settimeout(100)
+        silent.settimeout(PATIENCE)
         connection, _ = silent.accept()
         with connection, pytest.raises(CppmegaError, match="not-saved"):
-            run_control.stop(Run(run.path), now=False, wait=100)
+            run_control.stop(Run(run.path), now=False, wait=PATIENCE)
     assert run.state() == "stopped"
 
 

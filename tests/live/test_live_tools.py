@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank.test_guard import Bench
-from tests.support import free_port, made
+from tests.support import PATIENCE, free_port, made
 
 LOOP = """
 from cppmega import guard
@@ -47,7 +47,7 @@ def trained(bench: Bench, *tool: str, before: str = "", body: str = "pass", **en
         env={**bench.environment, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         cwd=bench.folder,
     )
     assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
@@ -104,6 +104,6 @@ def test_modelopt_on_a_real_tree(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0 and "compared" in done.stdout, done.stderr

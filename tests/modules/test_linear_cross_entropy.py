@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import forkserver
+from tests.support import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def test_equals_megatron(ranks: int, tmp_path: Path) -> None:
         )
         for rank in range(ranks)
     ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
 
 

@@ -39,6 +39,7 @@ from cppmega.ops.linear_cross_entropy_chunks import (  # noqa: E402
     softmax_of,
 )
 from tests import forkserver  # noqa: E402
+from tests.support import PATIENCE  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -777,7 +778,7 @@ def started(*command: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def assert_all_pass(processes: list[subprocess.Popen[str]]) -> None:
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
 
 
@@ -1025,7 +1026,7 @@ def test_libraries_on_the_gpu(backend: str) -> None:
 @needs_cuda
 def test_a_broken_promise_stops_the_device() -> None:
     process = script("broken")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert "linear_ce_some_patch: the gradient" in output
 

@@ -20,6 +20,7 @@ import pytest
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import transaction
+from tests.support import outputs
 from tests.support.lab import FILES, REPOSITORY, A, B, Lab
 from tests.support.made import leftovers, snapshot
 
@@ -501,7 +502,7 @@ def _together(lab: Lab, *verbs: str) -> list[tuple[int, str, str]]:
         )
         for verb in verbs
     ]
-    answers = [process.communicate(timeout=120) for process in processes]
+    answers = outputs(processes)
     return [(p.returncode, *answer) for p, answer in zip(processes, answers, strict=True)]
 
 

@@ -24,7 +24,7 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Finding, NotApplicable, Refused, Remark
 from cppmega.recipe.run_options import RunOptions
 from tests.preflight.contexts import launch
-from tests.support import REPOSITORY, patched
+from tests.support import PATIENCE, REPOSITORY, patched, shown
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,7 @@ def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         text=True,
         check=False,
         cwd=cwd,
-        timeout=300,
+        timeout=PATIENCE,
     )
 
 
@@ -154,10 +154,8 @@ def test_progress_is_one_line_that_grows_or_changes() -> None:
     outer, inner = pty.openpty()
     subprocess.run(command, env=PATH, stderr=inner, check=True)
     os.close(inner)
-    shown = os.read(outer, 10_000).decode()
-    os.close(outer)
     start = "\r\033[K"
-    assert shown == f"{start}preflight: one{start}preflight: two{start}"
+    assert shown(outer).decode() == f"{start}preflight: one{start}preflight: two{start}"
 
 
 def test_nobody_reads_the_progress_or_the_whole_answer(tmp_path: Path) -> None:
@@ -174,7 +172,7 @@ def test_nobody_reads_the_progress_or_the_whole_answer(tmp_path: Path) -> None:
 
 
 def _piped(folder: Path) -> dict[str, Any]:
-    return {"env": PATH, "cwd": folder, "capture_output": True, "text": True, "timeout": 300}
+    return {"env": PATH, "cwd": folder, "capture_output": True, "text": True, "timeout": PATIENCE}
 
 
 def test_wrong_usage() -> None:

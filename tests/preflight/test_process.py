@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.preflight.contexts import SMOKE, holds, launch, own_tree, refuses, says_nothing
-from tests.support import REPOSITORY, patched, pristine
+from tests.support import PATIENCE, REPOSITORY, patched, pristine
 from tests.support.lab import Lab
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def ask(lab: Lab) -> list[dict[str, str]]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     found: list[dict[str, str]] = json.loads(done.stdout)["problems"]
     return found
@@ -155,7 +155,7 @@ def preflight(*words: str) -> tuple[int, dict[str, Any], str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE,
     )
     return done.returncode, json.loads(done.stdout), done.stderr
 

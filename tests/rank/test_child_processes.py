@@ -15,7 +15,7 @@ from cppmega.host import process
 from cppmega.rank import child_processes
 from tests import forkserver
 from tests.rank.test_guard import Bench, finish
-from tests.support import free_port, made
+from tests.support import PATIENCE, free_port, made
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def start(bench: Bench, body: str, **environment: str) -> tuple[int, str, str]:
         env={**bench.environment, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -189,11 +189,11 @@ def test_a_rank_without_the_guard_is_named_by_the_others(bench: Bench) -> None:
     root = str(bench.folder / "root")
     bare = RANK.format("import time; time.sleep(600)")
     words = [["-m", "cppmega.run", "--megatron", root, str(guarded)], ["-c", bare]]
+    together = bench.together(2)
     ranks = [
         subprocess.Popen(
             [forkserver.executable(), *words[rank]],
-            env={**bench.environment, "RANK": str(rank), "WORLD_SIZE": "2"}
-            | {"MASTER_PORT": bench.environment["MASTER_PORT"]},
+            env={**together, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -236,7 +236,7 @@ def test_ranks_that_torch_spawns(bench: Bench, trains: str) -> None:
         env=bench.environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     if trains == "trains":
         assert done.returncode == 0, done.stderr
@@ -264,14 +264,15 @@ def test_a_preflight_that_hangs_up_takes_its_worker_along(tmp_path: Path) -> Non
     try:
         until(lambda: begun.exists() and begun.read_text())
         asking.send_signal(signal.SIGHUP)
-        assert asking.wait(100) == -signal.SIGHUP
+        assert asking.wait(PATIENCE) == -signal.SIGHUP
         until(lambda: not process.started(int(begun.read_text())))
     finally:
         asking.kill()
+        asking.wait()
 
 
-def until(holds: Callable[[], object], seconds: float = 100) -> None:
-    deadline = time.monotonic() + seconds
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)

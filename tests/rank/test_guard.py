@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import forkserver
-from tests.support import REPOSITORY, free_port, made
+from tests.support import PATIENCE, REPOSITORY, free_port, made, outputs
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,6 @@ class Bench:
             "PYTHONPATH": f"{site}:{REPOSITORY}",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
         }
 
     def tree(self, name: str = "root", apply: bool = True, files: dict[str, str] | None = None):
@@ -88,6 +87,11 @@ class Bench:
         path.write_text(LOOP.format(body=body, args=args, before=before))
         return path
 
+    def together(self, ranks: int) -> dict[str, str]:
+        """The environment of so many ranks, with a port that no earlier ones have used."""
+        world = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
+        return {**self.environment, **world}
+
     def run(
         self,
         *roots: Path,
@@ -97,13 +101,13 @@ class Bench:
         **environment: str,
     ):
         """One rank per root; answers (exit status, stdout, stderr) of each."""
-        size = str(len(roots))
         # Several ranks need torch, which takes longer to import than all that they do then.
         python = forkserver.executable() if len(roots) > 1 else sys.executable
+        together = self.together(len(roots))
         ranks = [
             subprocess.Popen(
                 [python, "-m", "cppmega.run", "--megatron", str(root), *words, str(script)],
-                env={**self.environment, "RANK": str(i), "WORLD_SIZE": size, **environment},
+                env={**together, "RANK": str(i), **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -117,16 +121,17 @@ def finish(
     ranks: list[subprocess.Popen[str]], waiting: tuple[int, ...] = ()
 ) -> list[tuple[int, str, str]]:
     """Wait for every rank, and then end those that wait for one that is gone."""
-    answers = {}
+    ending = [number for number in range(len(ranks)) if number not in waiting]
     try:
-        for number in sorted(range(len(ranks)), key=lambda number: number in waiting):
-            if number in waiting:
-                ranks[number].terminate()
-            answers[number] = ranks[number].communicate(timeout=120)
-        return [(process.returncode, *answers[i]) for i, process in enumerate(ranks)]
+        said = dict(zip(ending, outputs([ranks[number] for number in ending]), strict=True))
+        for number in waiting:
+            ranks[number].terminate()
+        said |= zip(waiting, outputs([ranks[number] for number in waiting]), strict=True)
+        return [(process.returncode, *said[i]) for i, process in enumerate(ranks)]
     finally:
         for process in ranks:
             process.kill()
+            process.wait()
 
 
 @pytest.fixture
@@ -259,10 +264,11 @@ def test_ranks_with_different_overlays(bench: Bench) -> None:
         'sys.argv = ["run", *sys.argv[1:]]\n'
         'runpy.run_module("cppmega.run", run_name="__main__")\n'
     )
+    together = bench.together(2)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(path), "--megatron", str(root), str(script)],
-            env={**bench.environment, "RANK": str(i), "WORLD_SIZE": "2"},
+            env={**together, "RANK": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -401,7 +407,7 @@ def test_worker_processes_hold_the_same_overlay(bench: Bench, method: str) -> No
                 queue = context.Queue()
                 worker = context.Process(target=work, args=(queue,))
                 worker.start()
-                print("worker", queue.get(timeout=100))
+                print("worker", queue.get(timeout={PATIENCE}))
                 worker.join()
         """)
     )
@@ -419,7 +425,7 @@ def test_under_torchrun(bench: Bench) -> None:
         env=bench.environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained True") == 2

@@ -25,7 +25,7 @@ from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.runs.rank_progress import RankProgress
 from cppmega.runs.spikes import Spikes
 from cppmega.runs.status import Status
-from tests.support import REPOSITORY
+from tests.support import REPOSITORY, shown
 
 TIMES = 10.0
 
@@ -63,6 +63,11 @@ def train(run: Run, last: int, seconds: float = 2.0, total: int | None = 1000) -
             step=step, seconds=seconds, tokens_per_second=100.0, loss=3.0, grad_norm=1.0
         )
         metrics.append(run.metrics, logged)
+
+
+def after(run: Run, seconds: float) -> float:
+    """So long after the last step was logged, however long it took to come here."""
+    return run.metrics.stat().st_mtime + seconds
 
 
 def end(run: Run, code: int) -> None:
@@ -114,7 +119,7 @@ def test_a_run_without_a_step_yet(tmp_path: Path) -> None:
     run = make(tmp_path)
     assert watch.line(watch.look(run, TIMES)) == "running demo: no step yet"
     metrics.append(run.metrics, Start(start="r"))
-    assert watch.look(run, TIMES, now=time.time() + 9999).stall == ""
+    assert watch.look(run, TIMES, now=after(run, 9999)).stall == ""
 
 
 NVIDIA_SMI = """#!/bin/sh
@@ -156,26 +161,26 @@ def test_a_run_on_a_cpu_has_no_gpu_that_could_be_busy(
 def test_a_stall_is_so_many_times_the_usual_and_ends_with_the_next_step(tmp_path: Path) -> None:
     run = make(tmp_path)
     train(run, last=20)
-    assert watch.look(run, TIMES, now=time.time() + 18).stall == ""
-    stalled = watch.look(run, TIMES, now=time.time() + 50)
+    assert watch.look(run, TIMES, now=after(run, 18)).stall == ""
+    stalled = watch.look(run, TIMES, now=after(run, 50))
     assert "no step after 20 for 0:00:" in stalled.stall and " times the usual" in stalled.stall
     assert "STALLED" in watch.line(stalled)
     end(run, 0)
-    assert watch.look(run, TIMES, now=time.time() + 50).stall == ""
+    assert watch.look(run, TIMES, now=after(run, 50)).stall == ""
 
 
 def test_steps_that_are_logged_now_and_then_are_no_stall(tmp_path: Path) -> None:
     run = make(tmp_path)
     for step in range(10, 200, 10):
         metrics.append(run.metrics, LoggedStep(step=step, seconds=2.0))
-    assert watch.look(run, TIMES, now=time.time() + 190).stall == ""
-    assert watch.look(run, TIMES, now=time.time() + 220).stall
+    assert watch.look(run, TIMES, now=after(run, 190)).stall == ""
+    assert watch.look(run, TIMES, now=after(run, 220)).stall
 
 
 def test_a_pause_to_save_is_no_stall_of_a_run_with_short_steps(tmp_path: Path) -> None:
     run = make(tmp_path)
     train(run, last=20, seconds=0.01)
-    assert watch.look(run, TIMES, now=time.time() + 5).stall == ""
+    assert watch.look(run, TIMES, now=after(run, 5)).stall == ""
 
 
 RANK = """
@@ -236,7 +241,7 @@ def test_the_rank_that_is_behind_is_named(ranks: Ranks) -> None:
         "rank 1 is behind (in its step 2, micro-batch 2); the first is in its step 3, micro-batch 1"
     )
     train(ranks.run, last=5)
-    assert "rank 1 is behind" in watch.look(ranks.run, TIMES, now=time.time() + 60).stall
+    assert "rank 1 is behind" in watch.look(ranks.run, TIMES, now=after(ranks.run, 60)).stall
 
 
 def test_a_rank_that_is_stopped_is_named_before_one_that_is_behind(ranks: Ranks) -> None:
@@ -254,7 +259,7 @@ def test_equal_ranks_and_ranks_that_keep_no_counts_are_not_accused(ranks: Ranks)
     unknown = ranks.start("2", CPPMEGA_RUN="")
     assert rank_progress.read(unknown) is None and rank_progress.behind(ranks.run) == ""
     train(ranks.run, last=5)
-    assert "is not known here" in watch.look(ranks.run, TIMES, now=time.time() + 60).stall
+    assert "is not known here" in watch.look(ranks.run, TIMES, now=after(ranks.run, 60)).stall
 
 
 def test_a_pipeline_holds_micro_batches_back() -> None:
@@ -271,7 +276,7 @@ def test_the_stages_of_a_pipeline_are_those_of_the_launch(tmp_path: Path, ranks:
     ranks.start("4")
     ranks.start("1")
     train(run, last=5)
-    assert "is not known here" in watch.look(run, TIMES, now=time.time() + 60).stall
+    assert "is not known here" in watch.look(run, TIMES, now=after(run, 60)).stall
 
 
 # -- spikes -------------------------------------------------------------------------------------
@@ -347,7 +352,7 @@ def test_a_line_now_and_then_and_at_once_when_there_is_news(tmp_path: Path) -> N
     quiet = watch.look(run, TIMES)
     metrics.append(run.metrics, LoggedStep(step=32, seconds=2.0, loss=9.0))
     spike = watch.look(run, TIMES)
-    stalled, later = (watch.look(run, TIMES, now=time.time() + wait) for wait in (60, 90))
+    stalled, later = (watch.look(run, TIMES, now=after(run, wait)) for wait in (60, 90))
     told = list(watch.lines(iter([[one] for one in (first, quiet, spike, stalled, later)]), 3600))
     assert [line.partition(",")[0][-5:] for line in told] == ["/1000"] * 3
     assert "SPIKE: step 32" in told[1] and "STALLED" in told[2]
@@ -384,7 +389,6 @@ def test_a_terminal_gets_a_table_that_is_redrawn(tmp_path: Path) -> None:
         stdout=follower,
         check=False,
     )
-    shown = os.read(leader, 2**16).decode()
-    for handle in (leader, follower):
-        os.close(handle)
-    assert done.returncode == 0 and "CHECKPOINT" in shown and "5/1000" in shown
+    os.close(follower)
+    table = shown(leader).decode()
+    assert done.returncode == 0 and "CHECKPOINT" in table and "5/1000" in table

@@ -64,6 +64,11 @@ _faulthandler.dump_traceback_later({0})
 """A rank that waits for another writes its stack before it is killed."""
 LOWEST_PORT = 20_000
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PATIENCE = 900.0
+"""Seconds after which a process of a test counts as hung.
+
+CI may run at a quarter of the usual speed, and its disk may stop for seconds.
+"""
 TURN = 0.05
 """Seconds for which one of several processes is listened to."""
 
@@ -148,7 +153,7 @@ def python(
     code: str,
     nproc: int = 1,
     env: dict[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = PATIENCE,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a process whose `megatron` is exactly `root/megatron`.
@@ -177,7 +182,7 @@ def python(
         for rank in range(nproc)
     ]
     try:
-        said = _said(ranks, timeout)
+        said = outputs(ranks, timeout)
     finally:
         for process in ranks:
             process.kill()
@@ -187,7 +192,9 @@ def python(
     return subprocess.CompletedProcess(command, code_, out, err)
 
 
-def _said(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[str, str]]:
+def outputs(
+    ranks: Sequence[subprocess.Popen[str]], timeout: float = PATIENCE
+) -> list[tuple[str, str]]:
     """What each rank has written: all are read in turns, so that none waits to be read."""
     said: dict[int, tuple[str, str]] = {}
     limit = time.monotonic() + timeout
@@ -202,6 +209,16 @@ def _said(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[
     ends = "\n".join(f"rank {rank}: {err[-3000:]}" for rank, (_, err) in sorted(said.items()))
     assert not late, f"ranks {late} were still running after {timeout:.0f} s:\n{ends}"
     return [said[rank] for rank in range(len(ranks))]
+
+
+def shown(terminal: int) -> bytes:
+    """All that was written to the other end of a terminal, which every writer has to close."""
+    seen = b""
+    with contextlib.suppress(OSError):  # how Linux says that it is closed
+        while new := os.read(terminal, 2**16):
+            seen += new
+    os.close(terminal)
+    return seen
 
 
 def command_of(root: Path, code: str, fresh: bool = False, before: str = "") -> list[str]:
@@ -238,17 +255,18 @@ def free_port() -> int:
     """A TCP port that nobody listens on, and that nobody is given before it is used.
 
     The kernel hands out those of its range to every connection, gloo's among them, and a rank that
-    finds its port taken leaves the others waiting. So it is below that range, and each port is
-    given once in a session.
+    finds its port taken leaves the others waiting. So it is below that range, where that leaves
+    any, and each port is given once in a session.
     """
-    first, last = LOWEST_PORT, int(_KERNELS_PORTS.read_text().split()[0])
+    kernels = int(_KERNELS_PORTS.read_text().split()[0])
+    ports = range(LOWEST_PORT, kernels) or range(LOWEST_PORT, 2**16)
     counter = Path(os.environ.get("TESTS_SCRATCH", tempfile.gettempdir()), "ports")
     with FileLock(counter.with_suffix(".lock")):
-        before = int(counter.read_text()) if counter.exists() else random.randrange(first, last)
-        for step in range(1, last - first):
-            port = first + (before - first + step) % (last - first)
+        before = int(counter.read_text()) if counter.exists() else random.choice(ports)
+        for step in range(1, len(ports)):
+            port = ports[(before - ports.start + step) % len(ports)]
             with socket.socket() as probe, contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 counter.write_text(str(port))
                 return port
-    raise OSError(f"no port from {first} to {last} is free")
+    raise OSError(f"no port of {ports} is free")

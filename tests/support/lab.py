@@ -19,7 +19,7 @@ from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Outcome, Session
 from cppmega.overlay.verdict import Verdict
 from cppmega.rewriting import source
-from tests.support import REPOSITORY, made
+from tests.support import PATIENCE, REPOSITORY, made
 from tests.support.made import dist_info, edit_text, leftovers, snapshot, write
 
 A, B = "megatron/core/a.py", "megatron/core/b.py"
@@ -239,7 +239,7 @@ main(sys.argv[1:])
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=PATIENCE,
             **how,
         )
 

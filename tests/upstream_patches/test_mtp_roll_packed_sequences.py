@@ -23,7 +23,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support import patched, pristine, python
+from tests.support import PATIENCE, patched, pristine, python
 
 torch = pytest.importorskip("torch")
 
@@ -285,7 +285,7 @@ def in_ranks(world: int, function: Callable[..., None], *arguments: Any) -> None
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(120)
+            rank.join(PATIENCE)
         codes = [rank.exitcode for rank in ranks]
         for rank in ranks:
             rank.kill()
@@ -302,7 +302,7 @@ def rank_main(store: str, world: int, rank: int, function: Callable[..., None], 
         shared.set(f"ended {rank}", "")
     # A rank that ends closes its connections, which fails those that still send to it. No barrier:
     # its messages would meet those that were left behind.
-    shared.wait([f"ended {other}" for other in range(world)], timedelta(seconds=60))
+    shared.wait([f"ended {other}" for other in range(world)], timedelta(seconds=PATIENCE))
 
 
 def on_every_rank(roll: Callable[..., Any], stock: Callable[..., Any], backport: bool) -> None:
