@@ -55,7 +55,7 @@ def test_other_epsilons_than_the_kernels_have_are_refused(monkeypatch: pytest.Mo
 
 
 def site(built: Any, streams: Tensor, recomputes: bool) -> Tensor:
-    """A site around a sine; where Megatron recomputes, it calls the ops, with storage for graphs."""
+    """A site around a sine; Megatron calls the ops apart where it recomputes, and gives storage."""
     if recomputes:
         h_pre, h_post, h_res = mhc_in_megatron.weights(built, streams)
         storage = torch.empty(*streams.shape[:2], C)
