@@ -1,4 +1,4 @@
-"""Our kernels of Mamba-3's scan: interpreted, compiled, and on a GPU."""
+"""The Triton kernels of Mamba-3's scan: interpreted, compiled, and on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERPRETED = """
 import torch
 from cppmega.ops import mamba3_scan as scan
 from tests.ops.mamba3_checks import Shape
-from tests.ops.mamba3_scan_checks import check
+from tests.ops.mamba3_scan_checks import check, check_layouts
 torch.manual_seed(0)
 scan.CHUNKS = 2  # several programs share a group's parameters
 scan.STATES = 1  # a sequence at a time
@@ -28,6 +28,8 @@ FULL, HALF = torch.float32, torch.float16  # bf16 is truncated here
 check(Shape(1, 41, 4, 2, 2, 32, 16), FULL, bounds=[0, 1, 16, 16, 30, 39])
 check(Shape(1, 52, 2, 1, 4, 32, 16), HALF, "heavy_tail", [0, 5, 38, 52], dt=-3.0)
 check(Shape(2, 17, 2, 2, 4, 32, 16), FULL, "heavy_tail", dt=6.0)
+check(Shape(1, 33, 2, 1, 4, 32, 16), FULL, bounds=[0, 16, 33], dt=-3.0)  # chunks of 16
+check_layouts(Shape(2, 3, 2, 1, 4, 32, 16))
 """
 
 
@@ -49,13 +51,13 @@ def test_two_programs_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        (Shape(rank=3), "they take ranks 2 and 4 without a norm of the output, not rank 3"),
-        (Shape(rank=4, out_norm=True), "without a norm"),
+        (Shape(rank=3), "they support ranks 2 and 4 without an output norm, not rank 3"),
+        (Shape(rank=4, out_norm=True), "without an output norm, not rank 4 with an output norm"),
         (Shape(rank=4), "2 heads per group, 8 or 5 is not a power of two"),
         (Shape(rank=2, width=16), ""),
     ],
 )
-def test_what_they_cannot_take_is_said(shape: Shape, why: str) -> None:
+def test_the_obstacle_is_named(shape: Shape, why: str) -> None:
     found = scan.obstacle(*drawn(shape))
     assert why in found and bool(why) == bool(found)
 
@@ -66,6 +68,6 @@ KINDS = {**ON_GPU, "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0)}
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", KINDS)
-def test_errors_are_those_of_products_in_bf16(name: str) -> None:
+def test_errors_are_those_of_bf16_products(name: str) -> None:
     shape, bounds, dt = KINDS[name]
     check(shape, torch.bfloat16, "softplus", bounds, dt, "cuda")
