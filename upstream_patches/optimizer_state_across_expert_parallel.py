@@ -125,7 +125,7 @@ def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[Cppmega
 
 
 def _splits_dense(args: Any) -> bool:
-    """Whether there are several optimizers even without expert parallelism."""
+    """Whether there may be several optimizers even without expert parallelism."""
     tensor = getattr(args, "tensor_model_parallel_size", None) or 1
     expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or tensor
     overlap = getattr(args, "overlap_param_gather_with_optimizer_step", False)

@@ -50,22 +50,22 @@ _sys.path.insert(0, _root)
 _NO_COMPILER = """
 from torch.utils import cpp_extension as _extension
 def _declined(*_given, **_options):
-    raise RuntimeError("no extension is compiled here")
+    raise RuntimeError("the tests compile no extensions")
 _extension.load_inline = _declined
 """
-"""0.15 compiles an extension whenever it is imported, and goes on without it if that fails.
+"""0.15 compiles an extension whenever it is imported, and continues without it if that fails.
 
-It always fails without CUDA's headers, after seconds of C++.
+Without CUDA's headers it always fails, after seconds of compilation.
 """
 _SAYS_WHERE = """
 import faulthandler as _faulthandler
 _faulthandler.dump_traceback_later({0})
 """
-"""A rank that waits for another writes its stack before it is killed."""
+"""Makes a rank that waits for another one print its stack before it is killed."""
 LOWEST_PORT = 20_000
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 TURN = 0.05
-"""Seconds for which one of several processes is listened to."""
+"""Seconds for which the output of one of several processes is read at a time."""
 
 
 @cache
@@ -188,7 +188,7 @@ def python(
 
 
 def _said(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[str, str]]:
-    """What each rank has written: all are read in turns, so that none waits to be read."""
+    """The output of each rank; all are read in turn, so that none blocks on a full pipe."""
     said: dict[int, tuple[str, str]] = {}
     limit = time.monotonic() + timeout
     while len(said) < len(ranks) and time.monotonic() < limit:
@@ -235,11 +235,11 @@ def _bytecode(root: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and that nobody is given before it is used.
+    """A TCP port that is free and that no other process will be assigned before it is used.
 
-    The kernel hands out those of its range to every connection, gloo's among them, and a rank that
-    finds its port taken leaves the others waiting. So it is below that range, and each port is
-    given once in a session.
+    The kernel assigns ports of its ephemeral range to every connection, including gloo's, and a
+    rank whose port is taken leaves the others waiting. So the port is below that range, and each
+    one is returned once per session.
     """
     first, last = LOWEST_PORT, int(_KERNELS_PORTS.read_text().split()[0])
     counter = Path(os.environ.get("TESTS_SCRATCH", tempfile.gettempdir()), "ports")
