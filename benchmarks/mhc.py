@@ -1,4 +1,4 @@
-"""Hyper-connections on one GPU: our ops and sites against everybody else's.
+"""Hyper-connections on one GPU: our ops and sites against other implementations.
 
 usage: python benchmarks/mhc.py [--dev ROOT] [--out benchmarks/results] [--only NAME]...
 

@@ -1,4 +1,4 @@
-"""Run code in a new process in which Triton, told so at its import, interprets its kernels."""
+"""Run code in a new process, since Triton decides at its import whether it interprets kernels."""
 
 from __future__ import annotations
 

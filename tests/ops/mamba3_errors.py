@@ -1,4 +1,4 @@
-"""Errors of Mamba-3's kernels against plain torch in fp64, beside those of plain torch itself."""
+"""Errors of Mamba-3's kernels against plain torch in fp64, and those of plain torch in fp32."""
 
 from __future__ import annotations
 

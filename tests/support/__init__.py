@@ -177,31 +177,31 @@ def python(
         for rank in range(nproc)
     ]
     try:
-        said = _said(ranks, timeout)
+        outputs = _outputs(ranks, timeout)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
     code_ = next((p.returncode for p in ranks if p.returncode), 0)
-    out, err = ("".join(part) for part in zip(*said, strict=True))
+    out, err = ("".join(part) for part in zip(*outputs, strict=True))
     return subprocess.CompletedProcess(command, code_, out, err)
 
 
-def _said(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[str, str]]:
+def _outputs(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[str, str]]:
     """The output of each rank; all are read in turn, so that none blocks on a full pipe."""
-    said: dict[int, tuple[str, str]] = {}
+    outputs: dict[int, tuple[str, str]] = {}
     limit = time.monotonic() + timeout
-    while len(said) < len(ranks) and time.monotonic() < limit:
-        for rank in set(range(len(ranks))) - set(said):
+    while len(outputs) < len(ranks) and time.monotonic() < limit:
+        for rank in set(range(len(ranks))) - set(outputs):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                said[rank] = ranks[rank].communicate(timeout=TURN)
-    late = sorted(set(range(len(ranks))) - set(said))
+                outputs[rank] = ranks[rank].communicate(timeout=TURN)
+    late = sorted(set(range(len(ranks))) - set(outputs))
     for rank in late:
         ranks[rank].kill()
-        said[rank] = ranks[rank].communicate()
-    ends = "\n".join(f"rank {rank}: {err[-3000:]}" for rank, (_, err) in sorted(said.items()))
+        outputs[rank] = ranks[rank].communicate()
+    ends = "\n".join(f"rank {rank}: {err[-3000:]}" for rank, (_, err) in sorted(outputs.items()))
     assert not late, f"ranks {late} were still running after {timeout:.0f} s:\n{ends}"
-    return [said[rank] for rank in range(len(ranks))]
+    return [outputs[rank] for rank in range(len(ranks))]
 
 
 def command_of(root: Path, code: str, fresh: bool = False, before: str = "") -> list[str]:

@@ -48,7 +48,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def weights_of_gtp_keep_their_hook(module: Any) -> None:
-    """Assert that the MoE layer is not told to call DDP's hook of a weight that calls it itself."""
+    """Assert that a weight that calls DDP's hook itself does not hand it to the MoE layer."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
@@ -65,7 +65,7 @@ def weights_of_gtp_keep_their_hook(module: Any) -> None:
 def trained(
     module: Any, *, delayed: bool, fused: bool, by_config: bool = False
 ) -> tuple[Any, list[Any]]:
-    """The main gradient of two microbatches, and its value each time DDP was told it is ready."""
+    """The main gradient of two microbatches, and its value whenever it was reported ready."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
