@@ -33,6 +33,15 @@ def test_kernels_err_little_more_than_fp32_interpreted() -> None:
     run(INTERPRETED)
 
 
+def test_the_gradient_of_angles_that_are_not_repeated_is_passed_through() -> None:
+    inputs, parameters = drawn(Shape())
+    found = operands.compute(inputs, parameters, "softplus", spread=False)
+    assert found.angles is inputs.angles
+    upstream = operands.Operands(*(torch.rand_like(each) for each in found))
+    gradients = operands.gradients(inputs, parameters, "softplus", upstream)
+    assert torch.equal(gradients.angles, upstream.angles)
+
+
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_two_launches_each_way_fit_every_gpu(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "_by_kernels", lambda inputs: True)
