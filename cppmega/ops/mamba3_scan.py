@@ -69,6 +69,10 @@ def obstacle(inputs: Inputs, parameters: Parameters) -> str:
         return f"they support ranks 2 and 4 without an output norm, not rank {rank}{norm}"
     if any(each & each - 1 for each in (state, width, heads // groups)):
         return f"{heads // groups} heads per group, {state} or {width} is not a power of two"
+    if state < 32 or width < 16:
+        return f"states of {state} x {width} are smaller than 32 x 16, which Triton's products need"
+    if state > 256 or state * width > 256 * 64:
+        return f"states of {state} x {width} need more shared memory than sm_90 has"
     if 4 * inputs.angles.size(2) != state:
         return f"{inputs.angles.size(2)} angles are not a quarter of states of {state}"
     return ""

@@ -37,15 +37,26 @@ def test_in_the_interpreter() -> None:
     run(INTERPRETED)
 
 
-def test_two_programs_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [
+        (Shape(2, 64, 128, 8, 4, 128, 64), 2),
+        (Shape(1, 64, 2, 2, 4, 256, 64), 1),  # the largest states and the smallest
+        (Shape(1, 64, 2, 2, 4, 32, 16), 2),
+    ],
+)
+def test_programs_fit_a_multiprocessor(
+    shape: Shape, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches = record(monkeypatch, [scan])
-    inputs, parameters = drawn(Shape(2, 64, 128, 8, 4, 128, 64), torch.bfloat16)
+    inputs, parameters = drawn(shape, torch.bfloat16)
+    assert not scan.obstacle(inputs, parameters)
     made = operands.plain(inputs, parameters, "softplus")
     upstream = scan.forward(made, inputs, parameters, None)
     scan.backward(made, inputs, parameters, None, upstream)
     assert len(launches) == 7
     for kernel, arguments in launches:
-        assert 2 * shared_memory(kernel, arguments, 90) <= LIMITS[90] << 10
+        assert programs * shared_memory(kernel, arguments, 90) <= LIMITS[90] << 10
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,11 @@ def test_two_programs_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> N
         (Shape(rank=3), "they support ranks 2 and 4 without an output norm, not rank 3"),
         (Shape(rank=4, out_norm=True), "without an output norm, not rank 4 with an output norm"),
         (Shape(rank=4), "2 heads per group, 8 or 5 is not a power of two"),
-        (Shape(rank=2, width=16), ""),
+        (Shape(rank=2, width=16), "states of 8 x 16 are smaller than 32 x 16"),
+        (Shape(rank=2, state=32, width=8), "states of 32 x 8 are smaller"),
+        (Shape(rank=2, state=256, width=128), "states of 256 x 128 need more shared memory"),
+        (Shape(rank=2, state=512, width=16), "states of 512 x 16 need more shared memory"),
+        (Shape(rank=2, state=32, width=16), ""),
     ],
 )
 def test_the_obstacle_is_named(shape: Shape, why: str) -> None:
