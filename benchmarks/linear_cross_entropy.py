@@ -21,8 +21,8 @@ Data is random: logits of standard deviation 2, a tenth of the tokens masked.
 Alternatives, if installed: Megatron's three losses on materialized logits, unfused ("stock", the
 same arithmetic in torch if megatron-core is missing, and the table says so),
 `--cross-entropy-fusion-impl native` and `te`; torch.compile of unfused torch, Liger mean and none,
-cut-cross-entropy with its filter off. And with --pull-3345, from a checkout of that pull request of
-Megatron, its kernels for Hopper, which need nvidia-cutlass-dsl.
+cut-cross-entropy with its filter off. With --pull-3345, also the Hopper kernels of that pull
+request of Megatron, from a checkout of it; they need nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from cppmega.ops.linear_cross_entropy_chunks import LOGITS_BYTES
 
 GIB = float(1 << 30)
 PROOFS = ("_row_kernel", "liger_cross", "cce_backward", "kernel_cutlass")
-"""Parts of the names of kernels that only fused implementations run."""
+"""Parts of kernel names that occur only in fused implementations."""
 TOKENS = (8192, 32768, 49152)
 VOCABULARIES = (65536, 131072)
 
@@ -237,7 +237,7 @@ def _megatron() -> list[Rival]:
 
 
 def _of_pull_3345(root: Path) -> list[Rival]:
-    """The kernels of the pull request, whose checkout stands before the release's fusions."""
+    """The pull request's kernels; its checkout takes precedence over the release's fusions."""
     fusions = importlib.import_module("megatron.core.fusions")
     fusions.__path__.insert(0, str(root / "megatron" / "core" / "fusions"))
     call = importlib.import_module(

@@ -1,17 +1,17 @@
-"""Mamba-3 on one GPU: our mixer's core against mamba-ssm's module, its main branch, and SISO.
+"""Mamba-3 on one GPU: the core of our mixer against mamba-ssm's module, its main branch, and SISO.
 
 usage: python benchmarks/mamba3.py [--main ROOT] [--out benchmarks/results] [--only NAME]
                                    [--scan-alone]
 
-Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc, unless our own scan is measured
-alone, which needs none of them. ROOT holds a checkout of
-mamba-ssm's main branch, whose kernels are measured in the same process. The core is everything
-between the two projections of a layer: norms, dt, A, angles, scan, gate and the sum over ranks;
-the glue of it what is made before the scan, by our kernels or by torch's.
-Before any time, results and gradients of ours are compared with plain torch in fp32 at a short
-length. Times are medians of 10 with CUDA events, of forward plus backward; bytes are those of the
-distinct tensors that the core keeps for its backward. Writes mamba3_DEVICE.json and .md, or
-mamba3_scan_DEVICE.json and .md, with the time of every kernel.
+Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc; with --scan-alone, which
+measures only our own scan, none of them. ROOT is a checkout of mamba-ssm's main branch, whose
+kernels are measured in the same process. The core is everything between the two projections of a
+layer: norms, dt, A, angles, scan, gate and the sum over ranks. Its glue is the part before the
+scan, with our kernels or in plain torch. Before anything is timed, our results and gradients are
+compared with plain torch in fp32 on short sequences. Times are medians of 10 with CUDA events, of
+forward plus backward; bytes are those of the distinct tensors that the core saves for its backward.
+Writes mamba3_DEVICE.json and .md, or mamba3_scan_DEVICE.json and .md, with the time of every
+kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Shape, int]] = {
 }
 CHUNK = {4: 16, 1: 64}
 TOLERANCE = 2e-2
-"""Relative L2 distance from plain fp32 of what was computed in bf16."""
+"""Largest relative L2 distance of results in bf16 from plain torch in fp32."""
 
 Way = Callable[[mamba3.Inputs, mamba3.Parameters, Tensor | None, int], Tensor]
 
@@ -62,7 +62,7 @@ def ours(
 def eager(
     inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
 ) -> Tensor:
-    """The same kernels, with everything around them in autograd, as mamba-ssm's module has it."""
+    """The same kernels, with everything around them in plain torch, as in mamba-ssm's module."""
     made = operands.plain(inputs, parameters, "softplus")
     scan = kernels._siso if parameters.rank_x is None else kernels._mimo
     return scan(made, inputs, parameters, bounds, chunk)
@@ -71,12 +71,12 @@ def eager(
 def scanned(
     inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
 ) -> Tensor:
-    """By our own scan, which no mixer uses yet."""
+    """The core with our own scan, which no mixer uses yet."""
     return scan.mixed(inputs, parameters, "softplus", bounds)
 
 
 def ways_of(shape: Shape, alone: bool) -> dict[str, Way]:
-    """Ours, and our own scan where it can."""
+    """Ours, and our own scan for MIMO."""
     own: dict[str, Way] = {"own scan": scanned} if shape.rank > 1 else {}
     return own if alone else {"ours": ours, **own}
 
@@ -84,9 +84,9 @@ def ways_of(shape: Shape, alone: bool) -> dict[str, Way]:
 def glue(
     make: Callable[..., operands.Operands], inputs: mamba3.Inputs, parameters: mamba3.Parameters
 ) -> list[Tensor]:
-    """What the scan reads, and the gradients of what that is made from."""
+    """The operands of the scan, and the gradients of the tensors from which they are computed."""
     made = make(inputs, parameters, "softplus")
-    read, upstream = operands.read_of(inputs, parameters), [torch.ones_like(each) for each in made]
+    read, upstream = operands.sources(inputs, parameters), [torch.ones_like(each) for each in made]
     return [*made, *torch.autograd.grad(made, read, upstream)]
 
 
@@ -98,7 +98,7 @@ def recomputed(*given: Any) -> Tensor:
 
 @contextmanager
 def imported_from(root: Path) -> Iterator[None]:
-    """Import mamba_ssm from another folder; what was imported before comes back."""
+    """Import mamba_ssm from another folder, and restore the imported modules afterwards."""
 
     def own() -> dict[str, Any]:
         return {name: each for name, each in sys.modules.items() if name.startswith("mamba_ssm")}
@@ -118,14 +118,14 @@ def imported_from(root: Path) -> Iterator[None]:
 
 
 def both_ways(way: Way, *given: Any) -> list[Tensor]:
-    """The output and the gradients of everything, for an upstream gradient that varies."""
+    """The output and all gradients, for a non-uniform upstream gradient."""
     out = way(*given)
     upstream = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
     return [out, *torch.autograd.grad(out, [*leaves(*given[:2]).values()], upstream)]
 
 
 def kept(way: Way, *given: Any) -> int:
-    """Bytes of the distinct storages that are kept for the backward."""
+    """Bytes of the distinct storages that are saved for the backward."""
     found: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -172,14 +172,14 @@ def check(shape: Shape, documents: int, alone: bool) -> None:
 def measure(
     shape: Shape, documents: int, main: Path | None, alone: bool
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Milliseconds of every way and KB that it keeps, and milliseconds by kernel of some."""
+    """Milliseconds and saved KB per token of every way, and milliseconds by kernel of ours."""
     given = given_for(shape, documents)
     mine = ways_of(shape, alone)
     ways = mine if alone else mine | {"eager": eager, "recomputed": recomputed}
     row = {name: median(both_ways, way, *given) for name, way in ways.items()}
     row |= {f"{name}, forward": median(way, *given) for name, way in mine.items()}
     if not alone:
-        for name, make in (("ours", operands.in_autograd), ("eager", operands.plain)):
+        for name, make in (("ours", operands.differentiable), ("eager", operands.plain)):
             row[f"glue, {name}"] = median(glue, make, *given[:2])
     if main is not None:
         with imported_from(main):
@@ -192,7 +192,7 @@ def measure(
 
 
 def kernel_table(name: str, found: dict[str, float]) -> list[str]:
-    """Every kernel of a way that takes at least a hundredth of its time."""
+    """The kernels that take at least a hundredth of the time."""
     whole = sum(found.values())
     return [
         "",
@@ -213,8 +213,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--main", type=Path, help="a checkout of mamba-ssm's main branch")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--scan-alone", action="store_true", help="our own scan and nothing else")
+    parser.add_argument("--only", default="", help="only cases whose names begin with this")
+    parser.add_argument("--scan-alone", action="store_true", help="measure only our own scan")
     options = parser.parse_args()
     alone = options.scan_alone
     rows, profiles = {}, {}

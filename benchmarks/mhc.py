@@ -1,19 +1,19 @@
-"""Hyper-connections on one GPU: our ops and sites against everybody else's.
+"""Hyper-connections on one GPU: our ops and sites against other implementations.
 
 usage: python benchmarks/mhc.py [--dev ROOT] [--out benchmarks/results] [--only NAME]...
 
-Besides ours it measures, at the first shape, Megatron's branch dev, a checkout of which is at ROOT,
-with the kernels that it chooses on this GPU; Transformer Engine and Liger, if they are installed;
-and torch.compile of the reference (`benchmarks/mhc_rivals.py`). All ways of a shape run in one
-process on the same inputs; first calls compile and tune, and do not count. Results or gradients
+At the first shape it also measures Megatron's branch dev, from a checkout at ROOT, with the kernels
+that it selects on this GPU; Transformer Engine and Liger, if they are installed; and torch.compile
+of the reference (`benchmarks/mhc_rivals.py`). All implementations of a shape run in one process on
+the same inputs; the first calls, which compile and tune, are not counted. Results or gradients
 that differ from the reference by more than the rounding of bf16 explains stop the run. (Against
 fp64, `pytest -m gpu tests/ops/test_mhc.py` compares ours.)
 
 Times are medians of 10 with CUDA events while the GPU has work queued, so that the host is not in
 them: of a site forward plus backward, the sum of the streams' gradients included. The least time
 is that of what a site has to move (45 streams `[s, b, C]` if n is 4) at the bandwidth of a copy on
-this card. Writes mhc_DEVICE.json and .md, after every way what there is; with --only, the shapes
-that are not measured stay in them as they were.
+this card. mhc_DEVICE.json and .md are rewritten after every implementation; with --only, they keep
+what they contain of the other shapes.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def op_table(ops: dict[str, dict[str, list[float]]]) -> list[str]:
 
 
 def in_order(found: dict[str, Any]) -> dict[str, Any]:
-    """What was found of the shapes, in their order, whichever was measured last."""
+    """Results by shape, in the order of the shapes rather than in that of their measurement."""
     return {name: found[name] for name in CASES if name in found}
 
 
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--dev", type=Path, help="a checkout of Megatron's branch dev")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--only", action="append", help="shapes whose name begins so")
+    parser.add_argument("--only", action="append", help="only shapes whose names begin with this")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()

@@ -171,7 +171,7 @@ def own_ways() -> Ways:
 
 
 def others(shape: Shape, root: Path | None) -> Ways:
-    """What else there is; `root` is of the branch dev."""
+    """All other implementations that are available; `root` is a checkout of the branch dev."""
     ways: Ways = {}
     if root is not None:
         ways["dev"] = lambda: dev(root, shape)

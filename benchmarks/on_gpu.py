@@ -1,4 +1,4 @@
-"""Times by CUDA events, and what was measured on: shared by the benchmarks of kernels."""
+"""Timing with CUDA events, and the software stack: shared by the benchmarks of kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cppmega.host.packages import version
 
 QUEUED = 20_000_000
-"""Cycles for which the GPU is kept busy, about 10 ms, while the host launches what is measured."""
+"""Cycles (about 10 ms) for which the GPU is kept busy while the host queues the measured work."""
 
 
 def elapsed(
     work: Callable[..., Any], *arguments: Any, repeats: int = 10, queued: bool = False
 ) -> list[float]:
-    """Milliseconds of each call; `queued`: on a GPU that never waits for the host."""
+    """Milliseconds of each call; `queued`: launched while the GPU is busy, so without host time."""
     times = []
     for _ in range(repeats):
         start, end = (
@@ -40,12 +40,12 @@ def elapsed(
 
 
 def median(work: Callable[..., Any], *arguments: Any, queued: bool = False) -> float:
-    """Median milliseconds of 10 calls, after 2 that do not count."""
+    """Median milliseconds of 10 calls, after 2 for warm-up."""
     return statistics.median(elapsed(work, *arguments, repeats=12, queued=queued)[2:])
 
 
 def by_kernel(work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
-    """Milliseconds of each kernel in one call, after one that does not count, longest first."""
+    """Milliseconds of each kernel in one call, after one for warm-up, longest first."""
     work(*arguments)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -56,7 +56,7 @@ def by_kernel(work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
 
 
 def stack(*packages: str) -> dict[str, str]:
-    """Date, GPU, torch and these packages, as a report's header names them."""
+    """Date, GPU, and versions of torch and of these packages, for the header of a report."""
     return {
         "date": date.today().isoformat(),
         "GPU": torch.cuda.get_device_name(),

@@ -3,8 +3,8 @@
     python benchmarks/slice_turns.py SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
 SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels; `graphs`, CUDA
-graphs of all that Megatron can capture of these layers; or `arguments`, arguments of Megatron's own
-that rows of `upstream_patches/NOT.md` name. Parts, on one GPU:
+graphs of everything in these layers that Megatron can capture; or `arguments`, Megatron's own
+arguments that `upstream_patches/NOT.md` names. Parts, on one GPU:
 
     fused8, fused2   the backend tilelang, sparse loss, micro-batch 8 and 2: tokens/s of the
                      overlay without the subject's pages ("before") and of all of it ("after")
@@ -14,14 +14,14 @@ that rows of `upstream_patches/NOT.md` name. Parts, on one GPU:
     graphs8, 2, 1    the fused slice without CUDA graphs ("before") and with them ("after")
     curves_graphs    50 steps without them, twice ("stock", "again"), and with them ("ours")
     fp8_gather8      FP8 with bf16 parameters ("before") and with FP8 ones ("after")
-    experts_wgrad8   the experts' weight gradients at once ("before") and delayed ("after")
-    mla_down8        MLA's two down projections ("before") and the one for both ("after")
+    experts_wgrad8   the experts' weight gradients, immediate ("before") and delayed ("after")
+    mla_down8        MLA's two down projections, separate ("before") and fused ("after")
 
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
 run of each side is profiled after its measured steps. After each run DIR/PART.json is written. A
-run that is in there is not repeated (`--again` does), so a call that came to the end of --minutes
-is continued by the same command. At the end all parts become one .json and .md in DIR, and the
-slower run of all patches the result of the recipe that has its settings.
+run that it already contains is not repeated (except with `--again`), so the same command continues
+a call that reached the end of --minutes. At the end, all parts are written as one .json and .md in
+DIR, and the slower run with all patches becomes the result of the recipe that has its settings.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed.
@@ -88,7 +88,7 @@ SUBJECTS = {
     ),
 }
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
-"""Patches of stock in the curves: to start, and to log the indexer loss by the same measure."""
+"""Patches of stock in the curves: to start, and to log the indexer loss in the same way."""
 _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
 _FUSED = _TILELANG + _SPARSE
@@ -98,7 +98,7 @@ _TURNS = ("before", "after", "after", "before")
 _CURVES = ("stock", "again", "ours")
 _PROFILED = 2
 _FIRST_GUESS = 150.0
-"""Seconds that a run may take, until one has shown how many."""
+"""Seconds that a run is assumed to take until one has been measured."""
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -110,9 +110,9 @@ class Part:
     arguments: tuple[str, ...] = ()
     """Megatron's own: as fields, they would make the recipe ask for the pages left out."""
     only_after: tuple[str, ...] = ()
-    """Arguments of the sides `after` and `ours` alone."""
+    """Arguments of the sides `after` and `ours` only."""
     fields: tuple[tuple[str, str], ...] = ()
-    """Changes of the recipe, where an argument would contradict it."""
+    """Changes to the recipe, for settings that an argument would contradict."""
     turns: tuple[str, ...]
     steps: int | None = None
     """Steps of a curve; None: what the caller asks for."""

@@ -25,8 +25,8 @@ class Subject:
     Attributes:
         title: of the report.
         name: of the files with the results.
-        pages: that `before` lacks; empty: the sides differ in their arguments alone.
-        curves: that `ours` has on top of stock in the curves.
+        pages: those that `before` lacks; empty: the sides differ only in their arguments.
+        curves: the pages that `ours` has in addition to those of stock in the curves.
         targets: tokens/s of `after` over `before`, by part.
         parts: what is run, in this order.
     """

@@ -1,8 +1,8 @@
-"""Memory in huge pages, for a process that forks much.
+"""Huge pages for a process that forks often.
 
-A fork copies a table with an entry for every page, and its end takes it apart again: for the
-processes of these tests that was most of what a short fork cost. Two megabytes in one page need one
-entry, which a fork splits only where it writes.
+A fork copies the page table, which has an entry for every page, and frees it when it exits; in the
+processes of these tests, that was most of the cost of a short fork. A huge page of 2 MiB needs one
+entry, which is split only where the fork writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HUGE = 2 * 2**20
 
 
 def gather() -> None:
-    """Move what this process has allocated so far into huge pages, where the kernel does that."""
+    """Move the memory allocated so far into huge pages, if the kernel supports it."""
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,16 +1,16 @@
-"""Use the delayed weight gradients of experts, instead of memory that was never written.
+"""Use the delayed weight gradients of experts instead of uninitialized memory.
 
-What: With `--overlap-dispatch-backward-with-experts-wgrad`, Megatron's DDP takes the gradient of an
-    expert's weight after the layer has computed it.
-Why: Transformer Engine returns an empty tensor in the place of a gradient that is delayed. DDP
-    waits for the real one only if its own config says `delay_wgrad_compute`, which this argument
-    does not set. Without fused accumulation it adds the empty tensor to the main gradient and
-    drops the real one, so that experts are trained on whatever the memory contained: the slice of
-    NAM56R had NaN in 12 of 175 parameters in the second step (0.19.2, one H200), and without the
-    check for NaN nothing would have stopped it. With fused accumulation and
-    `--overlap-grad-reduce`, buckets are reduced before the gradients are in them.
-Upstream: Not sent: found here. Megatron's tests of the argument use no DDP, or FSDP, which has
-    hooks of its own.
+What: With `--overlap-dispatch-backward-with-experts-wgrad`, Megatron's DDP accumulates and reduces
+    the gradient of an expert's weight after the layer has computed it.
+Why: Transformer Engine returns an uninitialized tensor in place of a delayed gradient. DDP waits
+    for the real one only if its own config has `delay_wgrad_compute`, which this argument does not
+    set. Without fused accumulation, DDP adds the uninitialized tensor to the main gradient, and the
+    last real gradient is dropped, so that experts are trained on whatever the memory contained: the
+    slice of NAM56R had NaN in 12 of 175 parameters in its second step (0.19.2, one H200), and only
+    the check for NaN stopped it. With fused accumulation and `--overlap-grad-reduce`, buckets are
+    reduced before the gradients are in them.
+Upstream: Not sent: found here. Megatron tests the argument only without DDP, or with FSDP, which
+    has its own hooks.
 Remove: when DDP registers the hooks of delayed weights whichever argument delays them.
 Numerics: changes results: of runs with the argument, whose experts now receive their gradients
 """
@@ -18,21 +18,20 @@ Numerics: changes results: of runs with the argument, whose experts now receive 
 from typing import Any
 
 from cppmega.catalogue.megatron_args import has_experts
-from cppmega.edits import in_order, replacing
+from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/distributed/distributed_data_parallel.py:DistributedDataParallel.__init__"
 LAYER = "megatron/core/transformer/moe/moe_layer.py:_RegisterDelayedWgradForExperts"
-WRONG = "self.ddp_config.delay_wgrad_compute and getattr(param, 'skip_backward_post_hook', False)"
 
 
 def delays(args: Any) -> bool:
-    """Whether the run delays the experts' weight gradients, under this DDP."""
+    """Whether the run delays the experts' weight gradients under Megatron's DDP."""
+    others = ("use_megatron_fsdp", "use_torch_fsdp2", "skip_train")
     return (
         bool(getattr(args, "overlap_dispatch_backward_with_experts_wgrad", False))
         and has_experts(args)
-        and not getattr(args, "use_megatron_fsdp", False)
-        and not getattr(args, "skip_train", False)
+        and not any(getattr(args, name, False) for name in others)
     )
 
 
@@ -46,24 +45,15 @@ PATCH = Patch(
                 "main-d98e8a64": "e4a09358f355d2e3",
                 "dev-d48bd6be": "a4b701899526b7d5",
             },
-            edit=in_order(
-                replacing(WRONG, "getattr(param, 'skip_backward_post_hook', False)"),
-                replacing(
-                    """
-                    module.register_wgrad_accumulation_and_reduce_hooks(
-                        self._make_backward_post_hook(param)
-                    )
-                    """,
-                    """
-                    if self.ddp_config.delay_wgrad_compute:
-                        module.register_wgrad_accumulation_and_reduce_hooks(
-                            self._make_backward_post_hook(param)
-                        )
-                    else:
-                        # The MoE layer calls it, after it has waited for the gradients' stream.
-                        param.post_wgrad_grad_acc_hook = self._make_backward_post_hook(param)
-                    """,
-                ),
+            edit=replacing(
+                "grad_acc.register_hook(self._make_backward_post_hook(param))",
+                """
+                if getattr(param, 'skip_backward_post_hook', False):
+                    # The MoE layer calls it once the gradients' stream has finished.
+                    param.post_wgrad_grad_acc_hook = self._make_backward_post_hook(param)
+                else:
+                    grad_acc.register_hook(self._make_backward_post_hook(param))
+                """,
             ),
         ),
     ),
@@ -113,7 +103,7 @@ def verify() -> None:
             self.weight.skip_backward_post_hook = True
 
         def register_wgrad_accumulation_and_reduce_hooks(self, hook):  # type: ignore[no-untyped-def]
-            raise AssertionError("no one delays this one's gradient by delay_wgrad_compute")
+            raise AssertionError("this gradient is not delayed by delay_wgrad_compute")
 
         def backward_dw(self, **_):  # type: ignore[no-untyped-def]
             self.weight.grad = self.delayed
@@ -142,4 +132,4 @@ def verify() -> None:
         for _ in range(2):
             ddp(torch.tensor([[1.0, 2.0]], requires_grad=True)).sum().backward()
     found = layer.experts.weight.main_grad.tolist()
-    assert found == [[2, 4], [2, 4]], f"the gradients of two microbatches of experts: {found}"
+    assert found == [[2, 4], [2, 4]], f"the experts' gradients of two microbatches: {found}"

@@ -1,21 +1,21 @@
 """Load fully reshardable optimizer states at another expert-parallel size.
 
-What: `ChainedOptimizer.load_state_dict` accepts a `torch_dist` checkpoint of distributed optimizers
-    that another number of optimizers saved: each optimizer takes the loaded tensors of its own
-    parameters, and its parameter groups from whichever saved optimizer has them. A group of experts
-    that was not saved is the group with the same settings of the other parameters, and vice versa.
+What: `ChainedOptimizer.load_state_dict` accepts a `torch_dist` checkpoint that was saved by a
+    different number of distributed optimizers: each optimizer takes the loaded tensors of its own
+    parameters, and its parameter groups from whichever saved optimizer has them. If no group of
+    experts was saved, that of the other parameters with the same settings is used, and vice versa.
 Why: Without expert parallelism, one distributed optimizer has every parameter; with it, a second
     one has the experts. `--dist-ckpt-optim-fully-reshardable` stores masters and moments by
-    parameter, so they load in either layout. Steps, learning rates and all else that is not a
-    tensor are stored by optimizer, so a run that is saved at EP 1 ends at EP 2 with "Expected 2
-    entries in state dict, but got 4", and one that is saved at EP 2 ends at EP 1 with "KeyError:
-    'optimizer'" (both seen on CPU in Megatron's own loop, 0.19.2).
+    parameter, so they load in either layout. Steps, learning rates and everything else that is not
+    a tensor are stored by optimizer, so a run saved at EP 1 fails at EP 2 with "Expected 2 entries
+    in state dict, but got 4", and one saved at EP 2 fails at EP 1 with "KeyError: 'optimizer'"
+    (both seen on CPU in Megatron's own loop, 0.19.2).
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/1517 (PP 4 to EP 4; closed, presumed
     fixed); main (d98e8a64) and dev (d48bd6be) have the same code as the releases
-Remove: when `ChainedOptimizer.load_state_dict` no longer requires the number of optimizers that
-    saved.
+Remove: when `ChainedOptimizer.load_state_dict` no longer requires as many optimizers as saved the
+    checkpoint.
 Numerics: none (bitwise) where stock can load. Files are the same with and without the page. Not
-    served: other formats of the distributed optimizer, whose buckets depend on the layout (the
+    supported: other formats of the distributed optimizer, whose buckets depend on the layout (the
     preflight refuses them), other optimizers (refused when they load), and the legacy
     `--ckpt-format torch`.
 """
@@ -32,10 +32,10 @@ TARGET = "megatron/core/optimizer/optimizer.py:ChainedOptimizer.load_state_dict"
 
 
 def _cppmega_moved(optimizers, state_dict):  # type: ignore[no-untyped-def]
-    """Whether these optimizers load what another number of optimizers saved.
+    """Whether the state was saved by a different number of optimizers.
 
-    Loaded tensors are where `optimizers` asked for them: at the top for one optimizer, below the
-    numbers of several. All else is where it was saved.
+    Loaded tensors are where these optimizers asked for them: at the top level for one optimizer,
+    under their numbers for several. Everything else is where it was saved.
     """
     if not isinstance(state_dict, dict):
         return False
@@ -47,8 +47,8 @@ def _cppmega_moved(optimizers, state_dict):  # type: ignore[no-untyped-def]
 
 
 def _cppmega_regrouped(groups):  # type: ignore[no-untyped-def]
-    """Return parameter groups for experts and for all else, whichever of them were saved."""
-    # Transformer Engine's Adam counts no steps of a group that is empty where it was saved.
+    """Return parameter groups for experts and for the others, whichever of them were saved."""
+    # Transformer Engine's Adam does not count the steps of a group that is empty on its rank.
     steps = [group["step"] for group in groups if "step" in group]
     step = {"step": steps[0]} if steps else {}
     found = {}  # type: ignore[var-annotated]
@@ -64,12 +64,12 @@ def _cppmega_regrouped(groups):  # type: ignore[no-untyped-def]
 
 
 def _cppmega_in_this_layout(optimizers, state_dict):  # type: ignore[no-untyped-def]
-    """Return the state that each of these optimizers would have saved, from that of others."""
+    """Return the state in the form in which these optimizers would have saved it."""
     kind = "param_state_sharding_type"
     saved = [part for part in (state_dict, *state_dict.values()) if isinstance(part, dict)]
     saved = [part for part in saved if kind in part]
     by_parameter = {part[kind] for part in saved} == {"fully_reshardable"}
-    # Muon's chain has distributed optimizers and others.
+    # The chain of Muon mixes distributed optimizers with others.
     if not by_parameter or not all(
         hasattr(one, "load_parameter_state_from_fully_reshardable") for one in optimizers
     ):
@@ -79,9 +79,9 @@ def _cppmega_in_this_layout(optimizers, state_dict):  # type: ignore[no-untyped-
             "optimizer-of-another-expert-layout",
             f"The optimizer states in the checkpoint are not those of {len(optimizers)} "
             "optimizer(s): it was saved with another expert-parallel or expert-tensor size.",
-            "With expert parallelism a second optimizer has the experts; only the distributed "
-            "optimizer's fully reshardable states can move between the layouts.",
-            "--no-load-optim, or the parallel sizes that it was saved with",
+            "With expert parallelism, a second optimizer has the experts; only the distributed "
+            "optimizer's fully reshardable states can be loaded in the other layout.",
+            "--no-load-optim, or the parallel sizes with which it was saved",
         )
     groups = _cppmega_regrouped(
         [group for part in saved for group in part["optimizer"]["param_groups"]]
@@ -100,7 +100,7 @@ def _cppmega_in_this_layout(optimizers, state_dict):  # type: ignore[no-untyped-
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject states that are stored by the buckets of the other layout."""
+    """Refuse states that were saved by bucket in the other layout."""
     if (
         any(getattr(args, name, None) for name in ("no_load_optim", "finetune"))
         or not getattr(args, "use_distributed_optimizer", False)
@@ -115,17 +115,17 @@ def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[Cppmega
         was, now = (one, several) if alone else (several, one)
         yield CppmegaError(
             "optimizer-of-another-expert-layout",
-            f"The checkpoint's states were saved by {was}, by bucket, and with "
-            f"--expert-model-parallel-size {size} they would be loaded by {now}.",
-            "With expert parallelism a second optimizer has the experts, so the buckets are "
-            "others, and every rank would end because keys are missing.",
-            "resume once with the expert-parallel size that saved it and "
+            f"The checkpoint's optimizer states were saved by {was}, by bucket, and with "
+            f"--expert-model-parallel-size {size} {now} would have to load them.",
+            "With expert parallelism, a second optimizer has the experts, so the buckets differ, "
+            "and every rank would fail because of missing keys.",
+            "resume once with the expert-parallel size with which it was saved and "
             "--dist-ckpt-optim-fully-reshardable, save, and resume from that; or --no-load-optim",
         )
 
 
 def _splits_dense(args: Any) -> bool:
-    """Whether there are several optimizers without expert parallelism, too."""
+    """Whether there may be several optimizers even without expert parallelism."""
     tensor = getattr(args, "tensor_model_parallel_size", None) or 1
     expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or tensor
     overlap = getattr(args, "overlap_param_gather_with_optimizer_step", False)
@@ -206,7 +206,7 @@ def verify() -> None:
         return chained
 
     def saved(expert):  # type: ignore[no-untyped-def]
-        """What is not a tensor: step 7, and a rate of 0.5 with decay and 0.25 without."""
+        """Everything but tensors: step 7, learning rates of 0.5 with decay and 0.25 without."""
         common = {"lr_mult": 1.0, "is_expert_parallel": expert, "is_decoupled_lr": False}
         common |= {"max_lr": 1.0, "min_lr": 0.0, "step": 7, "betas": (0.9, 0.99), "eps": 1e-8}
         groups = [{"wd_mult": 1.0, "lr": 0.5, **common}, {"wd_mult": 0.0, "lr": 0.25, **common}]

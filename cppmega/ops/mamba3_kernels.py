@@ -1,8 +1,8 @@
-"""Mamba-3 by the kernels of mamba-ssm 2.3.2.post1, whose pages of cppmega's mend what NAM56R needs.
+"""Mamba-3 by the kernels of mamba-ssm 2.3.2.post1, with the fixes of cppmega's pages for NAM56R.
 
-The scan of rank R (MIMO) is TileLang's, of rank 1 (SISO) Triton's. What they read is made by
-`mamba3_operands`. For MIMO without a norm of the output, none of it is kept: the backward makes it
-again from the projection, which has to be kept anyhow, and multiplies no matrices for it.
+The scan of rank R (MIMO) is a TileLang kernel, that of rank 1 (SISO) a Triton kernel. Their inputs
+are computed by `mamba3_operands`. MIMO without an output norm saves none of them: the backward
+recomputes them, without any matrix product, from the projection, which is saved in any case.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def _mixed(
     chunk: int,
 ) -> Tensor:
     if parameters.rank_x is None:
-        made = operands.in_autograd(inputs, parameters, definition)
+        made = operands.differentiable(inputs, parameters, definition)
         return _siso(made, inputs, parameters, boundaries, chunk)
     if parameters.out_norm is None:
         lean: Tensor = _Mimo.apply(  # type: ignore[no-untyped-call]
             definition, boundaries, chunk, *inputs, *parameters[:-1]
         )
         return lean
-    made = operands.in_autograd(inputs, parameters, definition)
+    made = operands.differentiable(inputs, parameters, definition)
     out = _mimo(made, inputs, parameters, boundaries, chunk).transpose(2, 3)  # [b, l, h, R, p]
     assert parameters.rank_z is not None and parameters.rank_out is not None
     gate = functional.silu(wide(inputs.z).unsqueeze(3) * parameters.rank_z)
@@ -176,7 +176,7 @@ def _divisor(inputs: Inputs) -> int:
 
 
 class _Mimo(torch.autograd.Function):
-    """MIMO without a norm of the output, which keeps the projection alone."""
+    """MIMO without an output norm, which saves only the projection for its backward."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -189,14 +189,14 @@ class _Mimo(torch.autograd.Function):
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
         ctx.definition, ctx.chunk, ctx.boundaries = definition, chunk, boundaries
         ctx.save_for_backward(*tensors)
-        made = operands.made(inputs, parameters, definition)
+        made = operands.compute(inputs, parameters, definition)
         return _mimo(made, inputs, parameters, boundaries, chunk)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = [each.detach() for each in ctx.saved_tensors]
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
-        made = operands.made(inputs, parameters, ctx.definition)
+        made = operands.compute(inputs, parameters, ctx.definition)
         turned = of_mamba_ssm(ANGLES).angle_dt_fwd(
             made.angles, made.dt, chunk_size=ctx.chunk, cu_seqlens=ctx.boundaries
         )

@@ -1,8 +1,8 @@
-"""What Mamba-3's scan reads besides values and gates, made from a projection.
+"""The inputs of Mamba-3's scan other than values and gates, computed from the input projection.
 
-`plain` is the definition, for any device and for autograd. On a GPU `made` and `gradients` are the
-same by two launches each way (`mamba3_operands_triton`), which read the projection where it lies;
-plain torch needs a dozen, with a copy for every layout that the scan asks for.
+`plain` is the definition, in plain torch, on any device and differentiable. On a GPU, `compute` and
+`gradients` take two kernel launches each (`mamba3_operands_triton`) and read the projection in
+place; plain torch needs a dozen, and copies each tensor into the layout that the scan expects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cppmega.ops.mamba3_reference import EPSILON, Definition, Inputs, Parameters
 
 
 class Operands(NamedTuple):
-    """What the kernels of the scan read besides parameters, x and z.
+    """What the kernels of the scan read, apart from the parameters, x and z.
 
     Attributes:
         queries: `[b, l, R, g, n]`.
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
         log_a: `[b, h, l]`, fp32.
         dt: `[b, h, l]`, fp32.
         trap: `[b, h, l]`.
-        angles: `[b, l, h, k]`, fp32; or `[b, l, k]` as they were given, for `mamba3_scan`.
+        angles: `[b, l, h, k]`, fp32; for `mamba3_scan`, those of the inputs, `[b, l, k]`.
     """
 
     queries: Tensor
@@ -40,9 +40,9 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the part of a projection, and of the parameters, that `Operands` are made from.
+    """Gradients of the inputs and parameters from which `Operands` are computed.
 
-    Attributes are named and shaped as in `Inputs` and `Parameters`.
+    Attributes have the names and shapes of those of `Inputs` and `Parameters`.
     """
 
     keys: Tensor
@@ -77,36 +77,36 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
     return found.transpose(2, 3).contiguous()
 
 
-def in_autograd(inputs: Inputs, parameters: Parameters, definition: Definition) -> Operands:
-    """The operands, for which autograd keeps nothing but what they are made from."""
-    found: tuple[Tensor, ...] = _Made.apply(  # type: ignore[no-untyped-call]
-        inputs.x.detach(), definition, *read_of(inputs, parameters)
+def differentiable(inputs: Inputs, parameters: Parameters, definition: Definition) -> Operands:
+    """The operands with gradients; only what they are computed from is saved for the backward."""
+    found: tuple[Tensor, ...] = _Computed.apply(  # type: ignore[no-untyped-call]
+        inputs.x.detach(), definition, *sources(inputs, parameters)
     )
     return Operands(*found)
 
 
-class _Made(torch.autograd.Function):
+class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, definition: Definition, *read: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *read)
         ctx.definition = definition
-        return tuple(made(*_read(x, *read), definition))
+        return tuple(compute(*_from_sources(x, *read), definition))
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        found = gradients(*_read(*ctx.saved_tensors), ctx.definition, Operands(*given))
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        found = gradients(*_from_sources(*ctx.saved_tensors), ctx.definition, Operands(*upstream))
         return None, None, *found
 
 
-def read_of(inputs: Inputs, parameters: Parameters) -> tuple[Tensor, ...]:
-    """What the operands are made from, in the order of `Gradients`."""
+def sources(inputs: Inputs, parameters: Parameters) -> tuple[Tensor, ...]:
+    """The tensors from which the operands are computed, in the order of `Gradients`."""
     return *inputs[2:], parameters.dt_bias, parameters.key_norm, parameters.query_norm
 
 
-def _read(x: Tensor, *read: Tensor) -> tuple[Inputs, Parameters]:
-    """Inputs and parameters, of which only what `read_of` returns is meant, and the shape of x."""
+def _from_sources(x: Tensor, *read: Tensor) -> tuple[Inputs, Parameters]:
+    """The inverse of `sources`; other fields are placeholders, and of x only the shape counts."""
     keys, queries, dt, decay, trap, angles, dt_bias, key_norm, query_norm = read
     inputs = Inputs(x, x, keys, queries, dt, decay, trap, angles)
     return inputs, Parameters(dt_bias, dt_bias, dt_bias, dt_bias, key_norm, query_norm)
@@ -116,16 +116,16 @@ def _by_kernels(inputs: Inputs) -> bool:
     return inputs.x.device.type != "cpu" or bool(triton.knobs.runtime.interpret)
 
 
-def made(
+def compute(
     inputs: Inputs, parameters: Parameters, definition: Definition, spread: bool = True
 ) -> Operands:
-    """The operands, without a graph for autograd.
+    """The operands, without an autograd graph.
 
     Args:
-        inputs: bf16, fp16 or fp32, whose last axis is contiguous; on a CPU of any type.
-        parameters: of the same device.
+        inputs: bf16, fp16 or fp32; on a CPU, any floating type.
+        parameters: on the same device.
         definition: of A.
-        spread: return the angles of every head; else they are those of the inputs.
+        spread: repeat the angles for every head, in fp32; otherwise return those of the inputs.
     """
     if not _by_kernels(inputs):
         found = plain(inputs, parameters, definition)
@@ -135,7 +135,7 @@ def made(
     like = inputs.x
     keys, queries = (like.new_empty(b, length, rank, groups, n) for _ in range(2))
     kernels.states(
-        (_rows(inputs.keys), _rows(inputs.queries)),
+        (dense(inputs.keys, 3), dense(inputs.queries, 3)),
         (parameters.key_norm, parameters.query_norm),
         (keys, queries),
     )
@@ -147,42 +147,46 @@ def made(
     if spread:
         shape = (b, length, heads, angles.size(-1))
         angles = torch.empty(shape, dtype=torch.float32, device=like.device)
-    of_heads = inputs.dt, inputs.decay, inputs.trap
     kernels.heads(
-        of_heads, parameters.dt_bias, inputs.angles, (log_a, dt, trap, angles), definition, spread
+        (dense(inputs.dt, 1), dense(inputs.decay, 1), dense(inputs.trap, 1)),
+        parameters.dt_bias,
+        dense(inputs.angles, 1),
+        (log_a, dt, trap, angles),
+        definition,
+        spread,
     )
     return Operands(queries, keys, log_a, dt, trap, angles)
 
 
 def gradients(
-    inputs: Inputs, parameters: Parameters, definition: Definition, given: Operands
+    inputs: Inputs, parameters: Parameters, definition: Definition, upstream: Operands
 ) -> Gradients:
-    """The gradients of what `made` reads, each in the type of what it belongs to.
+    """The gradients of what `compute` reads, each in the type of its tensor.
 
     Args:
-        inputs: those of `made`.
-        parameters: those of `made`.
+        inputs: those of `compute`.
+        parameters: those of `compute`.
         definition: of A.
-        given: the gradients of its results, of any floating type; that of the angles as they are,
-            which is returned, or of every head's.
+        upstream: the gradients of the operands, of any floating type. That of the angles may be per
+            head, `[b, l, h, k]`, or `[b, l, k]`; the latter is passed through.
     """
     if not _by_kernels(inputs):
-        return _plain_gradients(inputs, parameters, definition, given)
+        return _plain_gradients(inputs, parameters, definition, upstream)
     shape = inputs.keys.shape
     keys, queries = inputs.x.new_empty(shape), inputs.x.new_empty(shape)
     key_norm, query_norm = kernels.states_backward(
-        (_rows(inputs.keys), _rows(inputs.queries)),
+        (dense(inputs.keys, 3), dense(inputs.queries, 3)),
         (parameters.key_norm, parameters.query_norm),
-        (given.keys.contiguous(), given.queries.contiguous()),
+        (upstream.keys.contiguous(), upstream.queries.contiguous()),
         (keys, queries),
     )
     dt, decay, trap = (inputs.x.new_empty(inputs.dt.shape) for _ in range(3))
-    spread = given.angles.dim() == 4
-    angles = inputs.x.new_empty(inputs.angles.shape) if spread else given.angles.to(dt.dtype)
+    spread = upstream.angles.dim() == 4
+    angles = inputs.x.new_empty(inputs.angles.shape) if spread else upstream.angles.to(dt.dtype)
     dt_bias = kernels.heads_backward(
-        (inputs.dt, inputs.decay),
+        (dense(inputs.dt, 1), dense(inputs.decay, 1)),
         parameters.dt_bias,
-        tuple(each.contiguous() for each in given[2:]),
+        tuple(each.contiguous() for each in upstream[2:]),
         (dt, decay, trap, angles),
         definition,
         spread,
@@ -196,18 +200,18 @@ def gradients(
 
 
 def _plain_gradients(
-    inputs: Inputs, parameters: Parameters, definition: Definition, given: Operands
+    inputs: Inputs, parameters: Parameters, definition: Definition, upstream: Operands
 ) -> Gradients:
-    read = [each.detach().requires_grad_() for each in read_of(inputs, parameters)]
+    read = [each.detach().requires_grad_() for each in sources(inputs, parameters)]
     with torch.enable_grad():
-        found = plain(*_read(inputs.x, *read), definition)
-    if given.angles.dim() == 3:
+        found = plain(*_from_sources(inputs.x, *read), definition)
+    if upstream.angles.dim() == 3:
         found = found._replace(angles=read[Gradients._fields.index("angles")])
-    outer = [g.to(each.dtype) for g, each in zip(given, found, strict=True)]
+    outer = [g.to(each.dtype) for g, each in zip(upstream, found, strict=True)]
     return Gradients(*torch.autograd.grad(found, read, outer))
 
 
-def _rows(x: Tensor) -> Tensor:
-    """`[b, l, g, R, n]` whose last three axes lie together."""
-    rank, n = x.shape[3:]
-    return x if x.stride()[2:] == (rank * n, n, 1) else x.contiguous()
+def dense(x: Tensor, axes: int) -> Tensor:
+    """x if its last axes are contiguous, as in a slice of the projection; otherwise a copy."""
+    strides = torch.empty(x.shape[-axes:], device="meta").stride()
+    return x if x.stride()[-axes:] == strides else x.contiguous()

@@ -1,9 +1,11 @@
-"""Kernels that make the operands of Mamba-3's scan from a projection, and their gradients.
+"""Kernels that compute the operands of Mamba-3's scan from the projection, and their gradients.
 
-One launch each way for keys and queries: a norm per row, and groups and ranks exchanged. One for
-what heads have, whose time becomes the last axis: dt, log a and the trapezoid's share; with the
-angles, which the scan reads once per head. Sums over tokens are made by programs for their own
-tokens, and added in one order. `mamba3_operands.plain` is the plain form.
+In either direction, one launch is for keys and queries, which are normalised row by row and
+transposed from groups x ranks to ranks x groups. Another is for what exists per head, dt, log a and
+the trapezoid's share, which are transposed so that time is the last axis, and for the angles, of
+which the scan reads a copy per head. Each program sums the gradients of parameters over its own
+tokens; the partial sums are then added in a fixed order. `mamba3_operands.plain` is the same in
+plain torch.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from torch import Tensor
 from cppmega.ops.mamba3_reference import A_FLOOR, EPSILON, Definition
 
 TOKENS = 16
-"""Of one program, but for the states' forward."""
+"""Tokens per program; in the forward of keys and queries a program has one."""
 
 HEADS = 16
-"""Of one step of a program."""
+"""Heads that a program handles at a time."""
 
 NORM_EPS = tl.constexpr(EPSILON)
 LEAST_RATE = tl.constexpr(A_FLOOR)
@@ -31,7 +33,7 @@ Pair = tuple[Tensor, Tensor]
 def _rows_of(  # type: ignore[no-untyped-def]
     x, begin, weight, here, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr
 ):
-    """All rows of a token in fp32, their reciprocal root mean square, and the norm's weight."""
+    """All rows of a token in fp32, their reciprocal RMS, the weight of the norm, and the mask."""
     row, n = tl.arange(0, ROWS), tl.arange(0, N)
     known = (row < G * R)[:, None] & here
     v = tl.load(x + begin + row[:, None] * N + n[None, :], mask=known, other=0.0).to(tl.float32)
@@ -41,7 +43,7 @@ def _rows_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the rows of `[g, R, n]` are in `[R, g, n]`."""
+    """Offsets in `[R, g, n]` of the rows of `[g, R, n]`."""
     row = tl.arange(0, ROWS)
     to = (row % R) * G + row // R
     return token * (G * R * N) + to[:, None] * N + tl.arange(0, N)[None, :]
@@ -114,7 +116,7 @@ def _states_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _log1p(u):  # type: ignore[no-untyped-def]
-    """log(1 + u) of u >= 0, also where 1 + u is rounded to 1."""
+    """log(1 + u) for u >= 0, accurate even where 1 + u rounds to 1."""
     w = 1.0 + u
     return tl.where(w == 1.0, u, u * tl.log(w) / tl.where(w == 1.0, 1.0, w - 1.0))
 
@@ -126,7 +128,7 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rate(x, HEAVY_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-A, at least its floor, and its derivative."""
+    """-A, clamped from below, and its derivative."""
     if HEAVY_TAIL:
         below = 1.0 / (1.0 - tl.minimum(x, 0.0))
         rate = tl.maximum(x, 0.0) + below
@@ -211,10 +213,10 @@ def _heads_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def states(x: Pair, weights: Pair, out: Pair) -> None:
-    """Keys and queries `[b, l, g, R, n]`, normalised, into `[b, l, R, g, n]`.
+    """Normalise keys and queries `[b, l, g, R, n]` and write them as `[b, l, R, g, n]`.
 
     Args:
-        x: whose last three axes are contiguous; n is a power of two.
+        x: keys and queries; the last three axes are contiguous, and n is a power of two.
         weights: of the norms, `[n]`.
         out: contiguous.
     """
@@ -227,12 +229,12 @@ def states(x: Pair, weights: Pair, out: Pair) -> None:
 
 
 def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair) -> Pair:
-    """The gradients of keys and queries into `out`, and those of the norms' weights, in fp32.
+    """Write the gradients of keys and queries; return those of the norms' weights, in fp32.
 
     Args:
-        x: of `states`.
-        weights: of `states`.
-        given: `[b, l, R, g, n]`, contiguous.
+        x: those of `states`.
+        weights: those of `states`.
+        given: the gradients of the results of `states`, `[b, l, R, g, n]`, contiguous.
         out: `[b, l, g, R, n]`, contiguous.
     """
     b, length, groups, rank, n = x[0].shape
@@ -256,15 +258,15 @@ def heads(
     definition: Definition,
     spread: bool,
 ) -> None:
-    """Log a, dt, the trapezoid's share `[b, h, l]` and angles `[b, l, h, k]` into `out`.
+    """Write log a, dt and the trapezoid's share `[b, h, l]`, and angles `[b, l, h, k]`.
 
     Args:
-        x: dt, decay and trap of `mamba3_reference.Inputs`.
+        x: dt, decay and trap of `mamba3_reference.Inputs`; the last axis is contiguous.
         dt_bias: `[h]`.
-        angles: `[b, l, k]`.
-        out: contiguous.
+        angles: `[b, l, k]`; the last axis is contiguous.
+        out: contiguous, in the order above.
         definition: of A.
-        spread: write the angles.
+        spread: whether the angles are written.
     """
     b, length, count = x[0].shape
     width = angles.size(-1)
@@ -286,15 +288,15 @@ def heads_backward(
     definition: Definition,
     spread: bool,
 ) -> Tensor:
-    """The gradients of dt, decay, trap and angles into `out`; that of the bias `[h]`, in fp32.
+    """Write the gradients of dt, decay, trap and angles; return that of the bias `[h]`, in fp32.
 
     Args:
-        x: dt and decay of `mamba3_reference.Inputs`.
+        x: dt and decay of `heads`.
         dt_bias: `[h]`.
-        given: of the results of `heads`, contiguous.
-        out: contiguous.
+        given: the gradients of the results of `heads`, contiguous.
+        out: contiguous, in the order above.
         definition: of A.
-        spread: read and write the gradients of angles.
+        spread: whether the gradient of the angles is read and written.
     """
     b, length, count = x[0].shape
     width = out[3].size(-1)

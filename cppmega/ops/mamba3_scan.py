@@ -1,7 +1,8 @@
-"""Mamba-3's scan of rank R with gate and sum over ranks, by kernels of our own.
+"""Mamba-3's scan of rank R, with the gate and the sum over ranks, in Triton.
 
-The forward is one walk along each head. The backward walks along each head in both directions at
-once, which leaves the states at the borders of chunks, and then takes all chunks side by side.
+In the forward, one program scans a head of a sequence from its first chunk to its last. In the
+backward, one launch scans every head in both directions at once and stores the states at the chunk
+boundaries and their gradients; from these, all chunks are computed in parallel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cppmega.ops.dsa_indexer_device import gpu_of
-from cppmega.ops.mamba3_operands import Operands
+from cppmega.ops.mamba3_operands import Operands, dense
 from cppmega.ops.mamba3_reference import Inputs, Parameters
 from cppmega.ops.mamba3_scan_angles_triton import angles_backward_kernel, angles_kernel
 from cppmega.ops.mamba3_scan_backward_triton import backward_kernel
@@ -22,23 +23,24 @@ from cppmega.ops.mamba3_scan_forward_triton import forward_kernel
 from cppmega.ops.mamba3_scan_states_triton import states_kernel
 
 ROWS = 64
-"""Of a chunk: its tokens times the rank."""
+"""Rows of a chunk: its tokens times the rank."""
 
 CHUNKS = 8
-"""Of a program of the backward, whose gradients of parameters add up in one place."""
+"""Chunks per program of the backward, which share one partial sum of the parameters' gradients."""
 
 STATES = 1 << 31
-"""Bytes of states and their gradients that the backward has at a time, if a sequence needs less."""
+"""Bytes of states and their gradients that the backward allocates at a time: it takes as many
+sequences at once as fit, and at least one."""
 
 SIDES = ("d_queries", "d_z", "d_keys", "d_x")
-"""What only the queries' launch of the backward writes, and then what only the keys' does."""
+"""Results that only the queries' launch of the backward writes (two), or only that of the keys."""
 
 LAUNCH = {"num_warps": 4, "num_stages": 2}
-"""Of what multiplies matrices of 64 rows, which are one group of warps' on Hopper."""
+"""For the kernels that multiply matrices of 64 rows: one warp group on Hopper."""
 
 
 class Gradients(NamedTuple):
-    """Of everything that the scan reads: first of `Operands`, in their order."""
+    """Gradients of everything that the scan reads, beginning with `Operands` in their order."""
 
     queries: Tensor
     keys: Tensor
@@ -57,22 +59,27 @@ class Gradients(NamedTuple):
 
 
 def obstacle(inputs: Inputs, parameters: Parameters) -> str:
-    """Why these kernels cannot take this, as half a sentence; empty where they can."""
+    """Why the kernels do not support this, as half a sentence; empty if they do."""
     heads, width = inputs.x.shape[2:]
     groups, rank, state = inputs.keys.shape[2:]
     if inputs.x.device.type == "cuda" and gpu_of(inputs.x.device).capability != (9, 0):
-        return "they were made for sm_90; Triton 3.6 fails on them for sm_100"
+        return "they are written for sm_90, and Triton 3.6 fails to compile them for sm_100"
     if rank not in (2, 4) or parameters.out_norm is not None:
-        return f"they take ranks 2 and 4 without a norm of the output, not rank {rank}"
+        norm = " with an output norm" if parameters.out_norm is not None else ""
+        return f"they support ranks 2 and 4 without an output norm, not rank {rank}{norm}"
     if any(each & each - 1 for each in (state, width, heads // groups)):
         return f"{heads // groups} heads per group, {state} or {width} is not a power of two"
+    if state < 32 or width < 16:
+        return f"states of {state} x {width} are smaller than 32 x 16, which Triton's products need"
+    if state > 256 or state * width > 256 * 64:
+        return f"states of {state} x {width} need more shared memory than sm_90 has"
     if 4 * inputs.angles.size(2) != state:
         return f"{inputs.angles.size(2)} angles are not a quarter of states of {state}"
     return ""
 
 
 class _Problem(NamedTuple):
-    """The tensors of a slice of the batch, and what every kernel is told."""
+    """The tensors of a slice of the batch, and the arguments that several kernels share."""
 
     made: Operands
     inputs: Inputs
@@ -85,12 +92,12 @@ class _Problem(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a chunk."""
+        """Tokens per chunk."""
         return ROWS // self.inputs.keys.size(3)
 
     def angled(self) -> dict[str, Any]:
         heads, groups = self.inputs.x.size(2), self.inputs.keys.size(2)
-        angles = self.inputs.angles
+        angles = dense(self.inputs.angles, 1)
         return {
             "angles": angles,
             "dt": self.made.dt,
@@ -106,7 +113,7 @@ class _Problem(NamedTuple):
 
     def given(self) -> dict[str, Any]:
         made, inputs, learned = self.made, self.inputs, self.parameters
-        x, z = (_heads(each) for each in (inputs.x, inputs.z))
+        x, z = dense(inputs.x, 2), dense(inputs.z, 2)
         ranks = ("rank_x", "rank_z", "rank_out")
         return {
             **self.angled(),
@@ -122,20 +129,15 @@ class _Problem(NamedTuple):
         }
 
     def theta(self) -> Tensor:
-        """`[b, chunks, h, k]`: the angles before each chunk in turns, between -1/2 and 1/2."""
+        """Angles before each chunk, `[b, chunks, h, k]`, in turns between -1/2 and 1/2."""
         b, _, heads, _ = self.inputs.x.shape
         found = self.made.dt.new_empty(b, self.chunks, heads, self.inputs.angles.size(2))
         angles_kernel[(self.inputs.keys.size(2), b)](theta=found, **self.angled(), num_warps=4)
         return found
 
 
-def _heads(x: Tensor) -> Tensor:
-    """`[b, l, h, p]` whose last two axes lie together."""
-    return x if x.stride()[2:] == (x.size(3), 1) else x.contiguous()
-
-
 def starts_of(boundaries: Tensor | None, length: int) -> Tensor | None:
-    """Where the document of each token begins, int32 `[l]`."""
+    """The first token of each token's document, int32 `[l]`."""
     if boundaries is None:
         return None
     token = torch.arange(length, device=boundaries.device, dtype=boundaries.dtype)
@@ -149,10 +151,10 @@ def forward(
     """The gated output `[b, l, h, p]`, in the type of x.
 
     Args:
-        made: of `mamba3_operands`; its angles are not read.
-        inputs: x, z and angles are read.
-        parameters: with ranks and without a norm of the output.
-        boundaries: int32 `[documents + 1]`, of a pack.
+        made: from `mamba3_operands`; its angles are not read.
+        inputs: of which only x, z and the angles are read.
+        parameters: those of MIMO without an output norm.
+        boundaries: int32 `[documents + 1]`, cumulative lengths of a pack; None: no pack.
     """
     problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
     b, _, heads, _ = inputs.x.shape
@@ -164,7 +166,7 @@ def forward(
 
 
 class _Found(NamedTuple):
-    """What the kernels of the backward write for each sequence, under the names they have there."""
+    """Results of the backward kernels that have a batch axis, named like the kernels' arguments."""
 
     d_queries: Tensor
     d_keys: Tensor
@@ -186,7 +188,7 @@ def backward(
     boundaries: Tensor | None,
     given: Tensor,
 ) -> Gradients:
-    """The gradients of what `forward` read, from that of its result."""
+    """The gradients of everything that `forward` reads, from that of its result."""
     problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
     b, length, heads, width = inputs.x.shape
     groups, rank, state = inputs.keys.shape[2:]
@@ -244,7 +246,7 @@ def _ranks(x: Tensor, rank: int) -> Tensor:
 
 
 def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
-    """Sums `[h, ...]` of what belongs to the parameters: of the queries' side and the keys'."""
+    """Write `found`; return gradients of parameters, `[h, ...]`: queries' side, then keys'."""
     b, _, heads, width = problem.inputs.x.shape
     groups, rank, state = problem.inputs.keys.shape[2:]
     named = {**problem.given(), "theta": problem.theta(), "given": given}

@@ -1,6 +1,6 @@
-"""The angles of Mamba-3's heads before each chunk, and the gradients that later chunks give them.
+"""The angles of Mamba-3's heads before each chunk, and their gradients from later chunks.
 
-Both walk along a sequence, with the heads of a group in each program.
+In both kernels, a program scans a sequence chunk by chunk for all heads of a group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cppmega.ops.mamba3_scan_tiles_triton import PI, begins, fraction, rates
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _steps(dt, b, g, first, length, H: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dt `[HEADS, T]` of a group, and its places."""
+    """dt `[HEADS, T]` of a group, its offsets, and its mask."""
     t = first + tl.arange(0, T)
     head = g * HEADS + tl.arange(0, HEADS)
     place = (b * H + head)[:, None] * length + t[None, :]
@@ -34,7 +34,7 @@ def angles_kernel(  # type: ignore[no-untyped-def]
         tl.store(theta + (b * chunks + chunk) * (H * K) + at, now)
         rate = rates(angles + b * angles_b, angles_l, chunk * T, length, K, T)
         step, _, _ = _steps(dt, b, g, chunk * T, length, H, HEADS, T)
-        # A product in tf32, which a sum of products becomes, would be off by far too much.
+        # tf32 would be far too inaccurate, and Triton turns a sum of products into a tf32 product.
         now = fraction(tl.dot(step * 0.5, rate, now, input_precision="ieee"))
 
 

@@ -1,4 +1,4 @@
-"""Mamba-3 of rank 2 or 4 by kernels of our own, which keeps nothing but the projection."""
+"""Mamba-3 of rank 2 or 4 by the Triton kernels of `mamba3_scan`; only the projection is saved."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters
 def mixed(
     inputs: Inputs, parameters: Parameters, definition: Definition, boundaries: Tensor | None
 ) -> Tensor:
-    """Compute `mamba3_reference.mixed` of `[b, l, h, p]`, with ranks and without an output norm.
+    """Compute `mamba3_reference.mixed`, `[b, l, h, p]`, for MIMO without an output norm.
 
     Args:
-        inputs: of one type, on a GPU bf16 or fp16; `mamba3_scan.obstacle` says which shapes.
-        parameters: of the same device; fp32, but for the norms.
+        inputs: of one type, bf16 or fp16 on a GPU; `mamba3_scan.obstacle` checks the shapes.
+        parameters: on the same device; fp32, except for the norms.
         definition: of A.
-        boundaries: int32 `[documents + 1]`, of a pack whose b is 1, from 0 to l.
+        boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, for which b is 1; tokens
+            after the last one are a document of their own.
     """
     found: Tensor = _Mixed.apply(  # type: ignore[no-untyped-call]
         definition, boundaries, *inputs, *parameters[:-1]
@@ -38,14 +39,14 @@ class _Mixed(torch.autograd.Function):
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
         ctx.definition, ctx.boundaries = definition, boundaries
         ctx.save_for_backward(*tensors)
-        made = operands.made(inputs, parameters, definition, spread=False)
+        made = operands.compute(inputs, parameters, definition, spread=False)
         return scan.forward(made, inputs, parameters, boundaries)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = [each.detach() for each in ctx.saved_tensors]
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
-        made = operands.made(inputs, parameters, ctx.definition, spread=False)
+        made = operands.compute(inputs, parameters, ctx.definition, spread=False)
         of_scan = scan.backward(made, inputs, parameters, ctx.boundaries, gradients[0])
         found = operands.gradients(
             inputs, parameters, ctx.definition, Operands(*of_scan[: len(made)])

@@ -1,11 +1,12 @@
-"""All gradients of Mamba-3's scan from the states at the borders of its chunks.
+"""All gradients of Mamba-3's scan, from the states at the chunk boundaries and their gradients.
 
-One kernel serves two launches, which are the same maths with the sides exchanged: that of queries,
-with the gradient of the outputs, and that of keys, with the values. A program takes some chunks of
-a group, and for each the group's heads one after the other: the gradients of queries or keys, which
-the heads share, add up in registers. What belongs to a head's parameters adds up in the program's
-own part of `sums`, whose parts are added in one order later. What both sides have a share in, the
-launch of keys adds to what that of queries has stored.
+The kernel is launched twice, as the same computation with the two sides exchanged: first for
+queries and the gradient of the output, then for keys and values. A program handles some chunks of a
+group, and in each of them the group's heads one after another, so that the gradients of queries or
+keys, which these heads share, are summed in registers. The gradients of a head's parameters are
+summed in the program's own slice of `sums`; the slices are added later, in a fixed order. To
+gradients with terms from both sides, the launch for keys adds its terms to those that the launch
+for queries has stored.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from cppmega.ops.mamba3_scan_tiles_triton import (
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pairs(x, R: tl.constexpr, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first and the second of all pairs of a rotated tile, `[R, T, K]` each."""
+    """The first and second elements of all pairs of a rotated tile, `[R, T, K]` each."""
     return tl.split(tl.reshape(x, (R, T, K, 2)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _unturned(x, found, cos, sin, R: tl.constexpr, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gradients of what was rotated, `[R, T, K]` each, and of the angles, `[T, K]`.
+    """Gradients of both elements of the pairs before their rotation, and of the angles, `[T, K]`.
 
     Args:
         x: the rotated tile.
@@ -64,7 +65,7 @@ def _add(sums, x, columns, R: tl.constexpr, WIDTH: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _more(place, x, here, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store, or add to what is there."""
+    """Store x, or add it to what is stored there."""
     if ADD:
         x += tl.load(place, mask=here, other=0.0)
     tl.store(place, x, mask=here)
@@ -92,7 +93,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         here = t < length
         begin, last = begins(starts, first, length, PACKED, T)
         rate = rates(angles + b * angles_b, angles_l, first, length, K, T)
-        # Who comes after a token, or is it, in its own document and chunk.
+        # For each token, itself and the later ones of its document and chunk.
         after = (t[None, :] >= t[:, None]) & (begin[None, :] <= t[:, None])
         all_one, all_other = tl.zeros((R, T, K), tl.float32), tl.zeros((R, T, K), tl.float32)
         all_plain = tl.zeros((R, T, 2 * K), tl.float32)
@@ -150,7 +151,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
                 of_later = tl.sum(of_weight, 0)
                 of_since = tl.sum(of_weight * later[None, :], 1) - later * of_later
             share_rows = at_rows(share, R, T)[:, None]
-            # Queries or keys, and the angles by which they were rotated.
+            # The gradients of queries or keys, and of the angles by which they were rotated.
             found = tl.dot(d_scores, other, tl.dot(mine, state) * share_rows)
             d_one, d_other, of_angle = _unturned(one, found, cos, sin, R, K, T)
             _add(own, d_one, tl.arange(0, K), R, N)
@@ -166,8 +167,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             turning += from_here * step[:, None]
             earlier = tl.sum(tl.where((begin < first)[:, None], of_angle, 0.0), 0)
             _more(d_theta + of_chunk * K + tl.arange(0, K), earlier, tl.arange(0, K) < K, KEYS)
-            # Across the chunk's border, by the state that this side knows. From here on, what is
-            # needed again is read again; it would have had to wait in registers.
+            # Across the chunk boundary, through this side's state. From here on, tensors that are
+            # needed again are loaded again instead of being held in registers.
             found = tl.dot(plain, tl.trans(state_plain), tl.dot(one, tl.trans(state)))
             of_share = of_tokens(tl.sum(mine.to(tl.float32) * found, 1), R, T)
             found = tl.dot(mixing, theirs, found * share_rows)

@@ -1,6 +1,6 @@
-"""Mamba-3's scan with gate and sum over ranks: one program walks along a head of a sequence.
+"""Mamba-3's scan with the gate and the sum over ranks: one program per head and sequence.
 
-The state stays in registers, and nothing is written but the output.
+The state stays in registers, and only the output is written.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         y = y * at_rows(into, R, T)[:, None] + direct * v
         y = tl.dot(weighed(scores, weight, R, T).to(kind), v.to(kind), y)
         gate, _ = gated(values(z + b * z_b + h * P, first, length, z_l, P, T), weight_z)
-        made = tl.sum(tl.reshape(y, (R, T, P)) * gate * weight_out, 0)
+        y = tl.sum(tl.reshape(y, (R, T, P)) * gate * weight_out, 0)
         t, p = tl.arange(0, T)[:, None], tl.arange(0, P)[None, :]
         place = out + ((b * length + first) * H + h) * P + t * (H * P) + p
-        tl.store(place, made.to(kind), mask=first + t < length)
+        tl.store(place, y.to(kind), mask=first + t < length)
         left = tl.trans((v * at_rows(out_of * later, R, T)[:, None]).to(kind))
         turning = tl.dot(left, k, turning * across)
         plain = tl.dot(left, k_plain, plain * across)

@@ -1,9 +1,9 @@
 """The states of Mamba-3's scan before each chunk, and the gradients of those after each chunk.
 
-One launch makes both: a program walks along a head of a sequence in one of the two directions. The
-backward of the scan then knows everything that crosses a chunk's border, and its chunks do not wait
-for each other. States are `[b, chunks, h, 2, p, n / 2]`: of the columns that are rotated, and of
-the others.
+One launch computes both: a program scans a head of a sequence in one of the two directions. The
+backward of the scan then has everything that crosses a chunk boundary, so that its chunks are
+independent of each other. States are `[b, chunks, h, 2, p, n / 2]`: first the columns that are
+rotated, then the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _put(states, turning, plain, K: tl.constexpr, P: tl.constexpr):  # type: ign
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _walk(  # type: ignore[no-untyped-def]
+def _scan(  # type: ignore[no-untyped-def]
     tiles, bias, log_a, dt, trap, angles, theta, starts, v, v_l, weight, z, z_l, weight_z, to, b, h,
     of_head, length, chunks, angles_l, BACKWARD: tl.constexpr, PACKED: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
@@ -80,13 +80,13 @@ def states_kernel(  # type: ignore[no-untyped-def]
     angles += b * angles_b
     z += b * z_b + h * P
     if tl.program_id(2) == 0:
-        _walk(
+        _scan(
             keys + group, key_bias + biases, log_a, dt, trap, angles, theta, starts,
             x + b * x_b + h * P, x_l, rank_x + ranks, z, z_l, rank_z + ranks, states, b, h,
             of_head, length, chunks, angles_l, False, PACKED, H, G, R, K, P, T,
         )  # fmt: skip
     else:
-        _walk(
+        _scan(
             queries + group, query_bias + biases, log_a, dt, trap, angles, theta, starts,
             given + (b * length * H + h) * P, H * P, rank_out + ranks, z, z_l, rank_z + ranks,
             gradients, b, h, of_head, length, chunks, angles_l, True, PACKED, H, G, R, K, P, T,

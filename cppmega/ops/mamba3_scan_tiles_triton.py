@@ -1,8 +1,8 @@
-"""What the kernels of Mamba-3's scan share: the weights between a chunk's tokens, and its tiles.
+"""Device functions of Mamba-3's scan: the weights between the tokens of a chunk, and its tiles.
 
-A chunk has T tokens and R * T rows, of which row `r * T + t` is rank r of token t. The columns of
-keys, queries and states lie in two tiles of n / 2: the 2 K that are rotated, both of a pair next to
-each other, and the others, in their order.
+A chunk has T tokens and R * T rows; row `r * T + t` is rank r of token t. The n columns of keys,
+queries and states are split into two tiles of n / 2: the 2 K that are rotated, with the elements of
+a pair next to each other, and the others, in their order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PI = tl.constexpr(math.pi)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exp(x):  # type: ignore[no-untyped-def]
-    """One instruction besides the product; Triton's exp takes five."""
+    """One instruction after the multiplication; Triton's exp takes five."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    """To 4e-7, in five instructions instead of twelve: a division takes most of Triton's."""
+    """Accurate to 4e-7, in five instructions; Triton's takes twelve, most for a division."""
     root = tl.rsqrt(1.0 + _exp(-x))
     return root * root
 
@@ -42,10 +42,10 @@ def of_tokens(x, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def shares(dt, trap, of_head, first, length, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the tokens of a chunk add to the state: at once, and as a later token sees it.
+    """Weights `[T]` of the tokens: dt, that of a token in its own state, and that in later states.
 
-    A token's share of the next step is dt and (1 - trap) of the next token. That of a document's
-    last token is of another document's, and no token sees it.
+    By the trapezoidal rule, a token also enters the next step, by dt and (1 - trap) of the next
+    token. For the last token of a document these are another document's, but no token sees them.
     """
     t = first + tl.arange(0, T)
     step = tl.load(dt + of_head + t, mask=t < length, other=0.0)
@@ -58,7 +58,7 @@ def shares(dt, trap, of_head, first, length, T: tl.constexpr):  # type: ignore[n
 
 @triton.jit  # type: ignore[untyped-decorator]
 def begins(starts, first, length, PACKED: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the documents of a chunk's tokens begin, and that of its last token."""
+    """The first tokens of the documents of a chunk's tokens, and of that of its last token."""
     t = first + tl.arange(0, T)
     begin = tl.load(starts + t, mask=t < length, other=0) if PACKED else tl.zeros((T,), tl.int32)
     return begin, tl.max(begin, 0)
@@ -66,10 +66,10 @@ def begins(starts, first, length, PACKED: tl.constexpr, T: tl.constexpr):  # typ
 
 @triton.jit  # type: ignore[untyped-decorator]
 def decays(log_a, of_head, first, length, begin, last, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Log decays from a chunk's start, and three decays: `[T]` in, `[T]` out, and across it.
+    """Cumulative log decays of a chunk, and decays into it `[T]`, out of it `[T]` and across it.
 
-    In is from the state before the chunk to a token, out from a token to the state after it; each
-    is 0 where a document begins in between.
+    `into` is the decay from the state before the chunk to a token, `out_of` that from a token to
+    the state after the chunk; each is 0 if a document begins in between.
     """
     t = first + tl.arange(0, T)
     log = tl.load(log_a + of_head + t, mask=t < length, other=0.0)
@@ -82,7 +82,10 @@ def decays(log_a, of_head, first, length, begin, last, T: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def between(since, begin, first, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decays `[T, T]` from a column's token to a later one, else 0; and who is itself."""
+    """Decays `[T, T]` to a row's token from an earlier one, the column's; and the diagonal.
+
+    They are 0 if the column's token is not earlier, or is of another document.
+    """
     t = tl.arange(0, T)
     seen = (t[None, :] < t[:, None]) & ((first + t)[None, :] >= begin[:, None])
     decay = _exp(tl.minimum(since[:, None] - since[None, :], 0.0))
@@ -91,7 +94,7 @@ def between(since, begin, first, T: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit  # type: ignore[untyped-decorator]
 def weighed(x, weight, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`[R * T, R * T]` times a weight `[T, T]` of the tokens."""
+    """`[R * T, R * T]` times the weights `[T, T]` of pairs of tokens."""
     found = tl.reshape(x, (R, T, R, T)) * weight[None, :, None, :]
     return tl.reshape(found, (R * T, R * T))
 
@@ -102,12 +105,12 @@ def rates(angles, per_token, first, length, K: tl.constexpr, T: tl.constexpr):  
     t, k = tl.arange(0, T), tl.arange(0, K)
     place = angles + tl.cast(first, tl.int64) * per_token + t[:, None] * per_token + k[None, :]
     x = tl.load(place, mask=(first + t < length)[:, None], other=0.0).to(tl.float32)
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0  # exact: errors of all tokens add up
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0  # not `_sigmoid`: angles accumulate its errors
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sine(turn):  # type: ignore[no-untyped-def]
-    """Of a part of a turn between -1/4 and 1/4, to 2e-7: a fit by least squares."""
+    """The sine of an angle in turns, between -1/4 and 1/4, to 2e-7: a least-squares polynomial."""
     square = turn * turn
     found = 39.71090849 * square - 76.57499094
     found = found * square + 81.60223119
@@ -117,13 +120,13 @@ def _sine(turn):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def fraction(turns):  # type: ignore[no-untyped-def]
-    """The same angle between -1/2 and 1/2 turn."""
+    """The same angle, reduced to between -1/2 and 1/2 turn."""
     return turns - tl.floor(turns + 0.5)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def turned(rate, step, theta, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Cosine and sine `[T, K]` of a head's angles, `theta` turns, `[K]`, before the chunk."""
+    """Cosine and sine `[T, K]` of a head's angles, which are `theta` `[K]` before the chunk."""
     turns = tl.cumsum(rate * step[:, None] * 0.5, 0) + tl.load(theta + tl.arange(0, K))[None, :]
     cos = _sine(0.25 - tl.abs(fraction(turns)))
     return cos, _sine(0.25 - tl.abs(fraction(turns - 0.25)))
@@ -134,7 +137,7 @@ def rows(  # type: ignore[no-untyped-def]
     x, bias, cos, sin, first, length, per_token, per_rank, R: tl.constexpr, K: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys or queries in their type, after their bias and the rotation in fp32."""
+    """Both tiles of keys or queries in their type; bias and rotation are applied in fp32."""
     r = tl.arange(0, R)[:, None, None]
     t = tl.arange(0, T)[None, :, None]
     j = tl.arange(0, K)[None, None, :]
@@ -155,7 +158,7 @@ def rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plain_columns(K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Those that are not rotated: the second K of either half."""
+    """The columns that are not rotated: the second K of either half."""
     i = tl.arange(0, 2 * K)
     return i + K + tl.where(i >= K, K, 0)
 

@@ -50,10 +50,10 @@ def tile(n: int) -> Tile:
 
 
 def kept(n: int, iterations: int) -> dict[str, int]:
-    """Into what the backward divides the pairs of divisions after the first of columns.
+    """How the backward splits the iterations after the first division of columns into parts.
 
-    STEPS of them are in a part, and none is shorter if the parts are WHOLE, which saves the
-    comparisons.
+    A part has STEPS iterations, each a division of rows and one of columns. If the parts are WHOLE,
+    none of them is shorter, and the kernel needs no comparisons.
     """
     pairs = iterations - 1
     count = triton.cdiv(pairs, tile(n).steps)
@@ -83,10 +83,10 @@ def softmax(logits):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _divided(scales, sums):  # type: ignore[no-untyped-def]
-    """Scales over what they make of the sums.
+    """The scales divided by the sums of the scaled rows or columns.
 
-    The square of the reciprocal root is off by 2.5e-7 at most, and takes fewer instructions than a
-    division (`benchmarks/results/mhc_designs.md`).
+    Squaring the reciprocal square root has a relative error of at most 2.5e-7 and takes fewer
+    instructions than a division (`benchmarks/results/mhc_designs.md`).
     """
     root = tl.rsqrt(scales * sums + SINKHORN_EPS)
     return scales * (root * root)
@@ -134,7 +134,7 @@ def _if(live, here, otherwise, ALWAYS: tl.constexpr):  # type: ignore[no-untyped
 def gradient_of_logits(  # type: ignore[no-untyped-def]
     logits, gradient, iterations, STEPS: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """The gradient of the logits from that of the result, in parts as of `kept`."""
+    """The gradient of the logits from that of the result; `kept` chooses STEPS and WHOLE."""
     smooth = softmax(logits)
     start = smooth + SINKHORN_EPS
     pairs = iterations - 1

@@ -174,8 +174,8 @@ class Fields:
     async_save: bool = False
     """Write checkpoints in another process: a step waits until everything is copied, no longer."""
     dist_ckpt_optim_fully_reshardable: bool = False
-    """Save the distributed optimizer's states by parameter: they can be loaded with other tensor,
-    pipeline and expert-parallel sizes, and a save gathers them. Default: by bucket."""
+    """Save the distributed optimizer's states by parameter, so that they can be loaded with other
+    tensor, pipeline and expert-parallel sizes; each save gathers them. Default: by bucket."""
     keep_checkpoints: Count = 0
     """How many checkpoints stay, the newest; 0: all. An older one is removed once the newer one is
     complete, so that there is room for one more."""

@@ -198,8 +198,8 @@ def _kept_by_mamba3(recipe: Recipe) -> int:
     kept = 2 * (projected + inner)
     if own.rank > 1 and not own.out_norm:
         return kept
-    # Keys and queries as the scan reads them, x and z apart, the angles of every head before and
-    # after they add up, in fp32.
+    # Keys and queries as the scan reads them, copies of x and z, and the angles of every head in
+    # fp32, before and after their cumulative sum.
     return kept + 2 * (2 * states + 2 * inner) + 2 * 4 * heads * own.angles
 
 

@@ -315,7 +315,7 @@ def _training(recipe: Fields) -> None:
         raise invalid(
             recipe,
             "dist_ckpt_optim_fully_reshardable without Megatron's distributed optimizer.",
-            "It is a format of that optimizer's states; others are always saved by parameter.",
+            "It is a format of that optimizer's states; other optimizers always save by parameter.",
             "--set dist_ckpt_optim_fully_reshardable=false",
         )
     if recipe.kind == "loop" and (recipe.async_save or recipe.keep_checkpoints):

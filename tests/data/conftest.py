@@ -9,10 +9,10 @@ import pytest
 
 @pytest.fixture(scope="module")
 def no_collections() -> Iterator[None]:
-    """Megatron's builder collects garbage for every shard: half a second with torch loaded.
+    """Disable the garbage collection of Megatron's builder: half a second per shard with torch.
 
-    Once for a module, whose data may be made before its first test: a collection there also walks
-    through what earlier files have left.
+    The fixture is module-scoped because a module's data may be built before its first test, where a
+    collection would also traverse the objects that earlier files have left.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("gc.collect", lambda *generation: 0)

@@ -20,7 +20,7 @@ from cppmega.modules.dsa_forward import Depths, bound, current, forward
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> Iterator[None]:
-    """What earlier files have left is no concern of the collections here, and takes seconds."""
+    """Exclude objects that earlier files have left from collections, which would take seconds."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Code whose Triton kernels run on the CPU: Triton reads how when it is imported."""
+"""Run code in a new process, since Triton decides at its import whether it interprets kernels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 
 def run(code: str, warnings: str = "default") -> str:
-    """What code prints, in a process of one thread; an AssertionError if it fails.
+    """Run code in a single-threaded process; return what it prints, or raise an AssertionError.
 
     Args:
-        code: of a module.
-        warnings: what Python does about them, as `-W` takes it.
+        code: the text of a module.
+        warnings: the value of Python's option `-W`.
     """
     done = subprocess.run(
         [sys.executable, "-W", warnings, "-c", f"import tests.ops.interpreted\n{code}"],

@@ -77,9 +77,9 @@ def source_of(kernel: Any, given: dict[str, Any]) -> Any:
 
 
 def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
-    """Bytes of shared memory, after Triton's passes; LLVM's, which change nothing, do not run.
+    """Bytes of shared memory after Triton's passes; LLVM's do not change them and are skipped.
 
-    No kernel may have a product in tf32, which none of ours asks for.
+    Asserts that no fp32 product is computed in tf32, which no kernel here intends.
     """
     from triton._C.libtriton import ir, llvm
     from triton.backends.compiler import GPUTarget
@@ -99,6 +99,6 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
         for stage in ("ttir", "ttgir", "llir"):
             module = stages[stage](module, metadata)
             if stage == "ttir":
-                # Triton turns sums of broadcast products into products of matrices, in tf32.
+                # Triton turns sums of broadcast products into matrix products in tf32.
                 assert not TF32.search(str(module)), "multiplies fp32 in tf32"
     return int(metadata["shared"])

@@ -1,4 +1,4 @@
-"""Errors of Mamba-3's kernels: against plain torch in fp64, and as products of matrices round."""
+"""Errors of Mamba-3's kernels against plain torch in fp64, and those of plain torch in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ops.mamba3_operands_checks import of_a_projection
 
 Named = dict[str, Tensor]
 Mix = Callable[[Inputs, Parameters, Definition, Tensor | None], Tensor]
-"""Inputs, parameters, the definition of A and the boundaries of a pack to the output."""
+"""Computes the output from inputs, parameters, the definition of A, and a pack's boundaries."""
 
 WIDE = Shape(2, 4096, 16, 8, 4, 128, 64)
 ON_GPU: dict[str, tuple[Shape, list[int] | None, float]] = {
@@ -29,13 +29,13 @@ ON_GPU: dict[str, tuple[Shape, list[int] | None, float]] = {
     "groups are heads": (WIDE._replace(length=100, groups=16), None, 0.0),
     "packed": (WIDE._replace(batch=1, length=300), [0, 1, 16, 117, 300], 0.0),
 }
-"""Shapes of rank 4, the boundaries of a pack, and the mean of dt."""
+"""Shapes of rank 4, boundaries of a pack, and the mean of dt before its softplus."""
 
 
 def given_for(
     shape: Shape, dtype: torch.dtype, dt: float = 0.0, device: str = "cpu"
 ) -> tuple[Inputs, Parameters]:
-    """Leaves that require gradients; the inputs are parts of one projection."""
+    """Inputs, which are slices of one projection, and parameters; all require gradients."""
     drawn_inputs, drawn_parameters = drawn(shape, dtype, device, dt=dt)
     inputs = Inputs(*(each.detach().requires_grad_() for each in of_a_projection(drawn_inputs)))
     return inputs, drawn_parameters
@@ -70,7 +70,7 @@ def plain(
     kind: torch.dtype,
     products: torch.dtype | None = None,
 ) -> Named:
-    """The same in a type, its matrix products in another."""
+    """The same in plain torch in the type `kind`, with matrix products in the type `products`."""
 
     def of(each: Any) -> Any:
         named = {
@@ -87,12 +87,12 @@ def plain(
 
 
 class Error(NamedTuple):
-    """L2 norms of a result.
+    """L2 norms for one result.
 
     Attributes:
         ours: of its error.
         plain: of the error of plain torch in fp32, rounded to the type of the result.
-        size: of the exact result; 0 for what has no gradient, as A in a sequence of one token.
+        size: of the exact result; 0 for a zero gradient, such as that of A for a single token.
     """
 
     ours: float
@@ -110,10 +110,10 @@ def errors(
     device: str = "cpu",
     products: torch.dtype | None = None,
 ) -> dict[str, Error]:
-    """Errors of the output and of all gradients, which are finite and repeat to the bit.
+    """Errors of the output and of all gradients; asserts that they are finite and repeatable.
 
     Args:
-        mix: what is looked at.
+        mix: the implementation under test.
         shape: of the inputs.
         dtype: of the inputs.
         definition: of A.

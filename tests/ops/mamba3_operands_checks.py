@@ -15,7 +15,7 @@ READ = operands.Gradients._fields
 
 
 def of_a_projection(inputs: Inputs) -> Inputs:
-    """The same values as parts of one tensor `[l, b, width]`, as a mixer has them."""
+    """The same values as slices of one tensor `[l, b, width]`, as in a mixer."""
     whole = torch.cat([each.detach().flatten(2) for each in inputs], -1)
     whole = whole.transpose(0, 1).contiguous().transpose(0, 1)
     parts = whole.split([each.flatten(2).size(-1) for each in inputs], -1)
@@ -27,7 +27,7 @@ def of_a_projection(inputs: Inputs) -> Inputs:
 def exact(
     inputs: Inputs, parameters: Parameters, definition: Definition, given: list[Tensor], kind: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Results and gradients of the plain form in a type."""
+    """Results and gradients of the plain form in the type `kind`."""
     inputs = Inputs(*(each.detach().to(kind).requires_grad_() for each in inputs))
     learned = {
         name: each if each is None else each.detach().to(kind).requires_grad_()
@@ -46,17 +46,22 @@ def check(
     definition: Definition = "softplus",
     dt: float = 0.0,
     device: str = "cpu",
+    decay: float = 0.0,
 ) -> None:
-    """Errors are at most 1.5 times those of the plain form in fp32, rounded to the same types."""
+    """Errors are at most 1.5 times those of the plain form in fp32, rounded to the same types.
+
+    `dt` and `decay` are added to the values that have these names.
+    """
     drawn_inputs, parameters = drawn(shape, dtype, device, dt=dt)
+    drawn_inputs = drawn_inputs._replace(decay=drawn_inputs.decay + decay)
     inputs = of_a_projection(drawn_inputs)
-    found = operands.made(inputs, parameters, definition)
+    found = operands.compute(inputs, parameters, definition)
     given = [torch.randn_like(each) for each in found]
     turned = [each.transpose(-1, -2).contiguous().transpose(-1, -2) for each in given]
     mine = operands.gradients(inputs, parameters, definition, operands.Operands(*turned))
     again = operands.gradients(inputs, parameters, definition, operands.Operands(*given))
     for name, one, other in zip(READ, mine, again, strict=True):
-        assert torch.equal(one, other), f"{name} is another in the second run"
+        assert torch.equal(one, other), f"{name} differs between two runs"
     wide, low = (
         exact(inputs, parameters, definition, given, kind)
         for kind in (torch.float64, torch.float32)

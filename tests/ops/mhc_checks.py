@@ -235,7 +235,7 @@ def check_storage(device: str = "cpu") -> None:
 
 
 def check_unaligned(device: str = "cpu") -> None:
-    """Streams that begin anywhere in memory give the same sums, added in another order at most."""
+    """Unaligned streams give the same results, up to the order of the sums."""
     given = drawn(Shape(2, 2, 2, 16), torch.float32, device=device)
     upstream = upstream_of(given)
     moved = torch.empty(given.streams.numel() + 1, device=device)[1:].view_as(given.streams)

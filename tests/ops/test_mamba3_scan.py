@@ -1,4 +1,4 @@
-"""Our kernels of Mamba-3's scan: interpreted, compiled, and on a GPU."""
+"""The Triton kernels of Mamba-3's scan: interpreted, compiled, and on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERPRETED = """
 import torch
 from cppmega.ops import mamba3_scan as scan
 from tests.ops.mamba3_checks import Shape
-from tests.ops.mamba3_scan_checks import check
+from tests.ops.mamba3_scan_checks import check, check_layouts
 torch.manual_seed(0)
 scan.CHUNKS = 2  # several programs share a group's parameters
 scan.STATES = 1  # a sequence at a time
@@ -28,6 +28,8 @@ FULL, HALF = torch.float32, torch.float16  # bf16 is truncated here
 check(Shape(1, 41, 4, 2, 2, 32, 16), FULL, bounds=[0, 1, 16, 16, 30, 39])
 check(Shape(1, 52, 2, 1, 4, 32, 16), HALF, "heavy_tail", [0, 5, 38, 52], dt=-3.0)
 check(Shape(2, 17, 2, 2, 4, 32, 16), FULL, "heavy_tail", dt=6.0)
+check(Shape(1, 33, 2, 1, 4, 32, 16), FULL, bounds=[0, 16, 33], dt=-3.0)  # chunks of 16
+check_layouts(Shape(2, 3, 2, 1, 4, 32, 16))
 """
 
 
@@ -35,27 +37,42 @@ def test_in_the_interpreter() -> None:
     run(INTERPRETED)
 
 
-def test_two_programs_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [
+        (Shape(2, 64, 128, 8, 4, 128, 64), 2),
+        (Shape(1, 64, 2, 2, 4, 256, 64), 1),  # the largest states and the smallest
+        (Shape(1, 64, 2, 2, 4, 32, 16), 2),
+    ],
+)
+def test_programs_fit_a_multiprocessor(
+    shape: Shape, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches = record(monkeypatch, [scan])
-    inputs, parameters = drawn(Shape(2, 64, 128, 8, 4, 128, 64), torch.bfloat16)
+    inputs, parameters = drawn(shape, torch.bfloat16)
+    assert not scan.obstacle(inputs, parameters)
     made = operands.plain(inputs, parameters, "softplus")
     upstream = scan.forward(made, inputs, parameters, None)
     scan.backward(made, inputs, parameters, None, upstream)
     assert len(launches) == 7
     for kernel, arguments in launches:
-        assert 2 * shared_memory(kernel, arguments, 90) <= LIMITS[90] << 10
+        assert programs * shared_memory(kernel, arguments, 90) <= LIMITS[90] << 10
 
 
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        (Shape(rank=3), "they take ranks 2 and 4 without a norm of the output, not rank 3"),
-        (Shape(rank=4, out_norm=True), "without a norm"),
+        (Shape(rank=3), "they support ranks 2 and 4 without an output norm, not rank 3"),
+        (Shape(rank=4, out_norm=True), "without an output norm, not rank 4 with an output norm"),
         (Shape(rank=4), "2 heads per group, 8 or 5 is not a power of two"),
-        (Shape(rank=2, width=16), ""),
+        (Shape(rank=2, width=16), "states of 8 x 16 are smaller than 32 x 16"),
+        (Shape(rank=2, state=32, width=8), "states of 32 x 8 are smaller"),
+        (Shape(rank=2, state=256, width=128), "states of 256 x 128 need more shared memory"),
+        (Shape(rank=2, state=512, width=16), "states of 512 x 16 need more shared memory"),
+        (Shape(rank=2, state=32, width=16), ""),
     ],
 )
-def test_what_they_cannot_take_is_said(shape: Shape, why: str) -> None:
+def test_the_obstacle_is_named(shape: Shape, why: str) -> None:
     found = scan.obstacle(*drawn(shape))
     assert why in found and bool(why) == bool(found)
 
@@ -66,6 +83,6 @@ KINDS = {**ON_GPU, "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0)}
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", KINDS)
-def test_errors_are_those_of_products_in_bf16(name: str) -> None:
+def test_errors_are_those_of_bf16_products(name: str) -> None:
     shape, bounds, dt = KINDS[name]
     check(shape, torch.bfloat16, "softplus", bounds, dt, "cuda")

@@ -50,18 +50,18 @@ _sys.path.insert(0, _root)
 _NO_COMPILER = """
 from torch.utils import cpp_extension as _extension
 def _declined(*_given, **_options):
-    raise RuntimeError("no extension is compiled here")
+    raise RuntimeError("the tests compile no extensions")
 _extension.load_inline = _declined
 """
-"""0.15 compiles an extension whenever it is imported, and goes on without it if that fails.
+"""0.15 compiles an extension whenever it is imported, and continues without it if that fails.
 
-It always fails without CUDA's headers, after seconds of C++.
+Without CUDA's headers it always fails, after seconds of compilation.
 """
 _SAYS_WHERE = """
 import faulthandler as _faulthandler
 _faulthandler.dump_traceback_later({0})
 """
-"""A rank that waits for another writes its stack before it is killed."""
+"""Makes a rank that waits for another one print its stack before it is killed."""
 LOWEST_PORT = 20_000
 _KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PATIENCE = 900.0
@@ -70,7 +70,7 @@ PATIENCE = 900.0
 CI may run at a quarter of the usual speed, and its disk may stop for seconds.
 """
 TURN = 0.05
-"""Seconds for which one of several processes is listened to."""
+"""Seconds for which the output of one of several processes is read at a time."""
 
 
 @cache
@@ -182,33 +182,33 @@ def python(
         for rank in range(nproc)
     ]
     try:
-        said = outputs(ranks, timeout)
+        found = outputs(ranks, timeout)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
     code_ = next((p.returncode for p in ranks if p.returncode), 0)
-    out, err = ("".join(part) for part in zip(*said, strict=True))
+    out, err = ("".join(part) for part in zip(*found, strict=True))
     return subprocess.CompletedProcess(command, code_, out, err)
 
 
 def outputs(
     ranks: Sequence[subprocess.Popen[str]], timeout: float = PATIENCE
 ) -> list[tuple[str, str]]:
-    """What each rank has written: all are read in turns, so that none waits to be read."""
-    said: dict[int, tuple[str, str]] = {}
+    """The output of each rank; all are read in turn, so that none blocks on a full pipe."""
+    found: dict[int, tuple[str, str]] = {}
     limit = time.monotonic() + timeout
-    while len(said) < len(ranks) and time.monotonic() < limit:
-        for rank in set(range(len(ranks))) - set(said):
+    while len(found) < len(ranks) and time.monotonic() < limit:
+        for rank in set(range(len(ranks))) - set(found):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                said[rank] = ranks[rank].communicate(timeout=TURN)
-    late = sorted(set(range(len(ranks))) - set(said))
+                found[rank] = ranks[rank].communicate(timeout=TURN)
+    late = sorted(set(range(len(ranks))) - set(found))
     for rank in late:
         ranks[rank].kill()
-        said[rank] = ranks[rank].communicate()
-    ends = "\n".join(f"rank {rank}: {err[-3000:]}" for rank, (_, err) in sorted(said.items()))
+        found[rank] = ranks[rank].communicate()
+    ends = "\n".join(f"rank {rank}: {err[-3000:]}" for rank, (_, err) in sorted(found.items()))
     assert not late, f"ranks {late} were still running after {timeout:.0f} s:\n{ends}"
-    return [said[rank] for rank in range(len(ranks))]
+    return [found[rank] for rank in range(len(ranks))]
 
 
 def shown(terminal: int) -> bytes:
@@ -252,11 +252,11 @@ def _bytecode(root: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and that nobody is given before it is used.
+    """A TCP port that is free and that no other process will be assigned before it is used.
 
-    The kernel hands out those of its range to every connection, gloo's among them, and a rank that
-    finds its port taken leaves the others waiting. So it is below that range, where that leaves
-    any, and each port is given once in a session.
+    The kernel assigns ports of its ephemeral range to every connection, including gloo's, and a
+    rank whose port is taken leaves the others waiting. So the port is below that range, if there
+    are any below it, and each one is returned once per session.
     """
     kernels = int(_KERNELS_PORTS.read_text().split()[0])
     ports = range(LOWEST_PORT, kernels) or range(LOWEST_PORT, 2**16)

@@ -12,7 +12,7 @@ from unittest import mock
 
 
 def of_sequence_parts(parameters: Any, config: Any) -> None:
-    """Mark what sees a rank's part of a sequence, whose gradients Megatron adds up."""
+    """Mark parameters that see only part of a sequence; Megatron reduces their gradients."""
     for parameter in parameters:
         parameter.sequence_parallel = config.sequence_parallel
 

@@ -90,7 +90,7 @@ def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
 
 
 def check_ranks_that_share_heads_are_evaluated_as_one_rank(folder: Path) -> None:
-    """Without M2RNN, whose heads two ranks cannot divide."""
+    """Without M2RNN, whose heads cannot be divided between two ranks."""
     pattern = WHOLE.pattern.replace("R", "")
     recipe, saved = WHOLE.with_(eval_interval=3, pattern=pattern, m2rnn=None), folder / "saved"
     trained(folder, "before", recipe, save=saved)
@@ -101,7 +101,7 @@ def check_ranks_that_share_heads_are_evaluated_as_one_rank(folder: Path) -> None
 def same_as_one_rank(
     folder: Path, recipe: Recipe, saved: Path, **layouts: tuple[Configuration, dict[str, Any]]
 ) -> None:
-    """Two ranks go on from a checkpoint as one does, and are evaluated alike."""
+    """Two ranks resume from a checkpoint as one does, with the same evaluation."""
     two = recipe.plus("--no-load-optim").with_(gpus=2)
     one: dict[str, float] = {}
     steps: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Optimizer states that move between expert-parallel sizes, in Megatron's loop on forked ranks.
+"""Optimizer states loaded at another expert-parallel size, in Megatron's loop on forked ranks.
 
 Imported in the process that runs a tree, never by pytest itself.
 """
@@ -46,7 +46,7 @@ GIVEN = RunOptions(mock_data=True, save_interval=2)
 
 
 def trained(folder: Path, name: str, layout: str, **options: Any) -> tuple[Any, dict[int, Any]]:
-    """Digests of the ranks, and what was logged of each step."""
+    """Digests of the ranks, and the logged losses of each step."""
     setting, recipe = LAYOUTS[layout]
     file = folder / f"{name}.jsonl"
     answers = on_ranks(folder, setting, run, recipe, replace(GIVEN, metrics=file, **options))
@@ -74,7 +74,7 @@ def whole(setting: Configuration, folder: Path) -> tuple[dict[str, Any], Any]:
 
 
 def check_states_are_the_same_at_every_expert_parallel_size(folder: Path) -> None:
-    """There and back: weights, masters, moments, steps, rates; and the steps that follow."""
+    """There and back: weights, masters, moments, steps, rates, and the training steps after it."""
     for first, second in (("one rank", "EP 2"), ("EP 2", "PP 2")):
         name = f"{first} to {second}"
         there, moved, back = (folder / f"{name}, {n}" for n in (1, 2, 3))
@@ -113,7 +113,7 @@ def check_states_are_the_same_at_every_expert_parallel_size(folder: Path) -> Non
 
 
 def check_rates_may_change_with_the_layout(folder: Path) -> None:
-    """By `--override-opt_param-scheduler`, which every recipe gives: other groups and bounds."""
+    """With `--override-opt_param-scheduler`, which every recipe sets: other groups and bounds."""
     there = folder / "rates"
     there.mkdir()
     trained(folder, "rates", "EP 1", save=there)
@@ -131,12 +131,12 @@ def check_rates_may_change_with_the_layout(folder: Path) -> None:
 
 
 def _keep_step_2(folder: Path) -> None:
-    """Let a run resume from step 2 of a folder that holds 4 as well."""
+    """Make step 2 the newest checkpoint of a folder that also holds step 4."""
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
 
 
 def _assert_same_groups(one: Any, other: Any) -> None:
-    """Compare groups of optimizers, of which one has those of the experts apart."""
+    """Compare parameter groups of two layouts, one of which has separate groups of experts."""
     names = ("wd_mult", "weight_decay", "lr", "max_lr", "step")
     settings = [
         {tuple(group[name] for name in names) for part in parts for group in part}

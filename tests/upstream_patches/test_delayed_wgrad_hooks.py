@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -42,12 +43,29 @@ def check(stock: one_process.Stock) -> None:
     late, ready = trained(unpatched, delayed=True, fused=True)
     assert torch.equal(late, at_once)
     assert [given.tolist() for given in ready] == [(at_once * 0).tolist(), (at_once / 2).tolist()]
+    if "is_gtp_weight_remat" in inspect.getsource(unpatched):  # since 0.19
+        weights_of_gtp_keep_their_hook(patched)
+
+
+def weights_of_gtp_keep_their_hook(module: Any) -> None:
+    """Assert that a weight that calls DDP's hook itself does not hand it to the MoE layer."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    layer = Layer(delayed=True, fused=True)
+    weight, hooks = layer.experts.weight, []
+    weight.is_gtp_weight_remat = True
+    weight.register_grad_accum_hook = lambda node, hook: hooks.append(hook)
+    config = TransformerConfig(num_layers=1, hidden_size=3, num_attention_heads=1)
+    ddp = module.DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
+    assert not hasattr(weight, "post_wgrad_grad_acc_hook")
+    assert len(hooks) == 1 and not ddp.grad_accs
 
 
 def trained(
     module: Any, *, delayed: bool, fused: bool, by_config: bool = False
 ) -> tuple[Any, list[Any]]:
-    """The main gradient of two microbatches, and what was in it when DDP was told of each."""
+    """The main gradient of two microbatches, and its value whenever it was reported ready."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
@@ -76,7 +94,7 @@ def trained(
 
 
 class Experts(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """A product whose weight has its gradient now or later, as in Transformer Engine's layers."""
+    """A linear layer whose weight gradient may be delayed, as in Transformer Engine's layers."""
 
     def __init__(self, delayed: bool, fused: bool) -> None:
         super().__init__()
@@ -100,7 +118,7 @@ class Experts(torch.nn.Module):  # type: ignore[misc, name-defined]
                 hook()
 
     def finish(self, gradient: Any) -> Any:
-        """Add it to the main gradient, or make it the weight's; return what autograd gets."""
+        """Add it to the main gradient or set it as the weight's; return what autograd receives."""
         if not self.fused:
             self.weight.grad = gradient
             return gradient
@@ -129,7 +147,7 @@ class Product(torch.autograd.Function):  # type: ignore[misc]
 
 
 class Layer(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """Experts behind Megatron's own function that asks for the delayed gradients."""
+    """Experts after Megatron's own function that computes the delayed gradients."""
 
     def __init__(self, delayed: bool, fused: bool) -> None:
         super().__init__()
@@ -155,6 +173,7 @@ def test_which_runs_must_reach_it() -> None:
         {"overlap_dispatch_backward_with_experts_wgrad": False},
         {"num_experts": None},
         {"use_megatron_fsdp": True},
+        {"use_torch_fsdp2": True},
         {"skip_train": True},
     ):
         assert not when(SimpleNamespace(**(run | other))), other

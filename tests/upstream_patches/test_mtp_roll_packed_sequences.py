@@ -300,8 +300,8 @@ def rank_main(store: str, world: int, rank: int, function: Callable[..., None], 
         function(*args)
     finally:
         shared.set(f"ended {rank}", "")
-    # A rank that ends closes its connections, which fails those that still send to it. No barrier:
-    # its messages would meet those that were left behind.
+    # A rank that exits closes its connections, so ranks that still send to it would fail. This is
+    # not a barrier, whose messages could be matched with those that a failed call left pending.
     shared.wait([f"ended {other}" for other in range(world)], timedelta(seconds=PATIENCE))
 
 

@@ -1,4 +1,4 @@
-"""Optimizer states that are loaded by another number of optimizers than saved them."""
+"""Optimizer states loaded by a different number of optimizers than saved them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_loaded_state(version: str) -> None:
 
 @cache
 def answers() -> Any:
-    """What the functions of `expert_layout_ranks` return; None for a check that holds."""
+    """Results of the functions of `expert_layout_ranks`; None for a check that passes."""
     pages = (
         *("float16_keep_fp32", "hybrid_mtp_padding_mask", "fully_reshardable_bucket_padding"),
         *("own_mixers", "scheduler_override_at_resume", "mtp_roll_packed_sequences", PAGE),
@@ -76,7 +76,7 @@ def check(stock: one_process.Stock) -> None:
                 group["lr"] = RATE
             save(before, folder)
             moved = run(loads, 7)
-            moved.step(9)  # its states exist, and are others
+            moved.step(9)  # so that it has states of its own
             fails = pytest.raises((RuntimeError, KeyError), match=r"Expected 2|optimizer")
             with fails if saves != loads else contextlib.nullcontext():
                 unpatched(moved.optimizer, loaded(moved, folder)["optimizer"])
@@ -92,7 +92,7 @@ def check(stock: one_process.Stock) -> None:
 
 
 def others_are_refused(folder: Path, saves: int, loads: int) -> None:
-    """Assert what a run without a distributed optimizer is told."""
+    """Assert that the states of optimizers that are not distributed are refused."""
     from cppmega.errors import CppmegaError
 
     before = run(saves, 0, distributed=False)
@@ -108,13 +108,13 @@ def others_are_refused(folder: Path, saves: int, loads: int) -> None:
     save(before, mixed)
     chain = run(2, 7).optimizer
     state = loaded(run(2, 7), mixed)["optimizer"]
-    chain.chained_optimizers[1] = SimpleNamespace()  # as Muon's, which are not distributed
+    chain.chained_optimizers[1] = SimpleNamespace()  # not distributed, as in Muon's chain
     with pytest.raises(CppmegaError, match="optimizer-of-another-expert-layout"):
         chain.load_state_dict(state)
 
 
 def buckets_are_refused(folder: Path, saves: int) -> None:
-    """Assert that the preflight recognizes who saved states in the format of buckets."""
+    """Assert that the preflight recognizes which layout saved states by bucket."""
     from megatron.core import parallel_state
 
     before = run(saves, 0)
@@ -129,7 +129,7 @@ def buckets_are_refused(folder: Path, saves: int) -> None:
 
 
 def run(optimizers: int, seed: int, distributed: bool = True) -> Any:
-    """A model, whose last two layers have an optimizer of their own if there are two."""
+    """A model; if there are two optimizers, the second has the last two layers."""
     from tests.upstream_patches import distributed_optimizer as small
 
     make = small.DistributedDataParallel
@@ -154,7 +154,7 @@ def save(saved: Any, folder: Path, **metadata: Any) -> None:
 
 
 def loaded(asking: Any, folder: Path) -> Any:
-    """What a run asks for, as it is in a checkpoint."""
+    """The state that a run requests, loaded from a checkpoint."""
     from megatron.core import dist_checkpointing
 
     model = asking.sharded()
@@ -171,7 +171,7 @@ def load(asking: Any, folder: Path) -> None:
 
 
 def the_same(one: Any, other: Any, exactly: bool) -> None:
-    """Compare masters, moments, steps and rates; the norm of gradients may be rounded otherwise."""
+    """Compare masters, moments, steps and rates; `exactly`: to the bit."""
     kept = [states(run) for run in (one, other)]
     assert kept[0].keys() == kept[1].keys()
     for name, tensors in kept[0].items():
@@ -229,7 +229,7 @@ def test_buckets_of_another_layout_are_refused(
 
 
 def refusals(saved: dict[str, tuple[int, ...]], **arguments: Any) -> list[str]:
-    """What the page refuses of a run with experts that resumes from these tensors."""
+    """Names of the page's errors for a run with experts that resumes from these tensors."""
     refuses = catalogue.load()[PAGE].patch.refuses
     assert refuses is not None
     return [error.name for error in refuses(SimpleNamespace(**MOE | arguments), saved)]

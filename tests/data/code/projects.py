@@ -44,7 +44,7 @@ FILES: dict[str, dict[str, str]] = {
 
 
 def packed(folder: Path, name: str, files: Mapping[str, str], *, again: str = "") -> Path:
-    """Write `NAME-1.0.tar.gz`, always the same; its setup.py, which nothing may run, fails."""
+    """Write a reproducible `NAME-1.0.tar.gz`; its setup.py, which must never run, fails."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name.replace('-', '_')}-1.0"
     every = {
@@ -53,7 +53,7 @@ def packed(folder: Path, name: str, files: Mapping[str, str], *, again: str = ""
         "setup.py": "raise SystemExit('it was run')\n",
     }
     path = folder / f"{stem}.tar.gz"
-    # With mode "w:gz" tarfile writes the time into the first bytes.
+    # With mode "w:gz", tarfile writes the current time into the header.
     with gzip.GzipFile(path, "wb", mtime=0) as zipped, tarfile.open(None, "w", zipped) as archive:
         for file, text in every.items():
             entry = tarfile.TarInfo(f"{stem}/{file}")
