@@ -50,9 +50,9 @@ Numbers = dict[str, dict[str, Any]]
 
 def numbers() -> Numbers:
     """What the picture shows: panel -> label -> values."""
-    indexer, attention, losses, transform = (
+    indexer, attention, losses, transform, connections = (
         _result(f"{name}_h200")
-        for name in ("dsa_indexer", "dsa_attention", "linear_cross_entropy", "hadamard")
+        for name in ("dsa_indexer", "dsa_attention", "linear_cross_entropy", "hadamard", "mhc")
     )
     cases = {label: indexer["cases"][case] for label, case in _INDEXER.items()}
     for label, case in _ATTENTION.items():
@@ -65,7 +65,10 @@ def numbers() -> Numbers:
             if (row["tokens"], row["vocabulary"]) == (TOKENS, VOCABULARY)
             and (name := row["name"].partition(" (")[0]) in _LOSSES
         },
-        "limits": _limits(indexer["cases"], losses, transform["milliseconds"]),
+        "limits": {
+            **_limits(indexer["cases"], losses, transform["milliseconds"]),
+            "hyper-connections, of a copy": _site(connections["sites"]),
+        },
     }
 
 
@@ -110,6 +113,12 @@ def _limits(
 
 def _share(case: dict[str, Any]) -> float:
     return case["floor"] / case["ours"]["milliseconds"]
+
+
+def _site(sites: dict[str, dict[str, float]]) -> float:
+    """Of a site's first shape, the largest."""
+    times = next(iter(sites.values()))
+    return times["least"] / times["ours"]
 
 
 def drawn(picture: Path = PICTURE) -> Numbers:

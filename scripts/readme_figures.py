@@ -107,11 +107,12 @@ def kernels() -> str:
         link("indexer", "dsa_indexer"),
         link("attention", "dsa_attention"),
         link("losses", "linear_cross_entropy"),
+        link("hyper-connections", "mhc"),
         link("Hadamard transform", "hadamard"),
     )
     return (
         f"\n![Times of the kernels, and their share of what the GPU can do]({picture})\n\n"
-        f"One H200; all shapes: {', '.join(sources)}.\n\n{attention()}"
+        f"One H200; all shapes: {', '.join(sources)}.\n\n{attention()}\n{connections()}"
     )
 
 
@@ -136,6 +137,21 @@ def attention() -> str:
         "([with and without](benchmarks/results/dsa_attention_slices_h200.md),\n"
         "[designs](benchmarks/results/dsa_attention_designs.md), "
         "[what FP8 could save](benchmarks/results/dsa_fp8.md)).\n"
+    )
+
+
+def connections() -> str:
+    """A site of hyper-connections next to what else computes one."""
+    sites = json.loads((RESULTS / "mhc_h200.json").read_text())["sites"]
+    shape, times = next(iter(sites.items()))
+    dev, rival = (times[way] / times["ours"] for way in ("dev", "Transformer Engine"))
+    return (
+        f"A site of manifold-constrained hyper-connections ({shape}) takes {times['ours']:.1f} ms "
+        "forward and backward,\n"
+        f"{times['ours'] / times['least']:.2f} times the time of a copy of what it must read and "
+        "write. The kernels that Megatron's branch dev chooses on an H200\n"
+        f"take {dev:.1f} times as long, and those of Transformer Engine {rival:.1f} times "
+        "([what limits them](benchmarks/results/mhc_designs.md)).\n"
     )
 
 
