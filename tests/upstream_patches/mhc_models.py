@@ -6,6 +6,7 @@ Imported in the process that runs a tree, never by pytest itself.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -44,6 +45,13 @@ FULL = {
     "recompute_num_layers": 1,
 }
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mhc"]}
+OF_DEV = {
+    "enable_mhc_connections": "enable_hyper_connections",
+    "mhc_num_residual_streams": "num_residual_streams",
+}
+"""Fields of the configuration that upstream's branch dev has under another name."""
+OF_SPEC = "enable_hyper_connection"
+"""What dev's specs of GPT layers take, where a layer with sites is a class of its own."""
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
 
 
@@ -82,6 +90,8 @@ class Mixer(torch.nn.Linear):
 
 def config(**options: Any) -> Any:
     """A configuration without dropout."""
+    fields = TransformerConfig.__dataclass_fields__
+    options = {OF_DEV[k] if k in OF_DEV and k not in fields else k: v for k, v in options.items()}
     return TransformerConfig(
         **{
             **{"hidden_size": WIDTH, "num_attention_heads": 2, "ffn_hidden_size": WIDTH},
@@ -110,7 +120,10 @@ def gpt(layers: int = 2, depths: int = 0, **options: Any) -> Any:
     """A GPT with MTP depths."""
     settings = config(num_layers=layers, mtp_num_layers=depths or None, **options)
     experts = options.get("num_moe_experts")
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
+    spec_of = gpt_layer_specs.get_gpt_layer_local_spec
+    of_dev = OF_SPEC in inspect.signature(spec_of).parameters
+    sites = {OF_SPEC: True} if of_dev and options.get("enable_mhc_connections") else {}
+    spec = spec_of(num_experts=experts, moe_grouped_gemm=False, **sites)
     heads = {}
     if depths:
         heads["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
@@ -128,12 +141,15 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
         is_hybrid_model=True,
         **options,
     )
+    fields = set(mtp.MultiTokenPredictionLayerSubmodules.__dataclass_fields__)
+    # Releases after 0.19 have all three, and build those that the configuration asks for.
+    projections = {"eh_proj", "e_proj", "h_proj"} & fields
     head = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=WrappedTorchNorm,
         hnorm=WrappedTorchNorm,
-        eh_proj=ColumnParallelLinear,
         mtp_model_layer=None,
         layer_norm=WrappedTorchNorm,
+        **dict.fromkeys(projections, ColumnParallelLinear),
     )
     heads = mtp.MultiTokenPredictionBlockSubmodules(
         layer_specs=[ModuleSpec(mtp.MultiTokenPredictionLayer, submodules=head)]
