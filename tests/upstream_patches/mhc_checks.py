@@ -56,10 +56,40 @@ def on() -> Any:
         model = make(**models.MHC)
         shapes = {key: list(t.shape) for key, t in model.state_dict().items() if t is not None}
         saved = sorted(key for key in model.sharded_state_dict() if "_extra_state" not in key)
-        models.loss(model).backward()
-        zeros = {key: int((p.grad == 0).sum()) for key, p in model.named_parameters()}
         losses = models.trained(model, 20)
-        found[name] = {"shapes": shapes, "saved": saved, "zeros": zeros, "losses": losses}
+        found[name] = {"shapes": shapes, "saved": saved, "losses": losses}
+    return found
+
+
+def zeros() -> Any:
+    """Where gradients of the first step are exactly zero, and the largest of each site's parts.
+
+    With the initial values of 0.20, and with one stream.
+    """
+    words = set(models.batch(1)["input_ids"].flatten().tolist())
+    found: dict[str, Any] = {"unseen": sorted(set(range(models.WORDS)) - words)}
+    for name, make in MAKE.items():
+        for how, options in {"off": {}, "on": {"enable_mhc_connections": True}}.items():
+            model = make(**options)
+            models.loss(model).backward()
+            gradients = {key: p.grad for key, p in model.named_parameters()}
+            places = {key: (g == 0).nonzero().tolist() for key, g in gradients.items()}
+            found[f"{name}, {how}"] = {
+                "places": {key: where for key, where in places.items() if where},
+                "sites": _of_sites(gradients),
+            }
+    return found
+
+
+def _of_sites(gradients: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    """The largest gradient of each site by what it weighs: input, output and mixing of streams."""
+    found = {}
+    for key, gradient in gradients.items():
+        site, _, last = key.partition("hyper_connection.")
+        parts = last.startswith(("mapping_proj", "bias")) and gradient.tensor_split((4, 8))
+        for part, values in zip(("pre", "post", "res"), parts or (), strict=bool(parts)):
+            largest = found.setdefault(site, {})
+            largest[part] = max(values.abs().max().item(), largest.get(part, 0.0))
     return found
 
 
