@@ -1,4 +1,6 @@
-"""Small models on the CPU with hyper-connections: a GPT, and a hybrid of the letters M, *, - and E.
+"""Small models with hyper-connections: a GPT, and a hybrid of the letters M, *, - and E.
+
+They are built on the GPU where there is one, which only a benchmark asks for.
 
 Imported in the process that runs a tree, never by pytest itself.
 """
@@ -35,6 +37,7 @@ from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import arguments
 
 LENGTH, BATCH, WORDS, WIDTH = 12, 2, 32, 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MHC = {
     **{"enable_mhc_connections": True, "mhc_num_residual_streams": 4},
     **{"mhc_init_gating_factor": 0.3, "mhc_sinkhorn_iterations": 4},
@@ -56,11 +59,14 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
 
 
 def start(**parallel: int) -> None:
-    """Replace what these layers need from a GPU."""
+    """Replace what these layers need from a GPU, where there is none, and norms."""
     cpu_shims.init_distributed(**parallel)
+    WrappedTorchNorm.__new__ = lambda cls, *given, **named: Norm(*given, **named)
+    if DEVICE.type == "cuda":
+        random.model_parallel_cuda_manual_seed(1)
+        return
     mock.patch.object(random, "_get_cuda_rng_state", lambda *device, **named: None).start()
     mock.patch.object(random, "_set_cuda_rng_state", lambda *state, **named: None).start()
-    WrappedTorchNorm.__new__ = lambda cls, *given, **named: Norm(*given, **named)
     fused_softmax.get_default_causal_mask = lambda n: torch.ones(n, n).triu(1).bool()
     tensor = torch.tensor
     torch.tensor = lambda *data, pin_memory=False, **named: tensor(*data, **named)
@@ -129,7 +135,7 @@ def gpt(layers: int = 2, depths: int = 0, **options: Any) -> Any:
         heads["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
             settings, spec, use_transformer_engine=False
         )
-    return GPTModel(transformer_layer_spec=spec, **_model(settings), **heads)
+    return GPTModel(transformer_layer_spec=spec, **_model(settings), **heads).to(DEVICE)
 
 
 def hybrid(pattern: str = "M*-", **options: Any) -> Any:
@@ -182,7 +188,7 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
             hybrid_stack_spec=ModuleSpec(block.HybridStack, submodules=layers),
             hybrid_layer_pattern=pattern,
             **_model(settings),
-        )
+        ).to(DEVICE)
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -190,13 +196,14 @@ def batch(seed: int) -> dict[str, Any]:
     tokens = torch.randint(
         WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
     )
-    return {
+    made = {
         "input_ids": tokens[:, :-1],
         "labels": tokens[:, 1:],
         "position_ids": torch.arange(LENGTH).expand(BATCH, LENGTH),
         "attention_mask": torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None],
         "loss_mask": torch.ones(BATCH, LENGTH),
     }
+    return {name: value.to(DEVICE) for name, value in made.items()}
 
 
 def loss(model: Any, seed: int = 1) -> torch.Tensor:
