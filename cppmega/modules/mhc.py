@@ -35,8 +35,19 @@ class _Open(NamedTuple):
     site: kernels.Site
 
 
+class _Projection(torch.nn.Linear):
+    """A projection by kernels, which take its weight."""
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        """Return the weight."""
+        return self.weight
+
+
 class HyperConnectionModule(torch.nn.Module):
     """One site: the weights of a sub-layer's input and output in n streams.
+
+    Whatever uses parameters calls the module that has them: its forward pre-hooks are how Megatron
+    waits for parameters that are still gathered (`--overlap-param-gather`).
 
     Args:
         config: Megatron's TransformerConfig with the fields of mHC.
@@ -48,7 +59,7 @@ class HyperConnectionModule(torch.nn.Module):
         self.iterations: int = config.mhc_sinkhorn_iterations
         values = self.streams * (self.streams + 2)
         fp32 = torch.float32
-        self.mapping_proj = torch.nn.Linear(
+        self.mapping_proj = _Projection(
             self.streams * config.hidden_size, values, bias=False, dtype=fp32
         )
         alpha = config.mhc_init_gating_factor
@@ -69,6 +80,11 @@ class HyperConnectionModule(torch.nn.Module):
 
     def read(self, streams: Tensor) -> Tensor:
         """The input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
+        x: Tensor = self(streams)
+        return x
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """Return what `read` returns."""
         with mhc_recompute.scope(self):
             x, site = self._read(streams)
         self._open = _Open(streams, site)
@@ -138,7 +154,7 @@ class HyperConnectionModule(torch.nn.Module):
 
     def _learned(self) -> reference.Parameters:
         return reference.Parameters(
-            self.mapping_proj.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
+            self.mapping_proj(), self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
         )
 
 
