@@ -12,6 +12,7 @@ The definition is in `cppmega.ops.mhc_reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -210,15 +211,27 @@ def add_head(module: torch.nn.Module, config: Any) -> None:
     keep_fp32(module, config, HEAD)
 
 
-def contract(module: Any, streams: Tensor) -> Tensor:
+def contract(module: Any, streams: Tensor, block: mhc_recompute.Block | None = None) -> Tensor:
     """Hidden states `[s, b, C]`: the sum of the streams `[s, b, n * C]`, weighted for each token.
 
     A weight is a sigmoid of a projection of all streams, divided by their root mean square, plus
     the layer norm's epsilon, which is what 0.20 adds in both places. Computed in fp32 and rounded
-    once to the type of the streams.
+    once to the type of the streams; the backward computes it again, so that no copy in fp32 waits
+    for it, nor the streams, if a block recomputes them.
+
+    Args:
+        module: has the parameters.
+        streams: what the last layer has written to.
+        block: that of this layer.
     """
-    weight, base, scale = (getattr(module, name) for name in HEAD)
-    eps = module.config.layernorm_epsilon
+    contraction = partial(_contracted, module.config.layernorm_epsilon)
+    learned = [getattr(module, name) for name in HEAD]
+    with mhc_recompute.around(block):
+        out: Tensor = mhc_recompute.again(contraction, streams, *learned)
+    return out
+
+
+def _contracted(eps: float, streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor) -> Tensor:
     x = wide(streams)
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     h = torch.sigmoid((x @ weight.to(x.dtype).t()) * r * scale + base) + eps

@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cppmega.errors import CppmegaError
 from tests.upstream_patches import mhc_models as models
@@ -109,6 +111,47 @@ def recomputed() -> Any:
             pairs = zip(gradients, plain[1], strict=True)
             apart[how] = [abs(value - plain[0]), max((a - b).abs().max().item() for a, b in pairs)]
         found[name] = {"apart": apart, "kept": kept}
+    return found
+
+
+class _Made(TorchDispatchMode):
+    """Notes all memory that operations fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def alive(self, model: torch.nn.Module) -> int:
+        """Bytes that are still in use, apart from the parameters."""
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        filled = (self.storages[key] for key in self.storages.keys() - parameters)
+        return sum(size for ref, size in filled if not ref.expired())
+
+
+def memory() -> Any:
+    """Values per token that wait for the backward, by recomputation; a GPT of 4 layers, C 64."""
+    found = {}
+    for how, options in {
+        "without": {},
+        "none": models.MHC,
+        "mhc": {**models.MHC, **models.SELECTIVE},
+        "mhc by 2": {**models.MHC, **models.SELECTIVE, "mhc_recompute_layer_num": 2},
+    }.items():
+        model = models.gpt(4, hidden_size=64, add_bias_linear=False, **options)
+        with _Made() as made:
+            value = models.loss(model)
+        found[how] = made.alive(model) / (4 * models.LENGTH * models.BATCH)
+        value.backward()
     return found
 
 

@@ -39,7 +39,9 @@ def asked(root: Path, *parts: str) -> dict[str, Any]:
 
 def mine(part: str) -> Any:
     """What models on the patched tree do."""
-    parts = ("fused",) if part == "fused" else ("off", "on", "zeros", "recomputed", "options")
+    parts = (
+        ("fused",) if part == "fused" else ("off", "on", "zeros", "recomputed", "memory", "options")
+    )
     return asked(patched("0.19.2", *PAGES), *parts)[part]
 
 
@@ -138,6 +140,17 @@ def test_recomputation_changes_nothing_and_keeps_fewer_streams(model: str) -> No
         **{"none": 6, "full": found["kept"]["full"], "mhc": 2},
         "mhc by 2": 3 if model == "hybrid" else 2,
     }
+
+
+@pytest.mark.parametrize(("how", "blocks"), [("mhc", 1), ("mhc by 2", 2)])
+def test_recomputed_streams_cost_those_of_each_block_and_the_weights_of_sites(
+    how: str, blocks: int
+) -> None:
+    found = mine("memory")
+    weights = 2 * 4 * (N + N * N)  # of a token, at two sites of four layers
+    extra = found[how] - found["without"] - weights
+    assert blocks * N * 64 <= extra <= 1.1 * blocks * N * 64
+    assert found["none"] - found["without"] > 10 * N * 64
 
 
 def test_fused_kernels_recompute_and_agree_with_the_reference() -> None:
