@@ -24,6 +24,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, random
 from megatron.core.transformer import multi_token_prediction as mtp
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,6 +65,7 @@ def start(**parallel: int) -> None:
     WrappedTorchNorm.__new__ = lambda cls, *given, **named: Norm(*given, **named)
     if DEVICE.type == "cuda":
         random.model_parallel_cuda_manual_seed(1)
+        vars(transformer_block)["LayerNormImpl"] = WrappedTorchNorm  # as the shims do on a CPU
         return
     mock.patch.object(random, "_get_cuda_rng_state", lambda *device, **named: None).start()
     mock.patch.object(random, "_set_cuda_rng_state", lambda *state, **named: None).start()
