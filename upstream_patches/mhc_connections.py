@@ -10,8 +10,11 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     keeps the streams with which a block of layers begins (`--mhc-recompute-layer-num`) and computes
     the others again. What mHC is not combined with (dropout, graphs, fp32 residuals, FP8, context
     parallelism, FSDP, offloading, interleaved stages, shared keys of DSA) is refused by name. In
-    the first step no gradient of the mapping is exactly zero; that of the first site's mixing
-    matrix has the size of rounding, because its streams are still equal and its columns sum to 1.
+    the first step no gradient of the mapping is exactly zero: those that are zero are the same as
+    without mHC, the embeddings of words that the batch lacks (and parts of the bias of all keys,
+    whose gradient is rounding). That of the first site's mixing matrix has the size of rounding,
+    because its streams are still equal and its columns sum to 1; where a norm follows, that of its
+    input's weights is small, because the norm undoes their common scale.
     Parameters of the mapping stay fp32, which `float16_keep_fp32` lets the optimizers save.
 Why: No release has them: 0.20 is announced with them, for hybrid models and without pipeline
     stages, full recomputation and graphs.

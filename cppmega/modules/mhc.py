@@ -12,6 +12,7 @@ The definition is in `cppmega.ops.mhc_reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +36,19 @@ class _Open(NamedTuple):
     site: kernels.Site
 
 
+class _Projection(torch.nn.Linear):
+    """A projection by kernels, which take its weight."""
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        """Return the weight."""
+        return self.weight
+
+
 class HyperConnectionModule(torch.nn.Module):
     """One site: the weights of a sub-layer's input and output in n streams.
+
+    Whatever uses parameters calls the module that has them: its forward pre-hooks are how Megatron
+    waits for parameters that are still gathered (`--overlap-param-gather`).
 
     Args:
         config: Megatron's TransformerConfig with the fields of mHC.
@@ -48,7 +60,7 @@ class HyperConnectionModule(torch.nn.Module):
         self.iterations: int = config.mhc_sinkhorn_iterations
         values = self.streams * (self.streams + 2)
         fp32 = torch.float32
-        self.mapping_proj = torch.nn.Linear(
+        self.mapping_proj = _Projection(
             self.streams * config.hidden_size, values, bias=False, dtype=fp32
         )
         alpha = config.mhc_init_gating_factor
@@ -69,6 +81,11 @@ class HyperConnectionModule(torch.nn.Module):
 
     def read(self, streams: Tensor) -> Tensor:
         """The input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
+        x: Tensor = self(streams)
+        return x
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """Return what `read` returns."""
         with mhc_recompute.scope(self):
             x, site = self._read(streams)
         self._open = _Open(streams, site)
@@ -138,7 +155,7 @@ class HyperConnectionModule(torch.nn.Module):
 
     def _learned(self) -> reference.Parameters:
         return reference.Parameters(
-            self.mapping_proj.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
+            self.mapping_proj(), self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
         )
 
 
@@ -193,15 +210,27 @@ def add_head(module: torch.nn.Module, config: Any) -> None:
     keep_fp32(module, config, HEAD)
 
 
-def contract(module: Any, streams: Tensor) -> Tensor:
+def contract(module: Any, streams: Tensor, block: mhc_recompute.Block | None = None) -> Tensor:
     """Hidden states `[s, b, C]`: the sum of the streams `[s, b, n * C]`, weighted for each token.
 
     A weight is a sigmoid of a projection of all streams, divided by their root mean square, plus
     the layer norm's epsilon, which is what 0.20 adds in both places. Computed in fp32 and rounded
-    once to the type of the streams.
+    once to the type of the streams; the backward computes it again, so that no copy in fp32 waits
+    for it, nor the streams, if a block recomputes them.
+
+    Args:
+        module: has the parameters.
+        streams: what the last layer has written to.
+        block: that of this layer.
     """
-    weight, base, scale = (getattr(module, name) for name in HEAD)
-    eps = module.config.layernorm_epsilon
+    contraction = partial(_contracted, module.config.layernorm_epsilon)
+    learned = [getattr(module, name) for name in HEAD]
+    with mhc_recompute.around(block):
+        out: Tensor = mhc_recompute.again(contraction, streams, *learned)
+    return out
+
+
+def _contracted(eps: float, streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor) -> Tensor:
     x = wide(streams)
     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     h = torch.sigmoid((x @ weight.to(x.dtype).t()) * r * scale + base) + eps

@@ -142,7 +142,10 @@ def contracted(stack: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None
     if getattr(stack, mhc.HEAD[0], None) is None:
         return hidden_states, None
     depths = bool(stack.config.mtp_num_layers)
-    return mhc.contract(stack, hidden_states), hidden_states if depths else None
+    inner = getattr(stack, "mtp_model_layer", stack)  # of an MTP depth, a stack or a layer
+    last = [site for layer in getattr(inner, "layers", [inner]) for site in sites(layer)][-1:]
+    out = mhc.contract(stack, hidden_states, last[0].block if last else None)
+    return out, hidden_states if depths else None
 
 
 def with_head_saved(stack: Any, saved: Any, prefix: str, metadata: Any) -> Any:

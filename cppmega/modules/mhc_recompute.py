@@ -138,5 +138,9 @@ def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:
 
 def scope(site: Any) -> contextlib.AbstractContextManager[Any]:
     """Around the call of a sub-layer: autograd saves recipes for what its block recomputes."""
-    block = None if site is None else site.block
+    return around(None if site is None else site.block)
+
+
+def around(block: Block | None) -> contextlib.AbstractContextManager[Any]:
+    """Around what saves tensors that a block recomputes, if there is one."""
     return contextlib.nullcontext() if block is None else block.hooks()

@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import initialize_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
+from megatron.core.transformer import transformer_block
 from megatron.training import argument_utils, arguments, checkpointing, global_vars, training
 
 from cppmega.recipe import Recipe
@@ -56,7 +57,9 @@ class Loop:
 
     def __init__(self, recipe: Recipe, options: RunOptions) -> None:
         logging.disable(logging.WARNING)
-        vars(hybrid_block)["TENorm"] = transformer_engine.TENorm  # that of the recipe
+        # Final norms are those of the recipe, too.
+        vars(hybrid_block)["TENorm"] = transformer_engine.TENorm
+        vars(transformer_block)["LayerNormImpl"] = transformer_engine.TENorm
         recipe = recipe.plus(*CPU)
         tokens = DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock")
         rendered = render(recipe, "0.19.2", options)

@@ -16,7 +16,7 @@ PAGES = (
     *("own_mixers", "float16_keep_fp32", "input_embeddings", "hybrid_mtp_padding_mask"),
     *("dsa_index_share", "dsa_index_share_holder", "dsa_indexer_kernels", "dsa_attention_kernels"),
     *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
-    *("mtp_roll_packed_sequences", "fully_reshardable_bucket_padding"),
+    *("mtp_roll_packed_sequences", "fully_reshardable_bucket_padding", "log_second_line"),
 )
 CHECKS = {
     "evaluation": (
@@ -28,7 +28,11 @@ CHECKS = {
         "check_a_kill_at_any_moment_leaves_a_checkpoint_that_loads",
         "check_an_asynchronous_save_is_complete_when_the_tracker_names_it",
     ),
-    "streams": ("check_streams_packs_and_linear_heads_go_together",),
+    "streams": (
+        "check_streams_packs_and_linear_heads_go_together",
+        "check_four_ranks_of_streams_train_as_one",
+        "check_a_killed_run_of_four_ranks_goes_on_to_the_bit",
+    ),
     "completeness": (
         "check_a_whole_model_trains",
         "check_a_model_of_other_sizes_does_not_take_a_step",

@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cppmega.errors import CppmegaError
 from tests.upstream_patches import mhc_models as models
@@ -56,10 +58,40 @@ def on() -> Any:
         model = make(**models.MHC)
         shapes = {key: list(t.shape) for key, t in model.state_dict().items() if t is not None}
         saved = sorted(key for key in model.sharded_state_dict() if "_extra_state" not in key)
-        models.loss(model).backward()
-        zeros = {key: int((p.grad == 0).sum()) for key, p in model.named_parameters()}
         losses = models.trained(model, 20)
-        found[name] = {"shapes": shapes, "saved": saved, "zeros": zeros, "losses": losses}
+        found[name] = {"shapes": shapes, "saved": saved, "losses": losses}
+    return found
+
+
+def zeros() -> Any:
+    """Where gradients of the first step are exactly zero, and the largest of each site's parts.
+
+    With the initial values of 0.20, and with one stream.
+    """
+    words = set(models.batch(1)["input_ids"].flatten().tolist())
+    found: dict[str, Any] = {"unseen": sorted(set(range(models.WORDS)) - words)}
+    for name, make in MAKE.items():
+        for how, options in {"off": {}, "on": {"enable_mhc_connections": True}}.items():
+            model = make(**options)
+            models.loss(model).backward()
+            gradients = {key: p.grad for key, p in model.named_parameters()}
+            places = {key: (g == 0).nonzero().tolist() for key, g in gradients.items()}
+            found[f"{name}, {how}"] = {
+                "places": {key: where for key, where in places.items() if where},
+                "sites": _of_sites(gradients),
+            }
+    return found
+
+
+def _of_sites(gradients: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    """The largest gradient of each site by what it weighs: input, output and mixing of streams."""
+    found = {}
+    for key, gradient in gradients.items():
+        site, _, last = key.partition("hyper_connection.")
+        parts = last.startswith(("mapping_proj", "bias")) and gradient.tensor_split((4, 8))
+        for part, values in zip(("pre", "post", "res"), parts or (), strict=bool(parts)):
+            largest = found.setdefault(site, {})
+            largest[part] = max(values.abs().max().item(), largest.get(part, 0.0))
     return found
 
 
@@ -79,6 +111,47 @@ def recomputed() -> Any:
             pairs = zip(gradients, plain[1], strict=True)
             apart[how] = [abs(value - plain[0]), max((a - b).abs().max().item() for a, b in pairs)]
         found[name] = {"apart": apart, "kept": kept}
+    return found
+
+
+class _Made(TorchDispatchMode):
+    """Notes all memory that operations fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def alive(self, model: torch.nn.Module) -> int:
+        """Bytes that are still in use, apart from the parameters."""
+        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        filled = (self.storages[key] for key in self.storages.keys() - parameters)
+        return sum(size for ref, size in filled if not ref.expired())
+
+
+def memory() -> Any:
+    """Values per token that wait for the backward, by recomputation; a GPT of 4 layers, C 64."""
+    found = {}
+    for how, options in {
+        "without": {},
+        "none": models.MHC,
+        "mhc": {**models.MHC, **models.SELECTIVE},
+        "mhc by 2": {**models.MHC, **models.SELECTIVE, "mhc_recompute_layer_num": 2},
+    }.items():
+        model = models.gpt(4, hidden_size=64, add_bias_linear=False, **options)
+        with _Made() as made:
+            value = models.loss(model)
+        found[how] = made.alive(model) / (4 * models.LENGTH * models.BATCH)
+        value.backward()
     return found
 
 

@@ -1,4 +1,6 @@
-"""Small models on the CPU with hyper-connections: a GPT, and a hybrid of the letters M, *, - and E.
+"""Small models with hyper-connections: a GPT, and a hybrid of the letters M, *, - and E.
+
+They are built on the GPU where there is one, which only a benchmark asks for.
 
 Imported in the process that runs a tree, never by pytest itself.
 """
@@ -6,6 +8,7 @@ Imported in the process that runs a tree, never by pytest itself.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -21,6 +24,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, random
 from megatron.core.transformer import multi_token_prediction as mtp
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,6 +38,7 @@ from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import arguments
 
 LENGTH, BATCH, WORDS, WIDTH = 12, 2, 32, 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MHC = {
     **{"enable_mhc_connections": True, "mhc_num_residual_streams": 4},
     **{"mhc_init_gating_factor": 0.3, "mhc_sinkhorn_iterations": 4},
@@ -44,15 +49,26 @@ FULL = {
     "recompute_num_layers": 1,
 }
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mhc"]}
+OF_DEV = {
+    "enable_mhc_connections": "enable_hyper_connections",
+    "mhc_num_residual_streams": "num_residual_streams",
+}
+"""Fields of the configuration that upstream's branch dev has under another name."""
+OF_SPEC = "enable_hyper_connection"
+"""What dev's specs of GPT layers take, where a layer with sites is a class of its own."""
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
 
 
 def start(**parallel: int) -> None:
-    """Replace what these layers need from a GPU."""
+    """Replace what these layers need from a GPU, where there is none, and norms."""
     cpu_shims.init_distributed(**parallel)
+    WrappedTorchNorm.__new__ = lambda cls, *given, **named: Norm(*given, **named)
+    if DEVICE.type == "cuda":
+        random.model_parallel_cuda_manual_seed(1)
+        vars(transformer_block)["LayerNormImpl"] = WrappedTorchNorm  # as the shims do on a CPU
+        return
     mock.patch.object(random, "_get_cuda_rng_state", lambda *device, **named: None).start()
     mock.patch.object(random, "_set_cuda_rng_state", lambda *state, **named: None).start()
-    WrappedTorchNorm.__new__ = lambda cls, *given, **named: Norm(*given, **named)
     fused_softmax.get_default_causal_mask = lambda n: torch.ones(n, n).triu(1).bool()
     tensor = torch.tensor
     torch.tensor = lambda *data, pin_memory=False, **named: tensor(*data, **named)
@@ -82,6 +98,8 @@ class Mixer(torch.nn.Linear):
 
 def config(**options: Any) -> Any:
     """A configuration without dropout."""
+    fields = TransformerConfig.__dataclass_fields__
+    options = {OF_DEV[k] if k in OF_DEV and k not in fields else k: v for k, v in options.items()}
     return TransformerConfig(
         **{
             **{"hidden_size": WIDTH, "num_attention_heads": 2, "ffn_hidden_size": WIDTH},
@@ -110,13 +128,16 @@ def gpt(layers: int = 2, depths: int = 0, **options: Any) -> Any:
     """A GPT with MTP depths."""
     settings = config(num_layers=layers, mtp_num_layers=depths or None, **options)
     experts = options.get("num_moe_experts")
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
+    spec_of = gpt_layer_specs.get_gpt_layer_local_spec
+    of_dev = OF_SPEC in inspect.signature(spec_of).parameters
+    sites = {OF_SPEC: True} if of_dev and options.get("enable_mhc_connections") else {}
+    spec = spec_of(num_experts=experts, moe_grouped_gemm=False, **sites)
     heads = {}
     if depths:
         heads["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
             settings, spec, use_transformer_engine=False
         )
-    return GPTModel(transformer_layer_spec=spec, **_model(settings), **heads)
+    return GPTModel(transformer_layer_spec=spec, **_model(settings), **heads).to(DEVICE)
 
 
 def hybrid(pattern: str = "M*-", **options: Any) -> Any:
@@ -128,12 +149,15 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
         is_hybrid_model=True,
         **options,
     )
+    fields = set(mtp.MultiTokenPredictionLayerSubmodules.__dataclass_fields__)
+    # Releases after 0.19 have all three, and build those that the configuration asks for.
+    projections = {"eh_proj", "e_proj", "h_proj"} & fields
     head = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=WrappedTorchNorm,
         hnorm=WrappedTorchNorm,
-        eh_proj=ColumnParallelLinear,
         mtp_model_layer=None,
         layer_norm=WrappedTorchNorm,
+        **dict.fromkeys(projections, ColumnParallelLinear),
     )
     heads = mtp.MultiTokenPredictionBlockSubmodules(
         layer_specs=[ModuleSpec(mtp.MultiTokenPredictionLayer, submodules=head)]
@@ -166,7 +190,7 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
             hybrid_stack_spec=ModuleSpec(block.HybridStack, submodules=layers),
             hybrid_layer_pattern=pattern,
             **_model(settings),
-        )
+        ).to(DEVICE)
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -174,13 +198,14 @@ def batch(seed: int) -> dict[str, Any]:
     tokens = torch.randint(
         WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
     )
-    return {
+    made = {
         "input_ids": tokens[:, :-1],
         "labels": tokens[:, 1:],
         "position_ids": torch.arange(LENGTH).expand(BATCH, LENGTH),
         "attention_mask": torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None],
         "loss_mask": torch.ones(BATCH, LENGTH),
     }
+    return {name: value.to(DEVICE) for name, value in made.items()}
 
 
 def loss(model: Any, seed: int = 1) -> torch.Tensor:

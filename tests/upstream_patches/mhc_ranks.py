@@ -72,6 +72,7 @@ def main(folder: str) -> None:
         found[name] = compared(one, two, layout, Path(folder) / str(number))
     arrange({})
     found["resumed"] = resumed(Path(folder) / "resumed")
+    found["overlapped"] = overlapped()
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found))
 
@@ -96,18 +97,22 @@ def compared(one: Any, two: Any, layout: dict[str, Any], folder: Path) -> dict[s
 
 
 class Run:
-    """A bf16 model under DDP with the distributed optimizer, each rank with its own data."""
+    """A bf16 model under DDP with the distributed optimizer, each rank with its own data.
 
-    def __init__(self) -> None:
+    Args:
+        options: of DDP.
+    """
+
+    def __init__(self, **options: Any) -> None:
         bf16 = {"bf16": True, "params_dtype": torch.bfloat16}
         self.model = models.hybrid("M*-", **models.MHC, **bf16)
         wrapped = Float16Module(self.model.config, self.model)
         sharded = {"use_distributed_optimizer": True}
         self.ddp = DistributedDataParallel(
-            self.model.config, DistributedDataParallelConfig(**sharded), wrapped
+            self.model.config, DistributedDataParallelConfig(**sharded, **options), wrapped
         )
-        options = optimizers.OptimizerConfig(optimizer="adam", lr=1e-2, **bf16, **sharded)
-        self.optimizer = optimizers.get_megatron_optimizer(options, [self.ddp])
+        adam = optimizers.OptimizerConfig(optimizer="adam", lr=1e-2, **bf16, **sharded)
+        self.optimizer = optimizers.get_megatron_optimizer(adam, [self.ddp])
 
     def step(self, seed: int) -> None:
         """Run a step."""
@@ -153,6 +158,24 @@ def resumed(folder: Path) -> dict[str, Any]:
         "unrounded": all(not torch.equal(p, p.bfloat16().float()) for p in mapping),
         "as if never stopped": all(torch.equal(a, b) for a, b in pairs),
     }
+
+
+def overlapped() -> float:
+    """How far weights are from those of a run whose parameters are not gathered meanwhile.
+
+    Buckets are so small that some have nothing but the parameters of sites.
+    """
+    weights = []
+    small = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 200}
+    with on_cpu():
+        for options in ({}, small):
+            run = Run(**options)
+            for seed in (1, 2, 3):
+                run.step(seed)
+            run.ddp.start_param_sync(force_sync=True)
+            weights.append(list(run.model.parameters()))
+    assert len(run.ddp.bucket_groups) > 10
+    return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
 
 
 def arrange(layout: dict[str, Any]) -> None:

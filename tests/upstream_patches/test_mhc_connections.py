@@ -39,7 +39,9 @@ def asked(root: Path, *parts: str) -> dict[str, Any]:
 
 def mine(part: str) -> Any:
     """What models on the patched tree do."""
-    parts = ("fused",) if part == "fused" else ("off", "on", "recomputed", "options")
+    parts = (
+        ("fused",) if part == "fused" else ("off", "on", "zeros", "recomputed", "memory", "options")
+    )
     return asked(patched("0.19.2", *PAGES), *parts)[part]
 
 
@@ -97,11 +99,34 @@ def test_models_learn(model: str) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
+PER_HEAD = 8
+
+
+@pytest.mark.parametrize("how", ["off", "on"])
 @pytest.mark.parametrize("model", ["gpt", "hybrid"])
-def test_the_first_gradients_that_are_zero_are_those_of_stock(model: str) -> None:
-    zeros = mine("on")[model]["zeros"]
-    of_mhc = {name: count for name, count in zeros.items() if "hyper" in name or "hc_" in name}
-    assert of_mhc and not any(of_mhc.values()), of_mhc
+def test_gradients_of_the_first_step_that_are_exactly_zero_are_those_of_stock(
+    model: str, how: str
+) -> None:
+    places = dict(mine("zeros")[f"{model}, {how}"]["places"])
+    rows = places.pop("embedding.word_embeddings.weight")
+    unseen = mine("zeros")["unseen"]
+    assert rows == [[word, column] for word in unseen for column in range(C)] and unseen
+    for name, where in places.items():
+        # What all keys have in common changes no attention: such a gradient is all rounding.
+        assert name.endswith("linear_qkv.bias"), name
+        assert {at % (3 * PER_HEAD) // PER_HEAD for (at,) in where} == {1}, (name, where)
+
+
+@pytest.mark.parametrize("model", ["gpt", "hybrid"])
+def test_of_the_first_site_only_what_streams_have_in_common_learns_in_the_first_step(
+    model: str,
+) -> None:
+    sites = list(mine("zeros")[f"{model}, on"]["sites"].values())
+    first, others = sites[0], sites[1:]
+    # All streams are equal, and each receives the columns' sum of them, which is 1.
+    assert len(others) == 5 and 0 < first["res"] < 1e-5 * min(site["res"] for site in others)
+    # A norm follows, which undoes the scale of its input, up to its epsilon.
+    assert 0 < first["pre"] < 1e-2 * first["post"]
 
 
 @pytest.mark.parametrize("model", ["gpt", "hybrid"])
@@ -115,6 +140,17 @@ def test_recomputation_changes_nothing_and_keeps_fewer_streams(model: str) -> No
         **{"none": 6, "full": found["kept"]["full"], "mhc": 2},
         "mhc by 2": 3 if model == "hybrid" else 2,
     }
+
+
+@pytest.mark.parametrize(("how", "blocks"), [("mhc", 1), ("mhc by 2", 2)])
+def test_recomputed_streams_cost_those_of_each_block_and_the_weights_of_sites(
+    how: str, blocks: int
+) -> None:
+    found = mine("memory")
+    weights = 2 * 4 * (N + N * N)  # of a token, at two sites of four layers
+    extra = found[how] - found["without"] - weights
+    assert blocks * N * 64 <= extra <= 1.1 * blocks * N * 64
+    assert found["none"] - found["without"] > 10 * N * 64
 
 
 def test_fused_kernels_recompute_and_agree_with_the_reference() -> None:
@@ -163,6 +199,7 @@ def ranks(folder: str) -> dict[str, Any]:
 def test_every_layout_trains_as_one_rank_from_one_checkpoint(tmp_path: Path) -> None:
     found = ranks(str(tmp_path))
     resumed = found.pop("resumed")
+    assert found.pop("overlapped") < 1e-6
     assert len(found) == 5
     for name, case in found.items():
         assert case["losses"] == pytest.approx(case["expected"], abs=1e-5), name

@@ -1,0 +1,254 @@
+"""Hyper-connections in training: curves of the kernels and of the reference, time and memory.
+
+    python benchmarks/mhc_training.py --site SITE --work SCRATCH --out DIR [--only PART,...]
+
+    small   50 steps of a small GPT and a small hybrid in fp32: by the reference on the CPU and
+            twice on the GPU, once more from weights that are each one rounding away, and by the
+            kernels, also recomputed (`mhc_curves.py`)
+    gpt     the recipe gpt_mhc_h200 (8 layers, C 4096): without streams, by the kernels, recomputed
+            as one block and by blocks of 2 layers, and twice by the reference
+    slice   the recipe nam56r_h200_slice_mhc, and the same without streams
+
+Every run is a process, after which DIR/mhc_training_DEVICE.json and .md are written; at the end, a
+.png with the curves. A run that is in there is not repeated (`--again` does), so a call that came
+to the end of --minutes is continued by the same command. Without a GPU there is only `small`, at
+sizes that Triton's interpreter can do. What has no result is named as not run.
+
+SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
+copied and never changed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import sides
+import torch
+from slice_report import measured
+from slice_training import Bench, environment, prepare
+from slice_turns import apply
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from mhc_training_report import draw, table  # noqa: E402
+
+from cppmega.host.packages import version  # noqa: E402
+from cppmega.recipe import index as recipes_index  # noqa: E402
+from cppmega.recipe import memory  # noqa: E402
+from tests.support import command_of, free_port  # noqa: E402
+
+PAGES = ("mhc_connections", "float16_keep_fp32")
+"""Of the small models, beside which no other page may bend a curve."""
+_FOLDER = click.Path(path_type=Path)
+_FIRST_GUESS = {"small": 60.0, "gpt": 120.0, "slice": 150.0}
+"""Seconds that a run may take, until one of its part has shown how many."""
+_ONE_STREAM = ("mhc_num_residual_streams=1",)
+_RECOMPUTED = ("recompute_modules=('mhc',)",)
+_PLAIN = ("use_fused_mhc=False",)
+RECIPES = {"gpt": "gpt_mhc_h200", "slice": "nam56r_h200_slice_mhc"}
+RUNS: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt": {
+        "without": _ONE_STREAM,
+        "ours": (),
+        "recomputed": _RECOMPUTED,
+        "recomputed by 2": (*_RECOMPUTED, "mhc_recompute_layer_num=2"),
+        "reference": _PLAIN,
+        "again": _PLAIN,
+    },
+    "slice": {"without": _ONE_STREAM, "ours": ()},
+}
+"""Part -> run -> changes of its recipe."""
+SMALL = {
+    "reference on the CPU": ("reference", "cpu"),
+    **{way: (way, "") for way in ("reference", "again", "nudged", "fused", "recomputed")},
+}
+"""Run -> its way, and the device where that is not the best there is."""
+ON_CPU = ("reference", "again", "nudged", "fused")
+
+
+@dataclass
+class Training:
+    """One call: the runs that are left, as long as there is time."""
+
+    site: Path
+    work: Path
+    out: Path
+    data: Path | None
+    steps: int
+    deadline: float
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        has_gpu = torch.cuda.is_available()
+        self.device = torch.cuda.get_device_name() if has_gpu else "CPU"
+        self.stem = self.out / f"mhc_training_{self.device.split()[-1].lower()}"
+        self.taken: dict[str, list[float]] = {}
+        file = self.stem.with_suffix(".json")
+        kept = json.loads(file.read_text()) if file.is_file() and not self.again else {}
+        self.report: dict[str, Any] = {
+            **{"small": {}, "gpt": {}, "slice": {}, **kept},
+            **{"benchmark": "mhc_training", "date": date.today().isoformat()},
+            **{"device": self.device, "torch": torch.__version__, "triton": version("triton")},
+            "megatron-core": version("megatron-core"),
+        }
+
+    def wanted(self) -> dict[str, tuple[str, ...]]:
+        """The runs of each part that this machine can do."""
+        if self.device == "CPU":
+            return {"small": ON_CPU}
+        return {"small": tuple(SMALL), **{part: tuple(runs) for part, runs in RUNS.items()}}
+
+    def part(self, name: str) -> None:
+        """Run what is left of a part, and write after each run."""
+        run: Callable[[str], dict[str, Any]]
+        run = self.small if name == "small" else lambda label: self.trained(name, label)
+        for label in self.wanted().get(name, ()):
+            if label in self.report[name]:
+                continue
+            left = self.deadline - time.monotonic()
+            taken = self.taken.setdefault(name, [])
+            if left < 1.2 * max(taken, default=_FIRST_GUESS[name]):
+                print(f"{name} {label}: {left:.0f} s are left, not started", file=sys.stderr)
+                return
+            print(f"{name}: {label}", file=sys.stderr, flush=True)
+            started = time.monotonic()
+            self.report[name][label] = run(label)
+            taken.append(time.monotonic() - started)
+            self.write()
+
+    def small(self, label: str) -> dict[str, Any]:
+        """The curves of both small models, trained one way."""
+        way, device = SMALL[label]
+        root = self.work / "trees" / "small"
+        if not root.is_dir():
+            sides.copy(self.site, root)
+            apply(root, PAGES)
+        sizes = "TINY" if self.device == "CPU" else "SIZES"
+        code = f"from benchmarks import mhc_curves as c\nc.main({way!r}, {self.steps}, c.{sizes})"
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        variables = {**environment(), **ranks, "MASTER_PORT": str(free_port())}
+        if self.device == "CPU" and way == "fused":
+            variables["TRITON_INTERPRET"] = "1"
+        if device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        done = subprocess.run(
+            command_of(root, code, fresh=True),
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=max(1.0, self.deadline - time.monotonic()),
+        )
+        if done.returncode:
+            raise click.ClickException(f"small {label}: {done.stderr[-3000:]}")
+        (line,) = (each for each in done.stdout.splitlines() if each.startswith('{"GPT"'))
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def trained(self, part: str, label: str) -> dict[str, Any]:
+        """A recipe's run with some changes, measured; out of memory is a result, too."""
+        changes = (*RUNS[part][label], f"train_iters={self.steps}")
+        recipe = recipes_index.load(RECIPES[part])
+        data = self.data or prepare(self.work / "data" / "corpus", (), self.site)
+        left = max(1.0, self.deadline - time.monotonic())
+        bench = Bench(recipe, changes, self.site, self.work, self.out, data.resolve(), left)
+        file = f"{part}-{label.replace(' ', '-')}"
+        bench.clear(file)
+        try:
+            bench.wait(file, bench.start(file, bench.tree("overlay")))
+        except MemoryError:
+            return {"out_of_memory": True}
+        rows = bench.rows(file)
+        changed = recipes_index.with_text(recipe, changes)
+        tokens = changed.micro_batch_size * changed.seq_length
+        return {
+            **{k: v for k, v in measured(rows).items() if k not in ("curve", "mtp")},
+            **_curves(rows),
+            "peak_bytes": max(row["peak_gib"] for row in rows if "step" in row) * memory.GIB,
+            "states_bytes": memory.estimate(changed).states,
+            "stream_bytes": 2 * tokens * changed.hidden_size,
+            "layers": changed.num_layers or len(changed.layout.main),
+        }
+
+    def write(self) -> None:
+        """Write what there is."""
+        self.stem.with_suffix(".json").write_text(json.dumps(self.report, indent=1) + "\n")
+        self.stem.with_suffix(".md").write_text("\n".join(self.lines()) + "\n")
+
+    def lines(self) -> Iterator[str]:
+        """The report, and what of it was not run."""
+        parts = {"small": tuple(SMALL), **{part: tuple(runs) for part, runs in RUNS.items()}}
+        missing = [
+            f"{part}, {label}"
+            for part, labels in parts.items()
+            for label in labels
+            if label not in self.report[part]
+        ]
+        yield from table(self.report)
+        yield ""
+        yield (
+            "Not run: " + ("; ".join(missing) + "; " if missing else "") + "dev's kernels in a GPT."
+        )
+
+
+def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Loss and gradient norm by step, as those of the small models."""
+    steps = [row for row in rows if "step" in row]
+    return {
+        "loss": [row["loss"] for row in steps],
+        "grad norm": [row["grad_norm"] for row in steps],
+    }
+
+
+@click.command()
+@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
+@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
+@click.option("--out", type=_FOLDER, required=True, help="Results and logs.")
+@click.option("--data", type=_FOLDER, help="Prepared dataset [Python's own sources].")
+@click.option("--only", help="Parts, in this order [small,gpt,slice].")
+@click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
+@click.option("--steps", default=50, show_default=True, help="Of every run.")
+@click.option("--again", is_flag=True, help="Repeat the runs that have a result.")
+def main(
+    site: Path,
+    work: Path,
+    out: Path,
+    data: Path | None,
+    only: str | None,
+    minutes: float,
+    steps: int,
+    again: bool,
+) -> None:
+    """Run what is left of the parts, and print the report."""
+    deadline = time.monotonic() + 60 * minutes
+    chosen = only.split(",") if only else ["small", *RUNS]
+    unknown = sorted(set(chosen) - {"small", *RUNS})
+    if unknown:
+        raise click.BadParameter(f"{', '.join(unknown)}: the parts are small, {', '.join(RUNS)}")
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    training = Training(site.resolve(), work.resolve(), out.resolve(), data, steps, deadline, again)
+    failed = False
+    for name in chosen:
+        try:
+            training.part(name)
+        except (click.ClickException, subprocess.TimeoutExpired) as error:
+            failed = True  # the other parts may still have their time
+            print(f"{name}: {error}", file=sys.stderr)
+    training.write()
+    draw(training.report, training.stem.with_suffix(".png"))
+    print("\n".join(training.lines()))
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
