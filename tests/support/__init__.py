@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import shutil
@@ -119,7 +120,8 @@ def patched(version: str, *names: str) -> Path:
 
     Gated pages are turned on by being named. Shared within the session.
     """
-    with made_once("-".join((version, *names, "patched"))[:200]) as (to, missing):
+    pages = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16] if names else "every-page"
+    with made_once(f"{version}-{pages}") as (to, missing):
         if missing:
             shutil.rmtree(to, ignore_errors=True)
             _apply(copy(version, to), names)
