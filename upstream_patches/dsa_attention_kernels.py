@@ -1,34 +1,36 @@
 """Run DSA's sparse attention in kernels that gather each query's keys once.
 
-What: `unfused_dsa_fn` of every release and `_unfused_absorbed_dsa_fn` (since 0.19) take the
-    attention to the chosen keys from `cppmega.ops.dsa_attention`: one latent key for all heads, or
-    a key for each head, packed documents and context parallelism included. With the backend
-    tilelang, absorbed attention takes it too, instead of TileLang's kernels; the backend cudnn
-    keeps its own. A mask (Megatron makes every one from booleans, as 0 and -inf) and explicit
-    positions of keys become entries of -1 among the chosen keys. A mask with other values takes
-    Megatron's path on the CPU, and is an assertion on the GPU, where its values are not known to
-    the host. A call that the kernels cannot do, such as one in fp32, takes the path that it took
-    before, with a warning that names the reason. CPU tensors are computed by the plain reference.
-Why: Megatron's own paths hold fp32 scores of `[batch, heads, seq, seq]`, or fp32 copies of the
-    gathered keys, for the backward: with NAM56R's 32 heads of 128 and 64, sequence length 4096, 256
-    keys and a batch of 4, forward and backward take 214 ms and 60.6 GiB, compared with 1.4 ms and
-    0.26 GiB; with a key per head and a batch of 1, 197 ms and 26 GiB compared with 2.5 ms and 0.2
-    GiB. TileLang's kernels take 3.1, 5.0 and 6.9 ms at a batch of 1, 4 and 8, compared with 0.75,
-    1.4 and 2.7 ms: they run the forward a second time in the backward and form delta from the bf16
+What: `unfused_dsa_fn` of every release and `_unfused_absorbed_dsa_fn` (since 0.19) compute the
+    attention to the selected keys with `cppmega.ops.dsa_attention`, with one latent key for all
+    heads or a key for each head, packed documents and context parallelism included. With the
+    backend tilelang, absorbed attention uses it too, instead of TileLang's kernels; the backend
+    cudnn keeps its own. A mask (Megatron builds every mask from booleans, as 0 and -inf) and
+    explicit key positions become entries of -1 among the selected keys. A mask with other values
+    uses Megatron's path on the CPU, and fails an assertion on the GPU, where the host does not know
+    its values. A call that the kernels do not support, such as one in fp32, uses the same path as
+    before, with a warning that gives the reason. CPU tensors are computed by the plain reference.
+Why: For the backward pass, Megatron's own paths hold fp32 scores of `[batch, heads, seq, seq]`, or
+    fp32 copies of the gathered keys: with NAM56R's 32 heads of 128 and 64, sequence length 4096,
+    256 keys and a batch of 4, forward and backward take 214 ms and 60.6 GiB, compared with 1.4 ms
+    and 0.26 GiB; with a key per head and a batch of 1, 197 ms and 26 GiB compared with 2.5 ms and
+    0.2 GiB. TileLang's kernels take 3.1, 5.0 and 6.9 ms at a batch of 1, 4 and 8, compared with
+    0.75, 1.4 and 2.7 ms: they rerun the forward in the backward, compute delta from the bf16
     output, and ignore the deterministic mode. With DeepSeek-V3.2's 128 heads of 576 and 512 and
     2048 keys, the backward is 3.1 to 3.2 times as fast as theirs, the forward 1.5 times at 4096
-    keys and 1.16 times at 32768 (one H200; benchmarks/results/dsa_attention_h200.md, what limits
-    it: dsa_attention_designs.md). A NAM56R slice trains 1.03 times as fast as with TileLang's
-    attention (benchmarks/results/dsa_attention_slices_h200.md).
+    keys and 1.16 times at 32768 (one H200; benchmarks/results/dsa_attention_h200.md;
+    dsa_attention_designs.md explains what limits it). A NAM56R slice trains 1.03 times as fast as
+    with TileLang's attention (benchmarks/results/dsa_attention_slices_h200.md).
 Upstream: Not sent: the kernels are those of `cppmega.ops`.
-Remove: when Megatron's default path attends to chosen keys without scores, or copies, of all.
-Numerics: reorders sums; scores, softmax and delta are fp32, products have operands of the type of
-    the inputs, P of the output and dS of dq in two terms of it. Errors of the output, dq and dkv
-    against fp64 are 1.0, 1.0 and 1.4 times those of fp32 rounded to bf16, with scores of a standard
-    deviation of 30 as well, where TileLang's are 1.0, 4.2 and 4.0 times and Megatron's 1.3, 1.4 and
-    1.6 times. The output and the gradient of the queries repeat bitwise; that of absorbed keys is
-    summed by fp32 atomics, and in one order in torch's deterministic mode. A query that sees no key
-    has an output of 0, as since 0.19; it was NaN before.
+Remove: when Megatron's default path attends to the selected keys without the scores, or copies, of
+    all keys.
+Numerics: reorders sums; scores, softmax and delta are fp32, and products have operands of the
+    inputs' dtype, with P (for the output) and dS (for dq) split into two terms of that dtype.
+    Errors of the output, dq and dkv against fp64 are 1.0, 1.0 and 1.4 times those of fp32 rounded
+    to bf16, also for scores with a standard deviation of 30, where TileLang's are 1.0, 4.2 and 4.0
+    times and Megatron's 1.3, 1.4 and 1.6 times. The output and the gradient of the queries are
+    bitwise reproducible; the gradient of absorbed keys is summed by fp32 atomics, or in a fixed
+    order in torch's deterministic mode. A query that sees no key has an output of 0, as in Megatron
+    since 0.19; before, it was NaN.
 """
 
 from __future__ import annotations

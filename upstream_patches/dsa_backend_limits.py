@@ -1,20 +1,20 @@
-"""Refuse a DSA backend that is asked for by name and cannot run.
+"""Refuse a DSA backend that is requested by name and cannot run.
 
 What: With `--dsa-kernel-backend tilelang` or `cudnn`, building a DSA layer raises
-    `dsa-backend-cannot-run` for what the configuration shows that the backend declines: widths,
-    heads on a rank, type, top-k, the dense loss, the deterministic mode, a backend that cannot be
-    imported, or `attention_backend=unfused` beside it. What only a call shows, such as an own mask,
-    raises at the call. The limits are those of Megatron's own functions where it has functions for
-    them. Calls that `dsa_attention_kernels` and `dsa_indexer_kernels` serve instead of TileLang
-    have no limit here.
-Why: A hook that declines returns None, which is logged at DEBUG level only, and Megatron runs
+    `dsa-backend-cannot-run` if the configuration has anything that the backend declines: widths,
+    heads per rank, dtype, top-k, the dense loss, the deterministic mode, a backend that cannot be
+    imported, or `attention_backend=unfused` at the same time. What becomes known only in a call,
+    such as a custom mask, raises the error in that call. Where Megatron has functions for these
+    limits, they decide. Calls that `dsa_attention_kernels` and `dsa_indexer_kernels` serve instead
+    of TileLang are not limited here.
+Why: A hook that declines returns None, which is logged only at DEBUG level, and Megatron runs
     unfused attention or the reference indexer, in a run that is recorded as fused. Their fp32
     scores have shape `[batch, heads, seq, seq]`: NAM56R's sparse attention takes 213 ms and 60.6
     GiB compared with 5.1 ms and 0.5 GiB with a batch of 4 (one H200;
     benchmarks/results/dsa_sparse_mla_h200.md).
-Upstream: Not sent: upstream's tests ask for the fallback.
-Remove: when Megatron refuses a backend that declines.
-Numerics: none (bitwise): a run that is not refused computes what it computed before.
+Upstream: Not sent: upstream's tests expect the fallback.
+Remove: when Megatron refuses a requested backend that declines.
+Numerics: none (bitwise): a run that is not refused computes the same as before.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
-"""Train DSA's indexer with the dense loss in the first steps, and with the sparse one after them.
+"""Train DSA's indexer with the dense loss in the first steps, and with the sparse loss afterwards.
 
-What: With `CPPMEGA_LEMYX_DSA=1` at apply, `DSAttention.forward` takes the indexer's loss over all
+What: With `CPPMEGA_LEMYX_DSA=1` at apply, `DSAttention.forward` computes the indexer loss over all
     keys in the first `CPPMEGA_DSA_DENSE_LOSS_STEPS` steps (recipes: `dsa_dense_loss_steps`), and
-    then the one over the chosen keys, which `--dsa-indexer-use-sparse-loss` asks for. The dense
-    loss is that of `dsa_indexer_kernels`. Step N + 1 is the first with the sparse loss, and rank 0
-    prints it. `train_step` says the step, so that micro-batches, recomputations and a resumed run
-    agree; a loop of one's own calls `cppmega.modules.dsa_loss_schedule.begin_step(iteration)`.
-    Megatron's arguments, and so every checkpoint, hold the number of steps.
-Why: The sparse loss covers only the keys that the indexer has chosen: an untrained indexer learns
-    nothing of the keys that it misses. DeepSeek-V3.2 began with the dense loss, and Megatron has
-    one loss for all of a run. The gate is named after lemyx's kernel, with which the earlier
-    overlay computed these steps. It is not used: it needs as many index heads as attention heads,
-    and minimizes a KL divergence per head, while Megatron's loss is that of the sum over the heads.
-    DeepSeek also froze the model and attended to all keys at that stage; neither is done here.
+    then over the selected keys, as `--dsa-indexer-use-sparse-loss` requests. The dense loss is that
+    of `dsa_indexer_kernels`. Step N + 1 is the first with the sparse loss, and rank 0 prints this.
+    `train_step` provides the step number, so that micro-batches, recomputations and a resumed run
+    agree; a custom training loop calls `cppmega.modules.dsa_loss_schedule.begin_step(iteration)`.
+    Megatron's arguments, and therefore every checkpoint, contain the number of steps.
+Why: The sparse loss covers only the keys that the indexer has selected: an untrained indexer learns
+    nothing about the keys that it misses. DeepSeek-V3.2 began with the dense loss, but Megatron has
+    only one loss for an entire run. The gate is named after lemyx's kernel, with which the earlier
+    overlay computed these steps. That kernel is not used here: it needs as many index heads as
+    attention heads, and minimizes a KL divergence per head, while Megatron's loss is that of the
+    sum over the heads. DeepSeek also froze the model and attended to all keys in that stage;
+    neither is done here.
 Upstream: Not sent: upstream would need an argument for the number of steps.
 Remove: when Megatron has an argument for the steps that train the indexer with the dense loss.
-Numerics: changes results: the gradients of the indexer in the first steps are bitwise those of a
+Numerics: changes results: in the first steps, the gradients of the indexer are bitwise those of a
     run without `--dsa-indexer-use-sparse-loss`. After them, nothing differs. Not run: the backend
-    cudnn, whose dense loss is its own. CUDA graphs are refused, because a captured step keeps its
+    cudnn, which has its own dense loss. CUDA graphs are refused, because a captured step keeps its
     loss.
 """
 

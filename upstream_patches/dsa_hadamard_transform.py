@@ -7,10 +7,10 @@ What: `rotate_activation` falls back to a differentiable Hadamard transform from
 Why: Without the package, the first forward pass through a DSA layer raises AssertionError, and no
     release on the package index can be installed: there are no wheels, and each of the five sdists
     (1.0.0.post1 to 1.1.0) lacks its C++ and CUDA sources (seen on 0.16.1 to 0.19.2).
-Upstream: Not sent: the package has to fix its releases; upstream installs it from git.
+Upstream: Not sent: the package's releases have to be fixed; upstream installs it from git.
 Remove: when Megatron no longer needs the package, or the index has a release that installs.
-Numerics: none (bitwise): the fp32 sums of the package's kernel in the same order, rounded once
-    (derived from the kernel's source; the two were not run side by side).
+Numerics: none (bitwise): the same fp32 sums in the same order as in the package's kernel, rounded
+    once (derived from the kernel's source; the two were not run side by side).
 """
 
 from typing import Any

@@ -1,22 +1,23 @@
-"""Say by the order of DSA layers which of them choose keys, and check the pipeline's stages.
+"""Set by pattern which DSA layers select keys, and check the pipeline stages against it.
 
 What: With `CPPMEGA_INDEX_CACHE=1` at apply, `CPPMEGA_DSA_INDEX_PATTERN=FSSFSSFSS` (the recipe field
-    `dsa_index_pattern`) has one letter per DSA layer of the decoder: F (Full) chooses keys, S
+    `dsa_index_pattern`) has one letter per DSA layer of the decoder: F (Full) selects keys, S
     (Shared) uses exactly those of the last F before it and has no indexer. Megatron's own options
-    `--dsa-indexer-topk-freq` and `--dsa-indexer-skip-topk-offset` keep their meaning; set beside a
-    pattern, they must say the same. With neither, building a model with DSA fails. A pipeline
-    stage, a virtual one too, that has Shared layers without their Full one is refused when it is
-    built, by layer number, in GPT and hybrid models, and so is a pattern that does not fit. With a
-    pattern, the DSA layers of MTP depths are Full: their tokens are shifted, and they are numbered
-    from 1 again. Only Full layers have an indexer loss, on their own attention; the paper's
-    distillation over all the layers that a Full one serves (arXiv 2603.12201) is not implemented.
-    `dsa_index_share_holder` keeps the chosen keys for each forward. Up to 0.18, Megatron shares no
-    keys and has neither option; there, `dsa_index_share_backport` lets layers use the chosen keys.
-Why: Upstream's options count all layers of a model: NAM56R's 9 DSA layers, of 52, share threefold
-    with frequency 16 and offset 5, and another layer in front of them makes other layers Full. A
-    hybrid model is not checked when it is built, and fails in the middle of a forward.
+    `--dsa-indexer-topk-freq` and `--dsa-indexer-skip-topk-offset` keep their meaning; if they are
+    set together with a pattern, they must agree with it. With neither, building a model with DSA
+    fails. A pipeline stage, virtual stages included, that has Shared layers without their Full
+    layer is refused when it is built, by layer number, in GPT and hybrid models, and so is a
+    pattern that does not fit. With a pattern, the DSA layers of MTP depths are Full, because their
+    tokens are shifted and their numbers start from 1 again. Only Full layers have an indexer loss,
+    on their own attention; the paper's distillation over all the layers that a Full layer serves
+    (arXiv 2603.12201) is not implemented. `dsa_index_share_holder` keeps the selected keys for each
+    forward pass. Up to 0.18, Megatron shares no keys and has neither option; there,
+    `dsa_index_share_backport` makes layers use the selected keys.
+Why: Upstream's options count all layers of a model: NAM56R's 9 DSA layers, of 52, share in groups
+    of three with frequency 16 and offset 5, and one more layer before them makes different layers
+    Full. A hybrid model is not checked when it is built, and fails in the middle of a forward pass.
 Upstream: Not sent: upstream's options, new in 0.19, would have to count DSA layers.
-Remove: when Megatron takes a list of the DSA layers that choose keys, and checks hybrid models.
+Remove: when Megatron accepts a list of the DSA layers that select keys, and checks hybrid models.
 Numerics: changes results: Shared layers attend to the keys of a Full layer.
 """
 

@@ -1,23 +1,24 @@
-"""Let DSA layers attend to the keys that another layer chose, in releases before 0.19.
+"""Let DSA layers attend to the keys that another layer selected, in releases before 0.19.
 
 What: With `CPPMEGA_INDEX_CACHE=1` at apply, a Shared layer attends to the keys that its Full layer
-    chose in the same forward, and has no indexer loss; `dsa_index_share` says which layers are
-    Shared, and builds them without an indexer. The keys are kept on an object of one microbatch's
-    pass through a stack of layers. `tensor_parallel.checkpoint` and `te_checkpoint` bind their
-    function to that object, so that a recomputed layer, Full or Shared, attends to the keys of its
-    own forward, whatever ran in between. The object is released together with the graph of its
-    microbatch, or, where nothing is recomputed, when the stack is done. MTP depths share nothing.
-    Refused are CUDA graphs of attention layers, and the schedule of
-    `--overlap-moe-expert-parallel-comm`: neither calls a stack. Selective recomputation of the
-    attention (`core_attn`) does not exist here: these releases leave out arguments that DSA needs.
-Why: In 0.16 to 0.18 every DSA layer runs an indexer, and nothing lets it use the choice of another
-    layer. With a third of NAM56R's DSA layers Full, the other six need neither the indexer's
+    selected in the same forward pass, and has no indexer loss; `dsa_index_share` determines which
+    layers are Shared, and builds them without an indexer. The keys are kept on an object that
+    belongs to one microbatch's pass through a stack of layers. `tensor_parallel.checkpoint` and
+    `te_checkpoint` bind their function to that object, so that a recomputed layer, Full or Shared,
+    attends to the keys of its own forward pass, whatever ran in between. The object is released
+    together with the autograd graph of its microbatch, or, if nothing is recomputed, at the end of
+    the stack. MTP depths share nothing. CUDA graphs of attention layers and the schedule of
+    `--overlap-moe-expert-parallel-comm` are refused, since neither calls a stack. Selective
+    recomputation of the attention (`core_attn`) is not possible here: in these releases it omits
+    arguments that DSA needs.
+Why: In 0.16 to 0.18 every DSA layer runs an indexer, and no layer can use the selection of another
+    one. If a third of NAM56R's DSA layers are Full, the other six need neither the indexer's
     weights nor its scores of all keys.
-Upstream: Not sent: 0.19.0 rewrote the layers, and they can share keys.
+Upstream: Not sent: 0.19.0 rewrote the layers, and there they can share keys.
 Remove: when the oldest supported release is 0.19.
 Numerics: changes results: Shared layers attend to the keys of a Full layer. A model whose DSA
-    layers are all Full computes what it computed before (bitwise). A Full layer that is recomputed
-    takes the gradient of its sparse loss over keys that it chooses again, as it does without
+    layers are all Full computes the same as before (bitwise). A Full layer that is recomputed
+    computes the gradient of its sparse loss over keys that it selects again, as it does without
     sharing.
 """
 

@@ -1,16 +1,18 @@
 """Load checkpoints across models whose DSA layers share keys and models whose layers do not.
 
-What: A model with Shared DSA layers, which own no indexer, loads a checkpoint that has weights for
-    one: they are left out, and a warning names the layers once. A model whose layers have indexers
-    refuses a checkpoint that lacks them, as `dsa-indexer-not-saved` with the names of the layers.
-    Both hold for distributed checkpoints and for `load_state_dict`, and with Megatron's own options
-    for shared keys as well as with `dsa_index_share`. Nothing else becomes more or less strict:
-    distributed loads that log or ignore mismatches, and `load_state_dict` of a state without any
-    indexer, such as that of a dense model, stay as they are.
-Why: A strict `load_state_dict` rejects the surplus weights as unexpected. Lacking ones are a
-    KeyError of torch's planner without the reason, or, since Megatron repeats a strict load that
-    failed without strictness, a model with indexers at their random initial values.
-Upstream: Not sent: upstream has no word on checkpoints of models with `dsa_indexer_topk_freq`.
+What: A model with Shared DSA layers, which have no indexer, loads a checkpoint that has indexer
+    weights for them: those weights are skipped, and a single warning names the layers. A model
+    whose layers have indexers refuses a checkpoint that lacks them, as `dsa-indexer-not-saved`,
+    with the names of the layers. Both apply to distributed checkpoints and to `load_state_dict`,
+    and with Megatron's own options for shared keys as well as with `dsa_index_share`. Nothing else
+    becomes more or less strict: distributed loads that log or ignore mismatches, and
+    `load_state_dict` of a state without any indexer, such as that of a dense model, behave as
+    before.
+Why: A strict `load_state_dict` rejects the surplus weights as unexpected. If weights are missing,
+    the result is a KeyError of torch's planner that does not give the reason, or, since Megatron
+    repeats a failed strict load without strictness, a model whose indexers have their random
+    initial values.
+Upstream: Not sent: upstream does not address checkpoints of models with `dsa_indexer_topk_freq`.
 Remove: when Megatron's DSA layers load checkpoints of either kind.
 Numerics: none (bitwise): what loads on stock loads as before.
 """

@@ -1,34 +1,36 @@
-"""Keep the keys that DSA layers share for the forward that chose them.
+"""Bind the keys that DSA layers share to the forward pass that selected them.
 
-What: With `--dsa-indexer-topk-freq` above 1, a Shared layer uses the keys that a Full layer chose.
-    They are kept on an object of one microbatch's pass through a stack of layers, or through an MTP
-    depth. `tensor_parallel.checkpoint` and `te_checkpoint`, the only ones that recompute attention,
-    bind their function to that object: a recomputed layer, Full or Shared, attends to the keys of
-    its own forward, in whatever order layers are recomputed. The object is released together with
-    the graph of its microbatch, or, where nothing is recomputed, when the stack is done. A depth
-    finds the keys of the depths before it, as upstream numbers those of a GPT model, and not those
-    of the decoder: on the dev branch, which continues the decoder's numbers, a depth that shares
-    with a decoder layer raises the error of a Full layer that did not run. Refused is the schedule
-    of `--overlap-moe-expert-parallel-comm`, which calls no stack. CUDA graphs of attention layers
-    are refused as well. Layers that are captured one by one find the latest choice of their Full
-    layer: captured by torch alone, a Full and a Shared one replay on an H200 to the bit as they run
-    without graphs, for two microbatches under way. Megatron's own capture of them, which gives
-    memory of its graphs to later ones, has not been run. Recomputation then keeps
-    the indices of each Full layer for every microbatch under way. A Full layer that is recomputed
-    takes the gradient of its sparse loss over keys that it chooses again, as it does without
-    sharing.
-Why: Stock hangs the keys on the packed-sequence parameters, on the attention mask or, without
-    either, on the configuration of the model. Without a mask, as in most training, a layer that is
-    recomputed uses the keys of the latest forward, so with a second microbatch in between (pipeline
-    stages, or evaluation) gradients are wrong, without an error. With a mask the recomputation gets
-    another tensor and stops with a RuntimeError. Layers of MTP depths count from 1 again and
-    overwrite the keys of the decoder's first layers, so one microbatch is enough. The last keys
-    stay on the configuration for good. All were seen on CPU with GPT and hybrid models.
+What: With `--dsa-indexer-topk-freq` above 1, a Shared layer uses the keys that a Full layer
+    selected. They are kept on an object that belongs to one microbatch's pass through a stack of
+    layers, or through an MTP depth. `tensor_parallel.checkpoint` and `te_checkpoint`, the only
+    functions that recompute attention, bind their function to that object: a recomputed layer, Full
+    or Shared, attends to the keys of its own forward pass, in whatever order layers are recomputed.
+    The object is released together with the autograd graph of its microbatch, or, if nothing is
+    recomputed, at the end of the stack. A depth finds the keys of the depths before it, with
+    upstream's numbering for GPT models, and not those of the decoder: on the dev branch, which
+    continues the decoder's numbers, a depth that shares with a decoder layer raises the error for a
+    Full layer that did not run. The schedule of `--overlap-moe-expert-parallel-comm`, which does
+    not call a stack, is refused. CUDA graphs of attention layers are refused as well. Layers that
+    are captured one by one find the latest selection of their Full layer: captured by torch alone,
+    a Full and a Shared layer replay on an H200 bitwise as they run without graphs, with two
+    microbatches in flight. Megatron's own capture of them, which reuses the memory of its graphs
+    for later ones, has not been run. Recomputation then keeps the indices of each Full layer for
+    every microbatch in flight. A Full layer that is recomputed computes the gradient of its sparse
+    loss over keys that it selects again, as it does without sharing.
+Why: Stock attaches the keys to the packed-sequence parameters, to the attention mask or, without
+    either, to the configuration of the model. Without a mask, as in most training, a layer that is
+    recomputed uses the keys of the latest forward pass, so with a second microbatch in between
+    (pipeline stages, or evaluation) gradients are wrong, without an error. With a mask, the
+    recomputation receives a different tensor and stops with a RuntimeError. Layers of MTP depths
+    are numbered from 1 again and overwrite the keys of the decoder's first layers, so one
+    microbatch is enough. The last keys stay on the configuration indefinitely. All of this was seen
+    on CPU with GPT and hybrid models.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6793 (open)
-Remove: when the keys that layers share are kept for each forward, MTP depths included.
-Numerics: changes results: gradients are those of the keys that the forward used. Outputs do not
-    change, nor do gradients where stock is right: without recomputation, or with one microbatch at
-    a time, no MTP depths, and a choice that repeats (bitwise).
+Remove: when the keys that layers share are kept separately for each forward pass, MTP depths
+    included.
+Numerics: changes results: gradients are those of the keys that the forward pass used. Outputs do
+    not change, nor do gradients where stock is correct: without recomputation, or with one
+    microbatch at a time, no MTP depths, and a reproducible selection (bitwise).
 """
 
 from __future__ import annotations

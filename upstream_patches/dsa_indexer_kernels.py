@@ -1,28 +1,29 @@
-"""Run the DSA indexer's scores, top-k and loss in kernels that never hold all scores.
+"""Compute the DSA indexer's scores, top-k and loss in kernels that never hold all scores.
 
-What: `DSAttention.forward` takes the chosen keys and the indexer loss, dense or sparse, from
-    `cppmega.ops.dsa_indexer`: scores and exact top-k are one launch, and the gradients of the loss
-    are computed in its forward. This replaces Megatron's default path, and TileLang's indexer where
-    that backend is named; the backend cudnn keeps its own. The keys of the attention may be shared
-    by its heads, or be those of each head (0.16 to 0.18). An attention mask other than the causal
+What: `DSAttention.forward` takes the selected keys and the indexer loss, dense or sparse, from
+    `cppmega.ops.dsa_indexer`: a single launch computes scores and exact top-k, and the gradients of
+    the loss are computed in its forward. This replaces Megatron's default path, and TileLang's
+    indexer if that backend is named; the backend cudnn keeps its own. The attention's heads may
+    share one set of keys or have their own (0.16 to 0.18). An attention mask other than the causal
     one (packed documents and context parallelism are supported), explicit key positions, fp32, or
-    more than 128 index heads take Megatron's path, with a warning that names the reason. CPU
+    more than 128 index heads lead to Megatron's path, with a warning that gives the reason. CPU
     tensors are computed by the plain reference.
-Why: The default path holds fp32 tensors of `[batch, heads, seq, seq]` several times: at sequence
-    length 4096 (32 index heads of 64, top-k 256) the scores alone take 46.8 ms and 32 GiB for a
-    batch of 8, compared with 1.6 ms and 0.06 GiB for scores and top-k; a batch of 1 with the dense
-    loss and its gradients 76.2 ms compared with 1.5 ms, with the sparse loss and a key per head
-    83.5 ms compared with 1.7 ms. TileLang loops over the batch and over chunks of rows: 50.2 ms in
-    1390 launches with the sparse loss for a batch of 8, compared with 3.6 ms in 11, and has no
-    dense loss (one H200; benchmarks/results/dsa_indexer_h200.md). A NAM56R slice trains 1.26 times
-    as fast at a micro-batch of 8 (benchmarks/results/dsa_indexer_slices_h200.md).
+Why: The default path holds several fp32 tensors of `[batch, heads, seq, seq]`: at sequence length
+    4096 (32 index heads of 64, top-k 256) the scores alone take 46.8 ms and 32 GiB for a batch of
+    8, compared with 1.6 ms and 0.06 GiB for scores and top-k; a batch of 1 takes 76.2 ms compared
+    with 1.5 ms with the dense loss and its gradients, and 83.5 ms compared with 1.7 ms with the
+    sparse loss and a key per head. TileLang loops over the batch and over chunks of rows: it takes
+    50.2 ms in 1390 launches with the sparse loss for a batch of 8, compared with 3.6 ms in 11, and
+    has no dense loss (one H200; benchmarks/results/dsa_indexer_h200.md). A NAM56R slice trains 1.26
+    times as fast at a micro-batch of 8 (benchmarks/results/dsa_indexer_slices_h200.md).
 Upstream: Not sent: the kernels are those of `cppmega.ops`.
 Remove: when Megatron's default path selects keys without computing all scores at once.
-Numerics: reorders sums; scores are fp32 sums of bf16 products, as TileLang's are. Equal scores are
-    chosen from the lowest key on (`torch.topk` leaves the order open), and keys are in ascending
-    order. The gradient of the loss is p - t in both of Megatron's definitions: that of 0.16 to 0.18
-    vanished where the prediction p is below 1e-10. With torch's deterministic algorithms on,
-    gradients repeat bitwise; otherwise the sparse loss sums those of the keys with atomics.
+Numerics: reorders sums; scores are fp32 sums of bf16 products, as TileLang's are. Among equal
+    scores, the lowest keys are selected (`torch.topk` leaves the order open), and keys are in
+    ascending order. The gradient of the loss is p - t in both of Megatron's definitions: that of
+    0.16 to 0.18 vanished where the prediction p is below 1e-10. With torch's deterministic
+    algorithms on, gradients are bitwise reproducible; otherwise the sparse loss sums those of the
+    keys with atomics.
 """
 
 from __future__ import annotations

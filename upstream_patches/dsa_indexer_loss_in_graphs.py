@@ -1,13 +1,14 @@
 """Count DSA's indexer loss once when layers are captured in CUDA graphs.
 
-What: The warm-up and the capture of a graph leave the log of the indexer loss as it was, with
+What: Warming up and capturing a graph leaves the logged indexer loss unchanged, with
     `--cuda-graph-impl` local and transformer_engine.
-Why: A captured layer runs ahead of time: Transformer Engine warms each one up, as Megatron's own
-    graphs do, and every such run adds its loss, of made-up inputs, to the log. Megatron keeps the
-    MoE losses clear of this, and not the indexer's, so the first value logged after a capture is
-    that of several microbatches. What a replay adds is right: the addition is part of the graph.
+Why: A captured layer runs before training does: Transformer Engine warms up each layer, as do
+    Megatron's own graphs, and every such run adds its loss, on dummy inputs, to the log. Megatron
+    protects the MoE losses from this, but not the indexer's, so the first value logged after a
+    capture is that of several microbatches. What a replay adds is correct: the addition is part of
+    the graph.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7290 (open)
-Remove: when capturing keeps the values of `DSAIndexerLossLoggingHelper.tracker`.
+Remove: when capturing preserves the values of `DSAIndexerLossLoggingHelper.tracker`.
 Numerics: none (bitwise); only the logged metric changes
 """
 

@@ -1,17 +1,17 @@
 """Report the mean indexer loss over the DSA layers, for every pipeline layout.
 
 What: The logged "indexer loss" is the mean over the DSA layers that saved a loss, including MTP
-    layers. Pipeline stages without a DSA layer take part in the reduction. The groups to
-    reduce over are kept from one log to the next.
+    layers. Pipeline stages without a DSA layer take part in the reduction. The groups to reduce
+    over are kept from one logging step to the next.
 Why: The sum was divided by the number of all layers (52 for NAM56R, of which 9 are DSA: the curve
     is 5.8 times too low). An MTP layer shared a slot with a decoder layer or, on 0.16, indexed past
     the last slot and raised IndexError. A stage without DSA returned early and left the other
     stages waiting in the pipeline all-reduce. Each was seen on CPU with two gloo ranks, on 0.16.1
-    to 0.19.2. The first log forgot the groups to reduce over, and a layer that is replayed from a
-    CUDA graph does not name them again: each context-parallel rank then logged its own part (found
-    by reading). The dev branch fixed the hang and the slots; it still divides by the number of all
-    layers, except for DeepSeek-V4, and a last stage without DSA logs the value of a single
-    context-parallel rank.
+    to 0.19.2. The first logging step cleared the groups to reduce over, and a layer that is
+    replayed from a CUDA graph does not set them again: each context-parallel rank then logged its
+    own part (found by reading). The dev branch fixed the hang and the slots; it still divides by
+    the number of all layers, except for DeepSeek-V4, and a last stage without DSA logs the value of
+    a single context-parallel rank.
 Upstream: Not sent: the dev branch has a partial fix in different code.
 Remove: when `track_indexer_metrics` divides by the number of layers that have an indexer.
 Numerics: none (bitwise); only the logged metric changes. With pipeline parallelism the host waits

@@ -1,17 +1,17 @@
-"""Prepare the inputs of the DSA indexer's scores in one kernel each way.
+"""Prepare the inputs of the DSA indexer's scores in one kernel forward and one backward.
 
 What: Between its projections and its scores, `DSAIndexer` computes RoPE, the Hadamard transform and
-    the scale of the head weights through `cppmega.ops.dsa_indexer_prologue`. Which columns are
-    rotated is found by asking the indexer's own `_apply_rope`, with or without
-    `dsa_indexer_rope`. Megatron's lines run, and a warning gives the reason, if it or
-    `rotate_activation` computes something else, and on CUDA for a rotated width that is not a power
-    of two. 0.19.2 refuses packed documents that are longer than the angles, and so does the patch,
-    in the stream: about six more small kernels.
+    the scaling of the head weights with `cppmega.ops.dsa_indexer_prologue`. The rotated columns are
+    determined by calling the indexer's own `_apply_rope`, with or without `dsa_indexer_rope`.
+    Megatron's code runs, with a warning that gives the reason, if it or `rotate_activation`
+    computes something else, and on CUDA if the rotated width is not a power of two. 0.19.2 refuses
+    packed documents that are longer than the table of angles, and so does the patch, on the stream,
+    with about six more small kernels.
 Why: Forward and backward launch 50 kernels on 0.19.2, and 786 with 16 packed documents, for which
-    the host also waits; here they are 6 and the host does not wait. Rows of 32 heads of 64
-    on one H200: 1.6 and 0.50 ms for 4096, 2.7 and 0.98 ms for 4096 x 8, 15.5 and 0.85 ms for 4096
-    in 16 documents (benchmarks/results/dsa_indexer_h200.md).
-Upstream: Not sent: upstream has no such kernel and asserts its fused RoPE off for DSA.
+    the host also waits; with the patch they launch 6, and the host does not wait. For rows of 32
+    heads of 64 on one H200, the times are 1.6 and 0.50 ms for 4096, 2.7 and 0.98 ms for 4096 x 8,
+    15.5 and 0.85 ms for 4096 in 16 documents (benchmarks/results/dsa_indexer_h200.md).
+Upstream: Not sent: upstream has no such kernel and asserts that its fused RoPE is off for DSA.
 Remove: when the indexer's RoPE and Hadamard transform are fused upstream.
 Numerics: reorders sums: computed in fp32 and rounded once, where stock rounds cos, sin, each
     product, their sum and the transform. In bf16, relative L2 distances to stock's results and

@@ -1,20 +1,21 @@
-"""Run DSA without reading the device on the host.
+"""Run DSA without reading device values on the host.
 
-What: The host neither reads nor fills a tensor of the GPU in DSA's forward and backward, in plain
-    batches and in packed ones, with context parallelism (CP) and without; buffers that a CUDA graph
-    writes to are the graph's own. The backward of the cuDNN backend, for Blackwell alone, still
-    reads which rows have keys. For packed batches, `rope_thd_no_host_sync` is needed as well.
-Why: With CP, every layer of every forward gathered the ranks' sequence lengths and waited for the
-    GPU three times to compare them, and a packed batch was cut by boolean masks, whose sizes the
-    host must know: eighteen waits per layer and forward with two ranks (counted on CPU). None of
-    this can be captured in a CUDA graph, and neither can numbers that are copied from the host, as
-    in the packed layout of the indexer and in the backward of the unfused indexer loss. TileLang's
-    loss keeps its buffers in a cache, which frees them while a captured graph still writes to them.
-    Unequal lengths are refused as before, now by the device: the assertion is queued before the
-    gather of the keys, which would hang otherwise, and the GPU prints it.
-Upstream: Not sent: upstream's test of the lengths watches for the copy that is taken away.
+What: In DSA's forward and backward, the host neither reads nor fills a GPU tensor, in plain and in
+    packed batches, with and without context parallelism (CP); buffers that a CUDA graph writes to
+    belong to that graph. The backward of the cuDNN backend, which is for Blackwell only, still
+    reads which rows have keys. Packed batches also require `rope_thd_no_host_sync`.
+Why: With CP, every layer gathered the ranks' sequence lengths in each forward pass and waited for
+    the GPU three times to compare them, and a packed batch was indexed with boolean masks, whose
+    result sizes the host must know: eighteen waits per layer and forward pass with two ranks
+    (counted on CPU). None of this can be captured in a CUDA graph, nor can copies of numbers from
+    the host, as in the packed layout of the indexer and in the backward of the unfused indexer
+    loss. TileLang's loss keeps its buffers in a cache, which frees them while a captured graph
+    still writes to them. Unequal lengths are refused as before, but now by the device: the
+    assertion is queued before the gather of the keys, which would hang otherwise, and the GPU
+    prints it.
+Upstream: Not sent: upstream's test of the lengths checks for the copy that is removed here.
 Remove: when `_validate_nonpacked_cp_uniform_length` contains no `.item()`, and
-    `build_packed_allgather_cp_local_positions` no boolean index.
+    `build_packed_allgather_cp_local_positions` no boolean indexing.
 Numerics: none (bitwise)
 """
 

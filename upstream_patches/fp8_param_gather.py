@@ -1,17 +1,17 @@
 """Store and gather the parameters of FP8 layers in FP8.
 
-What: With `CPPMEGA_FP8_PARAM_GATHER=1` at apply, `parse_args` turns `--fp8-param-gather` on in runs
-    that train in FP8, as if it were on the command line. Runs without FP8 are as before.
+What: With `CPPMEGA_FP8_PARAM_GATHER=1` at apply, `parse_args` enables `--fp8-param-gather` in runs
+    that train in FP8, as if it were on the command line. Runs without FP8 are unchanged.
 Why: The distributed optimizer of an FP8 run keeps a bf16 copy of each parameter and gathers it,
-    although the layers quantize it again. Megatron's own argument leaves the copy out; launch
-    scripts of an earlier overlay ask for it with this variable, for which -2.6 to -5 GiB were
-    reported, without a log. Memory and speed were not measured here.
+    although the layers quantize it again. Megatron's own argument avoids the copy; launch scripts
+    of an earlier overlay request it with this variable, for which -2.6 to -5 GiB were reported,
+    without a log. Memory and speed were not measured here.
 Upstream: Not sent: the argument is Megatron's own, in every release since 0.15.
-Remove: when no one sets the variable; the argument does the same.
+Remove: when the variable is no longer in use; the argument does the same.
 Numerics: changes results: in FP8 runs, the weights that layers multiply are those of Megatron's
     `--fp8-param-gather`. The fp32 master parameters remain. Megatron refuses it without the
     distributed optimizer or FSDP, and with optimizer offload unless the recipe is `delayed`; with
-    torch's FSDP2 and Transformer Engine 2 it only warns, so that the preflight refuses it.
+    torch's FSDP2 and Transformer Engine 2 Megatron only warns, so the preflight refuses it.
 """
 
 from __future__ import annotations

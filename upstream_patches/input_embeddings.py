@@ -1,26 +1,28 @@
-"""Add embeddings of n-grams and of syntax to that of the tokens, in the trunk and in MTP depths.
+"""Add n-gram and syntax embeddings to the token embedding, in the trunk and in MTP depths.
 
-What: `LanguageModelEmbedding` holds what `cppmega.modules.input_embeddings` makes for it, and adds
-    its output to the tokens' before scaling and dropout. `CPPMEGA_NGRAM_HASH` and
-    `CPPMEGA_STRUCTURE`, which the trainer sets from the recipe's fields `ngram_hash` and
-    `structure`, state the sizes; without them nothing is added. GPT and hybrid models look up what
-    belongs to a token in the whole sequence: no n-gram crosses the start of a document, as said by
-    the end token, the position ids or the boundaries of a pack, and an MTP depth embeds a token as
-    the trunk does. A loop of one's own attaches the end token and the structure ids to the tokens
-    by `cppmega.modules.input_embeddings.feeding`; a model that is not fed, or is fed an id that it
-    has no row for, stops. The first stage and the MTP stage of a pipeline hold one set of
-    parameters, with summed gradients and one entry in a checkpoint; tensor-parallel ranks hold all
-    of it. The multipliers of n-grams have a seed of their own, and a checkpoint with others is
-    refused. Context parallelism, FSDP, MuP, the overlap of experts' communication, graphs of a
-    whole iteration, pipeline layouts with MTP and inference are refused.
+What: `LanguageModelEmbedding` holds the modules that `cppmega.modules.input_embeddings` builds for
+    it, and adds their output to the token embedding before scaling and dropout.
+    `CPPMEGA_NGRAM_HASH` and `CPPMEGA_STRUCTURE`, which the trainer sets from the recipe's fields
+    `ngram_hash` and `structure`, give the sizes; without them nothing is added. GPT and hybrid
+    models do each token's lookups on the complete sequence: no n-gram crosses the start of a
+    document, which is known from the end token, the position ids or the boundaries of a pack, and
+    an MTP depth embeds a token as the trunk does. A custom training loop attaches the end token and
+    the structure ids to the tokens with `cppmega.modules.input_embeddings.feeding`; a model that
+    does not receive them, or receives an id for which it has no row, stops. The first stage and the
+    MTP stage of a pipeline hold one set of parameters, with summed gradients and one entry in a
+    checkpoint; every tensor-parallel rank holds all of it. The n-gram multipliers have a seed of
+    their own, and a checkpoint with different multipliers is refused. Context parallelism, FSDP,
+    MuP, the overlap of expert communication, full-iteration CUDA graphs, pipeline layouts with MTP
+    and inference are refused.
 Why: NAM56R has both, and Megatron has no place for them. The earlier overlay drew the multipliers
     from the global random state, so that a resumed run hashed differently, and its n-grams crossed
-    documents. Both factors of its structure embedding started from zero, so that neither ever had a
-    gradient, and its ids were `tokens % 7`, or absent.
+    documents. Both factors of its structure embedding were initialized to zero, so that neither
+    ever received a gradient, and its ids were `tokens % 7`, or absent.
 Upstream: Not sent: upstream has no embeddings of n-grams or syntax.
-Remove: when Megatron's language models take further input embeddings, with copies for MTP.
-Numerics: changes results, of models with a switch alone; without one none (bitwise). An untrained
-    model has the losses of the one without, because both projections start from zero.
+Remove: when Megatron's language models accept additional input embeddings, with copies for MTP.
+Numerics: changes results only of models with one of the switches; without them, none (bitwise). An
+    untrained model has the same losses as one without the embeddings, because both projections are
+    initialized to zero.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Let Liger's cross entropy reduce over the tensor-parallel group if Megatron passes none.
 
-What: The function that `apply_liger_kernel_to_megatron(cross_entropy=True)` puts in the place of
-    `vocab_parallel_cross_entropy` takes Megatron's tensor-parallel group if it is called without a
+What: The function that `apply_liger_kernel_to_megatron(cross_entropy=True)` substitutes for
+    `vocab_parallel_cross_entropy` uses Megatron's tensor-parallel group if it is called without a
     group, as the function that it replaces does.
 Why: megatron-core up to 0.18 calls it without a group in every model without
-    `--cross-entropy-loss-fusion`. liger-kernel 0.8.5 is the first release whose function is the one
-    that Megatron calls, and it takes a missing group for a single rank: with tensor parallelism
-    every rank normalizes over its own part of the vocabulary, and a target of another rank counts
-    as the largest logit. Nothing fails. On two ranks, three tokens and eight words the losses were
-    1.88, 0.63, 2.62 on one rank and 0.95, 0.80, 3.43 on the other, instead of 3.13, 2.73, 2.81 on
-    both (megatron-core 0.18.2, Liger's kernels in Triton's interpreter), and the gradients were
-    wrong as well. From 0.19.0 on Megatron passes the group; other callers may still omit it.
-    `cppmega.run` refuses Liger's functions in the place of patched ones, so that a run with them
-    leaves out `fused_cross_entropy_grad_dtype` and `cross_entropy_fusion_linear`, whose code Liger
-    replaces.
-Upstream: Not sent: nothing was found that reports it.
+    `--cross-entropy-loss-fusion`. liger-kernel 0.8.5 is the first release whose replacement is the
+    function that Megatron calls, and it interprets a missing group as a single rank: with tensor
+    parallelism every rank normalizes over its own part of the vocabulary, and a target on another
+    rank counts as the largest logit. No error is raised. On two ranks, with three tokens and a
+    vocabulary of eight, the losses were 1.88, 0.63, 2.62 on one rank and 0.95, 0.80, 3.43 on the
+    other, instead of 3.13, 2.73, 2.81 on both (megatron-core 0.18.2, Liger's kernels in Triton's
+    interpreter), and the gradients were wrong as well. From 0.19.0 on Megatron passes the group;
+    other callers may still omit it. `cppmega.run` refuses Liger's functions in place of patched
+    ones, so that a run with them omits `fused_cross_entropy_grad_dtype` and
+    `cross_entropy_fusion_linear`, whose code Liger replaces.
+Upstream: Not sent: no report of it was found.
 Remove: when the function of `_patch_vocab_parallel_cross_entropy` looks up the group itself.
 Numerics: changes results of runs with tensor parallelism whose caller passes no group
 """

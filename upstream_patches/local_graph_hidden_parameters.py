@@ -4,10 +4,10 @@ What: With `--cuda-graph-impl local` and recomputation, the graphs of a layer ar
     parameters that the warm-up reaches, and return what a nested backward pass left in
     `param.grad`.
 Why: The parameters of a graph are found from the outputs of its capture, and modules that are
-    recomputed there (`layernorm`, `mla_up_proj`) hide their own. Their gradients stay in
-    `param.grad` at capture, where nothing reads them: replays leave the weights of these norms and
-    projections without a gradient, and `--overlap-grad-reduce` waits for parameters that are never
-    ready (seen on CPU, where the code ran instead of being captured, 0.17.1 to 0.19.2). On 0.16 the
+    recomputed there (`layernorm`, `mla_up_proj`) hide theirs. Their gradients stay in `param.grad`
+    at capture, where nothing reads them: replays leave the weights of these norms and projections
+    without a gradient, and `--overlap-grad-reduce` waits for parameters that never become ready
+    (seen on CPU, where the code ran instead of being captured, 0.17.1 to 0.19.2). On 0.16 the
     warm-up never ends, so nothing is recomputed and nothing is lost; 0.15 raises an exception.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (main, August 2026; not released)
 Remove: when `create_fwd_graph` finds the parameters from the outputs of the warm-up.

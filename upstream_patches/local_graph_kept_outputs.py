@@ -1,13 +1,13 @@
-"""Keep what a local CUDA graph hands to eager code until its backward.
+"""Keep the outputs that a local CUDA graph passes to eager code until its backward pass.
 
-What: With `--cuda-graph-impl local`, memory of a graph's output that no other graph takes as an
-    input is kept for the backward, whether or not the output has a gradient.
-Why: Stock keeps it only if the output has one. The graph of an MoE router also returns indices:
-    the map of a permutation, which the eager experts save for their backward. Its memory is given
-    to graphs that are captured later, and the second step, which is the first one to replay, ends
-    in `vectorized gather kernel index out of bounds` (NAM56R's slice, dispatcher alltoall, modules
-    `attn` and `moe_router`, on an H200), or would compute gradients with another layer's values.
-    Up to 0.18 the memory of all outputs is kept.
+What: With `--cuda-graph-impl local`, the memory of a graph's output that is not an input of another
+    graph is kept for the backward pass, whether or not the output has a gradient.
+Why: Stock keeps it only if the output has one. The graph of an MoE router also returns indices, the
+    map of a permutation, which the eager experts save for their backward pass. Their memory is
+    reused by graphs that are captured later, and the second step, which is the first one to replay,
+    fails with `vectorized gather kernel index out of bounds` (NAM56R's slice, dispatcher alltoall,
+    modules `attn` and `moe_router`, on an H200), or would compute gradients with another layer's
+    values. Up to 0.18 the memory of all outputs is kept.
 Upstream: Not sent: found on an H200 on 2026-11-23; main of August 2026 has the same line.
 Remove: when `_weakref_forward_buffers` keeps outputs without a gradient.
 Numerics: changes results of runs with local CUDA graphs whose outputs eager code saves

@@ -1,14 +1,14 @@
-"""Train Mamba-3 with groups of keys and queries, by mamba-ssm's MIMO kernels.
+"""Train Mamba-3 with grouped keys and queries in mamba-ssm's MIMO kernels.
 
-What: `mamba_mimo_bwd_combined`, packed or not, adds up the gradients of keys and queries over the
-    heads of a group, for every number of groups that divides the heads.
-Why: In mamba-ssm 2.3.2.post1 the forward takes any such number, and the backward ends with
-    "G value of 8 is not currently supported!", after its kernels have run, unless there is one
+What: `mamba_mimo_bwd_combined`, packed or not, sums the gradients of keys and queries over the
+    heads of a group, for every number of groups that divides the number of heads.
+Why: In mamba-ssm 2.3.2.post1 the forward pass accepts any such number, but the backward pass fails
+    with "G value of 8 is not currently supported!", after its kernels have run, unless there is one
     group or one per head. NAM56R has 8 groups and 128 heads.
 Upstream: https://github.com/state-spaces/mamba/pull/967 (main, not released).
 Remove: with the first release after 2.3.2.post1 that has the reduction.
-Numerics: changes results, where stock raises. The sums are made in fp32 and rounded once, in one
-    order; with one group or one per head nothing changes (bitwise).
+Numerics: changes results where stock raises. The sums are computed in fp32 and rounded once, in a
+    fixed order; with one group or one per head nothing changes (bitwise).
 """
 
 from __future__ import annotations

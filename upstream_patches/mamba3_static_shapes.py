@@ -1,15 +1,15 @@
-"""Build mamba-ssm's batched MIMO kernels for the shapes that they run with.
+"""Compile mamba-ssm's batched MIMO kernels for the shapes that they run with.
 
-What: The forward and the backward of Mamba-3's MIMO scan, where no documents are packed, ask
-    TileLang for kernels of the given batch, length, heads and groups. Another batch or length is
-    compiled anew, which takes minutes; the kernels of packed documents stay as they are, and serve
-    all lengths.
-Why: mamba-ssm 2.3.2.post1 builds them for dynamic shapes, which upstream took back as a
-    latency regression. Not measured here.
+What: The forward and backward of Mamba-3's MIMO scan, for batches that are not packed, request
+    TileLang kernels for the given batch size, length, heads and groups. Another batch size or
+    length is compiled anew, which takes minutes; the kernels for packed documents are unchanged,
+    and serve all lengths.
+Why: mamba-ssm 2.3.2.post1 compiles them for dynamic shapes, which upstream reverted as a latency
+    regression. Not measured here.
 Upstream: https://github.com/state-spaces/mamba/pull/968 (main, not released).
 Remove: with the first release after 2.3.2.post1 that has static shapes.
-Numerics: reorders sums at most: the same program is compiled with constants for its sizes. Not
-    compared on a GPU yet.
+Numerics: reorders sums at most: the same program is compiled with constant sizes. Not compared on a
+    GPU yet.
 """
 
 from __future__ import annotations

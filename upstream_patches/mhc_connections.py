@@ -1,32 +1,32 @@
-"""Manifold-constrained hyper-connections (mHC) in GPT and hybrid models of 0.19.
+"""Add manifold-constrained hyper-connections (mHC) to GPT and hybrid models of 0.19.
 
 What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` residual streams,
     which every sub-layer reads and writes through learned weights (arXiv 2512.24880). The options,
-    the parameters and their shapes are those of 0.20 (names of the dev branch are accepted, too):
-    layers of a hybrid stack are wrapped, layers of a GPT model have two sites, MTP depths read the
-    streams, and pipeline stages hand all of them on. The definition is that of
-    `cppmega/ops/mhc_reference.py`, computed by it or, with `--use-fused-mhc`, by the kernels of
-    `cppmega/ops/mhc.py`; a run that says so and cannot use them stops. `--recompute-modules mhc`
-    keeps the streams with which a block of layers begins (`--mhc-recompute-layer-num`) and computes
-    the others again. What mHC is not combined with (dropout, graphs, fp32 residuals, FP8, context
-    parallelism, FSDP, offloading, interleaved stages, shared keys of DSA) is refused by name. In
-    the first step no gradient of the mapping is exactly zero: those that are zero are the same as
-    without mHC, the embeddings of words that the batch lacks (and parts of the bias of all keys,
-    whose gradient is rounding). That of the first site's mixing matrix has the size of rounding,
-    because its streams are still equal and its columns sum to 1; where a norm follows, that of its
-    input's weights is small, because the norm undoes their common scale.
-    Parameters of the mapping stay fp32, which `float16_keep_fp32` lets the optimizers save.
-Why: No release has them: 0.20 is announced with them, for hybrid models and without pipeline
+    the parameters and their shapes are those of 0.20 (the names of the dev branch are accepted,
+    too): layers of a hybrid stack are wrapped, layers of a GPT model have two sites, MTP depths
+    read the streams, and pipeline stages pass all of them on. The definition is that of
+    `cppmega/ops/mhc_reference.py`, which also computes it, unless `--use-fused-mhc` selects the
+    kernels of `cppmega/ops/mhc.py`; a run that requests the kernels and cannot use them stops.
+    `--recompute-modules mhc` keeps the streams with which a block of layers begins
+    (`--mhc-recompute-layer-num`) and recomputes the others. Features that mHC does not support
+    (dropout, graphs, fp32 residuals, FP8, context parallelism, FSDP, offloading, interleaved
+    stages, shared keys of DSA) are refused by name. In the first step no gradient of the mapping is
+    exactly zero; the gradients that are zero are the same as without mHC: those of embeddings of
+    tokens that the batch lacks (and of parts of the bias of all keys, whose gradient is rounding
+    error). The gradient of the first site's mixing matrix has the size of rounding errors, because
+    its streams are still equal and its columns sum to 1; where a norm follows, the gradient of its
+    input's weights is small, because the norm cancels their common scale. Parameters of the mapping
+    stay in fp32, which `float16_keep_fp32` enables the optimizers to save.
+Why: No release has them: 0.20 is announced with them, for hybrid models, but without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),
     https://github.com/NVIDIA/Megatron-LM/pull/6401 (main, not released),
     https://github.com/NVIDIA/Megatron-LM/pull/3828 (dev) and
-    https://github.com/NVIDIA/Megatron-LM/pull/4949 (dev).
-    A tree with hyper-connections of its own keeps them, whichever form they have: main's of August
-    2026 (mixing not transposed, a clamp, mean contraction) is another model, and a checkpoint that
-    shows it is refused.
+    https://github.com/NVIDIA/Megatron-LM/pull/4949 (dev). A tree that already has hyper-connections
+    keeps them, in whichever form: those of main in August 2026 (mixing not transposed, a clamp,
+    mean contraction) define a different model, and a checkpoint that shows this is refused.
 Remove: with 0.20, where it runs what this page does, and its kernels are as fast.
-Numerics: changes results: with the option, the model is another one. Without it nothing changes
+Numerics: changes results: with the option, the model is a different one. Without it nothing changes
     (bitwise).
 """
 

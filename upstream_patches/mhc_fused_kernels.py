@@ -1,21 +1,21 @@
-"""Compute the hyper-connections of dev and 0.20 with kernels, or stop.
+"""Compute the hyper-connections of dev and 0.20 with fused kernels, or refuse the run.
 
 What: With `--use-fused-mhc`, the `HyperConnectionModule` of a Megatron that has one (dev, and 0.20
-    as it is announced) takes weights, aggregation and update from `cppmega.ops.mhc`, also where
-    `mhc` is recomputed. The three gradients of the streams are summed in place. A model for which
-    no kernel can run is refused when it is built. With dropout between a sub-layer and the streams
-    the end of a site stays Megatron's own code.
-Why: Megatron chooses a backend for each op, and where it has none it warns and computes in plain
-    torch, so that a run may say `--use-fused-mhc` and use no fused kernel at all. On Hopper without
-    cuTile the projection is compiled fp32, and the backward of the aggregation eager: forward and
-    backward of one site take 23.5 ms, compared with 5.9 ms (s 8192, b 4, n 4, C 7168, one H200;
+    as announced) computes weights, aggregation and update with `cppmega.ops.mhc`, also where `mhc`
+    is recomputed. The three gradients of the streams are summed in place. A model for which no
+    kernel can run is refused when it is built. With dropout between a sub-layer and the streams,
+    the end of a site remains Megatron's own code.
+Why: Megatron selects a backend for each op; where it has none, it warns and computes in plain
+    torch, so that a run may set `--use-fused-mhc` and use no fused kernel at all. On Hopper without
+    cuTile the projection is compiled in fp32, and the backward of the aggregation is eager: forward
+    and backward of one site take 23.5 ms, compared with 5.9 ms (s 8192, b 4, n 4, C 7168, one H200;
     benchmarks/results/mhc_h200.md).
 Upstream: Not sent: the kernels are those of `cppmega.ops`. Written for dev at d48bd6be0a, and for
     #6401 (0.20) at 2651afeebe.
-Remove: when Megatron has kernels for the projection and the aggregation's backward on Hopper that
-    are as fast: `verify` times a site on a GPU of that kind, and passes without the page.
-Numerics: changes results: the weights of the streams stay fp32, where Megatron rounds them to the
-    type of the streams; sums are in another order
+Remove: when Megatron's kernels for the projection and for the aggregation's backward on Hopper are
+    as fast: `verify` times a site on such a GPU, and passes without the page.
+Numerics: changes results: the weights of the streams stay in fp32, where Megatron rounds them to
+    the dtype of the streams; sums are in a different order
 """
 
 from __future__ import annotations

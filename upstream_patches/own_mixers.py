@@ -1,24 +1,23 @@
-"""Mamba-3 and M2RNN layers in hybrid stacks of 0.19.
+"""Add Mamba-3 and M2RNN layers to hybrid stacks of 0.19.
 
 What: With `CPPMEGA_MAMBA3`, which the trainer sets from the recipe's field `mamba3`, the letter `M`
-    of a hybrid pattern is a layer with a Mamba-3 mixer instead of Mamba-2's; with `CPPMEGA_M2RNN`,
-    `R` is one with M2RNN's. Both are Megatron's `MambaLayer`, with a norm of its own, around a
-    mixer of cppmega's, in the trunk, across `|` and in MTP depths; other letters and the class of
-    the model stay what they are. Which function of a token Mamba-3's A is (`softplus` as in
-    mamba-ssm 2.3.2.post1, or `heavy_tail` as on its main branch) belongs to the sizes, and a
-    checkpoint of the other is refused. Context parallelism, FSDP, MuP, CUDA graphs of the mixers
-    and inference are refused by name; so is tensor parallelism with M2RNN, whose heads share one
-    query and one key. In FP8, M2RNN's projections stay in bf16. Megatron's own count of
-    floating-point operations takes `M` for Mamba-2 and leaves `R` out; the recipe's counts both as
-    built.
-Why: NAM56R is built from both, and no release of Megatron has either. The authors' convolution of
-    M2RNN mixes the documents of a pack, and a drawn zero made the logarithm of its decay infinite.
-    Small parameters (dt, D, biases of keys and queries, factors of ranks, the decay) stay fp32,
-    which `float16_keep_fp32` lets the optimizers save.
-Upstream: Not sent: Megatron takes mixers that a released package of kernels has, and mamba-ssm's
+    of a hybrid pattern denotes a layer with a Mamba-3 mixer instead of Mamba-2's; with
+    `CPPMEGA_M2RNN`, `R` denotes one with M2RNN's. Both are Megatron's `MambaLayer`, with its own
+    norm, around one of cppmega's mixers, in the trunk, across `|` and in MTP depths; other letters
+    and the class of the model are unchanged. The function that computes Mamba-3's A from a token
+    (`softplus` as in mamba-ssm 2.3.2.post1, or `heavy_tail` as on its main branch) is part of the
+    sizes, and a checkpoint with the other one is refused. Context parallelism, FSDP, MuP, CUDA
+    graphs of the mixers and inference are refused by name; so is tensor parallelism with M2RNN,
+    whose heads share one query and one key. In FP8, M2RNN's projections stay in bf16. Megatron's
+    own FLOP count treats `M` as Mamba-2 and omits `R`; the recipe's counts both as built.
+Why: NAM56R is built from both, and no release of Megatron has either. The M2RNN authors'
+    convolution mixes the documents of a pack, and a random draw of zero made the logarithm of its
+    decay infinite. Small parameters (dt, D, biases of keys and queries, factors of ranks, the
+    decay) stay in fp32, which `float16_keep_fp32` enables the optimizers to save.
+Upstream: Not sent: Megatron accepts mixers whose kernels are in a released package, and mamba-ssm's
     release needs pages of its own to run this one.
 Remove: when Megatron has both mixers, with the same parameters.
-Numerics: changes results, of models with one of the variables alone; without them none (bitwise).
+Numerics: changes results only of models with one of the variables; without them, none (bitwise).
 """
 
 from __future__ import annotations

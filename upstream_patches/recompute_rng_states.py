@@ -1,17 +1,18 @@
 """Recompute with the dropout masks of the forward pass under a graph-safe RNG tracker.
 
-What: The states that Megatron keeps for a recomputation have the contents of their generators as
-    well, and restoring them writes the contents back, unless the pass is captured in a CUDA graph.
+What: The states that Megatron keeps for a recomputation also include the contents of their
+    generators, and restoring them writes the contents back, unless the pass is captured in a CUDA
+    graph.
 Why: With `--te-rng-tracker`, which CUDA graphs turn on, and with `use_cudagraphable_rng`, the kept
     states are generators that share their state with those in use. The forward pass advances them,
     so that "restoring" them before the recomputation changes nothing, and dropout draws new masks:
-    the backward pass differentiates another function than the one that gave the loss. Nothing
-    fails, and both of Megatron's dropouts are 0.1 unless they are set (seen on CPU with stand-ins
-    for CUDA's generators, 0.15.3 to 0.19.2; not run on a GPU). Other runs keep tensors, and their
-    masks are right. A capture can neither read nor write the contents: where states are kept or
-    restored within one, stock's behavior remains, in which no generator is replaced or rewound.
+    the backward pass differentiates a different function from the one that produced the loss. No
+    error is raised, and both of Megatron's dropouts are 0.1 unless they are set (seen on CPU with
+    stand-ins for CUDA's generators, 0.15.3 to 0.19.2; not run on a GPU). Other runs keep tensors,
+    and their masks are correct. A capture can neither read nor write the contents: states that are
+    kept or restored within one are handled as in stock, where no generator is replaced or rewound.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5841 (merged into dev in August 2026)
-Remove: when `_get_all_rng_states` copies what the generators hold.
+Remove: when `_get_all_rng_states` copies the contents of the generators.
 Numerics: changes results of runs that recompute dropout under a graph-safe RNG tracker
 """
 

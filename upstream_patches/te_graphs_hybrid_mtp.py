@@ -6,13 +6,13 @@ What: With `--cuda-graph-impl transformer_engine`, the layers of an MTP depth th
     graph has one set of buffers per microbatch, and its second run would overwrite what the
     backward of the first one needs.
 Why: The helper looks for layers in `decoder.layers` and for `mtp_model_layer`, which is one layer
-    in a GPT model and a whole stack in a hybrid one. A stack is not a layer, so its layers ran
-    eagerly, without a word: in NAM56R's slice two of the four DSA layers. `set_current_microbatch`
-    told the stack, too, which graph to replay, and not its layers.
+    in a GPT model and a whole stack in a hybrid one. A stack is not a layer, so its layers silently
+    ran eagerly: in NAM56R's slice, two of the four DSA layers. `set_current_microbatch`, too, told
+    only the stack which graph to replay, and not its layers.
 Upstream: Not sent: found by reading 0.19.2, main and dev.
 Remove: when `_discover_layers` looks inside the stacks of MTP depths.
-Numerics: none (bitwise): the same kernels run, captured (NAM56R's slice on an H200: 8 layers, those
-    of both depths among them)
+Numerics: none (bitwise): the same kernels run, captured (NAM56R's slice on an H200: 8 layers,
+    including those of both depths)
 """
 
 from __future__ import annotations

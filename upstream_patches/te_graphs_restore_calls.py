@@ -1,17 +1,17 @@
-"""Take the wrappers of a CUDA-graph capture off every class that Transformer Engine put one on.
+"""Remove the wrappers of a CUDA-graph capture from every class that Transformer Engine wrapped.
 
 What: After `make_graphed_callables` has captured layers of a class and of a class derived from it,
-    both are called as before.
+    calls of both work as before.
 Why: For the capture, `__call__` of each layer's class is wrapped in an autocast. A derived class
-    that inherits its `__call__` is found already wrapped, so that what is restored in the end is
+    that inherits its `__call__` is found already wrapped, so that what is restored at the end is
     the wrapper of its base class: with `--cuda-graph-impl transformer_engine`, every call of
     Megatron's `MoETransformerLayer` runs in the autocast of the capture for the rest of the
-    training, which turns FP8 on or off by the layers that were captured, and `cppmega.run` ends the
-    run with `stale-code` (NAM56R's slice on an H200).
-Upstream: Not sent: found on an H200 on 2026-11-23; the release 2.20.2 has it.
+    training, which turns FP8 on or off depending on the layers that were captured, and
+    `cppmega.run` ends the run with `stale-code` (NAM56R's slice on an H200).
+Upstream: Not sent: found on an H200 on 2026-11-23; release 2.20.2 has the bug.
 Remove: when `make_graphed_callables` lets a class inherit its `__call__` again.
-Numerics: none (bitwise) in bf16; with FP8 layers beside others, eager calls of derived classes no
-    longer take the precision of the capture
+Numerics: none (bitwise) in bf16; where only some layers are FP8, eager calls of derived classes no
+    longer use the precision of the capture
 """
 
 from typing import Any

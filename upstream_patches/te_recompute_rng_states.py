@@ -1,17 +1,17 @@
 """Recompute with the dropout masks of the forward pass under Transformer Engine's RNG tracker.
 
-What: `checkpoint` keeps copies of the generator states from before the forward pass, in its
-    reentrant and in its other form, unless the pass is captured in a CUDA graph.
+What: `checkpoint` keeps copies of the generator states from before the forward pass, in both its
+    reentrant and its non-reentrant form, unless the pass is captured in a CUDA graph.
 Why: With `--te-rng-tracker`, which CUDA graphs turn on, the states that are kept are generators
-    that share their state with those in use (from 2.12 on also that of the device's own one). The
-    forward pass advances them, so that "restoring" them before the recomputation changes nothing,
-    and dropout draws new masks: the backward pass differentiates another function than the one that
-    gave the loss. Nothing fails. Megatron recomputes FP8 and FP4 layers through this function, and
-    both of its dropouts are 0.1 unless they are set. With Megatron's own tracker, whose states are
-    tensors, the masks are right. In a captured graph the states must stay those that the graph
-    knows, so the masks still differ there.
-Upstream: Not sent: nothing was found that reports it. Megatron repaired its own recomputation in
-    the same way (pull request 5841 of Megatron-LM, merged into dev in August 2026).
+    that share their state with those in use (from 2.12 on this includes the device's own
+    generator). The forward pass advances them, so that "restoring" them before the recomputation
+    changes nothing, and dropout draws new masks: the backward pass differentiates a different
+    function from the one that produced the loss. No error is raised. Megatron recomputes FP8 and
+    FP4 layers through this function, and both of its dropouts are 0.1 unless they are set. With
+    Megatron's own tracker, whose states are tensors, the masks are correct. In a captured graph the
+    states must remain those that the graph has registered, so the masks still differ there.
+Upstream: Not sent: no report of it was found. Megatron fixed its own recomputation in the same way
+    (pull request 5841 of Megatron-LM, merged into dev in August 2026).
 Remove: when `checkpoint` copies the states that it keeps for the recomputation.
 Numerics: changes results of runs that recompute dropout under Transformer Engine's RNG tracker
 """

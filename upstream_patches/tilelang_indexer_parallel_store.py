@@ -8,7 +8,7 @@ Why: The released kernel stores them in serial loops, which all 512 threads of a
     sequence length 4096, 32 heads of 64 and a batch of 8 the scores take 1.9 ms compared with
     15.6 ms, at a batch of 1 0.32 ms compared with 1.98 ms (one H200, in one process;
     benchmarks/results/dsa_indexer_h200.md).
-Upstream: Not sent: the review of #6279, its port to dev, names it.
+Upstream: Not sent: mentioned in the review of #6279, its port to dev.
 Remove: when the kernel stores its scores in a loop over `T.Parallel`.
 Numerics: none (bitwise): the same values are stored in the same places.
 """
