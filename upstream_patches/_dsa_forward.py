@@ -1,4 +1,4 @@
-"""Edits by which DSA layers find the forward that they run in."""
+"""Edits through which DSA layers find the forward pass that they run in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proofs on CPU that DSA layers attend to the keys of the forward that they run in."""
+"""Proofs on CPU that DSA layers attend to the keys of the forward pass that they run in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Keys = dict[str, list[list[Any]]]
-"""By the name of a layer, the keys that each of its calls attended to, in order."""
+"""For each layer's name, the keys that its calls attended to, in order."""
 RECOMPUTED = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -15,12 +15,12 @@ RECOMPUTED = {
 
 
 def keys_used(model: Any, layers: Mapping[str, Any]) -> Keys:
-    """Run two microbatches forward, and then both backward.
+    """Run the forward of two microbatches, and then the backward of both.
 
     Args:
         model: one of `small_models`.
         layers: its layers by name, a letter and the number of the layer: number 1 is Full and would
-            choose others when it is recomputed, number 2 is Shared.
+            select different keys when it is recomputed, number 2 is Shared.
     """
     from unittest import mock
 
@@ -91,24 +91,24 @@ def _loss(model: Any, seed: int) -> Any:
 
 
 def assert_kept(used: Keys) -> None:
-    """Assert that a layer that is recomputed attends to the keys of its own forward."""
+    """Assert that a recomputed layer attends to the keys of its own forward pass."""
     for name, (first, second, *again) in used.items():
-        assert first != second, "both microbatches choose the same keys"
-        assert again == [first, second], f"{name} is recomputed on keys of another forward"
+        assert first != second, "both microbatches select the same keys"
+        assert again == [first, second], f"{name} is recomputed with keys of another forward pass"
 
 
 def assert_released() -> None:
-    """Assert that no forward is left after the backward of all microbatches."""
+    """Assert that no `Forward` remains after the backward of all microbatches."""
     import gc
 
     from cppmega.modules.dsa_forward import Forward
 
     gc.collect()
-    assert not any(isinstance(thing, Forward) for thing in gc.get_objects()), "a forward leaks"
+    assert not any(isinstance(thing, Forward) for thing in gc.get_objects()), "a `Forward` leaks"
 
 
 def assert_bound_by_te() -> None:
-    """Assert that a function given to `te_checkpoint` finds its forward when it runs again."""
+    """Assert that a function given to `te_checkpoint` finds its forward pass when it is rerun."""
     import sys
     from types import ModuleType
     from unittest import mock
@@ -128,4 +128,4 @@ def assert_bound_by_te() -> None:
         dsa_forward.forward() as here,
     ):
         again = extension.te_checkpoint(dsa_forward.current, False, None, None)
-    assert again() is here, "te_checkpoint recomputes outside of the forward"
+    assert again() is here, "te_checkpoint recomputes outside of the forward pass"

@@ -1,4 +1,4 @@
-"""DSA's attention with meta tensors in the place of the GPU's: where the host would read them.
+"""Run DSA's attention on meta tensors instead of GPU tensors, to find where the host reads them.
 
 A meta tensor has no values, and nothing is communicated, so only the control flow is real.
 """
@@ -15,7 +15,7 @@ LENGTH, DOCUMENTS = 24, 4
 
 @contextmanager
 def groups(context: int) -> Iterator[None]:
-    """Megatron's groups for the second of two ranks, which communicates with nobody.
+    """Megatron's groups for the second of two ranks, without any communication.
 
     Args:
         context: context-parallel size, 1 or 2.
@@ -44,17 +44,17 @@ def first_read(
     absorbed: bool = True,
     **config: Any,
 ) -> str:
-    """Where a forward and backward first reads or fills a tensor of the GPU; "" if nowhere.
+    """Where a forward and backward first read or fill a GPU tensor; "" if nowhere.
 
-    The pass before it, in which tables are made, is not watched.
+    An earlier pass, which builds tables, is not watched.
 
     Args:
         context: context-parallel size.
         packed: one row of several documents instead of two rows.
-        train: False: an evaluation.
+        train: whether to train; False is an evaluation.
         recompute: whether the core attention is recomputed.
-        rope: whether RoPE of packed sequences is watched as well, which has a page of its own.
-        absorbed: the whole layer; False: its core attention alone, with a key per head.
+        rope: whether RoPE of packed sequences, which has a separate page, is watched as well.
+        absorbed: True: the complete layer; False: only its core attention, with a key per head.
         config: fields of Megatron's configuration.
     """
     import torch
@@ -123,7 +123,7 @@ def _documents() -> Any:
 
 @contextmanager
 def _as_on_a_gpu(rope: bool) -> Iterator[None]:
-    """Let Megatron allocate on meta; RoPE's table and the random state are not DSA's."""
+    """Make Megatron allocate meta tensors; RoPE's table and the random state are not DSA's."""
     import torch
     from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
     from megatron.core.tensor_parallel import random

@@ -1,4 +1,4 @@
-"""DSA layers for proofs on CPU: one with given inputs of the index scores, and a block of them."""
+"""DSA layers for proofs on CPU: one whose index-score inputs are given, and a block of layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
-    """Build a layer in training whose indexer has projected its inputs already.
+    """Build a layer in training mode whose indexer's projections are given.
 
     Args:
         q: `[sq, b, index heads, d]`.
@@ -36,7 +36,7 @@ def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
     }
     attention.config = SimpleNamespace(**{**defaults, **config})
     attention.softmax_scale, attention.layer_number = 1.0, 1
-    # The log of the losses is on the device, which a proof on the CPU does not have.
+    # The log of the losses is on the GPU, which a proof on the CPU does not have.
     dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker = staticmethod(lambda *_, **__: None)
     attention.pg_collection = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
     attention.indexer = indexer(lambda *inputs: (q, k, weights), topk, attention.pg_collection)
@@ -47,7 +47,7 @@ def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
 
 
 def after_dense_steps() -> None:
-    """Let the configuration choose the loss where `dsa_dense_loss_warmup` is applied, too."""
+    """Let the configuration choose the loss even if `dsa_dense_loss_warmup` is applied."""
     from cppmega.modules import dsa_loss_schedule
 
     if dsa_loss_schedule.STEPS not in os.environ:
@@ -72,7 +72,7 @@ def indexer(project: Any, topk: int, groups: Any) -> Any:
 
 
 def _with_scores(project: Any, topk: int) -> Any:
-    """The method of an indexer, which the page `dsa_indexer_kernels` gives a parameter in 0.16."""
+    """An indexer's method, to which `dsa_indexer_kernels` adds a parameter in 0.16."""
 
     def forward_with_scores(
         *inputs: Any, before_topk: bool = False, mask: Any = None, **_: Any
@@ -90,7 +90,7 @@ def _with_scores(project: Any, topk: int) -> Any:
 
 
 def block(here: int, before: int = 0, **options: Any) -> Any:
-    """Build a stage of a GPT model whose layers are the attention alone.
+    """Build a stage of a GPT model whose layers consist only of the attention.
 
     Args:
         here: how many of the layers this stage has.

@@ -1,4 +1,4 @@
-"""Which DSA layers of a launch share keys, read from its arguments before the model is built."""
+"""Read from a launch's arguments which DSA layers share keys, before the model is built."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cppmega.host import env
 from cppmega.modules import dsa_layer_kinds as kinds
 
 _PARTS, _PARTS_UP_TO_0_17 = "cuda_graph_modules", "cuda_graph_scope"
-"""The argument that lists the parts of a layer to capture in CUDA graphs, by its two names."""
+"""Both names of the argument that lists the parts of a layer to capture in CUDA graphs."""
 
 
 def problems(args: Any) -> Iterator[CppmegaError]:
-    """Name the first reason for which building the model would be refused."""
+    """Yield the first reason why building the model would be refused."""
     try:
         sources = decided(args)
         for stage in _stages(args):
@@ -30,20 +30,20 @@ def is_asked(args: Any) -> bool:
 
 
 def ignored(args: Any) -> Iterator[CppmegaError]:
-    """Name a pattern that no patched code would read."""
+    """Yield an error if a pattern is set that no patched code would read."""
     pattern = env.DSA_INDEX_PATTERN.read(variables(args))
     if pattern and not is_asked(args):
         yield CppmegaError(
             "dsa-index-pattern-ignored",
             f"{env.DSA_INDEX_PATTERN.name}={pattern} is set, and {env.INDEX_CACHE.name} is not.",
-            "Every DSA layer would choose its own keys.",
+            "Every DSA layer would select its own keys.",
             f"export {env.INDEX_CACHE.name}=1, then python -m cppmega.apply_patches; or unset "
             f"{env.DSA_INDEX_PATTERN.name}",
         )
 
 
 def outside_stacks(args: Any) -> Iterator[CppmegaError]:
-    """Name what runs the layers of a stack without calling it, where layers share keys."""
+    """Reject options that run the layers of a stack without calling it, if layers share keys."""
     switch = f"unset {env.INDEX_CACHE.name}"
     alone = switch if is_asked(args) else "--dsa-indexer-topk-freq 1"
     if _captures_attention(args):
@@ -51,8 +51,8 @@ def outside_stacks(args: Any) -> Iterator[CppmegaError]:
             "dsa-index-share-in-graphs",
             "DSA layers that share keys do not support CUDA graphs of single attention layers "
             f"({cuda_graphs(args)}).",
-            "Megatron gives memory of a graph to later ones, and it is not shown that the keys "
-            "which a replayed layer reads are kept.",
+            "Megatron reuses the memory of a graph for later ones, and it has not been shown that "
+            "the keys which a replayed layer reads are kept.",
             f"train without CUDA graphs, or {_option_of_parts(args)} without attn, or {alone}",
         )
     if getattr(args, "overlap_moe_expert_parallel_comm", False):
@@ -66,7 +66,7 @@ def outside_stacks(args: Any) -> Iterator[CppmegaError]:
 
 
 def _captures_attention(args: Any) -> bool:
-    """Whether attention layers are captured in CUDA graphs of their own."""
+    """Whether attention layers are captured in separate CUDA graphs."""
     if cuda_graphs(args) not in ("local", "transformer_engine"):
         return False
     parts = getattr(args, _PARTS, None) or getattr(args, _PARTS_UP_TO_0_17, None) or ("attn",)
@@ -92,7 +92,7 @@ def decided(args: Any) -> kinds.Sources:
 
 
 def lacking(args: Any, held: Iterable[str]) -> list[str]:
-    """The Full layers whose indexer is not among those that a checkpoint has, by name."""
+    """The names of the Full layers whose indexer is not in a checkpoint."""
     ends = [layer.rpartition("decoder.")[2] for layer in held]
     full = (number for number, source in decided(args).items() if number == source)
     names = (f"layers.{number - 1}.self_attention" for number in full)
@@ -111,9 +111,9 @@ def _layers(args: Any) -> list[int]:
 
 
 def _stages(args: Any) -> list[list[int]]:
-    """The DSA layers of every stage; none where the stages are not equally long.
+    """The DSA layers of every stage; none if the stages differ in length.
 
-    Those are judged when the model is built.
+    Such stages are checked when the model is built.
     """
     pattern = layer_pattern(args).partition("/")[0]
     if "|" in pattern:

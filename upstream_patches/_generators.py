@@ -1,4 +1,4 @@
-"""Generators that share their state as CUDA's do, for proofs on a CPU."""
+"""Generators that share their state like CUDA's, for proofs on CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRACKED = "model-parallel-rng"
 
 
 class Generator(torch.Generator):
-    """A generator of masks that shares its state as CUDA's does: a seed, and an offset."""
+    """A generator of masks that shares its state, a seed and an offset, like CUDA's."""
 
     def __new__(cls, *_: Any) -> Generator:
         return super().__new__(cls)
@@ -51,7 +51,7 @@ class Generator(torch.Generator):
 
 @contextlib.contextmanager
 def on_cpu(module: Any, device: Generator, capturing: bool = False) -> Iterator[None]:
-    """Let a module take the states of a stand-in for the device's generator.
+    """Make a module use the states of a stand-in for the device's generator.
 
     Args:
         module: the module, which may have imported `_lazy_call` and `_lazy_init`.
@@ -78,7 +78,7 @@ def on_cpu(module: Any, device: Generator, capturing: bool = False) -> Iterator[
 
 
 def outcome(recompute: Callable[..., Any], device: Generator, tracker: Any) -> list[Any]:
-    """Return what two layers compute, its gradient, and what the next masks make of ones.
+    """Return the output of two layers, its gradient, and the next masks applied to ones.
 
     Args:
         recompute: called with a layer and its input, returns the output.
@@ -87,7 +87,7 @@ def outcome(recompute: Callable[..., Any], device: Generator, tracker: Any) -> l
     """
 
     def layer(hidden: Any) -> Any:
-        """Drop with the device's generator, then with that of the model-parallel ranks."""
+        """Apply dropout with the device's generator, then with the model-parallel ranks' one."""
         dropped = hidden * device.mask()
         with tracker.fork():
             return dropped * device.mask()

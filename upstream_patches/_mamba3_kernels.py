@@ -1,4 +1,4 @@
-"""What the pages on mamba-ssm's MIMO kernels of Mamba-3 have in common."""
+"""Shared by the pages on mamba-ssm's MIMO kernels of Mamba-3."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ DISTRIBUTION = "mamba-ssm"
 
 
 def runs_mimo(args: Any) -> bool:
-    """Whether a run trains Mamba-3 mixers of a rank above 1."""
+    """Whether a run trains Mamba-3 mixers whose rank is above 1."""
     sizes = mixer_sizes.mamba3(variables(args))
     return sizes is not None and sizes.rank > 1
 
 
 def loaded(*files: str) -> Any:
-    """Import the modules of these kernels, without the packages that only a GPU has.
+    """Import the modules of these kernels, without packages that require a GPU.
 
     Args:
-        files: which of them, by what follows `mamba3_mimo_`.
+        files: the modules, by the part of their names after `mamba3_mimo_`.
 
     Returns:
         The stand-in of tilelang, and a list of the modules.
@@ -30,11 +30,11 @@ def loaded(*files: str) -> Any:
     import sys
     from pathlib import Path
 
-    importlib.import_module("torch._dynamo")  # which the marks need, with the real triton
+    importlib.import_module("torch._dynamo")  # needed by the marks, with the real triton
 
     from cppmega.proof import stand_ins
 
-    # The `__init__` of these packages import compiled extensions, which need a GPU's driver.
+    # The `__init__` files of these packages import compiled extensions, which need a GPU driver.
     tilelang = stand_ins.tilelang()
     for name in ("triton", "triton.testing", "einops"):
         stand_ins.module(name)

@@ -1,4 +1,4 @@
-"""Edits that give Megatron's configuration, layers, stacks and MTP depths hyper-connections."""
+"""Edits that add hyper-connections to Megatron's configuration, layers, stacks and MTP depths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEPTHS = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionBloc
 SHAPES = f"{CORE}/pipeline_parallel/schedules.py:get_tensor_shapes"
 RECOMPUTATION = f"{CORE}/recompute.py:checkpointed_forward"
 PRESENT = f"{DEPTH}get_inner_quantization_context"
-"""New in 0.19, for whose layers and depths these edits are written."""
+"""New in 0.19; these edits are written for the layers and depths of that release."""
 
 FIELDS = '''
 enable_mhc_connections: bool = field(
@@ -85,7 +85,7 @@ WHOLE = replacing(
     "isinstance(layer, TransformerLayer)",
     "isinstance(getattr(layer, 'inner_layer', layer), TransformerLayer)",
 )
-"""A wrapper is called with the arguments of the layer in it, and returns what it returns."""
+"""A wrapper takes the same arguments as the layer inside it, and returns the same."""
 
 RNG = """
 if self.config.sequence_parallel:
@@ -251,7 +251,7 @@ if self.post_process and self.post_layer_norm:
     Edit(
         target=f"{DEPTH}_proj_and_transformer_layer",
         pins={"0.19.2": "958a8991c4021ac3"},
-        # The next depth reads the streams, so the block ends a depth with the rest.
+        # The next depth reads the streams, so the block postprocesses each depth's output itself.
         edit=replacing(
             "hidden_states = self._postprocess(hidden_states)",
             """

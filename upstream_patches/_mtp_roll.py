@@ -1,4 +1,4 @@
-"""The code that `mtp_roll_packed_sequences` writes into Megatron, and its edits."""
+"""The code that `mtp_roll_packed_sequences` adds to Megatron, and its edits."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ return [
 
 
 def replacing_run(first: str, last: str, new: str) -> Any:
-    """Replace a run of statements: from the one that begins with `first` to the one with `last`."""
+    """Replace consecutive statements, from one that begins with `first` to one with `last`."""
 
     def edit(node: Any) -> Any:
         import libcst as cst

@@ -1,4 +1,4 @@
-"""Modules of Transformer Engine without its compiled extension, for proofs on a CPU."""
+"""Modules of Transformer Engine without its compiled extension, for proofs on CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGE = "transformer_engine.pytorch"
 
 
 class _Absent(MetaPathFinder, Loader):
-    """Finds every other module of the package: stand-ins, with FP8 turned off."""
+    """Provides stand-ins, with FP8 turned off, for all other modules of the package."""
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         ours = name.startswith("transformer_engine") and not name.endswith(".torch_version")
@@ -39,13 +39,13 @@ class _Absent(MetaPathFinder, Loader):
         )
 
     def exec_module(self, module: Any) -> None:
-        """There is nothing to run."""
+        """Do nothing: a stand-in has no code."""
 
 
 def load(module: str = "distributed") -> Any:
-    """Import one of its modules, by default that of recomputation, from the tree on the path.
+    """Import one of its modules, by default the one for recomputation, from the tree on the path.
 
-    The `__init__` of its packages, and most modules that it imports, need the compiled extension.
+    Its packages' `__init__`, and most modules that it imports, need the compiled extension.
     """
     from cppmega.proof import stand_ins
 
@@ -66,7 +66,7 @@ def load(module: str = "distributed") -> Any:
 
 @contextlib.contextmanager
 def on_cpu(te: Any, device: Generator, capturing: bool = False) -> Iterator[None]:
-    """Let it take the states of a stand-in for the device's generator.
+    """Make it use the states of a stand-in for the device's generator.
 
     Args:
         te: the module.

@@ -21,7 +21,7 @@ LANGUAGE_MODULE = "megatron/core/models/common/language_module/language_module.p
 LOSS = f"{LANGUAGE_MODULE}.compute_language_model_loss"
 
 LAYER = "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw"
-"""Of 0.16 and later, which our output layer is made for."""
+"""Exists from 0.16 on, the releases that cppmega's output layer is written for."""
 
 UNFUSED = """
 if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == 'linear':
@@ -74,7 +74,7 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     _, _, choices = source.text(CONFIG).partition("cross_entropy_fusion_impl: Literal[")
-    # dev has the value, and its loss ends in the same UnboundLocalError.
+    # dev has the value, but its loss raises the same UnboundLocalError.
     return "linear" in choices.partition("]")[0] and "'linear'" in source.text(LOSS)
 
 
@@ -94,7 +94,7 @@ def verify() -> None:
     (field,) = (
         f for f in dataclasses.fields(ModelParallelConfig) if f.name == "cross_entropy_fusion_impl"
     )
-    assert "linear" in typing.get_args(field.type), "the parser makes its choices from this"
+    assert "linear" in typing.get_args(field.type), "the parser derives its choices from this"
     config = ModelParallelConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear")
     model = SimpleNamespace(config=config, pg_collection=SimpleNamespace(tp=None), tp_group=None)
     labels = torch.tensor([[1, 2, 0]])

@@ -65,7 +65,7 @@ def verify() -> None:
 
     from megatron.core.datasets import utils
 
-    # A stand-in: wheels up to 0.16 have the helpers compiled for another Python than newer ones.
+    # A stand-in: wheels up to 0.16 have helpers compiled for a different Python than newer wheels.
     compiled = ModuleType("megatron.core.datasets.helpers_cpp")
     for helpers, builds in ((compiled, False), (None, True)):
         ran = mock.Mock(return_value=mock.Mock(returncode=0))

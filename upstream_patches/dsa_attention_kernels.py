@@ -142,12 +142,12 @@ HELPERS = _cppmega_attends, _cppmega_seen
 
 
 def _reaches(args: Any) -> bool:
-    """Whether the kernels here attend in every call."""
+    """Whether these kernels compute the attention in every call."""
     return uses_dsa(args) and getattr(args, "dsa_kernel_backend", None) != "cudnn"
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what the kernels decline, which at the first step would be a warning and a slow path."""
+    """Reject what the kernels decline, which in training would be a warning and a slow path."""
     if not uses_dsa(args) or getattr(args, "dsa_kernel_backend", None) == "cudnn":
         return
     if not (args.bf16 or args.fp16):
@@ -163,7 +163,7 @@ def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[Cppmega
 
 
 def _wide_obstacle(heads: int, latent: int, rotary: int) -> str | None:
-    """Why the kernels of wide latents do not do sizes, on a Hopper GPU; None if they do."""
+    """Why the kernels for wide latents decline sizes on a Hopper GPU; None if they do not."""
     import torch  # not in the preflight of other models
 
     from cppmega.ops.dsa_attention import absorbed_obstacle
@@ -307,16 +307,16 @@ def verify() -> None:
             output = dsa.unfused_dsa_fn(query, key, value, holes, 0.3, **named)
             assert_dense(output, left & seen, key, value)
             output = dsa._unfused_absorbed_dsa_fn(query, latent, holes, 0.3, 4, **named)
-            assert output.shape == (7, 2, 3, 4), "the heads are not apart"
+            assert output.shape == (7, 2, 3, 4), "the heads are not separate"
             assert_dense(output, left & seen, latent)
         assert op.call_count == 9, "Megatron attends"
         packed = dsa.unfused_dsa_fn(*(x[:, 0] for x in (query, key, value)), holes[:1], 0.3)
-        assert packed.shape == (7, 12), "a packed query keeps no batch"
+        assert packed.shape == (7, 12), "the output for a packed query has a batch dimension"
     _verify_backends(dsa)
 
 
 def _verify_backends(dsa: Any) -> None:
-    """TileLang is not asked, and cudnn is."""
+    """Assert that TileLang is not called, and that cudnn is."""
     from types import SimpleNamespace
     from unittest import mock
 

@@ -78,12 +78,12 @@ if use_fused_kernels:
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name the limits that no page lifts; the check `dsa_backend` knows pages, sizes and loss."""
+    """Reject what no page supports; the check `dsa_backend` covers pages, sizes and the loss."""
     backend = getattr(args, "dsa_kernel_backend", "none")
     if not uses_dsa(args) or backend == "none":
         return
     if not args.bf16 and (backend == "cudnn" or not args.fp16):
-        yield _refused(backend, "in another type than bf16", "--bf16")
+        yield _refused(backend, "in a dtype other than bf16", "--bf16")
     dense = args.dsa_indexer_loss_coeff and not args.dsa_indexer_use_sparse_loss
     if backend == "cudnn" and dense and args.context_parallel_size > 1:
         what = "the indexer's loss over all keys with context parallelism"

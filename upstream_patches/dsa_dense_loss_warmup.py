@@ -55,7 +55,7 @@ def _cppmega_uses_sparse_loss(config):
 
 
 def _asked_everywhere(node: Any) -> Any:
-    """Ask for the step's loss also where `dsa_indexer_kernels` has added calls with a loss."""
+    """Use the step's loss also in the calls with a loss that `dsa_indexer_kernels` adds."""
     from cppmega.rewriting import node_edits
 
     swap = node_edits.ExpressionSwap(ASKED, "_cppmega_uses_sparse_loss(self.config)")
@@ -66,7 +66,7 @@ def _asked_everywhere(node: Any) -> Any:
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what rules the dense steps out, or a number of them that is missing or is not one."""
+    """Reject options that rule out dense steps, and a step count that is missing or invalid."""
     if not uses_dsa(args):
         return
     yield from dsa_loss_schedule.obstacles(args)
@@ -167,7 +167,7 @@ def verify() -> None:
         except CppmegaError as error:
             assert error.name == "dsa-dense-loss-without-step", error
         else:
-            raise AssertionError("a layer trains in an unknown step")
+            raise AssertionError("a layer trains although the step is unknown")
         with suppress(ImportError):  # a wheel of 0.16
             from megatron.training import training
 
@@ -176,7 +176,7 @@ def verify() -> None:
 
 
 def _train_step(training: Any, iteration: int) -> None:
-    """Begin a step of Megatron's, which ends before its forward pass."""
+    """Begin one of Megatron's steps, which ends before its forward pass."""
     from contextlib import suppress
     from unittest import mock
 

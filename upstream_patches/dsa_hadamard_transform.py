@@ -23,7 +23,7 @@ TARGET = "megatron/core/transformer/experimental_attention_variant/dsa.py:rotate
 
 
 def rotates(args: Any) -> bool:
-    """Whether the run's DSA indexers rotate their activations, which is an option since 0.19."""
+    """Whether the run's DSA indexers rotate their activations (optional since 0.19)."""
     return uses_dsa(args) and bool(getattr(args, "dsa_indexer_rotate_activation", True))
 
 

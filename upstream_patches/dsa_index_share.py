@@ -102,7 +102,7 @@ def _cppmega_stack(config, pattern, letters, before):
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what would be refused when the model is built."""
+    """Reject what would be refused when the model is built."""
     if uses_dsa(args):
         yield from problems(args)
 

@@ -60,7 +60,7 @@ def _cppmega_keys():
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what runs the layers of a stack without calling it."""
+    """Reject options that run the layers of a stack without calling the stack."""
     if uses_dsa(args):
         yield from outside_stacks(args)
 
@@ -73,7 +73,7 @@ PATCH = Patch(
             edit=in_order(FROM_INPUTS, replacing(ATTENDS, KEPT)),
             helpers=(_cppmega_keys,),
         ),
-        # Training and evaluation attend in two places.
+        # Training and evaluation compute the attention in two different places.
         Edit(
             target=LAYER,
             pins={"0.17.1": "e97cdc0c18dcc2d5", "0.18.2": "e97cdc0c18dcc2d5"},
@@ -89,7 +89,7 @@ PATCH = Patch(
             },
             edit=OPENED_BY_BLOCK,
             imports=OPENS,
-            mark="",  # models without DSA pass here
+            mark="",  # models without DSA run this, too
         ),
         Edit(
             target="megatron/core/models/hybrid/hybrid_block.py:HybridStack.forward",

@@ -57,12 +57,12 @@ watch_loading(self)
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what would stop a launch later, with `dsa_index_share` or without it."""
+    """Reject what would stop a launch later, with `dsa_index_share` or without it."""
     if not uses_dsa(args):
         return
     yield from ignored(args)
     found = list(problems(args))
-    yield from () if is_asked(args) else found  # with the switch, dsa_index_share names them
+    yield from () if is_asked(args) else found  # with it, dsa_index_share reports them
     held = indexed_layers(saved)
     if held and not found and (layers := lacking(args, held)):
         yield not_saved(layers, held)

@@ -71,7 +71,7 @@ OWN_FORWARD = in_order(
     ),
     replacing("self.layers[layer_idx]", "cppmega_depths.next(self.layers[layer_idx])"),
 )
-# A depth of the dev branch is used for its last norm, too.
+# On the dev branch, a depth is also used for its last norm.
 AFTER_NORM = in_order(
     replacing("self.layers[layer_idx]._postprocess", "cppmega_depth._postprocess"),
     OWN_FORWARD,
@@ -83,7 +83,7 @@ AFTER_NORM = in_order(
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what runs the layers of a stack without calling it."""
+    """Reject options that run the layers of a stack without calling the stack."""
     if shares_dsa_keys(args):
         yield from outside_stacks(args)
 
@@ -107,7 +107,7 @@ PATCH = Patch(
                 "dev-d48bd6be": "f6a79fffd63502fc",
             },
             edit=replacing("holder = {}", "holder = carrier.holder(self._HOLDER_ATTR)"),
-            mark="",  # it asks for the carrier
+            mark="",  # it calls the method for the carrier
         ),
         Edit(
             target=f"{DSA}._get_index_share_topk_length_holder",
@@ -138,7 +138,7 @@ PATCH = Patch(
             },
             edit=OPENED_BY_BLOCK,
             imports=OPENS,
-            mark="",  # models without DSA pass here
+            mark="",  # models without DSA run this, too
         ),
         Edit(
             target="megatron/core/models/hybrid/hybrid_block.py:HybridStack.forward",

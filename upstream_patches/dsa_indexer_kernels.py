@@ -129,7 +129,7 @@ indexer_loss = compute_dsa_indexer_loss(
 
 
 def _either(ours: str, megatron: str) -> str:
-    """Statements for a call that the kernels can do, and for one that they cannot."""
+    """Statements for calls that the kernels support, and for those that they do not."""
     ours, megatron = (indent(text.strip(), "    ") for text in (ours, megatron))
     return f"{SERVES.strip()}\n{ours}\nelse:\n{megatron}\n"
 
@@ -154,7 +154,7 @@ q, k, weights = self.indexer.forward_with_scores(
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what the kernels decline, which at the first step would be a warning and a slow path."""
+    """Reject what the kernels decline, which in training would be a warning and a slow path."""
     if not uses_dsa(args) or getattr(args, "dsa_kernel_backend", None) == "cudnn":
         return
     heads, width = args.dsa_indexer_n_heads or 0, args.dsa_indexer_head_dim or 0
@@ -244,7 +244,7 @@ PATCH = Patch(
     reached="forward",
     when=lambda args: uses_dsa(args) and getattr(args, "dsa_kernel_backend", None) != "cudnn",
     feature=(TARGET,),
-    # TileLang's own indexer has the sparse loss alone, and Megatron then holds all scores.
+    # TileLang's indexer has only the sparse loss; for the dense one, Megatron holds all scores.
     wanted_by=lambda recipe: (
         recipe.uses_tilelang
         and recipe.dsa_indexer_loss_coeff > 0
@@ -290,7 +290,7 @@ def verify() -> None:
         attention = layer(q, k, w, 3, dsa_indexer_use_sparse_loss=sparse)
         with mock.patch.object(dsa_indexer, "indexer_loss", wraps=dsa_indexer.indexer_loss) as op:
             output = attention(query, key, value, None, x, x, attn_mask_type=AttnMaskType.causal)
-        assert op.call_count == 1, "the loss is Megatron's"
+        assert op.call_count == 1, "the loss was computed by Megatron"
         got = torch.autograd.grad(output.sum(), (q, k, w), retain_graph=True)
         keys = chosen if sparse else causal.expand(2, 6, 6)
         target = softmax_over(keys.unsqueeze(1), scores).mean(1).detach()
@@ -300,4 +300,4 @@ def verify() -> None:
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
     with mock.patch.object(dsa_indexer, "choose_keys", wraps=dsa_indexer.choose_keys) as op:
         attention.eval()(query, key, value, None, x, x, attn_mask_type=AttnMaskType.causal)
-    assert op.call_count == 1, "the keys are Megatron's"
+    assert op.call_count == 1, "the keys were selected by Megatron"

@@ -57,7 +57,7 @@ PATCH = Patch(
                 "main-d98e8a64": "96b830f140cf739e",
                 "dev-d48bd6be": "96b830f140cf739e",
             },
-            # It runs after every step, and captures after the first.
+            # Called after every step, it captures after the first one.
             edit=replacing(
                 "return _CudagraphGlobalRecord.create_cudagraphs()",
                 """
@@ -92,7 +92,7 @@ PATCH = Patch(
                 ),
             ),
             helpers=HELPERS,
-            mark="",  # it captures after steps that warm up
+            mark="",  # it captures only after the warm-up steps
         ),
     ),
     reached="forward",
@@ -129,7 +129,7 @@ def verify() -> None:
         return helper.tracker["values"].tolist()
 
     def captures(*_: Any) -> str:
-        """Log what the runs for a capture log."""
+        """Log what the runs of a capture would log."""
         logged(7.0)
         return "stats"
 
@@ -148,10 +148,10 @@ def verify() -> None:
         te = cuda_graphs.TECudaGraphHelper.__new__(cuda_graphs.TECudaGraphHelper)
         te._start_capturing, te._finish_capturing = captures, captures
         te.flattened_callables = te.callables_per_chunk = []
-        te.config = SimpleNamespace(sequence_parallel=False)  # 0.16 captures no layers, too
+        te.config = SimpleNamespace(sequence_parallel=False)  # 0.16 captures even without layers
         te._get_cuda_graph_input_data = lambda: ((), {})
         te.create_cudagraphs()
         assert values() == [1.0, 0.0], "a capture of Transformer Engine is logged"
         helper.tracker.clear()
         te.create_cudagraphs()
-        assert values() == [0.0, 0.0], "what a capture brought into being is logged"
+        assert values() == [0.0, 0.0], "a loss that only a capture saved is logged"

@@ -154,7 +154,7 @@ PATCH = Patch(
                 LAYERS_WITH_A_LOSS.format(name="num_layers"),
             ),
         ),
-        # The dev branch: the stages agree on the slots once, and the caller may pass the layers.
+        # On dev, the stages agree on the slots once, and callers may pass the number of layers.
         _edit(
             "save_loss_to_tracker",
             {"dev-d48bd6be": "1d6f5702223dc908"},

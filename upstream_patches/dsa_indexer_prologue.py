@@ -77,12 +77,12 @@ _PACKED = """,
 
 
 def preparing(rotation: str, rotate: str, documents: str = "") -> NodeEdit:
-    """Move Megatron's lines behind the projections, to where they are one of two ways.
+    """Move Megatron's lines after the projections, where they become one of two alternatives.
 
     Args:
         rotation: the statements that rotate the activations.
-        rotate: an expression for the function, or None, that they call.
-        documents: further arguments, in a release that packs documents.
+        rotate: an expression for the function that they call, or for None.
+        documents: additional arguments, in releases that support packed documents.
     """
     rope = "self._apply_rope({0}, rotary_pos_emb, mscale{1})"
     named = ", cu_seqlens=cu_seqlens_{}" if documents else "{}"
@@ -110,7 +110,7 @@ IF_ASKED = "rotate_activation if self.config.dsa_indexer_rotate_activation else 
 
 
 def kernel_takes(args: Any) -> bool:
-    """Whether a run's indexers have the widths of the kernel."""
+    """Whether the kernel supports the widths of a run's indexers."""
     d, part = (getattr(args, f"{n}_head_dim", 64) for n in ("dsa_indexer", "qk_pos_emb"))
     width = int(part * min(getattr(args, "rotary_percent", 1.0), 1.0))
     rotates = getattr(args, "dsa_indexer_rotate_activation", True)
@@ -187,7 +187,7 @@ def verify() -> None:
     upstream = [torch.randn_like(x) for x in found]
     gradients = torch.autograd.grad(found, projected, upstream)
 
-    # The same from Megatron's own RoPE in fp64. Rounded once, no element is further away than
+    # Compare with Megatron's own RoPE in fp64. Rounded once, no element is further away than
     # half a unit in its last place, which is at most 2**-8 of it.
     q, k, weights = exact = [x.detach().double().requires_grad_() for x in projected]
     angles = indexer.rotary_pos_emb(24, packed_seq=False).double()

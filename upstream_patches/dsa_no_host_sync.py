@@ -270,4 +270,4 @@ def verify() -> None:
     except RuntimeError as refused:
         assert "uniform per-rank sequence lengths" in str(refused)
     else:
-        raise AssertionError("ranks of different length are accepted")
+        raise AssertionError("ranks with different lengths are accepted")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OPS = "megatron/core/transformer/experimental_attention_variant/ops"
 HOOK = f"{OPS}/tilelang_dsa.py:fused_sparse_mla_absorbed"
 WIDTHS = ((128, 64), (192, 128), (576, 512))
-"""Of queries and of values: what was run on a GPU against fp64."""
+"""Widths of queries and values that were compared with fp64 on a GPU."""
 
 
 def _cppmega_declines(query, key, topk_indices, v_channels):

@@ -41,7 +41,7 @@ MIXERS = {
     "megatron.core.ssm.gated_delta_net": "GatedDeltaNet",
 }
 KEPT = ("A_log", "D", "dt_bias")
-"""Of a gated delta net the first and the last."""
+"""A gated delta net has the first and the last."""
 WRAPPER = "megatron/core/transformer/module.py:Float16Module.__init__"
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer.__init__"
 DELTA_NETS = (
@@ -133,8 +133,8 @@ def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[Cppmega
         yield CppmegaError(
             "kept-fp32-precision-aware",
             "--use-precision-aware-optimizer with parameters that float16_keep_fp32 keeps in fp32.",
-            "FusedAdam steps such a parameter and leaves its own fp32 copy of it as it was, and "
-            "that copy is what a checkpoint gets.",
+            "FusedAdam updates such a parameter but not its own fp32 copy of it, and checkpoints "
+            "contain that copy.",
             "leave --use-precision-aware-optimizer out, or cppmega revert float16_keep_fp32",
         )
     if not getattr(args, "no_load_optim", None):
@@ -159,8 +159,8 @@ def _saved_apart(saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]
             yield CppmegaError(
                 "checkpoint-of-split-optimizer",
                 f"The checkpoint holds {names[0]}: an earlier float16_keep_fp32 saved the "
-                "parameters that it keeps in fp32 apart from the others, where stock does not.",
-                "Every rank would end when it loads it: a key is missing, or a shape is another.",
+                "parameters that it keeps in fp32 separately from the others, unlike stock.",
+                "Every rank would fail when it loads it: a key is missing, or a shape differs.",
                 way_out,
             )
 

@@ -28,7 +28,7 @@ GATE = "CPPMEGA_FP8_PARAM_GATHER"
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject runs in which nothing is gathered in FP8 although the variable asks for it."""
+    """Reject runs that would gather nothing in FP8 although the variable is set."""
     if getattr(args, "fp8", None) is None:
         yield _ignored("nothing is FP8", "--fp8-format hybrid")
     elif getattr(args, "use_torch_fsdp2", False):
@@ -41,7 +41,7 @@ def _ignored(reason: str, way_out: str) -> CppmegaError:
     return CppmegaError(
         "fp8-param-gather-ignored",
         f"{GATE} is on, and has no effect in this run: {reason}.",
-        "Its memory and its speed would be recorded as those of FP8 parameters.",
+        "The run's memory and speed would be recorded as those of FP8 parameters.",
         f"{way_out}, or apply again with {GATE}=0",
     )
 
@@ -87,7 +87,7 @@ def verify() -> None:
     def gathers(*words: str) -> tuple[object, ...]:
         with mock.patch.object(sys, "argv", ["train.py", *words]):
             args = arguments.parse_args()
-        # What the layers, the buffers and the optimizer are built with.
+        # The values that the layers, the buffers and the optimizer are built with.
         return args.fp8, args.fp8_param_gather
 
     assert gathers("--fp8-format", "hybrid") == ("hybrid", True), gathers("--fp8-format", "hybrid")

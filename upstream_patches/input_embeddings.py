@@ -87,7 +87,7 @@ def _cppmega_for_depths(mtp):
 
 
 def refuses(args: Any, _saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what the embeddings do not go with, and sizes that cannot be read."""
+    """Reject options that the embeddings do not support, and sizes that cannot be parsed."""
     try:
         if input_embedding_sizes.asked_for(variables(args)):
             yield from input_embedding_sizes.obstacles(args)
@@ -188,7 +188,7 @@ def verify() -> None:
         projection = weights["embedding.input_embeddings.ngram_hash.projection"]
         tables = weights["embedding.input_embeddings.ngram_hash.tables"]
         loss(model).backward()
-        assert projection.grad is not None and projection.grad.any(), "nothing is added"
+        assert projection.grad is not None and projection.grad.any(), "the embeddings are not added"
         torch.nn.init.normal_(projection)
         loss(model).backward()
         assert tables.grad.any(), "the tables do not learn"
@@ -197,4 +197,4 @@ def verify() -> None:
         except CppmegaError as error:
             assert error.name == "input-embeddings-not-fed", error
         else:
-            raise AssertionError("a model trains without the ends of documents")
+            raise AssertionError("a model trains without knowing where documents end")

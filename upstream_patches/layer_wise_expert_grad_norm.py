@@ -93,13 +93,13 @@ def verify() -> None:
         param.grad = torch.ones(2)
 
     def counting(params, tp_group=None, expert_tp_group=None, **_):  # type: ignore[no-untyped-def]
-        """Replace the count of zeros, which needs CUDA, by the parameters that it would count."""
+        """Replace the count of zeros, which needs CUDA, with the parameters that it would count."""
         groups = {"tp_group": tp_group, "expert_tp_group": expert_tp_group}
         kept = [p for p in params if param_is_not_tensor_parallel_duplicate(p, **groups)]
         return [name for name, param in named.items() if any(param is other for other in kept)]
 
     def counted(rank, expert_rank):  # type: ignore[no-untyped-def]
-        """Return the parameters that count in the norm and in the zeros of a rank."""
+        """Return the parameters that count in a rank's norm and in its number of zeros."""
         groups = {"tp": group(rank, 2), "expt_tp": group(expert_rank, expert_rank + 1)}
         config = OptimizerConfig(optimizer="adam", lr=0.1)
         child = FP32Optimizer.__new__(FP32Optimizer)  # its __init__ creates a tensor on the GPU
@@ -116,7 +116,7 @@ def verify() -> None:
 
     wanted = {(0, 0): [*names], (1, 0): ["expert's"], (0, 1): ["dense"], (1, 1): []}
     for (rank, expert_rank), own in wanted.items():
-        # The rank that counts if no group is given.
+        # The rank whose parameters count if no group is given.
         with mock.patch.object(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", rank):
             got = counted(rank, expert_rank)
         assert got == (own, own), f"rank {rank}, of the experts' group {expert_rank}: {got}"

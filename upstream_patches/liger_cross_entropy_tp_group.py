@@ -47,7 +47,7 @@ PATCH = Patch(
             distribution="liger-kernel",
         ),
     ),
-    reached="never",  # Megatron's arguments do not tell whether a script applies Liger's kernels
+    reached="never",  # Megatron's arguments do not show whether a script applies Liger's kernels
     # Up to 0.8.0 there is no function for tensor parallelism.
     feature=("liger_kernel/ops/vocab_parallel_cross_entropy.py:LigerVocabParallelCEFunction",),
     needs=("triton",),
@@ -68,18 +68,18 @@ def verify() -> None:
     from torch.nn.functional import cross_entropy as reference
 
     logits = torch.tensor([[[1.0, -2.0, 0.5, 3.0]], [[0.0, 2.0, -1.0, 1.0]]])
-    labels = torch.tensor([[1], [0]])  # both are words of this rank, which has two of the four
+    labels = torch.tensor([[1], [0]])  # both are on this rank, which has two of the four tokens
     whole = reference(logits[:, 0], labels[:, 0], reduction="none")
     alone = reference(logits[:, 0, :2], labels[:, 0], reduction="none")
 
     class Group:
-        """The tensor-parallel group of two ranks, of which the other one has the other words."""
+        """A tensor-parallel group of two ranks; the other rank has the rest of the vocabulary."""
 
         def all_reduce(self, mine):  # type: ignore[no-untyped-def]
             return mine + logits[..., 2:].exp().sum(-1)
 
     class CrossEntropy:
-        """Liger's, in plain torch: its kernels need a GPU."""
+        """Liger's cross entropy in plain torch: its kernels need a GPU."""
 
         def __init__(self, **options):  # type: ignore[no-untyped-def]
             self.options = options

@@ -24,7 +24,7 @@ INIT = f"{PATH}:GPTModel.__init__"
 POSTPROCESS = f"{PATH}:GPTModel._postprocess"
 KERNELS = "megatron/core/fusions/fused_linear_cross_entropy.py"
 LOGGED = "has_config_logger_enabled(self.config)"
-"""GPTModel writes its logits to disk then."""
+"""If set, GPTModel writes its logits to disk."""
 
 PATCH = Patch(
     edits=(

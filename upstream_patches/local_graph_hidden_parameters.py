@@ -171,7 +171,7 @@ def verify() -> None:
     for param in layer.parameters():
         param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
 
-    # Without graphs and their memory: the code runs instead of being captured, on ones.
+    # Without graphs and their memory: the code runs, on ones, instead of being captured.
     stand_ins = [
         (torch.cuda, "CUDAGraph", mock.Mock()),
         (torch.cuda, "graph", lambda *_, **__: nullcontext()),

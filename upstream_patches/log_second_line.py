@@ -110,7 +110,7 @@ def verify() -> None:
         return [tuple(map(float, re.search(line, said).groups())) for said in lines]  # type: ignore[union-attr]
 
     everyone = [(1, 100_000, 1), (2, 1000, 2), (3, 1000, 3)]
-    assert logged(1, 1, 3) == everyone, "the second line has the first step in it"
+    assert logged(1, 1, 3) == everyone, "the second line includes the first step"
     assert logged(1, 21, 22) == [(21, 100_000, 21), (22, 1000, 22)]  # resumed
     # Step 21 ends an interval of 3. Step 1 begins one: the line of step 3 is the mean of 1 to 3.
     assert logged(3, 21, 24) == [(21, 100_000, 21), (24, 1000, 23)]

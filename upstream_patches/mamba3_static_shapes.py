@@ -27,7 +27,7 @@ SIZES = ("B", "S", "H", "G")
 
 
 def _given(kernels: int) -> Any:
-    """Replace the dynamic sizes of so many kernels by those of the tensors."""
+    """Replace the dynamic sizes of this many kernels with those of the tensors."""
     return in_order(*(replacing(f'T.dynamic("{name}")', name, times=kernels) for name in SIZES))
 
 

@@ -68,7 +68,7 @@ def create_packed_seq_idx(self, packed_seq_params, total_tokens):  # type: ignor
 def packs_for_mamba(args: Any) -> bool:
     """Whether the run packs documents for a model with Mamba layers."""
     packs = getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
-    mamba2 = not mixer_sizes.mamba3(variables(args))  # M is Megatron's own mixer
+    mamba2 = not mixer_sizes.mamba3(variables(args))  # then M is Megatron's own mixer
     return bool(packs) and mamba2 and "M" in layer_pattern(args)
 
 

@@ -64,7 +64,7 @@ def _cppmega_run_layers(stack, run, hidden_states):
 def _loop_into_function(node: Any) -> Any:
     """Turn `for layer in self.layers: ...` into a function of the layers and their input.
 
-    Masks, rotary embeddings and packed-sequence parameters need no gradient: they stay in its
+    Masks, rotary embeddings and packed-sequence parameters need no gradient: they remain in its
     closure, under the names that they have in each version.
     """
     import libcst as cst
@@ -97,7 +97,7 @@ def _loop_into_function(node: Any) -> Any:
 
     done = node.visit(Swap())
     if found != 1:
-        raise node_edits.mismatch(f"the loop over the layers stands there {found} times")
+        raise node_edits.mismatch(f"the loop over the layers occurs {found} times")
     return done
 
 

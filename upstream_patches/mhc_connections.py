@@ -51,14 +51,14 @@ def uses_mhc(args: Any) -> bool:
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what would be refused when the model is built, and checkpoints of other models."""
+    """Reject what would be refused when the model is built, and checkpoints of other models."""
     yield from problems(args)
     yield from other_models(args, saved)
     if uses_mhc(args) and shares_dsa_keys(args):
         yield CppmegaError(
             "mhc-unsupported",
             "DSA layers that share keys with --enable-mhc-connections.",
-            "A wrapped layer has another name in checkpoints, by which shared layers are found.",
+            "Layers that share keys are found by their names, which differ for wrapped layers.",
             "leave one of the two out",
         )
 
@@ -77,7 +77,7 @@ PATCH = Patch(
 
 
 def fixed_upstream(source: Source) -> bool:
-    # Of whichever form: a tree's own hyper-connections are never wrapped into these.
+    # In any form: these are never wrapped around a tree's own hyper-connections.
     return "class HyperConnectionModule" in source.file(OWN)
 
 

@@ -53,7 +53,7 @@ if self.config.use_fused_mhc:
 
 
 def uses_kernels(args: Any) -> bool:
-    """Whether the run asks for fused kernels of its hyper-connections."""
+    """Whether the run requests fused kernels for its hyper-connections."""
     return bool(getattr(args, "use_fused_mhc", False))
 
 
@@ -62,7 +62,7 @@ PATCH = Patch(
         Edit(
             target=f"{MODULE}.__init__",
             pins={"dev-d48bd6be": "7d29d508262f398a", "pr6401-2651afee": "8246cc545d6e451d"},
-            # The line that names Megatron's backends would not be true.
+            # Megatron's log line that names its backends would be wrong.
             edit=in_order(replacing("log_fused_mhc_backend_once()", ""), appending(USED)),
             mark="",
         ),
@@ -105,7 +105,7 @@ PATCH = Patch(
 
 
 def fixed_upstream(source: Source) -> bool:
-    # The two ops that have nothing but cuTile, without which they are plain torch.
+    # The two ops whose only kernels are cuTile's; without cuTile they run in plain torch.
     text = source.text(BACKENDS)
     return bool(text) and '"cutile" if is_cutile_available() else "native"' not in text
 
@@ -126,20 +126,20 @@ def verify() -> None:
         except CppmegaError as error:
             assert error.name == "mhc-no-fused-kernel", error
         else:
-            raise AssertionError("no kernel can run, and the model is built")
-        # The reference in their place: tests/ops/test_mhc.py compares the kernels with it.
+            raise AssertionError("the model is built although no kernel can run")
+        # The reference instead of the kernels: tests/ops/test_mhc.py compares the two.
         plain.enter_context(mock.patch.object(mhc, "obstacle", lambda *sizes: None))
         plain.enter_context(mock.patch.multiple(mhc, **_reference_ops()))
     with plain, torch._dynamo.config.patch(disable=True):
         _assert_reference(_site(16, torch.float32), 1e-3)
-        # Megatron's own code at the end of a site, which takes weights of the streams' type.
+        # Megatron's own code at the end of a site, which needs weights of the streams' dtype.
         _assert_reference(_site(16, torch.bfloat16, hidden_dropout=0.5), 0.1)
     if torch.cuda.is_available():
         _assert_fast(_site(4096, torch.bfloat16))
 
 
 def _site(width: int, dtype: Any, **options: Any) -> Any:
-    """A module of four streams, as a model that asks for fused kernels builds it."""
+    """A module with four streams, as a model with fused kernels builds it."""
     import dataclasses
 
     import torch
@@ -161,7 +161,7 @@ def _site(width: int, dtype: Any, **options: Any) -> Any:
     )
     torch.manual_seed(0)
     site = HyperConnectionModule(config, layer_number=1)
-    for parameter in site.parameters():  # as far from their start as training takes them
+    for parameter in site.parameters():  # as far from their initial values as after training
         torch.nn.init.normal_(parameter, std=0.5)
     return site.to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -183,7 +183,7 @@ def _reference_ops() -> dict[str, Any]:
 
 
 def _assert_reference(site: Any, bound: float) -> None:
-    """Compare a site that has a sub-layer between its ends with fp64: output and gradients."""
+    """Compare the output and gradients of a site around a sub-layer with fp64."""
     from unittest import mock
 
     import torch
@@ -223,7 +223,7 @@ def _assert_reference(site: Any, bound: float) -> None:
 
 
 def _assert_fast(site: Any) -> None:
-    """A site takes at most twice as long as a copy of what it must read and write.
+    """Assert that a site takes at most twice as long as copying what it must read and write.
 
     That is 45 times one of its four streams, forward and backward; a copy moves its tensor twice.
     """

@@ -69,7 +69,7 @@ def verify() -> None:
     from megatron.training import training
 
     class BuiltError(Exception):
-        """Raised by the model provider: the run got that far."""
+        """Raised by the model provider, to show that the run got that far."""
 
     args = SimpleNamespace(load=None, virtual_pipeline_model_parallel_size=None)
     args.init_model_with_meta_device = False
@@ -89,5 +89,7 @@ def verify() -> None:
         except (
             ModuleNotFoundError
         ) as error:  # the bug itself, not a missing dependency of the proof
-            raise AssertionError(f"the wheel does not ship it: {error}") from None
+            raise AssertionError(
+                f"imports a module that the wheel does not ship: {error}"
+            ) from None
     raise AssertionError("the model provider was never called")

@@ -22,7 +22,7 @@ from ._linear_ce.edits import asked_for
 MTP = "megatron/core/transformer/multi_token_prediction.py"
 TARGET = f"{MTP}:process_mtp_loss"
 INLINE = "megatron/core/models/gpt/gpt_model.py:GPTModel._postprocess"
-"""Where the loop over the depths stands in 0.16."""
+"""The location of the loop over the depths in 0.16."""
 
 FIND = """
 linear_ce = None  # what computes a depth's loss without its logits
@@ -85,7 +85,7 @@ if linear_ce is None:
 
 
 def without_logits(accepted: str):  # type: ignore[no-untyped-def]
-    """Return the edit; `accepted` is true if the acceptance counts are needed."""
+    """Return the edit; the expression `accepted` is true if acceptance counts are needed."""
     return in_order(
         inserting(FIND, before="original_num_tokens = loss_mask.sum()"),
         replacing(LOGITS, NO_LOGITS),

@@ -47,13 +47,13 @@ def _cppmega_layer_spec(stock, letter):
 
 
 def has_own_mixers(args: Any) -> bool:
-    """Whether a run's model has mixers of cppmega's."""
+    """Whether a run's model has cppmega's mixers."""
     given = variables(args)
     return mixer_sizes.mamba3(given) is not None or mixer_sizes.m2rnn(given) is not None
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Name what the mixers do not go with, and checkpoints of other models."""
+    """Reject options that the mixers do not support, and checkpoints of other models."""
     try:
         yield from mixer_sizes.obstacles(args, variables(args))
         yield from mixer_sizes.other_models(saved, variables(args))
@@ -113,14 +113,14 @@ def verify() -> None:
 
     from cppmega.proof import small_models
 
-    # `mamba_layer_recompute` keeps them where its gate is open, and there is no GPU to ask.
+    # With its gate on, `mamba_layer_recompute` saves RNG states, which needs a GPU.
     mock.patch.object(random, "_get_cuda_rng_state", return_value=None).start()
     mock.patch.object(random, "_set_cuda_rng_state").start()
     sizes = mixer_sizes.Mamba3(head_dim=4, state_dim=8, groups=2, rank=2, chunk=4)
     with mock.patch.dict(os.environ, {"CPPMEGA_MAMBA3": stated_sizes.text(sizes)}):
         try:
             model = small_models.hybrid(pattern="M*M-")
-        except ImportError as error:  # of the package that Megatron's Mamba-2 mixer needs
+        except ImportError as error:  # a package that Megatron's Mamba-2 mixer needs
             raise AssertionError("M is a Mamba-2 mixer") from error
         given = small_models.arguments(model)
         before = model(**given)

@@ -111,14 +111,14 @@ def verify() -> None:
 
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
     takes = inspect.signature(random.CheckpointWithoutOutput).parameters
-    # With upstream's fix the caller has to request it.
+    # With upstream's fix, the caller has to request that inputs are kept.
     asked = {"retain_input_tensors": True} if "retain_input_tensors" in takes else {}
 
     def norm(hidden):  # type: ignore[no-untyped-def]
         return torch.tanh(hidden) * weight, hidden
 
     def share(output, recomputed):  # type: ignore[no-untyped-def]
-        """Replace the extension, which takes too long to compile for a proof."""
+        """Replace the C++ extension, which takes too long to compile for a proof."""
         storage, other = output.untyped_storage(), recomputed.untyped_storage()
         assert storage._cdata != other._cdata, "a storage was linked to itself"
         storage.resize_(other.nbytes())

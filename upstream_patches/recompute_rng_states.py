@@ -27,9 +27,9 @@ KEEP = f"{FILE}:_get_all_rng_states"
 
 
 def recomputes_tracked(args: Any) -> bool:
-    """Whether every layer of a GPT model keeps states of that tracker, outside of any graph.
+    """Whether every layer of a GPT model saves states of that tracker, outside of any graph.
 
-    Full recomputation in FP8 and FP4 is Transformer Engine's.
+    Full recomputation in FP8 and FP4 is done by Transformer Engine.
     """
     quantized = getattr(args, "fp8", None) or getattr(args, "fp4", None)
     variant = getattr(args, "experimental_attention_variant", None)  # may have no core attention
@@ -117,7 +117,7 @@ def verify() -> None:
     from ._generators import Generator, on_cpu, outcome
 
     device, tracker = Generator(1, 0), random.CudaRNGStatesTracker()
-    tracker.use_cudagraphable_rng = True  # its constructor asks for a torch that knows CUDA graphs
+    tracker.use_cudagraphable_rng = True  # its constructor requires a torch with CUDA graphs
     current = {"_CUDA_RNG_STATE_TRACKER": tracker, "_CUDA_RNG_STATE_TRACKER_INITIALIZED": True}
 
     def recompute(layer, hidden):  # type: ignore[no-untyped-def]

@@ -66,7 +66,7 @@ PATCH = Patch(
             {"2.3.2.post1": "e77cc862484e0159", "main-e9594ce1": "a54e8af4b86cb743"},
         ),
     ),
-    reached="never",  # TileLang compiles the text of a kernel, and would compile a mark inside
+    reached="never",  # TileLang compiles a kernel's source, which would include a mark
     feature=(f"{FOLDER}/mamba3_mimo_fwd.py:mamba_mimo_fwd",),
     gate="CPPMEGA_SMEM_MERGE",
     provides={"shared_memory_merge": (True,)},

@@ -62,8 +62,8 @@ PATCH = Patch(
             distribution="transformer-engine",
         ),
     ),
-    reached="never",  # layers are captured after some steps
-    feature=(f"{FILE}:_graph_context_wrapper",),  # earlier releases wrap a layer, not its class
+    reached="never",  # layers are captured only after some steps
+    feature=(f"{FILE}:_graph_context_wrapper",),  # earlier releases wrap layers, not their classes
     when=captures_layers,
 )
 

@@ -74,7 +74,7 @@ def verify() -> None:
     torch.manual_seed(0)
     rows, keys, heads, d, nan = 5, 11, 2, 4, float("nan")
     q, k, w = torch.randn(rows * heads, d), torch.randn(keys, d), torch.randn(rows, heads)
-    # Behind the last row and key is memory that no score may depend on.
+    # After the last row and key there is memory that no score may depend on.
     behind = [torch.cat((x, torch.full((16, x.size(1)), nan))) for x in (q, k, w)]
     starts, ends = torch.tensor([0, 0, 3, 3, 9]), torch.tensor([4, 11, 5, 11, 10])
     products = torch.relu(torch.einsum("shd,td->sht", q.view(rows, heads, d), k))

@@ -69,6 +69,6 @@ def returning_loss(page: str, *, unless: str = "", loss_mask: str = "loss_mask")
 
 
 def asked_for(args: object) -> bool:
-    """Whether a run's arguments ask for linear cross-entropy."""
+    """Whether a run's arguments select linear cross-entropy."""
     fusion = getattr(args, "cross_entropy_loss_fusion", False)
     return bool(fusion) and getattr(args, "cross_entropy_fusion_impl", "") == "linear"

@@ -54,12 +54,12 @@ def no_logits(columns: int = V) -> Iterator[None]:
 
 
 def gpt(**options: Any) -> Any:
-    """A GPTModel that asks for linear cross-entropy."""
+    """A GPTModel configured for linear cross-entropy."""
     return small_models.gpt(**(LINEAR | options))
 
 
 def hybrid(**options: Any) -> Any:
-    """A hybrid model that asks for linear cross-entropy."""
+    """A hybrid model configured for linear cross-entropy."""
     return small_models.hybrid(**(LINEAR | options))
 
 
@@ -129,7 +129,7 @@ def _inline(settings: Any, layer: Any, hidden: Any, labels: Any, mask: Any) -> A
     from megatron.core.models.gpt import gpt_model
 
     class Seen(Exception):  # noqa: N818
-        """The only depth of the loop is done."""
+        """Raised when the only depth of the loop has been processed."""
 
     def stop(_: Any, loss: Any) -> None:
         raise Seen(loss)
