@@ -14,18 +14,18 @@ from typing import Any, Literal, Protocol, get_args
 from cppmega.errors import CppmegaError
 
 Kind = Literal["source", "class-swap", "method-wrap", "function-swap"]
-"""`source` is written to disk; the others are installed when the module is imported."""
+"""`source` edits are written to disk; the others are installed when the module is imported."""
 
 Reached = Literal["startup", "forward", "backward", "log", "save", "never"]
 """When a run must have passed through the patched code: by the end of its first step, or of
-Megatron's first log or checkpoint; `never` for code that no run has to reach."""
+Megatron's first log or checkpoint; `never` for code that no run needs to reach."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REACHED: tuple[str, ...] = get_args(Reached)
 
 
 def left_alone(node: Any) -> Any:
-    """Leave a text that the page is pinned to as it is.
+    """Leave a text that the page pins unchanged.
 
     Versions differ in how many symbols a patch must edit. If a symbol that is edited in other
     versions is already right, the page pins it with this edit; otherwise it could not be
@@ -149,7 +149,7 @@ class Page:
     patch: Patch
     doc: str
     revision: str
-    """Hash of the page's code and of all that it reaches, without comments and docstrings."""
+    """Hash of the page's code and everything that it reaches, without comments and docstrings."""
     path: str
     catalogue: str
     """`builtin`, or the folder given by `--patches`."""

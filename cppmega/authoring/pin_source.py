@@ -23,8 +23,8 @@ class PinsNotFoundError(CppmegaError):
 def copy_with(page: Page, data: bytes, scratch: Path) -> Page:
     """Load a copy of the page that has this text, next to copies of the modules that pages share.
 
-    Every copy gets a folder of its own, because Python would otherwise reuse the bytecode of
-    another copy.
+    Every copy gets its own folder, because Python would otherwise reuse the bytecode of another
+    copy.
 
     Raises:
         CppmegaError: what `load_page` raises.
@@ -65,7 +65,7 @@ def with_pins(page: Page, wanted: Mapping[int, str], version: str) -> bytes:
 
 
 def _place(page: Page, data: bytes, index: int) -> ast.Dict | None:
-    """Find the literal dict that holds the pins of one edit.
+    """Find the literal dict with the pins of one edit.
 
     Edits that have equal pins are distinguished by their order.
     """

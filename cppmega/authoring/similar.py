@@ -18,7 +18,7 @@ from cppmega.tree.installed import Tree
 
 _WORD = re.compile(r"[A-Za-z_]\w+")
 _FILES = 6
-"""Number of further files to search; parsing all of them would take seconds."""
+"""Number of additional files to search; parsing all of them would take seconds."""
 _RARE = 16
 """Number of long names of a definition by which the files that may contain it are found."""
 _ALIKE = 0.7

@@ -1,4 +1,4 @@
-"""The ledger of upstream: the pull requests that pages name, and what the pages say of them.
+"""The ledger of upstream: the pull requests that pages name, with the state that they give.
 
 A page's `Upstream:` line names pull requests, each with its state in parentheses:
 
@@ -17,7 +17,7 @@ from cppmega.page import Page, left_alone
 
 State = Literal["released", "merged", "open", "closed", "unstated", "not-sent"]
 STATES: tuple[State, ...] = get_args(State)
-"""What retires first comes first."""
+"""Pages that retire first come first."""
 
 _REFERENCE = re.compile(
     r"(?:https://github\.com/(?P<repository>[\w.-]+/[\w.-]+)/(?P<kind>pull|issues)/|#)"
@@ -41,7 +41,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     releases: tuple[str, ...]
     """The first releases that contain it."""
     note: str
-    """What the page says of it."""
+    """The state that the page gives in parentheses."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

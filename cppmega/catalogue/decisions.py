@@ -1,4 +1,4 @@
-"""Things that people know by a name and will not find under it: what was decided about each.
+"""Decisions about features that users may look for under a name that does not exist here.
 
 The table is `not.toml` of the built-in catalogue, data without code. `cppmega explain NAME` and the
 refusal of a variable quote its rows, and `upstream_patches/NOT.md` is written from it.
@@ -43,15 +43,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     why: str
     instead: str
     variables: tuple[str, ...] = ()
-    """Environment variables that asked for it; setting one is an error."""
+    """Environment variables that enabled it; setting one is an error."""
     also: tuple[str, ...] = ()
-    """Arguments, scripts, functions and pull requests by which people know it."""
+    """Arguments, scripts, functions and pull requests by which users know it."""
     numbers: tuple[Number, ...] = ()
     not_measured: str = ""
-    """What no one has measured; empty if nothing was left open."""
+    """What has not been measured; empty if nothing was left open."""
     upstream: str = ""
     breaks_runs: str = ""
-    """How its variables were seen to break runs; empty if they were not."""
+    """How its variables were observed to break runs; empty if they were not."""
 
     def sentences(self) -> str:
         """The decision, its reason and the numbers."""

@@ -48,7 +48,7 @@ def problems(pages: Iterable[Page], environment: Mapping[str, str]) -> Iterator[
 def _of_closed_pages(
     pages: Iterable[Page], environment: Mapping[str, str]
 ) -> Iterator[CppmegaError]:
-    """An error for every variable that is set, and belongs to pages whose gates are closed."""
+    """Yield an error for every variable that is set and belongs only to pages with closed gates."""
     readers: dict[str, list[Page]] = {}
     for page in pages:
         for name in page.patch.variables:

@@ -1,6 +1,6 @@
-"""Questions about Megatron's parsed arguments, which a page's `when` asks.
+"""Questions about Megatron's parsed arguments, for a page's `when`.
 
-Releases differ in the arguments that they have. One that is missing counts as not given.
+Releases differ in the arguments that they have. A missing argument counts as not given.
 
 Example:
     >>> from cppmega.catalogue.megatron_args import has_mtp, uses_dsa
@@ -17,12 +17,12 @@ from cppmega.host import env
 
 
 def variables(args: object) -> Mapping[str, str]:
-    """Those that patched code will find in a rank; where no launch is checked, this process's."""
+    """The environment of the ranks if a launch is being checked, otherwise that of this process."""
     return cast(Mapping[str, str], getattr(args, "cppmega_variables", os.environ))
 
 
 def layer_pattern(args: object) -> str:
-    """The pattern of a hybrid model's layers, under the name of any release; "" for a GPT model."""
+    """A hybrid model's layer pattern, whatever its name in this release; "" for a GPT model."""
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.16
     return next((str(p) for name in names if (p := getattr(args, name, None))), "")
 
@@ -34,13 +34,13 @@ def uses_dsa(args: object) -> bool:
 
 
 def shares_dsa_keys(args: object) -> bool:
-    """Whether some DSA layers use the keys that others choose, by Megatron's options or ours."""
+    """Whether some DSA layers use the keys that others select, by Megatron's options or ours."""
     frequency = getattr(args, "dsa_indexer_topk_freq", None) or 1
     return uses_dsa(args) and (frequency > 1 or env.INDEX_CACHE.read(variables(args)))
 
 
 def has_mtp(args: object) -> bool:
-    """Whether the model predicts further tokens (MTP)."""
+    """Whether the model predicts additional tokens (MTP)."""
     return bool(getattr(args, "mtp_num_layers", None))
 
 
@@ -50,7 +50,7 @@ def has_experts(args: object) -> bool:
 
 
 def recomputes(args: object, module: str = "") -> bool:
-    """Whether activations are recomputed in full, or with a name, that module selectively."""
+    """Whether activations are recomputed in full or, given a name, that module selectively."""
     granularity = getattr(args, "recompute_granularity", None)
     if not module:
         return granularity == "full"

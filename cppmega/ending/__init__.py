@@ -1,4 +1,4 @@
-"""How a guarded process ends: its judgement, its record, and the processes it started.
+"""How a guarded process ends: its verdict, its record, and the processes it started.
 
 Imports the guard and the run folders.
 """

@@ -1,4 +1,4 @@
-"""A process that a guarded one has started: it holds the same overlay, or ends."""
+"""A process that a guarded one has started: it has the same overlay, or ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cppmega.rank import roll_call, run_ledger
 
 
 def join_or_die() -> None:
-    """Hold the same overlay as the parent, or end with the reason.
+    """Join with the same overlay as the parent, or end with the reason.
 
     Steps that this process takes are checked like those of any rank.
     """
@@ -34,6 +34,6 @@ def join_or_die() -> None:
     except CppmegaError as error:
         run_ledger.write("refused", where=roll_call.where(), error=error.as_json())
         print(error.render(), file=sys.stderr, flush=True)
-        os._exit(1)  # site would print any exception and go on
+        os._exit(1)  # site would print any exception and continue
     run_ledger.write("holds")
     run_end.watch_ranks()

@@ -1,4 +1,4 @@
-"""Judge the end of a guarded process, however it comes: was every step of it checked?
+"""Judge a guarded process when it ends, in whatever way: was every step of it checked?
 
 A script ends by returning, by `sys.exit`, by an exception, or later: when its last thread or its
 last worker process ends. The first three are judged at once, the last when Python itself ends.
@@ -78,7 +78,7 @@ def returned(stop: SystemExit | None) -> int:
     if os.getpid() != _END.pid:
         return status  # a fork that has reached the script's end
     _END.status = status
-    # A click command that was called as a function returns; `-h` may mean something else there.
+    # A click command that was called as a function returns; there, `-h` may mean something else.
     _END.help_shown = "--help" in _END.words or (stop is not None and "-h" in _END.words)
     if status == 0 and not _others_work():
         _judge(_END)
@@ -90,7 +90,7 @@ def failed() -> None:
     if _END is None or os.getpid() != _END.pid:
         return
     _END.status, _END.judged = 1, True
-    # What the script registered with atexit still runs; forks of it end as they like.
+    # The script's atexit handlers still run; its forks may end in any way.
     leave, me = os._exit, os.getpid()
     os._exit = lambda status: leave(status or int(os.getpid() == me))
 
@@ -216,18 +216,18 @@ def close_gloo() -> None:
 
 
 def watch_ranks() -> None:
-    """Judge the processes that a script starts, too, once they have become ranks."""
+    """Also judge the processes that a script starts, once they have become ranks."""
     roll_call.on_join(_watch_end_of_rank)
 
 
 def _watch_end_of_rank() -> None:
     if _END is not None and os.getpid() == _END.pid:
-        return  # its end is judged with all that it started
+        return  # its end is judged together with everything that it started
     atexit.register(_end_of_rank)
     if "multiprocessing.process" in sys.modules:
         from multiprocessing import util
 
-        # A forked worker ends without what atexit holds.
+        # A forked worker ends without running atexit handlers.
         util.Finalize(None, _end_of_rank, exitpriority=-1)
 
 

@@ -1,4 +1,4 @@
-"""The record of a launched rank that has reached its end: a status of 0 alone proves nothing.
+"""The record that a launched rank has reached its end, since a status of 0 alone proves nothing.
 
 `os._exit(0)` bypasses every check that a process could make at its end, so the process in charge of
 a run looks for the records of its ranks.
@@ -42,7 +42,7 @@ def node_of_this_rank() -> Node | None:
 
     A variable that is left over in a shell names a run whose torchrun is not our parent. Its
     command line names the folder from the start, whereas the process in charge may still be
-    waiting for the disk to take the status that says which torchrun is its own.
+    waiting for the disk to store the status that records which torchrun is its own.
     """
     folder = env.RUN.read()
     if folder is None:
@@ -52,7 +52,7 @@ def node_of_this_rank() -> Node | None:
 
 
 def begin(node: Node) -> None:
-    """Reserve the room for this rank's record, which a disk may not have at the end."""
+    """Reserve disk space for this rank's record, which may not be available at the end."""
     with contextlib.suppress(OSError):
         _file(node, _local_rank()).parent.mkdir(exist_ok=True)
         _file(node, _local_rank()).write_bytes(_padded(EndRecord(pid=os.getpid())))

@@ -54,7 +54,7 @@ class CheckedModule:
     """False after a reload: the names then mean new objects, while these may live on in copies."""
 
     def changes(self) -> Iterator[Change]:
-        """Every difference from what a clean import gives."""
+        """Every difference from the result of a clean import."""
         yield from self.foreign
         if type(self.module) is not self.kind:
             yield Change(("__class__",), self.kind, type(self.module))
@@ -140,7 +140,7 @@ def record(file: WatchedFile, module: types.ModuleType, code: types.CodeType) ->
 
 
 def repin(made: CheckedModule, owner: Any, name: str) -> None:
-    """Expect what a name means now: the overlay itself has replaced it."""
+    """Expect the current value of a name: the overlay itself has replaced it."""
     value = vars(owner)[name]
     new = pin(value, lambda cls: _is_own(made, cls))
     if owner is made.module:

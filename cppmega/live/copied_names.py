@@ -1,7 +1,7 @@
 """Copies of patched functions and classes in other modules: `from MODULE import NAME`.
 
-A copy keeps the object that it was made from. It is right if that is one of the objects that a
-checked import gave, or that the overlay itself has put in its place.
+A copy keeps the object that the name had when it was copied. It is correct if that object came from
+a checked import, or was installed by the overlay itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cppmega.live.pinned import Pin, layers
 from cppmega.tree import installed
 
 PACKAGES = tuple(installed.PACKAGES.values())
-"""The packages whose modules train."""
+"""The packages whose modules run in training."""
 
 
 class Names:
-    """The definitions of all patched modules, and every object that is right for one of them."""
+    """The definitions of all patched modules, and every object that is correct for one of them."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, dict[str, list[Pin]]] = {}

@@ -23,7 +23,7 @@ class Facts:
     packages: set[str] = field(default_factory=set)
     """The top-level packages that the file imports from, and its own."""
     declared_global: set[str] = field(default_factory=set)
-    """Module variables that functions of the file assign: state, whatever they hold now."""
+    """Module variables that functions of the file assign: state, regardless of their value."""
     assigned_attributes: set[str] = field(default_factory=set)
     """Names of attributes that the file assigns: state if a class has them."""
 

@@ -1,4 +1,4 @@
-"""The patched code in memory: what every import of a patched module gave is still what runs.
+"""The patched code in memory: check that what a patched module's import produced still runs.
 
 `watch` is called before megatron is imported. From then on a patched file is compiled from bytes
 that match the receipt, never from bytecode, and everything its import leaves behind is recorded.
@@ -69,14 +69,14 @@ def replace(owner: Any, name: str, new: Any) -> None:
 
 
 def expect(owner: Any, name: str) -> None:
-    """Let the check expect, from now on, what a name means at this moment."""
+    """Make the check expect, from now on, the current value of a name."""
     for made in _WATCHED.modules:
         repin(made, owner, name)
     _WATCHED.names.learn(vars(owner)[name])
 
 
 def check() -> None:
-    """Compare the whole process with what the imports gave.
+    """Compare the whole process with what the imports produced.
 
     Raises:
         CppmegaError: `file-changed`, `not-watched`, `stale-code`.

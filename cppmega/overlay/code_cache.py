@@ -1,8 +1,8 @@
-"""What earlier applies found in the code of pages and of this package, in the user's cache folder.
+"""Facts about the code of pages and of this package, cached across applies for the user.
 
 A receipt has the facts for its own tree. A fresh tree, as after an upgrade of Megatron, has none,
-and to parse and compile some 250 files again, which are those of the last apply, takes a sixth of
-the time of an apply. All entries are keyed by the bytes of a file.
+and parsing and compiling the same 250 or so files again takes a sixth of the time of an apply. All
+entries are keyed by the bytes of a file.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cppmega.tree import wheels
 
 _FACTS = "known-code.json"
 _MOST = 4096
-"""Entries, and kilobytes of compiled pages, after which a file starts over."""
+"""Maximum number of entries, and kilobytes of compiled pages, before a file is started over."""
 
 
 def adopt() -> None:
-    """Adopt compiled pages and facts; those of other rules are ignored."""
+    """Adopt compiled pages and facts; those found by other rules are ignored."""
     if data := _read(compiled.file_name()):
         compiled.adopt(data)
     code_text.remember(_facts())
 
 
 def keep() -> None:
-    """Add what this process needed; without a cache folder, the next one does it again."""
+    """Save what this process computed; without a cache folder, the next one computes it again."""
     pages = compiled.known()
     if pages is not None:
         _write(compiled.file_name(), pages if len(pages) <= _MOST << 10 else b"")
@@ -53,7 +53,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _read(name: str) -> bytes:
-    with contextlib.suppress(RuntimeError):  # there is no home folder
+    with contextlib.suppress(RuntimeError):  # no home folder
         return own_files.read(_folder() / name)
     return b""
 

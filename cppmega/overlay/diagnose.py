@@ -24,7 +24,7 @@ COMMITTED = "the commit contains patched text: it was committed after an apply"
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """One file: its bytes, its pristine bytes, and what vouches for them."""
+    """A file: its bytes, its pristine bytes, and what vouches for them."""
 
     path: str
     current: bytes | None
@@ -134,7 +134,7 @@ def _absence(tree: Tree, distribution: str) -> str:
 def imported_from(tree: Tree, distribution: str) -> Path | None:
     """The folder from which Python imports a distribution that ROOT lacks; None if there is none.
 
-    Beside a checkout of Megatron, the other packages are those of an environment.
+    If ROOT is a checkout of Megatron, the other packages come from an environment.
     """
     if tree.has(distribution):
         return None

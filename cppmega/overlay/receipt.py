@@ -40,7 +40,7 @@ class PatchedFile(msgspec.Struct, frozen=True):
     after: str
     origin: str
     steps: list[str]
-    """`page@revision` in the order in which the edits were made."""
+    """`page@revision` in the order in which the edits were applied."""
     inserted: str = ""
     """Hash of the imports and helpers that were inserted before the targets."""
     runs: dict[str, str] = {}

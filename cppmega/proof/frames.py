@@ -1,6 +1,6 @@
 """Messages through a pipe, each preceded by its length.
 
-A message arrives complete or not at all. The end of the pipe is no sign that the writer has ended,
+A message arrives complete or not at all. The pipe does not show whether the writer has ended,
 because a process that it left behind may hold the pipe open.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 
 _LENGTH = struct.Struct("!I")
 _POLL = 0.2
-"""Seconds between two checks whether the writer is alive."""
+"""Seconds between checks of whether the writer is alive."""
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 

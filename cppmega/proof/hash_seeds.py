@@ -1,8 +1,8 @@
 """Compare the texts of patched files between processes with different hash seeds.
 
 The order of a set depends on `PYTHONHASHSEED`, which is fixed when a process starts. An edit that
-iterates over a set would write another text on another machine. The processes that run the proofs
-have different seeds, so they compute the texts as well.
+iterates over a set could write a different text on another machine. The processes that run the
+proofs have different seeds, so they compute the texts as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Texts = Mapping[str, str]
 
 
 def order(plan: Plan) -> TextOrder:
-    """Return what another process needs to patch the files: their bytes, and the edits."""
+    """Return what another process needs to patch the files: their bytes and the edits."""
     pages = {page.name: page for work in plan.work.values() for page, _ in work.edits}
     return TextOrder(
         tuple(PageOrder(page.name, page.path, page.catalogue) for page in pages.values()),
@@ -62,7 +62,7 @@ def execute(ordered: TextOrder) -> dict[str, str]:
 
 
 def differing(plan: Plan, others: Iterable[Texts]) -> Iterator[str]:
-    """Yield the pages that edit a file of which other processes have computed another text."""
+    """Yield the pages that edit a file for which other processes computed a different text."""
     here = {path: sha256(rewritten(plan, path).data) for path in plan.work}
     for path, work in plan.work.items():
         if any(texts.get(path) != here[path] for texts in others):

@@ -5,9 +5,9 @@ breaks a CUDA graph capture. Without a GPU such calls are caught by name: as ope
 reach the dispatcher, as functions where they do not (`tolist`, `numpy`, and `torch.tensor`, whose
 copy from pageable host memory waits as well).
 
-By default every tensor counts as the GPU's, so that the results of CPU tensors can be compared.
-`no_host_sync("meta")` runs code the way that it runs on a GPU: meta tensors, which have no values,
-stand for the GPU's, and CPU tensors are the host's own. It finds copies between the two as well.
+By default every tensor is treated as a GPU tensor, so that the results of CPU tensors can be
+compared. `no_host_sync("meta")` runs code as on a GPU: meta tensors, which have no values, take the
+place of GPU tensors, and CPU tensors belong to the host. It finds copies between the two as well.
 
 Example:
     >>> with no_host_sync():
@@ -45,10 +45,10 @@ OPERATORS = frozenset(
         "bincount",
     )
 )
-"""Their result, or its size, is a value of the device."""
+"""Their result, or its size, depends on values on the device."""
 
 COPIES = frozenset({"aten::_to_copy", "aten::copy_", "aten::_copy_from"})
-"""They wait if one side is on the host: only pinned memory is copied without waiting."""
+"""They wait if one side is on the host: only copies of pinned memory do not wait."""
 
 FUNCTIONS = frozenset(
     {
@@ -62,7 +62,7 @@ FUNCTIONS = frozenset(
         torch.from_numpy,
     }
 )
-"""They copy between the host and the device, and a CPU tensor does not show it."""
+"""They copy between the host and the device, which a CPU tensor does not show."""
 
 _TENSOR = torch.tensor
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -77,7 +77,8 @@ def no_host_sync(device: str | None = None) -> Iterator[None]:
     """Raise `HostSyncError` at the first call inside that would wait for the device.
 
     Args:
-        device: the type of device whose tensors stand for the GPU's, such as "meta"; None: all.
+        device: the type of device whose tensors are treated as GPU tensors, such as "meta"; None:
+            all.
     """
     with _Functions(device) as functions, _in_backwards(functions), _Operators(device):
         yield
@@ -102,7 +103,7 @@ class _Functions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _in_backwards(mode: TorchFunctionMode) -> Iterator[None]:
-    """Watch the functions of custom backwards, too: autograd runs them without the mode."""
+    """Also watch custom backward functions, which autograd runs without the mode."""
     released = BackwardCFunction.apply
 
     def watched(node: Any, *gradients: Any) -> Any:
@@ -130,7 +131,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _concerns(device: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call reads or makes a tensor of the device."""
+    """Whether a call reads or creates a tensor on the device."""
     if device is None:
         return True
     wanted = torch.device(kwargs.get("device") or "cpu")
@@ -139,7 +140,7 @@ def _concerns(device: str | None, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the host must know a value to go on."""
+    """Whether the host needs a value in order to continue."""
     return (
         name in OPERATORS
         or (name == "aten::repeat_interleave" and _size_unknown(args, kwargs))
@@ -149,7 +150,7 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _crosses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a copy of any value goes from one device to another."""
+    """Whether a call copies values from one device to another."""
     devices = {arg.device.type for arg in args if isinstance(arg, torch.Tensor) and arg.numel()}
     if devices and kwargs.get("device") is not None:
         devices.add(torch.device(kwargs["device"]).type)
@@ -157,11 +158,11 @@ def _crosses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _size_unknown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """`repeat_interleave` with a tensor of counts must sum them up unless it is told the result."""
+    """`repeat_interleave` with a tensor of counts must sum them unless the output size is given."""
     counts = any(isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values()))
     return (counts or len(args) == 1) and kwargs.get("output_size") is None
 
 
 def _has_mask(indices: Any) -> bool:
-    """A mask as index needs the number of its true values; one value for all of them does not."""
+    """Indexing with a mask needs its number of true values; assigning one value does not."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)

@@ -44,7 +44,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The tree that the worker imports."""
     side: Side
     forks: bool
-    """Whether every proof gets a process of its own."""
+    """Whether every proof gets its own process."""
     pages: tuple[PageOrder, ...]
     texts: TextOrder | None = None
     limit: Annotated[float, msgspec.Meta(gt=0)]

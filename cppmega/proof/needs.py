@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cppmega.page import Page
 
 _MODULES = {"te": "transformer_engine"}
-"""Needs whose module has another name."""
+"""Needs whose module has a different name."""
 
 
 def missing_needs(needs: Sequence[str]) -> list[str]:

@@ -30,9 +30,9 @@ class Subject:
     """The code that a proof is about."""
 
     revision: str
-    """Of the page."""
+    """Hash of the page's code (`Page.revision`)."""
     runs: str
-    """Hash of the modules that the patched text reaches: kernels."""
+    """Hash of the modules that the patched text reaches, such as kernels."""
     text: str
     """Hash of Megatron's text of the targets."""
 
@@ -79,7 +79,7 @@ def judged(plan: Plan, page: Page) -> tuple[Proof, str]:
         if one.subject.text == subject.text:
             what = "the page" if one.subject.revision != subject.revision else "code that it runs"
             return "stale", f"{what} changed since it was proved {one.place}"
-    return "unverified", f"it was proved {made[-1].place}, on another text of its targets"
+    return "unverified", f"it was proved {made[-1].place}, for a different text of its targets"
 
 
 def record(plan: Plan, proved: Sequence[Page]) -> list[Path]:

@@ -42,12 +42,12 @@ def answers(
         root: the tree that the worker imports.
         side: what the tree holds.
         pages: the pages, in the order of their results.
-        environment: further variables of the worker.
-        forks: whether every proof gets a process of its own.
+        environment: additional variables of the worker.
+        forks: whether every proof gets its own process.
         ordered: files whose patched texts the worker computes as well.
         texts: receives the hashes of these texts.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as output:  # libraries warn as they like
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # libraries may warn
         reader, writer = os.pipe()
         order = Order(
             root=root, side=side, forks=forks, pages=tuple(pages), texts=ordered,
@@ -81,11 +81,11 @@ def _started(
         stdout=output,
         stderr=output,
         pass_fds=[order.answers],
-        start_new_session=True,  # it is ended together with all that it started
+        start_new_session=True,  # it is ended together with everything that it started
         env={
             **{n: value for n, value in alone(os.environ).items() if n not in OF_ONE_MODEL},
             **environment,
-            "PYTHONOPTIMIZE": "",  # proofs are assertions, also in what they call
+            "PYTHONOPTIMIZE": "",  # proofs use assertions, also in code that they call
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         },

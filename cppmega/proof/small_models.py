@@ -20,7 +20,7 @@ S, B, H, V = 8, 2, 8, 48
 
 
 def config(**options: Any) -> Any:
-    """A TransformerConfig of one layer, without dropout, for a model on a CPU."""
+    """A TransformerConfig with one layer and without dropout, for a model on CPU."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     options = {
@@ -37,7 +37,7 @@ def config(**options: Any) -> Any:
 
 
 def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
-    """A GPTModel of one layer.
+    """A GPTModel with one layer.
 
     Args:
         mtp: the number of MTP depths.
@@ -68,7 +68,7 @@ def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
 
 
 def hybrid(tied: bool = False, pattern: str = "*-", **options: Any) -> Any:
-    """A hybrid model, by default of an attention and an MLP layer; MambaModel before 0.18.
+    """A hybrid model, by default with an attention and an MLP layer; MambaModel before 0.18.
 
     Args:
         tied: whether embeddings and output layer share their weights.
@@ -136,7 +136,7 @@ def hybrid(tied: bool = False, pattern: str = "*-", **options: Any) -> Any:
 
 
 class Projection(torch.nn.Linear):
-    """A linear layer that is built and called as Megatron's."""
+    """A linear layer that is built and called like Megatron's."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, **ignored: Any) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
@@ -147,7 +147,7 @@ class Projection(torch.nn.Linear):
 
 
 class Norm(torch.nn.LayerNorm):
-    """A layer norm that is built as Megatron's."""
+    """A layer norm that is built like Megatron's."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         fp32 = getattr(config, "dsa_indexer_k_norm_fp32", False)
@@ -171,10 +171,10 @@ def dsa_config(**options: Any) -> Any:
 
 
 def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
-    """A DSAIndexer of `dsa_config`, of whose 32 columns per head 8 are rotated.
+    """A DSAIndexer with `dsa_config`; 8 of the 32 columns of each head are rotated.
 
     Args:
-        dsa: the module that has the class; None: the one of the tree.
+        dsa: the module that has the class; None: the tree's module.
         options: fields of the configuration.
     """
     settings = dsa_config(**options)
@@ -190,9 +190,9 @@ def dsa_indexer(dsa: Any = None, **options: Any) -> Any:
 
 
 def dsa_attention(**options: Any) -> Any:
-    """The absorbed MLA of a DSA layer (0.19): 16 heads, the parts of its latents 16 and 8 wide.
+    """The absorbed MLA of a DSA layer (0.19): 16 heads, latents with parts of width 16 and 8.
 
-    Its groups are those that the caller has initialized, or of a single process.
+    Its process groups are those that the caller has initialized, or those of a single process.
 
     Args:
         options: fields of the configuration.

@@ -1,7 +1,7 @@
 """Stand-ins for the parts of a training run that a proof on a CPU does without.
 
-Pages import them inside `verify()`, and tests wherever they like. What these functions put into
-`sys.modules` stays until the process ends: every proof has a process of its own.
+Pages import them inside `verify()`, and tests anywhere. What these functions put into `sys.modules`
+stays until the process ends: every proof has its own process.
 
 Example:
     >>> def verify() -> None:
@@ -27,10 +27,10 @@ from unittest import mock
 
 
 class Arguments(SimpleNamespace):
-    """Megatron's arguments, or a configuration: every attribute that is not given is unset.
+    """Megatron's arguments, or a configuration: attributes that are not given have the unset value.
 
     Args:
-        unset: the value of the others; 0 for code that computes with them.
+        unset: the value of all others; 0 for code that computes with them.
         given: the attributes by name.
 
     Example:
@@ -44,14 +44,14 @@ class Arguments(SimpleNamespace):
         self.__dict__["_unset"] = unset
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask for methods that must not be there
+        if name.startswith("__"):  # copy and pickle look up methods that must not exist
             raise AttributeError(name)
         return self.__dict__["_unset"]
 
 
 @contextlib.contextmanager
 def quiet_training(training: ModuleType, args: Any, **replaced: Any) -> Iterator[None]:
-    """Let `training_log` of a `megatron.training.training` run without loggers and timers.
+    """Make `training_log` of a `megatron.training.training` run without loggers and timers.
 
     Args:
         training: the module, patched or not.

@@ -1,7 +1,7 @@
 """Run the body of a TileLang kernel in plain Python, block by block, and record its stores.
 
-TileLang compiles for a GPU only. Its kernels are Python functions, though, so with a stand-in for
-`tilelang.language` their loops and assignments run as they are written; slowly, for tiny shapes.
+TileLang compiles only for GPUs. Its kernels are Python functions, though, so with a stand-in for
+`tilelang.language` their loops and assignments run as written; slowly, for tiny shapes.
 
 Example:
     >>> stand_ins.tilelang()
@@ -27,12 +27,12 @@ from torch import Tensor
 
 
 class Recorded:
-    """A tensor of the device's memory that records each store into it."""
+    """A tensor in device memory that records each store into it."""
 
     def __init__(self, values: Tensor, language: Blocks) -> None:
         self.values = values
         self.stores: dict[Any, list[str]] = defaultdict(list)
-        """By index: `parallel` if one thread stores, `all threads` if each of a block does."""
+        """By index: `parallel` if one thread stores, `all threads` if all of a block do."""
         self._language = language
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -42,7 +42,7 @@ class Recorded:
 
 
 class Blocks:
-    """`tilelang.language`, as far as the kernels under test use it.
+    """The part of `tilelang.language` that the kernels under test use.
 
     Args:
         sizes: the dynamic sizes by name.
@@ -100,12 +100,12 @@ class Blocks:
 
     @staticmethod
     def Pipelined(size: int, num_stages: int = 1) -> range:  # noqa: N802
-        """As `serial`: stages change when things happen, not what."""
+        """Like `serial`: stages change the timing, not the result."""
         return range(size)
 
     @staticmethod
     def alloc_shared(shape: list[int], dtype: Any) -> Tensor:
-        """Memory of a block, in fp32."""
+        """Shared memory of a block, in fp32."""
         return torch.zeros(shape)
 
     alloc_fragment = alloc_shared
@@ -132,12 +132,12 @@ class Blocks:
 
     @staticmethod
     def reduce_sum(x: Tensor, out: Tensor, dim: int, clear: bool) -> None:
-        """Add up one dimension."""
+        """Sum over one dimension."""
         out.copy_(x.sum(dim) + (0 if clear else out))
 
 
 class _Nothing:
-    """A type or a policy: it has every attribute, can be called, and means nothing here."""
+    """A type or a policy, which has no effect here: it has every attribute and can be called."""
 
     def __getattr__(self, name: str) -> _Nothing:
         return self

@@ -1,7 +1,7 @@
 """Run every page's proof three times: on the patched tree, on stock, and on a do-nothing mutant.
 
 The proof must pass on the first and fail on the other two. Each tree gets its own process, and each
-page a fork of that process, so that nothing that one proof leaves behind can help the next.
+page a fork of that process, so that no proof can depend on what an earlier one left behind.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def upstreamed(plan: Plan, say: Callable[[str], None]) -> dict[str, Proved]:
 def live(session: Session, plan: Plan) -> dict[str, ProofRun]:
     """Run the proofs on the patched tree only; writes nothing.
 
-    Pages that need what this machine does not have are left out.
+    Pages with needs that this machine does not meet are left out.
     """
     pages = [page for page in _chosen(plan, ()) if not missing_needs(page.patch.needs)]
     return dict(_run(plan.tree.root, "patched", plan, pages, session.say)) if pages else {}
@@ -257,7 +257,7 @@ def _judge(
 
 
 def _kept(plan: Plan, pages: Sequence[Page], proved: Sequence[Proved]) -> list[Path]:
-    """Record the proofs that were made here and need more than a CPU, next to their pages."""
+    """Record the proofs that ran here and need more than a CPU, next to their pages."""
     wrong = {one.name for one in proved if one.proof in ("failed", "stale")}
     wrong |= {verdict.name for verdict in plan.failures}
     if wrong:

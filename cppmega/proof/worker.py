@@ -35,7 +35,7 @@ def main() -> None:
     process.adopt_orphans()
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     os.set_inheritable(order.answers, False)
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles when it is imported
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles on import
     warnings.simplefilter("ignore")
     pages = [_load(page) for page in order.pages]
     only_from(Path(order.root))

@@ -1,4 +1,4 @@
-"""The processes that a guarded one starts: each holds the guard too, or is named in the log.
+"""The processes that a guarded one starts: each carries the guard too, or is named in the log.
 
 A Python that ignores its environment, or was given a different one, imports megatron without the
 runtime patches. If it is a helper it is only named; if it is a worker of `multiprocessing`, as data

@@ -25,7 +25,7 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def record(error: BaseException) -> None:
-    """Write an error to the rank's error file; the first one counts. Never raises."""
+    """Write an error to the rank's error file; only the first one counts. Never raises."""
     file = os.environ.get(VARIABLE)
     if not file or Path(file).exists():
         return

@@ -23,8 +23,8 @@ from cppmega.host import env, process
 _FILE = "cppmega-guard"
 
 What = Literal["holds", "joined", "stepped", "excused", "refused"]
-"""The process holds the guard; it has joined a process group; one of its steps was checked; it has
-ended and needed no step; the guard has refused it."""
+"""The process carries the guard; it has joined a process group; one of its steps was checked; it
+has ended and needed no step; the guard has refused it."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

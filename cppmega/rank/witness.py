@@ -25,7 +25,7 @@ class Witnessed(SourceFileLoader):
     loaded: str = ""
     """SHA-256 of the source that was loaded; empty before that."""
     foreign: str = ""
-    """The path of bytecode that Python would have used, and that is not the source's."""
+    """The path of bytecode that Python would have used although it does not match the source."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         path = Path(self.get_filename(fullname))
@@ -83,7 +83,7 @@ def install() -> None:
 
 
 def foreign_bytecode(path: Path, text: bytes) -> str:
-    """The path of the bytecode that Python used for a source, if it is not the source's."""
+    """The path of the bytecode that Python used for a source, if the two do not match."""
     cached = _cached(path)
     data = _bytes(cached)
     if not pyc.trusted(data, path, text) or _LEDGER.knows(data, text):

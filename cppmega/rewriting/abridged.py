@@ -1,9 +1,9 @@
-"""Definitions without the statements at which no edit looks.
+"""Definitions without the statements that no edit inspects.
 
-libcst makes an object of every token and blank, and most of the time of an apply goes into those of
-statements that stay as they are. An edit by a pattern cannot match where a name of the pattern is
-missing: such statements are cut out of the text before it is parsed, with a name in their place,
-and put back, byte for byte, into the text that the edits produce.
+libcst creates an object for every token and blank, and most of the time of an apply is spent on
+statements that do not change. A pattern edit cannot match a statement that lacks one of the
+pattern's names: such statements are cut out of the text before it is parsed, with a name in their
+place, and put back, byte for byte, into the text that the edits produce.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLACE = "_cppmega_lines_{}"
 _FOUND = re.compile(r"^[ \t]*_cppmega_lines_(\d+)[ \t]*(?:\r\n|\r|\n|\Z)", re.MULTILINE)
 _WORD = re.compile(r"\w+")
 _FEWEST = 8
-"""Lines for which a cut is worth its while."""
+"""Minimum number of lines for which a cut is worthwhile."""
 
 Names = frozenset[str]
 
@@ -34,17 +34,17 @@ class Abridged:
     cuts: tuple[str, ...] = ()
 
     def restored(self, text: str) -> str:
-        """Put the cuts back into an edited text; those that an edit has removed stay out."""
+        """Put the cuts back into an edited text; those that an edit removed stay out."""
         return _FOUND.sub(lambda found: self.cuts[int(found[1])], text) if self.cuts else text
 
 
 def names_of(pattern: str) -> list[Names]:
-    """The names in each statement of a pattern, all of which a place that matches it contains."""
+    """The names in each statement of a pattern; a place that matches it contains all of them."""
     try:
         tree = ast.parse(f"{pattern} pass" if pattern.endswith(":") else pattern)
     except SyntaxError:
         return [frozenset()]  # without a name to look for, every statement is kept
-    if not pattern.isascii():  # Python equates letters that the text has in another form
+    if not pattern.isascii():  # Python normalizes names: the text may spell them differently
         return [frozenset()]
     return [frozenset(_names(statement)) for statement in tree.body]
 
@@ -61,14 +61,14 @@ def _names(tree: ast.AST) -> Iterator[str]:
 def abridge(
     text: Text, definition: Definition, where: Span, symbol: str, edits: Sequence[Edit]
 ) -> Abridged:
-    """Cut out of a definition the statements at which no edit looks.
+    """Cut out of a definition the statements that no edit inspects.
 
     Args:
-        text: of the file.
-        definition: as parsed from it.
-        where: its lines.
-        symbol: its name, which begins that of each edit's target.
-        edits: what will be done to it. If one of them is not by patterns, nothing is cut out.
+        text: the text of the file.
+        definition: the definition, as parsed from the text.
+        where: the lines of the definition.
+        symbol: its name, with which the name of each edit's target begins.
+        edits: the edits of it. If one of them does not work by patterns, nothing is cut out.
     """
     body, lines = definition.body, text.lines
     whole = "".join(lines[where.start : where.end])
@@ -91,7 +91,7 @@ def abridge(
 
 
 def _sought_by(edit: Edit, symbol: str) -> Iterator[Names]:
-    """Names of the definition that an edit changes, of the one that it marks, and of its places."""
+    """Names of the definition that an edit changes or marks, and those in its patterns."""
     for dotted in (edit.symbol[len(symbol) + 1 :], "__init__" if edit.mark is None else edit.mark):
         if dotted:
             yield frozenset([plain(dotted.partition(".")[0])])
@@ -102,7 +102,7 @@ def _sought_by(edit: Edit, symbol: str) -> Iterator[Names]:
 def _runs(
     text: Text, body: Sequence[ast.stmt], sought: Sequence[Names]
 ) -> Iterator[tuple[int, int]]:
-    """First and last of the consecutive statements, but the first one, that can be cut out."""
+    """First and last of consecutive statements that can be cut out, except the very first one."""
     begin = None
     for at in range(1, len(body) + 1):
         if at < len(body) and _can_go(text, body[at - 1], body[at], sought):

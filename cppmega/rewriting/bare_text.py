@@ -17,7 +17,7 @@ from cppmega.rewriting.source import Definition, blocks
 _TOKEN = re.compile(rf"{LITERAL.pattern}|[()\[\]{{}}]|\\\n|\n", re.DOTALL)
 _UNUSUAL = re.compile(r"[\t\f\r\v]")
 _STEP = 4
-"""Spaces by which a block of the bare text is indented."""
+"""Indentation of a block of the bare text, in spaces."""
 
 _Docstrings = dict[int, tuple[int, bool]]
 """First row of a docstring -> its last row, and whether its block holds nothing else."""
@@ -29,7 +29,7 @@ class _UnusualError(Exception):
 
 @dataclass(slots=True)
 class _Rows:
-    """What the tokens say about the lines of a definition, by row."""
+    """Facts about the lines of a definition, found from its tokens, by row."""
 
     comments: dict[int, int] = field(default_factory=dict)
     """Column at which a comment begins."""
@@ -109,7 +109,7 @@ def _docstrings(lines: Sequence[str], definition: Definition, first: int) -> _Do
             continue
         top, end = statement.lineno - first, (statement.end_lineno or statement.lineno) - first
         if lines[top][: statement.col_offset].strip():
-            continue  # `def f(): "..."` has no block, and what stands there is code
+            continue  # `def f(): "..."` has no block, so the string is code
         rest = lines[end].encode()[statement.end_col_offset or 0 :].strip()
         if rest and not rest.startswith(b"#"):
             raise _UnusualError
@@ -135,7 +135,7 @@ def _assembled(lines: Sequence[str], rows: _Rows, docstrings: _Docstrings) -> st
         elif not line:
             continue
         elif row in rows.in_brackets:
-            # libcst takes a smaller indentation than the block's for the line's own.
+            # libcst attributes an indentation smaller than the block's to the line itself.
             kept.append(line[margin:] if line.startswith(" " * block) else line)
         else:
             before, block = block, _indentation(line)

@@ -41,7 +41,7 @@ LITERAL = re.compile(
 )
 """A comment, or a string without its prefix."""
 _TELLING = re.compile(rf"""__file__|{"|".join(_READERS)}|["']{PACKAGE}""")
-"""What only names and strings of interest contain, and few files."""
+"""Matches only names and strings of interest; few files contain any."""
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 _OPENING = {"FSTRING_START", "TSTRING_START"}
 _CLOSING = {"FSTRING_END", "TSTRING_END"}
@@ -178,7 +178,7 @@ def may_hold_literals(literal: str, before: str) -> bool:
 
 
 def _by_tokens(text: str) -> tuple[set[int], list[_Cut]]:
-    """The same with the tokenizer, which is right for every text and ten times slower."""
+    """The same with the tokenizer, which is correct for every text but ten times slower."""
     inside: set[int] = set()
     cuts: list[_Cut] = []
     opened: list[int] = []
@@ -227,8 +227,8 @@ def _is_string(node: ast.stmt) -> bool:
 def _facts(tree: ast.Module, text: str) -> tuple[set[str], set[str], set[str]]:
     """Modules of this package that the code names, its names, and its strings.
 
-    Names and strings are looked for only where the text has one that matters; there are ten times
-    as many of them as there are statements.
+    Names and strings are searched only if the text has one of interest; there are ten times as many
+    of them as statements.
     """
     modules: set[str] = set()
     names: set[str] = set()

@@ -60,7 +60,7 @@ def shape(node: cst.CSTNode) -> str:
     try:
         return ast.dump(parse_silently(f"({code.strip()})"))
     except SyntaxError:
-        return code  # not code by itself at all: equal only to the same text
+        return code  # not code by itself: equal only to the same text
 
 
 def gist(node: cst.CSTNode) -> Any:

@@ -9,14 +9,14 @@ _PATTERNS = "_cppmega_patterns"
 
 
 def repeatable(edit: Callable[[Any], Any], *patterns: str) -> Callable[[Any], Any]:
-    """Declare that an edit returns equal nodes for equal nodes, and changes none that it is given.
+    """Declare that an edit returns equal nodes for equal nodes, and does not change its input.
 
-    That is known of the edits of `cppmega.edits`. Other functions are called twice, and the node is
-    printed again, to show the same.
+    This is known for the edits of `cppmega.edits`. Other functions are called twice, and the node
+    is printed again, to verify it.
 
     Args:
         edit: the edit.
-        patterns: the only code for which it looks in the statements of its target.
+        patterns: the only code that it searches for in the statements of its target.
     """
     setattr(edit, _PATTERNS, patterns)
     return edit

@@ -1,4 +1,4 @@
-"""Trees of links to the files of other trees, which stay as they are."""
+"""Trees of links to the files of other trees, which stay unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cppmega.tree.installed import PACKAGES, named
 
 
 def link(source: Path, to: Path, changed: Mapping[str, bytes] | None = None) -> None:
-    """Make a folder of links to the files below another one.
+    """Create a folder of links to the files below another one.
 
     Args:
         changed: files that are written instead: path, beginning with the folder's name -> bytes.
@@ -18,7 +18,7 @@ def link(source: Path, to: Path, changed: Mapping[str, bytes] | None = None) -> 
 
 
 def join(trees: Iterable[Path], to: Path) -> None:
-    """Make one tree of several; a package that more than one has is taken from the first."""
+    """Join several trees into one; a package in more than one of them comes from the first."""
     to.mkdir(parents=True)
     for root in trees:
         for distribution, package in PACKAGES.items():

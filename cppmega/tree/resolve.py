@@ -70,7 +70,7 @@ def with_megatron(tree: Tree, place: Path) -> Tree:
     """Add the installed Megatron to a tree that has none, for the proofs, which import it.
 
     Args:
-        place: the folder to make, if one is needed.
+        place: the folder to create, if one is needed.
 
     Raises:
         CppmegaError: `no-megatron`, `several-megatrons`.

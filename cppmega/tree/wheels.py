@@ -112,7 +112,7 @@ def _download(distribution: str, version: str, say: Callable[[str], None]) -> Pa
     errors = []
     for options in _CHOICES:
         command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
-        # Not where others look: pip copies a file to its place, and they would take a part of it.
+        # In a private folder: pip copies files into place, and others could read an incomplete one.
         with tempfile.TemporaryDirectory(dir=place) as scratch:
             command += [*options, "--dest", scratch, f"{distribution}=={version}"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -129,7 +129,7 @@ def _download(distribution: str, version: str, say: Callable[[str], None]) -> Pa
 
 
 def _known(place: Path, distribution: str, version: str) -> Path | None:
-    """A file of a version that has been downloaded already; a wheel comes first."""
+    """A file of a version that was downloaded before, preferably a wheel."""
     name = f"{_as_in_files(distribution)}-{version}"
     return next((file for end in ("-*.whl", ".tar.gz") for file in place.glob(name + end)), None)
 
