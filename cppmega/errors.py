@@ -29,7 +29,7 @@ class CppmegaError(Exception):
     def __init__(self, name: str, what: str = "", why: str = "", next: str = "") -> None:  # noqa: A002
         handled = sys.exception()
         if not what and isinstance(handled, CppmegaError):
-            # Megatron's `build_module` raises the type of an error again with its message alone.
+            # Megatron's `build_module` re-raises an error as its type with only the message.
             name, what, why, next = handled.name, handled.what, handled.why, handled.next  # noqa: A001
         if not _KEBAB.match(name):
             raise ValueError(f"error names are kebab-case, got {name!r}")
@@ -50,7 +50,7 @@ class CppmegaError(Exception):
 
 
 def closest(word: str, known: Iterable[str], limit: int = 1) -> list[str]:
-    """The known words that are most like a misspelled one, best first."""
+    """The known words that are most similar to a misspelled one, best first."""
     import difflib  # only a message needs it
 
     return difflib.get_close_matches(word, sorted(known), limit)

@@ -99,9 +99,9 @@ def verify() -> None:
     model = SimpleNamespace(config=config, pg_collection=SimpleNamespace(tp=None), tp_group=None)
     labels = torch.tensor([[1, 2, 0]])
     logits = torch.randn(3, 1, 4, generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         loss = LanguageModule.compute_language_model_loss(model, labels, logits.clone())
-    assert any("without fusion" in str(warning.message) for warning in said)
+    assert any("without fusion" in str(warning.message) for warning in warned)
     expected = torch.nn.functional.cross_entropy(logits[:, 0], labels[0], reduction="none")
     torch.testing.assert_close(loss, expected[None])

@@ -208,7 +208,7 @@ def verify() -> None:
     call["up_v_weight"] = torch.randn(16, 2, 4)
     with mock.patch.object(dsa.dsa_kernels, "run_fused_absorbed_sparse_attention") as hook:
         hook.return_value = None
-        said = refusal(dsa._run_sparse_attention, absorbed_mla=True, **call)
-    assert "queries (1, 1, 16, 6) in float32" in said
+        message = refusal(dsa._run_sparse_attention, absorbed_mla=True, **call)
+    assert "queries (1, 1, 16, 6) in float32" in message
     call |= {"key": heads[:1], "value": heads[:1], "query": heads[:1]}
     assert "values" in refusal(dsa._run_sparse_attention, absorbed_mla=False, **call)

@@ -37,14 +37,14 @@ DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py"
 FORWARD = f"{DSA}:DSAttention.forward"
 STEP = "megatron/training/training.py:train_step"
 
-SAID = """
+BEGIN_STEP = """
 from cppmega.modules.dsa_loss_schedule import begin_step
 
 # Checkpoints hold the arguments, and the trainer compares them when it resumes.
 args.cppmega_dsa_dense_loss_steps = begin_step(iteration)
 """
-ASKED = 'getattr(self.config, "dsa_indexer_use_sparse_loss", False)'
-NAMED = "sparse_indexer_loss = self.config.dsa_indexer_use_sparse_loss"
+CONFIGURED = 'getattr(self.config, "dsa_indexer_use_sparse_loss", False)'
+ASSIGNED = "sparse_indexer_loss = self.config.dsa_indexer_use_sparse_loss"
 
 
 def _cppmega_uses_sparse_loss(config):
@@ -54,14 +54,14 @@ def _cppmega_uses_sparse_loss(config):
     return uses_sparse_loss(config)
 
 
-def _asked_everywhere(node: Any) -> Any:
+def _scheduled_everywhere(node: Any) -> Any:
     """Use the step's loss also in the calls with a loss that `dsa_indexer_kernels` adds."""
     from cppmega.rewriting import node_edits
 
-    swap = node_edits.ExpressionSwap(ASKED, "_cppmega_uses_sparse_loss(self.config)")
+    swap = node_edits.ExpressionSwap(CONFIGURED, "_cppmega_uses_sparse_loss(self.config)")
     swapped = node_edits.swapped(node, swap)
     if not swap.found:
-        raise node_edits.mismatch(f"there is no `{ASKED}`")
+        raise node_edits.mismatch(f"there is no `{CONFIGURED}`")
     return swapped
 
 
@@ -90,7 +90,7 @@ PATCH = Patch(
                 if use_indexer_loss:
                     sparse_indexer_loss = _cppmega_uses_sparse_loss(self.config)
                 """,
-                after=NAMED,
+                after=ASSIGNED,
             ),
             helpers=(_cppmega_uses_sparse_loss,),
         ),
@@ -101,7 +101,7 @@ PATCH = Patch(
                 "0.17.1": "e97cdc0c18dcc2d5",
                 "0.18.2": "e97cdc0c18dcc2d5",
             },
-            edit=_asked_everywhere,
+            edit=_scheduled_everywhere,
             helpers=(_cppmega_uses_sparse_loss,),
         ),
         # Wheels of 0.16 have no training loop.
@@ -114,7 +114,7 @@ PATCH = Patch(
                 "main-d98e8a64": "9d3b6d398db41be5",
                 "dev-d48bd6be": "53a34b483c06a850",
             },
-            edit=inserting(SAID, after="args = get_args()"),
+            edit=inserting(BEGIN_STEP, after="args = get_args()"),
             mark="",
         ),
     ),

@@ -185,11 +185,11 @@ def verify() -> None:
     from ._dsa_layer import block
 
     def kinds(pattern, before=0):
-        said = {"CPPMEGA_INDEX_CACHE": "1", "CPPMEGA_DSA_INDEX_PATTERN": pattern}
+        variables = {"CPPMEGA_INDEX_CACHE": "1", "CPPMEGA_DSA_INDEX_PATTERN": pattern}
         offset = mock.patch.object(
             transformer_block, "get_transformer_layer_offset", lambda *ignored: before
         )
-        with mock.patch.dict(os.environ, said), offset:
+        with mock.patch.dict(os.environ, variables), offset:
             try:
                 layers = block(here=4 - before, before=before, num_layers=4).layers
             except CppmegaError as error:

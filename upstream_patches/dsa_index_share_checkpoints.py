@@ -139,8 +139,8 @@ def verify() -> None:
         raise AssertionError("a model loads a checkpoint without its indexers")
     shared = stack.layers[1].self_attention.core_attention
     shared.indexer = None  # as a Shared layer has it
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         stack.load_state_dict(state)
-    assert sum("layers.1.self_attention are left out" in str(w.message) for w in said) == 1
+    assert sum("layers.1.self_attention are left out" in str(w.message) for w in warned) == 1
     assert not any(value.any() for value in stack.state_dict().values())

@@ -12,7 +12,7 @@ Why: Without the groups, an expert's parameter counts only on the first rank of 
     rejects them. Up to 0.18 all optimizers count this way (#5916).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6099 (main, July 2026; not released)
 Remove: when the optimizers of `LayerWiseDistributedOptimizer` know `expert_tp_group`.
-Numerics: changes results if the experts have biases and a tensor-parallel size of their own: the
+Numerics: changes results if the experts have biases and their own tensor-parallel size: the
     gradient norm, and therefore clipping
 """
 
@@ -105,14 +105,14 @@ def verify() -> None:
         child = FP32Optimizer.__new__(FP32Optimizer)  # its __init__ creates a tensor on the GPU
         child.optimizer, child.config = torch.optim.SGD(named.values(), lr=0.1), config
         child.is_stub_optimizer = False
-        made = layer_wise_optimizer.LayerWiseDistributedOptimizer(
+        optimizer = layer_wise_optimizer.LayerWiseDistributedOptimizer(
             [child], config, SimpleNamespace(**groups)
         )
-        (child,) = made.chained_optimizers
+        (child,) = optimizer.chained_optimizers
         norm = child.get_grads_for_grad_norm()
         kept = [n for n, p in named.items() if any(p.grad is gradient for gradient in norm)]
         with mock.patch.object(layer_wise_optimizer, "count_zeros_fp32", counting):
-            return kept, made.count_zeros()
+            return kept, optimizer.count_zeros()
 
     wanted = {(0, 0): [*names], (1, 0): ["expert's"], (0, 1): ["dense"], (1, 1): []}
     for (rank, expert_rank), own in wanted.items():

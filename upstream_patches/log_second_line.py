@@ -107,7 +107,7 @@ def verify() -> None:
                     None, None, None, None, is_first_iteration=step == first,
                 )  # fmt: skip
         line = r"iteration +(\d+)/.* iteration \(ms\): ([\d.]+) .* lm loss: (\S+)"
-        return [tuple(map(float, re.search(line, said).groups())) for said in lines]  # type: ignore[union-attr]
+        return [tuple(map(float, re.search(line, text).groups())) for text in lines]  # type: ignore[union-attr]
 
     everyone = [(1, 100_000, 1), (2, 1000, 2), (3, 1000, 3)]
     assert logged(1, 1, 3) == everyone, "the second line includes the first step"

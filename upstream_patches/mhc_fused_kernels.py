@@ -250,5 +250,5 @@ def _assert_fast(site: Any) -> None:
         return sorted(times[3:])[5]
 
     least = milliseconds(lambda: copy.copy_(streams)) * 45 / 8
-    taken = milliseconds(step)
-    assert taken < 2 * least, f"a site takes {taken:.2f} ms, {taken / least:.1f} times a copy"
+    time = milliseconds(step)
+    assert time < 2 * least, f"a site takes {time:.2f} ms, {time / least:.1f} times a copy"

@@ -51,7 +51,7 @@ def verify() -> None:
     config = Arguments(0, mtp_num_layers=1, mtp_loss_scaling_factor=0.5, config_logger_dir="")
 
     def gradient(mask):  # type: ignore[no-untyped-def]
-        """Return the gradient of the MTP loss alone."""
+        """Return the gradient of only the MTP loss."""
         scaled = []
         model = mock.MagicMock(config=config, cp_group=None, training=False)
         model.pg_collection = SimpleNamespace(cp=None, tp=None)

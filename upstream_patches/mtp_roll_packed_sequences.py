@@ -15,7 +15,7 @@ Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and pad
     latter problems with it.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6205 (padding) and
     https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); dev fixed CP=1. The assertion that the
-    boundaries are global was asked for in a review of
+    boundaries are global was requested in a review of
     https://github.com/NVIDIA/Megatron-LM/pull/2043.
 Remove: when a release reads the padded boundaries, sends within the group and does not loop over
     the documents.

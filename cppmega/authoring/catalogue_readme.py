@@ -26,7 +26,7 @@ Each patch is one page, and the file has its name. `cppmega explain NAME` prints
 
 Versions that are not pinned are patched as well if the replaced text is the same.
 
-[What is not here under its name](NOT.md), and why.
+[Features that are not here, or have another name](NOT.md), and why.
 """
 
 

@@ -52,7 +52,7 @@ def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Pa
         raise CppmegaError(
             "nothing-to-compare",
             f"{old[0]} and {new[0]} hold no package in common that patches target.",
-            "No patch would be looked at, and the answer would be that all are safe.",
+            "No patch would be compared, and all of them would be reported as safe.",
             "cppmega drift OLD NEW, with two releases of one package",
         )
     before = _side(*old, pages, {})

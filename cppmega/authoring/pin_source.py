@@ -17,7 +17,7 @@ _COPIES = itertools.count()
 
 
 class PinsNotFoundError(CppmegaError):
-    """The page does not write the pins of an edit as a dict of its own."""
+    """The page does not write the pins of an edit as a separate literal dict."""
 
 
 def copy_with(page: Page, data: bytes, scratch: Path) -> Page:

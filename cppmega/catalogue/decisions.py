@@ -55,10 +55,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def sentences(self) -> str:
         """The decision, its reason and the numbers."""
-        said = [f"{self.title}: {VERDICTS[self.decision]}.", self.why]
-        said += [f"{number.text} ({number.source})." for number in self.numbers]
-        said += [f"Not measured: {self.not_measured}."] if self.not_measured else []
-        return " ".join(said)
+        parts = [f"{self.title}: {VERDICTS[self.decision]}.", self.why]
+        parts += [f"{number.text} ({number.source})." for number in self.numbers]
+        parts += [f"Not measured: {self.not_measured}."] if self.not_measured else []
+        return " ".join(parts)
 
 
 @cache

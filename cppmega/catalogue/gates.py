@@ -60,7 +60,7 @@ def _of_closed_pages(
                 "variable-without-gate",
                 f"{name} is set, and {gate} is not: {readers[name][0].name}, which reads it, is "
                 "off.",
-                "The setting would seem to be made, but it does nothing.",
+                "The setting would seem to be active, but it has no effect.",
                 f"export {gate}=1, then python -m cppmega.apply_patches; or unset {name}",
             )
 

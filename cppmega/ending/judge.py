@@ -154,7 +154,7 @@ def _reason(held: Guard, entries: Sequence[Entry], help_shown: bool) -> str:
     if held.excuse:
         return held.excuse
     if help_shown:
-        return "--help was asked for"
+        return "--help was requested"
     for entry in entries:
         if entry.what == "excused":
             return entry.reason
@@ -164,7 +164,7 @@ def _reason(held: Guard, entries: Sequence[Entry], help_shown: bool) -> str:
 def _reason_of_arguments(args: Any) -> str:
     named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
     if named.get("skip_train"):
-        return "evaluation alone was asked for (--skip-train)"
+        return "only evaluation was requested (--skip-train)"
     done, asked = named.get("iteration"), named.get("train_iters")
     if isinstance(done, int) and isinstance(asked, int) and done >= asked:
         return f"the checkpoint has {done} steps, and {asked} are requested"

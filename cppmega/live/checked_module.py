@@ -125,34 +125,34 @@ def record(file: WatchedFile, module: types.ModuleType, code: types.CodeType) ->
     """Record what the execution of a file has left in its module."""
     codes = {id(each): each for each in nested(code)}
     facts = file_facts.facts_of(codes.values(), module.__name__.partition(".")[0])
-    made = CheckedModule(file, module, module.__name__, facts, codes, {}, type(module), [])
+    checked = CheckedModule(file, module, module.__name__, facts, codes, {}, type(module), [])
     seen: dict[int, Pin] = {}
     for name, value in vars(module).items():
         if name == "__builtins__":
-            made.pins[name] = Pin(value)
+            checked.pins[name] = Pin(value)
         elif is_fixed(value) and name not in facts.declared_global and not name.startswith("__"):
-            made.pins[name] = _pinned(made, name, value, seen)
+            checked.pins[name] = _pinned(checked, name, value, seen)
     for pinned in seen.values():
         if isinstance(pinned.thing, type):
             _forget_state(pinned, facts.assigned_attributes)
-    made.foreign = list(_foreign(made))
-    return made
+    checked.foreign = list(_foreign(checked))
+    return checked
 
 
-def repin(made: CheckedModule, owner: Any, name: str) -> None:
+def repin(checked: CheckedModule, owner: Any, name: str) -> None:
     """Expect the current value of a name: the overlay itself has replaced it."""
     value = vars(owner)[name]
-    new = pin(value, lambda cls: _is_own(made, cls))
-    if owner is made.module:
-        made.pins[name] = new
-    for pinned in _all_pins(made):
+    new = pin(value, lambda cls: _is_own(checked, cls))
+    if owner is checked.module:
+        checked.pins[name] = new
+    for pinned in _all_pins(checked):
         # A module that only imports the class records no part of it.
         if pinned.thing is owner and isinstance(owner, type) and pinned.parts:
             pinned.parts[name] = new
 
 
-def _all_pins(made: CheckedModule) -> Iterator[Pin]:
-    pending, seen = list(made.pins.values()), set[int]()
+def _all_pins(checked: CheckedModule) -> Iterator[Pin]:
+    pending, seen = list(checked.pins.values()), set[int]()
     while pending:
         pinned = pending.pop()
         if id(pinned) not in seen:
@@ -161,15 +161,15 @@ def _all_pins(made: CheckedModule) -> Iterator[Pin]:
             yield pinned
 
 
-def _pinned(made: CheckedModule, name: str, value: Any, seen: dict[int, Pin]) -> Pin:
-    function = type(value) is types.FunctionType and value.__globals__ is vars(made.module)
-    if function or _is_own(made, value) or name in made.facts.defined:
-        return pin(value, lambda cls: _is_own(made, cls), seen)
+def _pinned(checked: CheckedModule, name: str, value: Any, seen: dict[int, Pin]) -> Pin:
+    function = type(value) is types.FunctionType and value.__globals__ is vars(checked.module)
+    if function or _is_own(checked, value) or name in checked.facts.defined:
+        return pin(value, lambda cls: _is_own(checked, cls), seen)
     return Pin(value)  # from another module: only its identity
 
 
-def _is_own(made: CheckedModule, value: Any) -> bool:
-    return isinstance(value, type) and value.__module__ == made.name
+def _is_own(checked: CheckedModule, value: Any) -> bool:
+    return isinstance(value, type) and value.__module__ == checked.name
 
 
 def _forget_state(pinned: Pin, assigned: set[str]) -> None:
@@ -178,19 +178,19 @@ def _forget_state(pinned: Pin, assigned: set[str]) -> None:
             del pinned.parts[label]
 
 
-def _foreign(made: CheckedModule) -> Iterator[Change]:
+def _foreign(checked: CheckedModule) -> Iterator[Change]:
     """Definitions that are, or are wrapped by, objects from elsewhere.
 
     The module's own text has run, so only a replaced decorator, or an assignment during the import,
     can have put them there.
     """
-    trusted = _trusted_folders({*made.facts.packages, *_bound_packages(made.module)})
-    for name in sorted(made.facts.defined & made.pins.keys()):
-        thing = made.pins[name].thing
-        members = vars(thing) if _is_own(made, thing) else {"": thing}
+    trusted = _trusted_folders({*checked.facts.packages, *_bound_packages(checked.module)})
+    for name in sorted(checked.facts.defined & checked.pins.keys()):
+        thing = checked.pins[name].thing
+        members = vars(thing) if _is_own(checked, thing) else {"": thing}
         for label, member in members.items():
             for layer in layers(member) if is_fixed(member) else ():
-                if not _comes_from(layer, made.codes, trusted):
+                if not _comes_from(layer, checked.codes, trusted):
                     yield Change((name, label) if label else (name,), MISSING, layer)
 
 

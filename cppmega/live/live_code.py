@@ -70,8 +70,8 @@ def replace(owner: Any, name: str, new: Any) -> None:
 
 def expect(owner: Any, name: str) -> None:
     """Make the check expect, from now on, the current value of a name."""
-    for made in _WATCHED.modules:
-        repin(made, owner, name)
+    for checked in _WATCHED.modules:
+        repin(checked, owner, name)
     _WATCHED.names.learn(vars(owner)[name])
 
 
@@ -112,19 +112,19 @@ def _exchange_loader(spec: ModuleSpec) -> None:
     )
 
 
-def _executed(made: CheckedModule) -> None:
+def _executed(checked: CheckedModule) -> None:
     for earlier in _WATCHED.modules:
-        if earlier.module is made.module:
+        if earlier.module is checked.module:
             earlier.bound = False  # reloaded
-    _WATCHED.modules.append(made)
-    for name in made.facts.defined & made.pins.keys():
-        _WATCHED.names.add(made.name, name, made.pins[name])
+    _WATCHED.modules.append(checked)
+    for name in checked.facts.defined & checked.pins.keys():
+        _WATCHED.names.add(checked.name, name, checked.pins[name])
 
 
 def _unwatched() -> Iterator[CppmegaError]:
     """Errors for modules that hold a patched file and were not recorded."""
-    known = {id(made.module) for made in _WATCHED.modules}
-    names = {made.name for made in _WATCHED.modules}
+    known = {id(checked.module) for checked in _WATCHED.modules}
+    names = {checked.name for checked in _WATCHED.modules}
     for name, module in list(sys.modules.items()):
         if id(module) in known:
             continue
@@ -152,10 +152,10 @@ def _not_watched(name: str, module: Any, file: Any) -> CppmegaError:
 
 def _wrong() -> Iterator[tuple[str, Change]]:
     """Everything that has changed and is not vouched for: the place, and the difference."""
-    for made in _WATCHED.modules:
-        for change in made.changes():
+    for checked in _WATCHED.modules:
+        for change in checked.changes():
             if not _is_accepted(change):
-                yield f"{made.file.path}:{_symbol(change)}", change
+                yield f"{checked.file.path}:{_symbol(change)}", change
     for module, name, then, now in wrong_copies(_WATCHED.names):
         change = Change((name,), then, now)
         if not _is_accepted(change):

@@ -79,13 +79,13 @@ def pin(thing: Any, enters: Callable[[Any], bool], seen: dict[int, Pin] | None =
     seen = {} if seen is None else seen
     if id(thing) in seen:
         return seen[id(thing)]
-    seen[id(thing)] = made = Pin(thing)
+    seen[id(thing)] = recorded = Pin(thing)
     if not isinstance(thing, type) or enters(thing):
         rebound = _rebound(thing)
         for label, part in parts(thing).items():
             if is_fixed(part) and label not in rebound:
-                made.parts[label] = pin(part, enters, seen)
-    return made
+                recorded.parts[label] = pin(part, enters, seen)
+    return recorded
 
 
 def parts(thing: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def met() -> dict[str, str]:
 
 
 def key(thing: Any) -> str:
-    """The `module:qualname` of the code that runs, which functools.wraps does not copy; or ""."""
+    """The `module:qualname` of the code that runs, which functools.wraps does not copy, or ""."""
     thing = _below_descriptor(thing)
     if isinstance(thing, functools.partial):
         return key(thing.func)

@@ -44,7 +44,7 @@ PROOFS: dict[Proof, str] = {
     "passed": "the proof holds: on this machine, or as it was recorded on a GPU",
     "unverified": "the proof has not run on this text; `cppmega verify` runs it",
     "failed": "the proof does not hold",
-    "stale": "the recorded proof is of another text; `cppmega verify` makes a new one",
+    "stale": "the recorded proof is for a different text; `cppmega verify` creates a new one",
 }
 FAILURES: frozenset[PatchState] = frozenset(
     {

@@ -68,18 +68,18 @@ def path_for(page: Page) -> Path:
 
 def judged(plan: Plan, page: Page) -> tuple[Proof, str]:
     """Return the verdict of a page's recorded proofs on the code of this tree, with a reason."""
-    made = _read(path_for(page)).get(page.name, [])
-    if not made:
+    recorded = _read(path_for(page)).get(page.name, [])
+    if not recorded:
         return "unverified", ""
     subject = Subject.of(plan, page)
-    for one in made:
+    for one in recorded:
         if one.subject == subject:
             return "passed", f"proved {one.place}"
-    for one in made:
+    for one in recorded:
         if one.subject.text == subject.text:
             what = "the page" if one.subject.revision != subject.revision else "code that it runs"
             return "stale", f"{what} changed since it was proved {one.place}"
-    return "unverified", f"it was proved {made[-1].place}, for a different text of its targets"
+    return "unverified", f"it was proved {recorded[-1].place}, for a different text of its targets"
 
 
 def record(plan: Plan, proved: Sequence[Page]) -> list[Path]:
@@ -117,12 +117,12 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
-def _write(page: Page, made: RecordedProof) -> None:
+def _write(page: Page, proof: RecordedProof) -> None:
     """Write a proof, in place of one for the same text if it exists."""
     path = path_for(page)
     proofs = _read(path)
-    others = [one for one in proofs.get(page.name, []) if one.subject.text != made.subject.text]
-    proofs[page.name] = sorted([*others, made], key=lambda one: (one.megatron, one.subject.text))
+    others = [one for one in proofs.get(page.name, []) if one.subject.text != proof.subject.text]
+    proofs[page.name] = sorted([*others, proof], key=lambda one: (one.megatron, one.subject.text))
     rows = {name: [asdict(one) for one in proofs[name]] for name in sorted(proofs)}
     new = path.with_name(f".{NAME}.new")
     try:
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, list[RecordedProof]]:
         raw = json.loads(data)
         if raw["schema"] != SCHEMA:
             raise ValueError(f"its schema is {raw['schema']!r}, and this release reads {SCHEMA}")
-        return {name: [_made(row) for row in rows] for name, rows in raw["proofs"].items()}
+        return {name: [_from_row(row) for row in rows] for name, rows in raw["proofs"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CppmegaError(
             "proofs-unreadable",
@@ -157,7 +157,7 @@ def _read(path: Path) -> dict[str, list[RecordedProof]]:
         ) from None
 
 
-def _made(row: Mapping[str, Any]) -> RecordedProof:
+def _from_row(row: Mapping[str, Any]) -> RecordedProof:
     return RecordedProof(**{**row, "subject": Subject(**row["subject"])})
 
 

@@ -101,22 +101,22 @@ def hybrid(tied: bool = False, pattern: str = "*-", **options: Any) -> Any:
         named, spec = "hybrid_override_pattern", "mamba_stack_spec"
         if "hybrid_layer_pattern" in inspect.signature(Model).parameters:
             named = "hybrid_layer_pattern"
-    whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
+    full = gpt_layer_specs.get_gpt_layer_local_spec().submodules
     attention = TransformerLayerSubmodules(
-        input_layernorm=whole.input_layernorm,
-        self_attention=whole.self_attention,
-        self_attn_bda=whole.self_attn_bda,
+        input_layernorm=full.input_layernorm,
+        self_attention=full.self_attention,
+        self_attn_bda=full.self_attn_bda,
     )
     mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
+        pre_mlp_layernorm=full.pre_mlp_layernorm, mlp=full.mlp, mlp_bda=full.mlp_bda
     )
     mamba = MambaLayerSubmodules(
-        norm=whole.input_layernorm,
+        norm=full.input_layernorm,
         mixer=ModuleSpec(
             module=MambaMixer,
             submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear),
         ),
-        mamba_bda=whole.self_attn_bda,
+        mamba_bda=full.self_attn_bda,
     )
     layers = submodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
@@ -255,8 +255,8 @@ def arguments(model: Any, **given: Any) -> dict[str, Any]:
     Args:
         given: replaces entries of the batch.
     """
-    taken = inspect.signature(model.forward).parameters
-    return {name: value for name, value in {**batch(), **given}.items() if name in taken}
+    accepted = inspect.signature(model.forward).parameters
+    return {name: value for name, value in {**batch(), **given}.items() if name in accepted}
 
 
 def batch() -> dict[str, Any]:

@@ -164,7 +164,7 @@ class _Judge:
         return self._sites[folder]
 
     def _without_a_file(self, name: str, module: ModuleType, base: str) -> Iterator[CppmegaError]:
-        """Judge a namespace by its folders; any other module without a file was made in memory."""
+        """Judge a namespace by its folders; other modules without a file were created in memory."""
         places = getattr(module, "__path__", None)
         if places is None:
             yield _in_memory(name)

@@ -94,7 +94,7 @@ def _rows(source: str) -> _Rows:
 
 
 def _docstrings(lines: Sequence[str], definition: Definition, first: int) -> _Docstrings:
-    """Find the docstrings that stand alone on their lines, as libcst counts them."""
+    """Find the docstrings that have their lines to themselves, as libcst counts them."""
     found: _Docstrings = {}
     pending: list[ast.AST] = [definition]
     while pending:
