@@ -146,12 +146,12 @@ def test_a_whole_run_keeps_its_status(bench: Bench, name: str) -> None:
 
 EXCUSED = {
     "--no-steps": ("pass", (), ("--no-steps",), "--no-steps"),
-    "--help": ("sys.exit(0)", ("--help",), (), "--help was asked for"),
+    "--help": ("sys.exit(0)", ("--help",), (), "--help was requested"),
     "evaluation": (
         "from megatron.training.global_vars import ARGS\nARGS.skip_train = True\nsys.exit(0)",
         (),
         (),
-        "evaluation alone",
+        "only evaluation",
     ),
     "a resume at its last step": (
         "from megatron.training import global_vars\n"

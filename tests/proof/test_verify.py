@@ -351,7 +351,7 @@ def test_a_recorded_proof_is_of_one_text_of_megatron(prove, tmp_path: Path, acce
     (proved,) = verify.verify(Session(tmp_path / "one"))
     assert proved.proof == "passed"
     (proved,) = verify.verify(Session(tmp_path / "root"))
-    assert proved.proof == "unverified" and "another text" in proved.detail
+    assert proved.proof == "unverified" and "a different text" in proved.detail
 
 
 def test_what_is_not_proved_is_not_recorded(prove, tmp_path: Path, accelerator) -> None:
