@@ -104,14 +104,14 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
     _refuse_incomplete(plan, loaded.receipt)
     if _GUARD is None:
-        os.register_at_fork(after_in_child=_begin_anew)
+        os.register_at_fork(after_in_child=_reset_in_fork)
     _GUARD = Guard(session, loaded.receipt, plan.edits)
     imported.watch(session.read_tree().root, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
         swaps.arm(session.pages[name], plan.edits[name])
     _watch_megatron()
     roll_call.watch()
-    _pass_on(_GUARD)
+    _pass_to_children(_GUARD)
     child_processes.watch(where(), first=not inherited)
     return _GUARD
 
@@ -140,13 +140,13 @@ def _refuse_incomplete(plan: Plan, applied: Receipt) -> None:
     )
 
 
-def _begin_anew() -> None:
+def _reset_in_fork() -> None:
     """Forget the parent's steps in a fork: if it trains, it is checked like any other process."""
     if _GUARD is not None:
         _GUARD.began = _GUARD.stepped = False
 
 
-def _kept(check: Callable[..., None]) -> Callable[..., None]:
+def _remembering_refusal(check: Callable[..., None]) -> Callable[..., None]:
     """Wrap a check so that its first refusal lasts to the end of the run, even if it is caught."""
 
     @functools.wraps(check)
@@ -185,7 +185,7 @@ def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
         after_first_step(args)
 
 
-@_kept
+@_remembering_refusal
 def before_first_step() -> None:
     """Compare this process with the receipt, and all ranks with each other; later calls do nothing.
 
@@ -254,7 +254,7 @@ def _refuse_broken(everyone: list[tuple[str, tuple[str, str] | None]]) -> None:
         )
 
 
-@_kept
+@_remembering_refusal
 def after_first_step(args: Any = None) -> None:
     """Stop the run if a page that had to be reached was not reached on any rank.
 
@@ -279,7 +279,7 @@ def after_first_log(args: Any = None) -> None:
     _after_first("log", "the first log", args)
 
 
-@_kept
+@_remembering_refusal
 def after_first_save(args: Any = None) -> None:
     """Like `after_first_step`, for pages that are reached when a checkpoint is saved.
 
@@ -289,7 +289,7 @@ def after_first_save(args: Any = None) -> None:
     _after_first("save", "the first checkpoint", args)
 
 
-@_kept
+@_remembering_refusal
 def _after_first(phase: str, when: str, args: Any) -> None:
     if _GUARD is None or phase in _GUARD.ended:
         return
@@ -342,14 +342,14 @@ def _watch_megatron() -> None:
             "training_log": (training_watch.nothing, after_first_log),
             # Before it is written: a checkpoint of different code must not replace a good one.
             "save_checkpoint": (
-                _kept(lambda: recheck("before a checkpoint", together=True)),
+                _remembering_refusal(lambda: recheck("before a checkpoint", together=True)),
                 lambda args: _after_first("save", "the first checkpoint", args),
             ),
         }
     )
 
 
-def _pass_on(guard: Guard) -> None:
+def _pass_to_children(guard: Guard) -> None:
     """Let the processes that this one starts join the same overlay."""
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [folder for folder in known if folder and folder != child_processes.BOOTSTRAP]

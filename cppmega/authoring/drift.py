@@ -210,7 +210,7 @@ def _changed(
     on_old, _ = _touched(old, target, earlier, on_old_text)
     on_new, misfit = _touched(new, target, earlier, on_new_text)
     tried = not known and any(choice.kind == "source" for choice in on_new_text)
-    tried = tried and _left_by(new, target, earlier) is not None
+    tried = tried and _statements_after(new, target, earlier) is not None
     return TargetDrift(
         target,
         "changed",
@@ -229,7 +229,7 @@ def _touched(
     Args:
         earlier: edits of pages that come before this one, and that its edits may build on.
     """
-    source, before = side.plan.survey.source(target), _left_by(side, target, earlier)
+    source, before = side.plan.survey.source(target), _statements_after(side, target, earlier)
     misfit = ""
     for edit in choices:
         if edit.kind != "source" or not source or before is None:
@@ -248,7 +248,7 @@ def _touched(
     return None, misfit
 
 
-def _left_by(side: Side, target: str, earlier: Sequence[Edit]) -> list[str] | None:
+def _statements_after(side: Side, target: str, earlier: Sequence[Edit]) -> list[str] | None:
     """Return the statements after the earlier edits; None if these do not fit."""
     if not earlier:
         return side.lines(target)

@@ -118,7 +118,7 @@ def pin(
     )
     if missing:
         done.notes.append(f"the proof did not run: it needs {', '.join(missing)}")
-    done.notes += _what_to_read(page, version, tree, chosen.choice, say)
+    done.notes += _warnings_of_changes(page, version, tree, chosen.choice, say)
     _write(Path(page.path), chosen.data)
     return done
 
@@ -301,7 +301,7 @@ def _proved(
     return passed[0]
 
 
-def _what_to_read(
+def _warnings_of_changes(
     page: Page, version: str, tree: Tree, choice: Choice, say: Callable[[str], None]
 ) -> list[str]:
     """Return a warning if upstream changed what the edit replaces, which no law detects."""

@@ -122,7 +122,9 @@ def _module(name: str) -> _Module | None:
             code = code_of(data)
             package = name if file.stem == "__init__" else name.rpartition(".")[0]
             imports = {*_parents(name), *_absolute(code.imports, package)}
-            return _Module(code, _raw(data), tuple(sorted(imports)), tuple(_beside(file, code)))
+            return _Module(
+                code, _raw(data), tuple(sorted(imports)), tuple(_files_read_by(file, code))
+            )
     return None
 
 
@@ -157,7 +159,7 @@ def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
         file = pending.pop()
         code = code_of(file.read_bytes())
         further = {*_relative(file, code)} - files
-        files |= {*further, *_beside(file, code)}
+        files |= {*further, *_files_read_by(file, code)}
         pending += further
     return sorted(((file, file.read_bytes()) for file in files), key=lambda f: (f[0].name, f[1]))
 
@@ -176,7 +178,7 @@ def _relative(file: Path, code: Code) -> Iterator[Path]:
                     yield found
 
 
-def _beside(file: Path, code: Code) -> Iterator[Path]:
+def _files_read_by(file: Path, code: Code) -> Iterator[Path]:
     """Find the files that a file's code reads by name from its own folder."""
     yield from (file.parent / name for name in code.beside if (file.parent / name).is_file())
 

@@ -58,7 +58,7 @@ def watch(words: Sequence[str], *, no_steps: bool) -> None:
         left = f"ignoring {env.RUN.name}: the launch of that run has not started this process"
         print(f"cppmega: {left}", file=sys.stderr, flush=True)
     watch_ranks()
-    atexit.register(_last_look)
+    atexit.register(_judge_at_exit)
 
 
 def returned(stop: SystemExit | None) -> int:
@@ -80,7 +80,7 @@ def returned(stop: SystemExit | None) -> int:
     _END.status = status
     # A click command that was called as a function returns; there, `-h` may mean something else.
     _END.help_shown = "--help" in _END.words or (stop is not None and "-h" in _END.words)
-    if status == 0 and not _others_work():
+    if status == 0 and not _has_running_work():
         _judge(_END)
     return status
 
@@ -102,7 +102,7 @@ def _status(stop: SystemExit | None) -> int:
     return stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
-def _others_work() -> bool:
+def _has_running_work() -> bool:
     """Whether Python would wait, before it ends, for threads or processes of the script."""
     threads = [t for t in threading.enumerate() if not t.daemon]
     multiprocessing = sys.modules.get("multiprocessing")
@@ -178,7 +178,7 @@ def _megatrons_arguments() -> Any:
     return None
 
 
-def _last_look() -> None:
+def _judge_at_exit() -> None:
     """Judge the process when Python ends, after its threads, workers and exit handlers."""
     end = _END
     if end is None or os.getpid() != end.pid:

@@ -45,7 +45,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
         file = plan.views[path]
         assert file.pristine is not None
         done = rewritten(plan, path)
-        after |= {f"{path}:{symbol}": print_ for symbol, print_ in done.after.items()}
+        after |= {f"{path}:{symbol}": fingerprint for symbol, fingerprint in done.after.items()}
         new.files[path] = PatchedFile(
             sha256(file.pristine),
             sha256(done.data),

@@ -98,7 +98,9 @@ def diagnose(
     page: Page, tree: Tree, loaded: Loaded, survey: Survey, views: Mapping[str, FileView]
 ) -> Diagnosis:
     """Find the edits of a page that this tree needs."""
-    found = {e.target: _look(page, e, views[e.path], survey, loaded) for e in page.patch.edits}
+    found = {
+        e.target: _fingerprint_of(page, e, views[e.path], survey, loaded) for e in page.patch.edits
+    }
     shape = _fitting(page, found)
     if shape is not None:
         edits = tuple(known[found[target]] for target, known in shape.items())
@@ -107,7 +109,7 @@ def diagnose(
         if strange:
             return Diagnosis(verdict=_foreign(page, strange[0], tree, views))
         if not edits:
-            return _no(page, "upstreamed", "the pinned texts need no edit")
+            return _without_edits(page, "upstreamed", "the pinned texts need no edit")
         return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
     files = [views[edit.path] for edit in page.patch.edits]
     torn = any(text.startswith("!") for text in found.values())
@@ -116,12 +118,12 @@ def diagnose(
         return Diagnosis(verdict=_failure(page, tree, survey, found, views))
     for distribution in page.patch.distributions:
         if not tree.has(distribution):
-            return _no(page, "not-applicable", _absence(tree, distribution))
+            return _without_edits(page, "not-applicable", _absence(tree, distribution))
     for target in page.patch.feature:
         if not survey.exists(target) and not survey.elsewhere(target):
-            return _no(page, "not-applicable", f"{target} does not exist in this tree")
+            return _without_edits(page, "not-applicable", f"{target} does not exist in this tree")
     if survey.fixed(page):
-        return _no(page, "upstreamed", "the code already contains the fix")
+        return _without_edits(page, "upstreamed", "the code already contains the fix")
     return Diagnosis(verdict=_failure(page, tree, survey, found, views))
 
 
@@ -166,7 +168,7 @@ def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, 
     return None
 
 
-def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded) -> str:
+def _fingerprint_of(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded) -> str:
     """Fingerprint the target: in the pristine text if the file is patched, else in its bytes.
 
     A target that still has its patched text, in a file that was edited since, counts as known: the
@@ -182,7 +184,7 @@ def _look(page: Page, edit: Edit, file: FileView, survey: Survey, loaded: Loaded
     return now
 
 
-def _no(page: Page, state: PatchState, detail: str) -> Diagnosis:
+def _without_edits(page: Page, state: PatchState, detail: str) -> Diagnosis:
     edit = page.patch.edits[0]
     return Diagnosis(verdict=Verdict(page.name, page.patch.kind, state, edit.target, detail))
 
@@ -208,8 +210,8 @@ def _failure(
     known_somewhere = {t for s in shapes for t in s if found[t] in s[t]}
     others = [t for t, text in found.items() if text != MISSING and t not in known_somewhere]
     for target in unknown or others[:1]:
-        print_ = found[target]
-        state, detail, command = _why(page, target, print_, tree, survey, views)
+        fingerprint = found[target]
+        state, detail, command = _explained(page, target, fingerprint, tree, survey, views)
         return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
     target = next(iter(shape))
     detail = "each of its symbols is known, but no pinned version combines them this way"
@@ -232,10 +234,10 @@ def _comparison(page: Page, target: str, tree: Tree) -> str:
     return f"cppmega drift {requirement(newest, package)} {here}"
 
 
-def _why(
+def _explained(
     page: Page,
     target: str,
-    print_: str,
+    fingerprint: str,
     tree: Tree,
     survey: Survey,
     views: Mapping[str, FileView],
@@ -247,16 +249,16 @@ def _why(
         return "drifted", views[path].story, restore
     if views[path].orphaned:
         return "drifted", ORPHANED, restore
-    if print_ == MISSING:
+    if fingerprint == MISSING:
         places = survey.elsewhere(target)
         if places:
             return "moved", f"it is now in {', '.join(places)}", compare
         what = "the file is gone" if views[path].current is None else "the symbol is gone"
         return "absent", what, compare
-    if print_.startswith("?"):
-        return "ambiguous", f"it is defined {print_[1:]} times", f"cppmega explain {page.name}"
-    if print_.startswith("!"):
-        return "drifted", print_[1:].rstrip("."), restore
+    if fingerprint.startswith("?"):
+        return "ambiguous", f"it is defined {fingerprint[1:]} times", f"cppmega explain {page.name}"
+    if fingerprint.startswith("!"):
+        return "drifted", fingerprint[1:].rstrip("."), restore
     if views[path].foreign:
         detail = "its text is not upstream's: it was edited by hand or by another tool"
         return "drifted", detail, restore

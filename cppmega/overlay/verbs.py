@@ -297,7 +297,7 @@ def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bo
     """
     plan = _planned(session, choose)
     if plan.failures:
-        plan = _settled(session, choose)
+        plan = _planned_under_lock(session, choose)
     if plan.failures:
         return Outcome(plan, "")
     _refuse_orphans(plan, ())
@@ -328,7 +328,7 @@ def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
     return plan
 
 
-def _settled(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
+def _planned_under_lock(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
     """Plan again while no other process writes, since a half-written tree looks foreign."""
     if not receipt.folder(session.read_tree()).is_dir():
         return _planned(session, choose)

@@ -68,7 +68,7 @@ def answers(
         output.seek(0)
         last = (output.read().strip().splitlines() or ["it printed nothing"])[-1]
     for page in pages[answered:]:
-        detail = f"the {side} process {_how(worker)}: {last[:400]}"
+        detail = f"the {side} process {_describe_end(worker)}: {last[:400]}"
         yield page.name, ProofRun("not-run", detail)
 
 
@@ -119,7 +119,7 @@ def _read(
         yield page.name, answer.run
 
 
-def _how(worker: subprocess.Popen[bytes]) -> str:
+def _describe_end(worker: subprocess.Popen[bytes]) -> str:
     if worker.returncode in (0, -signal.SIGKILL):
         return "gave no answer in time, or not the expected one"
     return f"ended with status {worker.returncode}"

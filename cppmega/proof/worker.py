@@ -88,14 +88,18 @@ def _forked(page: Page, answers: int, limit: float) -> ProofRun:
     run = frames.Reader(reader).receive(ProofRun, limit, ended)
     seconds = time.monotonic() - started
     if run is None:
-        how = _how(status[0]) if _comes_true(ended) else f"did not end within {limit:g} seconds"
+        how = (
+            _describe_end(status[0])
+            if _wait_for(ended)
+            else f"did not end within {limit:g} seconds"
+        )
         run = ProofRun("not-run", f"its process {how}")
     process.end_children()
     os.close(reader)
     return msgspec.structs.replace(run, seconds=seconds)
 
 
-def _comes_true(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
+def _wait_for(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
     """Wait for a condition: a process that has closed its pipe may take a moment to end."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
@@ -103,7 +107,7 @@ def _comes_true(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
     return condition()
 
 
-def _how(status: int) -> str:
+def _describe_end(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     return f"ended with signal {-code}" if code < 0 else f"ended with status {code}"
 

@@ -64,7 +64,7 @@ def check(where: str) -> None:
         words = process.command(pid)
         if pid in holds or not _is_python(words) or process.only_forked(pid):
             continue
-        why = _lack(words, process.environment(pid))
+        why = _reason_without_guard(words, process.environment(pid))
         if not why and process.age(pid) < _SECONDS:
             continue  # it is still about to join
         why = why or f"it has not joined within {_SECONDS:.0f} seconds"
@@ -127,7 +127,7 @@ def _inspect(command: Sequence[Any], environ: Mapping[Any, Any] | None) -> None:
     except (TypeError, AttributeError):
         return  # not a command: Python raises that to its caller
     if _is_python(words):
-        why = _lack(words, known)
+        why = _reason_without_guard(words, known)
         if why:
             _name(words, why, _watched[0])
 
@@ -150,7 +150,7 @@ def _is_python(words: Sequence[str]) -> bool:
     return _PYTHON.fullmatch(Path(words[0]).name) is not None or words[0] == sys.executable
 
 
-def _lack(words: Sequence[str], environ: Mapping[str, str]) -> str:
+def _reason_without_guard(words: Sequence[str], environ: Mapping[str, str]) -> str:
     """The reason why a Python that is started like this does not join; empty if it does."""
     deaf = sorted(_options(words) & _DEAF)
     if deaf:

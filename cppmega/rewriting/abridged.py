@@ -105,7 +105,7 @@ def _runs(
     """First and last of consecutive statements that can be cut out, except the very first one."""
     begin = None
     for at in range(1, len(body) + 1):
-        if at < len(body) and _can_go(text, body[at - 1], body[at], sought):
+        if at < len(body) and _is_removable(text, body[at - 1], body[at], sought):
             begin = at if begin is None else begin
         elif begin is not None:
             if at == len(body) or _on_lines_of_its_own(text, body[at - 1], body[at]):
@@ -113,7 +113,9 @@ def _runs(
             begin = None
 
 
-def _can_go(text: Text, before: ast.stmt, statement: ast.stmt, sought: Sequence[Names]) -> bool:
+def _is_removable(
+    text: Text, before: ast.stmt, statement: ast.stmt, sought: Sequence[Names]
+) -> bool:
     if not _on_lines_of_its_own(text, before, statement):
         return False
     own = "".join(text.lines[(before.end_lineno or 0) : statement.end_lineno])

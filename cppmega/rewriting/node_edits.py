@@ -235,7 +235,7 @@ class StatementSwap(Swap):
         old: str,
         make: Callable[[Sequence[cst.BaseStatement]], list[cst.BaseStatement]],
     ) -> None:
-        self.gists, self.shapes = _looked_for(old)
+        self.gists, self.shapes = _parsed_pattern(old)
         self.make = make
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
@@ -260,7 +260,7 @@ class StatementSwap(Swap):
 
 
 @cache
-def _looked_for(text: str) -> tuple[list[Any], list[str]]:
+def _parsed_pattern(text: str) -> tuple[list[Any], list[str]]:
     """Gists and shapes of the statements of a text; none of its nodes ends up in a result."""
     old = statements(text)
     return [gist(statement) for statement in old], [shape(statement) for statement in old]

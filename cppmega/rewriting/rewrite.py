@@ -123,7 +123,7 @@ def rewrite(
     edited = {plain(symbol) for symbol in groups}
     new_tree = parse(_outline(text, tree, cuts, imports, edited), path)
     own_imports = code_text.imports_of(new_tree, body) if f"{code_text.PACKAGE}." in body else ()
-    after = {step.edit.symbol: _print_after(step, new_text, new_tree, path) for step in steps}
+    after = {step.edit.symbol: _fingerprint_after(step, new_text, new_tree, path) for step in steps}
     _check(text, tree, new_text, new_tree, path, cuts, groups, inserted, edited)
     return Rewritten(result, after, inserted.fingerprint(), own_imports)
 
@@ -193,7 +193,7 @@ def _are_repeatable(group: Sequence[Step]) -> bool:
     return all(is_repeatable(step.edit.edit) for step in group)
 
 
-def _print_after(step: Step, text: Text, tree: ast.Module, path: str) -> str:
+def _fingerprint_after(step: Step, text: Text, tree: ast.Module, path: str) -> str:
     """Fingerprint of a step's target in the edited file."""
     target = f"{path}:{step.edit.symbol}"
     where = locate(tree, text, target)
