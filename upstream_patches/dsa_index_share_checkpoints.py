@@ -13,7 +13,7 @@ Why: A strict `load_state_dict` rejects the surplus weights as unexpected. If we
     repeats a failed strict load without strictness, a model whose indexers have their random
     initial values.
 Upstream: Not sent: upstream does not address checkpoints of models with `dsa_indexer_topk_freq`.
-Remove: when Megatron's DSA layers load checkpoints of either kind.
+Remove: when Megatron's DSA layers load checkpoints of both kinds.
 Numerics: none (bitwise): what loads on stock loads as before.
 """
 

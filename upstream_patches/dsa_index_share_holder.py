@@ -12,11 +12,11 @@ What: With `--dsa-indexer-topk-freq` above 1, a Shared layer uses the keys that 
     Full layer that did not run. The schedule of `--overlap-moe-expert-parallel-comm`, which does
     not call a stack, is refused. CUDA graphs of attention layers are refused as well. Layers that
     are captured one by one find the latest selection of their Full layer: captured by torch alone,
-    a Full and a Shared layer replay on an H200 bitwise as they run without graphs, with two
-    microbatches in flight. Megatron's own capture of them, which reuses the memory of its graphs
-    for later ones, has not been run. Recomputation then keeps the indices of each Full layer for
-    every microbatch in flight. A Full layer that is recomputed computes the gradient of its sparse
-    loss over keys that it selects again, as it does without sharing.
+    the replays of a Full and a Shared layer on an H200 are bitwise identical to their runs without
+    graphs, with two microbatches in flight. Megatron's own capture of them, which reuses the memory
+    of its graphs for later ones, has not been run. Recomputation then keeps the indices of each
+    Full layer for every microbatch in flight. A Full layer that is recomputed computes the gradient
+    of its sparse loss over keys that it selects again, as it does without sharing.
 Why: Stock attaches the keys to the packed-sequence parameters, to the attention mask or, without
     either, to the configuration of the model. Without a mask, as in most training, a layer that is
     recomputed uses the keys of the latest forward pass, so with a second microbatch in between

@@ -2,10 +2,10 @@
 
 What: `forward_step_calc_loss` sets the scale of the indexer loss to the gradient scale divided by
     the number of microbatches, as it does for the MoE and MTP losses.
-Why: The scale was never set, so the indexer's gradient was the sum over the microbatches and not
+Why: The scale was never set, so the indexer's gradient was the sum over the microbatches instead of
     their mean (with 8 microbatches it is 8 times too large, and clipping then shrinks all other
-    gradients). With a gradient scaler (fp16) it was divided by a factor that it had never been
-    multiplied by. Seen on CPU, 0.16.1 to 0.18.2.
+    gradients). With a gradient scaler (fp16) it was divided by a factor by which it had never been
+    multiplied. Seen on CPU, 0.16.1 to 0.18.2.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4070 (in 0.19.0)
 Remove: when `forward_step_calc_loss` sets the scale of `DSAIndexerLossAutoScaler`.
 Numerics: changes results: the indexer's gradient is divided by the number of microbatches and

@@ -20,8 +20,8 @@ Numerics: reorders sums: softmax over the selected keys in blocks of 64, and dkv
     unfused 2.1e-3, 2.1e-3, 3.1e-3; an fp32 reference rounded to bf16 1.7e-3 each. The error of dq
     grows with the peakedness of the scores: 2.4, 4.2 and 4.9 times the error of that reference with
     queries 5, 30 and 150 times as large (unfused 1.4 times with 5), because the kernels compute
-    delta from the bf16 output, also with 576 and 512. Those two ignore the deterministic mode, as
-    released.
+    delta from the bf16 output, also with 576 and 512. As released, calls with these two widths
+    ignore the deterministic mode.
 """
 
 from __future__ import annotations

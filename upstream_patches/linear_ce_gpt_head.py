@@ -10,7 +10,7 @@ Why: Stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB with V=
 Upstream: Not sent: dev has a GPT head, but its kernels support only Blackwell.
 Remove: when the releases have a linear cross-entropy that runs on Hopper.
 Numerics: reorders sums: the softmax is computed in fp32 from the same logits, chunk by chunk; dW is
-    accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
+    accumulated in fp32. The label -100 has no loss; in stock its loss is meaningless.
 """
 
 from cppmega.catalogue.megatron_args import layer_pattern

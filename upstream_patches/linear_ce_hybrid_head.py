@@ -11,7 +11,7 @@ Upstream: Not sent: dev has only the GPT head, with kernels for Blackwell; its h
     class in a merge, and fails at the first MTP depth.
 Remove: when the releases have a linear cross-entropy for hybrid models that runs on Hopper.
 Numerics: reorders sums: the softmax is computed in fp32 from the same logits, chunk by chunk; dW is
-    accumulated in fp32. The label -100 has no loss, where stock computes a meaningless one.
+    accumulated in fp32. The label -100 has no loss; in stock its loss is meaningless.
 """
 
 from cppmega.catalogue.megatron_args import layer_pattern

@@ -3,9 +3,9 @@
 What: `MambaStack.forward` runs its layers under activation checkpoints with
     `recompute_granularity=full`: in chunks of `recompute_num_layers` layers (`uniform`), or that
     many first layers one by one (`block`), as the stack of a GPT model does.
-Why: Up to 0.17 the class has no recomputation: the option is accepted and silently ignored, and
-    every activation of every layer is kept (on CPU, each layer ran once with `full` where it must
-    run twice).
+Why: Up to 0.17 the class does not support recomputation: the option is accepted and silently
+    ignored, and every activation of every layer is kept (on CPU, each layer ran once with `full`
+    where it must run twice).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4496 (in 0.18.0, where it is `HybridStack`)
 Remove: when `MambaStack.forward` reads `recompute_granularity`, or no longer exists (0.18.0).
 Numerics: none (bitwise); parameters keep their names

@@ -8,11 +8,11 @@ What: `roll_tensor` finds each token's successor from the padded boundaries on t
     without waiting for it. On 0.15 this adds packed sequences to MTP, which rejects them there.
 Why: `cu_seqlens_q_padded` is never read: 1 2 3 P 4 5 P P with q=[0,3,5] and padded=[0,4,8] becomes
     2 3 0 4 0 5 P P, so that a padding slot is trained on 4, token 4 on nothing, and token 5 on
-    itself. 100 documents cost 1302 operators and 400 host syncs per roll, and now 32 and none
-    (counted on 0.19.2). In addition, tokens after the last boundary are counted, a local piece of 1
-    token raises IndexError, and the exchange uses the world's process group, with one pair of
-    messages per document. The dev branch is correct without context parallelism, and has all of the
-    latter problems with it.
+    itself. 100 documents cost 1302 operators and 400 host syncs per roll; with the page they cost
+    32 and none (counted on 0.19.2). In addition, tokens after the last boundary are counted, a
+    local piece of 1 token raises IndexError, and the exchange uses the world's process group, with
+    one pair of messages per document. The dev branch is correct without context parallelism; with
+    it, it has all of the latter problems.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6205 (padding) and
     https://github.com/NVIDIA/Megatron-LM/pull/6746 (group); dev fixed CP=1. The assertion that the
     boundaries are global was requested in a review of

@@ -4,9 +4,9 @@ What: `CheckpointWithoutOutput` frees only those outputs of its function that ar
     and never links a storage to itself when it recomputes.
 Why: With `--fused-residual-rmsnorm` the norm returns its input as the residual. If the norm is also
     recomputed (`--recompute-modules layernorm`, MLA or MoE layers), the layer's input is freed
-    before the residual is added, and is missing again when the norm is recomputed. The first
-    forward pass reads a null pointer and crashes (a segmentation fault on CPU, on 0.17.1, 0.18.2
-    and 0.19.2, with a norm that returns what Transformer Engine's operations do).
+    before the residual is added, and is also missing when the norm is recomputed. The first forward
+    pass reads a null pointer and crashes (a segmentation fault on CPU, on 0.17.1, 0.18.2 and
+    0.19.2, with a norm that returns what Transformer Engine's operations return).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4497 (main, August 2026; not released)
 Remove: when outputs that share their storage with an input are kept.
 Numerics: none (bitwise); such runs used to crash

@@ -2,8 +2,8 @@
 
 What: `_apply_rotary_pos_emb_thd` computes each token's position with a search and a gather on the
     device, for any number of sequences and for context parallelism.
-Why: Stock reads the lengths on the host: it waits for the GPU twice per call, with one call each
-    for the queries and the keys of every attention layer, and with a table for the complete pack
+Why: Stock reads the lengths on the host: it waits for the GPU twice per call, with one call for the
+    queries and one for the keys of every attention layer, and, with a table for the complete pack,
     once more per sequence (tested: `.tolist()`, `cu_seqlens[-1]`, `cu_seqlens[i].item()`). None of
     this can be captured in a CUDA graph. 0.19 also launches a dozen kernels per sequence, and DSA
     does not support the fused RoPE. main still reads the last boundary if no `max_seqlen` is given,

@@ -7,7 +7,7 @@ What: With `CPPMEGA_SELECTIVE_FP8_MOE=1` at apply, `get_fp8_context` returns a c
 Why: Megatron's contexts wrap complete layers: attention, Mamba mixers, latent and shared experts,
     and all of MTP run in FP8 together with the experts, and only the first and last layers can be
     excluded. An earlier overlay assigned another `get_fp8_context` after six modules had copied the
-    name: it did nothing and was measured as neutral. It also returned `nullcontext`, which leaves
+    name: it had no effect and was measured as neutral. It also returned `nullcontext`, which leaves
     FP8 enabled inside MTP's context, and used the layer number, which restarts at 1 inside an MTP
     stack.
 Upstream: Not sent: upstream would need a config option such as `fp8_experts_only`.

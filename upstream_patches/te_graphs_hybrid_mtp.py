@@ -1,9 +1,9 @@
 """Capture the layers inside a hybrid model's MTP depths with Transformer Engine's CUDA graphs.
 
 What: With `--cuda-graph-impl transformer_engine`, the layers of an MTP depth that is a hybrid stack
-    are captured and replayed as those of the decoder are. A depth that runs several times per
+    are captured and replayed like those of the decoder. A depth that runs several times per
     microbatch (`--mtp-use-repeated-layer` with more than one depth) stays eager, with a warning: a
-    graph has one set of buffers per microbatch, and its second run would overwrite what the
+    graph has one set of buffers per microbatch, and the second run would overwrite what the
     backward of the first one needs.
 Why: The helper looks for layers in `decoder.layers` and for `mtp_model_layer`, which is one layer
     in a GPT model and a whole stack in a hybrid one. A stack is not a layer, so its layers silently
