@@ -23,7 +23,7 @@ _BUSY = "GPU BUSY"
 
 
 def watch(runs: Sequence[Run], named: bool, every: float, stalled_after: float) -> int:
-    """Watch runs until they have ended.
+    """Watch runs until all have ended.
 
     Args:
         runs: those of which the live ones are watched.
@@ -51,7 +51,7 @@ def watch(runs: Sequence[Run], named: bool, every: float, stalled_after: float) 
 
 
 def _keeping(rounds: Iterator[list[Sight]], last: list[Sight]) -> Iterator[list[Sight]]:
-    """Keep the last round."""
+    """Pass the rounds on, and keep the latest one in `last`."""
     for seen in rounds:
         last[:] = seen
         yield seen

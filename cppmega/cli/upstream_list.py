@@ -14,7 +14,7 @@ _NVIDIA = "NVIDIA/Megatron-LM"
 
 
 def lines(rows: Iterable[Row]) -> Iterator[str]:
-    """Two lines for each page: what upstream has, and when the page has to go."""
+    """Two lines for each page: what upstream has, and when the page can be removed."""
     return table.table(cells for row in rows for cells in _of(row))
 
 

@@ -61,7 +61,7 @@ class Watch(threading.Thread):
             return False
 
     def _pass_on(self, living: set[int]) -> None:
-        for rank in living - self.signalled:  # one that starts only now, too
+        for rank in living - self.signalled:  # including one that starts only now
             process.send(rank, signal.SIGTERM)
         self.signalled |= living
         late = self.orphaned and time.monotonic() > self.asked + self.patience

@@ -3,9 +3,9 @@
 It runs in the tmux session or in the terminal; torchrun and its ranks have sessions of their own,
 so that Ctrl-C or a lost terminal reaches this process alone. SIGINT, SIGTERM and SIGHUP ask the
 ranks to save a checkpoint and end (SIGTERM, which Megatron's --exit-signal-handler waits for);
-Ctrl-C again, or SIGQUIT, ends them at once. SIGTERM and SIGHUP never do, however often they come:
-schedulers and terminals repeat themselves. Whatever happens, how the run ended is kept in the
-folder: on a full disk, without a terminal, and by `cppmega.launch.agent` if this process is killed.
+Ctrl-C again, or SIGQUIT, ends them at once. SIGTERM and SIGHUP never do, however often they are
+sent: schedulers and terminals repeat them. Whatever happens, the folder records how the run ended:
+on a full disk, without a terminal, and by `cppmega.launch.agent` if this process is killed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PERIOD = 0.2
 _AGAIN = 1.0
 """Seconds after which another Ctrl-C counts as a second one."""
 _KILLED = 30.0
-"""Seconds that torchrun has to notice that its ranks were killed."""
+"""Seconds within which torchrun must notice that its ranks were killed."""
 _WRITE_AGAIN = 5.0
-"""Seconds between two attempts to write what could not be written."""
+"""Seconds between two attempts to write what could not be written before."""
 _ALIVE = 60.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 _KEEP = 10.0
 """Seconds of attempts to write how the run ended."""
 _FULL = 2**16
@@ -84,7 +84,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Start torchrun, wait for it, and write down how it ended.
+        """Start torchrun, wait for it, and record how it ended.
 
         Returns:
             The exit status.
@@ -213,9 +213,9 @@ class Supervisor:
                 self._update(first_rank=int(place["RANK"]) - int(place["LOCAL_RANK"]))
 
     def _see_orphans(self) -> None:
-        """Record the ranks of a killed torchrun that were started since the last look.
+        """Record the ranks of a killed torchrun that were started since the last check.
 
-        A disk that takes seconds to write the status delays that look by as much. A rank that has
+        A disk that takes seconds to write the status delays that check by as much. A rank that has
         ended already is known by its helpers, which are in its session.
         """
         run = str(self.node.run.path)
@@ -314,7 +314,7 @@ class Supervisor:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Identify a folder, whatever has its name later."""
+    """Identify a folder independently of what has its name later."""
     with contextlib.suppress(OSError):
         stat = folder.stat()
         return stat.st_dev, stat.st_ino

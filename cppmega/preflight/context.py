@@ -133,7 +133,7 @@ class Context:
 
     @cached_property
     def process(self) -> RankAnswer:
-        """The answer of a process that imported what the training processes will import.
+        """The answer of a process that imports what the training processes will import.
 
         Raises:
             CppmegaError: `process-ended`, `process-hangs`.

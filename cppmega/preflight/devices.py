@@ -75,7 +75,7 @@ def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:
 
 
 def _kernel_modules(recipe: Recipe | None) -> list[str]:
-    """The modules that a run imports late, with its first layer or its first kernel."""
+    """The modules that a run imports late: with its first layer or its first kernel."""
     modules = ["triton", "transformer_engine.pytorch", "cppmega.ops.linear_cross_entropy_triton"]
     if recipe is not None and recipe.uses_tilelang:
         variant = "megatron.core.transformer.experimental_attention_variant"

@@ -12,7 +12,7 @@ CheckState = Literal["ok", "failed", "not-applicable", "not-run"]
 
 
 class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
-    """There is nothing to check; the message gives the reason."""
+    """There is nothing to check; the message states the reason."""
 
 
 class Refused(Exception):  # noqa: N818

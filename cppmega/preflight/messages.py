@@ -1,4 +1,4 @@
-"""Orders to the preflight's child processes and their answers, which cross the border as JSON."""
+"""Orders to the preflight's child processes and their answers, exchanged as JSON."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class FirstKernelAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ConnectionsOrder(Order, frozen=True, kw_only=True):
-    """Ask whether the kernels of mHC can do the streams of a model."""
+    """Ask whether the mHC kernels support the streams of a model."""
 
     device: str
     dtype: str
@@ -206,7 +206,7 @@ class ConnectionsOrder(Order, frozen=True, kw_only=True):
 
 
 class ConnectionsAnswer(Struct, frozen=True, kw_only=True):
-    """What stops the kernels."""
+    """Why the kernels cannot run."""
 
     obstacle: str | None
     """Half a sentence; None where they run."""

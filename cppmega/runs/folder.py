@@ -10,7 +10,7 @@ RUNS/NAME/
     nodes/0/              one for each host of the launch
         status.json       the process in charge, its workers, the exit status
         failure.json      the rank that failed first, until the status has it
-        ends/             a record from each rank that came to its end
+        ends/             a record from each rank that reached its end
         console.log       what torchrun and its ranks printed
         logs/             each rank's stdout and stderr, by torchrun
 """
@@ -171,7 +171,7 @@ class Run:
 
     @property
     def word(self) -> str:
-        """How a command names it: by its folder if that is not among the default ones."""
+        """Its name in a command: its folder if that is not among the default ones."""
         return self.name if self.path.parent == root().absolute() else str(self.path)
 
     @property
@@ -258,7 +258,7 @@ def _first_existing(own: Path, recorded: str | None) -> Path:
 
 
 def _young(folder: Path) -> bool:
-    """Whether a launch may still be under way; clocks are set back, too."""
+    """Whether a launch may still be under way; clocks may be set back."""
     try:
         return abs(time.time() - folder.stat().st_mtime) < _START
     except OSError:
@@ -343,7 +343,7 @@ def fresh_name(runs: Path, stem: str) -> str:
 
 
 def claim_node(run: Run, nodes: int) -> Node | None:
-    """Claim the next free place of a host; None if all hosts of the launch have joined."""
+    """Claim the next free host index; None if all hosts of the launch have joined."""
     for number in range(nodes):
         try:
             (run.path / "nodes" / str(number)).mkdir(parents=True)

@@ -43,7 +43,7 @@ class Entry:
     message: str = ""
     """What happened."""
     next: str = ""
-    """What the user has to do about it."""
+    """What the user should do about it."""
     place: Place | None = None
     """The code that a patch edits."""
     page: Path | None = None
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """Everything that there is to say, starting with the name."""
+        """All of its text, starting with the name."""
         head = f"{self.name}: {self.rule}" + (f" ({self.place})" if self.place else "")
         todo = f"next: {self.next}" if self.next else ""
         return "\n".join(filter(None, [head, self.message, todo]))
@@ -69,6 +69,6 @@ class Report:
     """Rule -> what it means."""
 
     def remarkable(self) -> Iterator[Entry]:
-        """The entries that a reader has to see."""
+        """The entries that need a reader's attention."""
         quiet = ("passed", "skipped")
         return (entry for entry in self.entries if entry.result not in quiet)

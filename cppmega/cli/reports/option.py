@@ -1,4 +1,4 @@
-"""`--report`, which writes the answer of a command for another program as well."""
+"""`--report`, which also writes the answer of a command for another program."""
 
 from __future__ import annotations
 

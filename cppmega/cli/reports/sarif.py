@@ -100,7 +100,7 @@ class _Log(_Part, frozen=True, kw_only=True):
 
 
 def written(report: Report, folder: Path) -> str:
-    """One result for each entry that a reader has to see.
+    """One result for each entry that needs a reader's attention.
 
     Args:
         folder: the working directory; paths below it are relative to it, as code scanning
@@ -176,5 +176,5 @@ def _physical(place: Place, folder: Path) -> _PhysicalLocation:
 
 
 def _message(text: str) -> _Message:
-    """A message without lone surrogates, which an undecodable file name may bring in."""
+    """A message without lone surrogates, which an undecodable file name may contain."""
     return _Message(text=text.encode(errors="backslashreplace").decode())

@@ -113,7 +113,7 @@ def _other_arguments(saved: Mapping[str, Any], args: Mapping[str, Any]) -> Itera
 
 
 def _other_shapes(saved: Saved, recipe: Recipe | None) -> Iterator[str]:
-    """Differences that the tensors show, even where the checkpoint records no arguments."""
+    """Differences visible in the tensors, even where the checkpoint records no arguments."""
     there = checkpoint_shapes.facts(saved.shapes)
     if recipe is None or "hidden_size" not in there:
         return

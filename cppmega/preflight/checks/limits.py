@@ -30,7 +30,7 @@ class Host:
     """The limits of a process on this host, and the memory that is free."""
 
     files: int
-    """Soft limit of open files, which nothing in a rank raises."""
+    """Soft limit of open files; no code in a rank raises it."""
     shared: int
     memory: int
     most_files: int = 2**31
@@ -70,7 +70,7 @@ def measure() -> Host:
 
 
 def shortages(host: Host, ranks: int) -> Iterator[CppmegaError]:
-    """Everything of which the host has too little for that many ranks."""
+    """Everything of which the host has too little for this number of ranks."""
     yield from _too_few_files(host, _FILES)
     if ranks > 1 and host.shared < _SHARED:
         yield CppmegaError(

@@ -1,6 +1,6 @@
 """Compare each of our fused kernels with its plain reference, on the GPU that will train.
 
-A process of `cppmega preflight --deep`. Shapes are small but cross a block in every direction; the
+A process of `cppmega preflight --deep`. Shapes are small but exceed a block in every dimension; the
 upstream gradient differs per row and is zero in some rows.
 """
 
@@ -201,7 +201,7 @@ def _attend_by_head(sizes: SparseAttention, inputs: list[Any], *, repeatable: bo
 
 
 def _choices() -> Any:
-    """Keys of each query in any order, some of them behind it, with holes and a row of none."""
+    """Keys of each query in any order, some of them after it, with gaps and an empty row."""
     import torch
 
     chances = torch.rand(2, 150, 150, generator=torch.Generator().manual_seed(4))
@@ -215,7 +215,7 @@ def _normal(*shapes: tuple[int, ...]) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(3)
-    # Large enough for a softmax that is not flat, small enough that no score is lost to rounding.
+    # Large enough that the softmax is not flat, small enough that no score is lost to rounding.
     return [torch.randn(shape, generator=generator).bfloat16() / 2 for shape in shapes]
 
 
