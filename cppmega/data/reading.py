@@ -61,14 +61,14 @@ def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
         raise CppmegaError(
             "data-has-holes",
             f"{found.data_file} has {reading.zeros} blocks of 64 KiB that are all zeros.",
-            "An unfinished download or copy looks like that, and trains.",
+            "An unfinished download or copy looks like that, and would be trained on.",
             "compare it with its source; if token 0 fills them: "
             f"python -m cppmega.check_data --zeros-are-data {found.prefix}",
         )
 
 
 def check_unread(found: Corpus, vocab_size: int) -> None:
-    """Check what can be checked without reading all of a dataset: its index, and both ends.
+    """Check as much as possible without reading all of a dataset: its index, and both ends.
 
     Raises:
         CppmegaError: `data-broken`, `token-out-of-vocabulary`.
@@ -171,7 +171,7 @@ class _Ids:
 
     def add(self, chunk: np.ndarray[Any, Any]) -> None:
         """Add the next bytes of the file."""
-        hashed = self._hashing.submit(self.hash.update, chunk)  # it does not hold the interpreter
+        hashed = self._hashing.submit(self.hash.update, chunk)  # it releases the interpreter lock
         in_a_block = _BLOCK // self._found.index.token_bytes
         ids = chunk.view(self._found.dtype)
         whole = len(ids) // in_a_block * in_a_block

@@ -34,9 +34,9 @@ class Variable(Generic[T_co]):
     parse: Callable[[str], T_co]
     """From the text of the variable to its value; an unset variable is an empty text."""
     of_one_run: bool = False
-    """Set by cppmega for the processes of one run, and never by a person."""
+    """Set by cppmega for the processes of one run, and never by a user."""
     of_one_model: bool = False
-    """Describes the model that is trained; proofs build others, and do not see it."""
+    """Describes the model that is trained; it is hidden from proofs, which build other models."""
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T_co:
         """The value in an environment, by default that of this process."""

@@ -59,9 +59,9 @@ class Pattern:
         return Counter(self.letters)
 
     def divided(self, stages: int) -> Pattern:
-        """The same layers in that many stages of equal length.
+        """The same layers divided into that many stages of equal length.
 
-        A pattern that marks its own stages, or cannot be divided so, stays as it is.
+        A pattern that marks its own stages, or cannot be divided evenly, is unchanged.
         """
         width, rest = divmod(len(self.main), stages)
         if self.stages > 1 or rest:

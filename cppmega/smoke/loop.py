@@ -1,6 +1,6 @@
 """The training loop of recipes that run on CPU: any number of gloo ranks, checkpoints, SIGTERM.
 
-To a launcher it behaves like Megatron's own: the same names of checkpoints, the same
+To a launcher it behaves like Megatron's own: the same checkpoint names, the same
 `--save-interval` and `--exit-interval`, and SIGTERM to one rank makes all ranks save and end.
 """
 
@@ -187,7 +187,7 @@ def recipe_of_rank(recipe: Recipe, world: int) -> Recipe:
 
 
 def arguments(plan: Recipe) -> dict[str, Any]:
-    """The arguments that pages are asked about, under Megatron's names."""
+    """The arguments that pages inspect, under Megatron's names."""
     return {
         "mtp_num_layers": plan.mtp_num_layers,
         "context_parallel_size": 1,
@@ -227,7 +227,7 @@ def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> 
 
 
 def _compile_helpers() -> str:
-    """Call what Megatron's trainer calls first; stock exits here, which is recorded."""
+    """Make the first call of Megatron's trainer; stock exits here, which is recorded."""
     from megatron.core.datasets.utils import compile_helpers
 
     try:

@@ -1,4 +1,4 @@
-"""What must hold for the data of a training run, checked without torch."""
+"""Requirements on the data of a training run, checked without torch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _check_held_out(held_out: list[Corpus], trained: list[Corpus], recipe: Recip
                 "held-out-data-trained-on",
                 f"{one.prefix} (--held-out) has the tokens of {names[data_record.name(one)]} "
                 "(--data).",
-                "Its loss would show how well the model remembers.",
+                "Its loss would show how well the model memorizes.",
                 "--held-out with data prepared from other sources",
             )
     wanted = recipe.eval_iters * recipe.global_batch_size
@@ -150,7 +150,7 @@ def _check_one(
         raise CppmegaError(
             "data-too-small",
             f"{found.prefix} has {found.tokens} tokens; a sample takes {recipe.seq_length + 1}.",
-            "There would not be a single one.",
+            "There would not be a single sample.",
             "prepare more text",
         )
     if recipe.structure is not None:
@@ -175,7 +175,7 @@ def _check_structure_rows(recipe: Recipe) -> None:
 
 
 def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> TokenizerRecord:
-    """The tokenizer that made a dataset.
+    """The tokenizer that produced a dataset.
 
     Raises:
         CppmegaError: `tokenizer-unknown`, `tokenizer-differs`, and what `tokenizers` raises.
@@ -208,6 +208,6 @@ def _differs(
     return CppmegaError(
         "tokenizer-differs",
         f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
-        "Its ids would stand for other tokens.",
+        "Its ids would mean other tokens.",
         "leave --tokenizer out to use the data's own, or prepare the data again",
     )

@@ -30,7 +30,7 @@ from cppmega.training import step_profile
 from cppmega.training.trace import CPU, Trace, parse
 
 _BEFORE = 2
-"""First steps that the time without the profiler leaves out: they compile and fill caches."""
+"""First steps left out of the time without the profiler: they compile and fill caches."""
 _COMPRESSION = 4
 _DISABLE = "leave --profile out"
 
@@ -43,7 +43,7 @@ def folder_of(options: RunOptions) -> Path:
 class StepProfiler:
     """The steps of a run, some of which are profiled.
 
-    Every rank has one: the rank that logs must know which of its steps were slower for it.
+    Every rank has one: the rank that logs must know which of its steps the profiler slowed down.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepProfiler:
             first_step: number of the first step of this start.
             rank: of this process; only rank 0 is profiled.
             on_gpu: whether the model is on a GPU.
-            facts: what the profile says of the run: `recipe`, `overlay` and so on.
+            facts: the profile's record of the run: `recipe`, `overlay` and so on.
 
         Raises:
             CppmegaError: `profiler-missing`, `profile-not-written`.
@@ -106,7 +106,7 @@ class StepProfiler:
             self._end()
 
     def took_disturbed(self) -> bool:
-        """Whether a step since the last call was slower for the profiler."""
+        """Whether the profiler slowed down a step since the last call."""
         disturbed, self._disturbed = self._disturbed, False
         return disturbed
 
@@ -172,7 +172,7 @@ def check_profiler(on_gpu: bool) -> None:
         raise CppmegaError(
             "profiler-missing",
             missing,
-            "The run would train, and no profile would come of it.",
+            "The run would train, but produce no profile.",
             f"install torch from its own index, or {_DISABLE}",
         )
 
@@ -187,7 +187,7 @@ def write(
         folder: where both go.
         first_step: number of the first profiled step.
         on_gpu: whether there must be kernels.
-        facts: what the profile says of the run.
+        facts: the profile's record of the run.
 
     Raises:
         CppmegaError: `profile-not-written`, `profile-without-kernels`.
@@ -239,6 +239,6 @@ def _not_written(folder: Path, why: str) -> CppmegaError:
     return CppmegaError(
         "profile-not-written",
         f"The profile cannot be written to {folder}: {why}.",
-        "The profiled steps are over, and nothing is left of them.",
+        "The profiled steps are over, and no record of them is left.",
         f"df -h {folder}; --profile-folder on a disk with room, or {_DISABLE}",
     )

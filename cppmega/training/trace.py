@@ -24,7 +24,7 @@ _OPERATOR = re.compile(r"(?!(torch::)?autograd::)[a-z]\w*::\w")
 _CONTAINER = re.compile(
     r"ProfilerStep#|autograd::engine::evaluate_function: |Checkpoint\w*Function(Backward)?$"
 )
-"""What only contains other operators: "in the backward pass" would explain no wait."""
+"""Spans that only contain other operators: "in the backward pass" would not explain a wait."""
 _BLOCKING = re.compile(
     r"cuda(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|"
     r"cuda(Memcpy|Malloc|Free)$"
@@ -91,7 +91,7 @@ class Trace:
     steps: tuple[Span, ...]
     work: tuple[Work, ...]
     host: dict[int | str, tuple[Span, ...]] = field(default_factory=dict)
-    """By thread: what the host was in, one after the other; nothing is left to Python."""
+    """By thread: what the host was in, in sequence; time in no operator is Python's."""
     synchronizations: tuple[Span, ...] = ()
     thread: int | str = 0
     """The thread of the training loop."""
@@ -210,7 +210,7 @@ def _own(
 
 
 def _occupied(spans: Sequence[Span], blocking: Sequence[Span]) -> tuple[Span, ...]:
-    """What a thread was in, one after the other: blocking calls first, then outermost operators."""
+    """What a thread was in, in sequence: first blocking calls, then outermost operators."""
     outermost: list[Span] = []
     for span in spans:
         if not _CONTAINER.match(span.name) and (not outermost or span.start >= outermost[-1].end):

@@ -1,8 +1,8 @@
-"""Archives of sources, downloaded with pip from the index that pip is set up with.
+"""Source archives, downloaded with pip from the index that pip is configured with.
 
 pip prepares the metadata of what it downloads by calling the build backend of the project, which
-would install what that needs and run what it contains. The archive itself holds its metadata, so
-stand-ins for the backends answer with it, and no code of an archive is run.
+would install its requirements and run its code. The archive itself contains its metadata, so
+stand-ins for the backends return that, and no code of an archive is run.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _download(source: Source, scratch: Path) -> Path:
         "sources-not-found",
         f"pip did not find {source.name} {source.version} with the listed hash. "
         + " ".join(errors[-1:]),
-        "The corpus would lack one of its projects, and be another one.",
-        "run it where pip reaches a package index, and copy the archive that it makes",
+        "The corpus would lack one of its projects, and be a different one.",
+        "run it where pip reaches a package index, and copy the archive that it builds",
     )
 
 
