@@ -147,7 +147,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """Preserve what the evaluation would change: random states and the training's MTP losses."""
+        """Preserve what evaluation would change: random states and the training's MTP losses."""
         helper = _loss_helper()
         kept = helper.tracker
         try:
