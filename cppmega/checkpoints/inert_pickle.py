@@ -131,7 +131,7 @@ def loads(data: bytes, storage: Callable[[Any], object] = lambda pid: pid) -> An
 
     Raises:
         NotListed: it names something that checkpoints do not contain.
-        Exception: it is damaged; `pickle` has no error of its own for that.
+        Exception: it is damaged; `pickle` has no specific error for that.
     """
     return _Unpickler(io.BytesIO(data), storage).load()
 

@@ -50,7 +50,7 @@ class Cause:
 
 
 Index = dict[str, list[Cause]]
-"""Name of an error -> its causes; a name with a placeholder stands for several."""
+"""Name of an error -> its causes; a name with a placeholder represents several."""
 
 
 def index(catalogues: Iterable[Path] = ()) -> Index:

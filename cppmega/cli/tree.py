@@ -231,11 +231,11 @@ def _explain_decision(name: str, row: Decision) -> None:
     from cppmega.catalogue.decisions import VERDICTS
 
     click.echo(f"{name}: {row.title}\n")
-    said = [("Decision", VERDICTS[row.decision]), ("Why", row.why), ("Instead", row.instead)]
-    said += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
-    said += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
-    said += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
-    for label, text in said:
+    fields = [("Decision", VERDICTS[row.decision]), ("Why", row.why), ("Instead", row.instead)]
+    fields += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
+    fields += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
+    fields += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
+    for label, text in fields:
         if text:
             click.echo(f"{label + ':':<14}{text}")
     click.echo()

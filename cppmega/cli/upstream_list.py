@@ -41,6 +41,6 @@ def closing(rows: Sequence[Row]) -> str:
     counts = Counter(row.state for row in rows)
     stated = (f"{counts[state]} {state}" for state in STATES if counts[state])
     return (
-        f"{', '.join(stated)}. This is what the pages say; cppmega drift OLD NEW --prove tells by "
-        "proof what a new release retires"
+        f"{', '.join(stated)}. This is what the pages say; "
+        "cppmega drift OLD NEW --prove proves which of them a new release retires"
     )

@@ -251,7 +251,7 @@ def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
         f"{found.data_file} holds token {token} at position {position}; the vocabulary has the "
         f"ids 0 to {vocab_size - 1}.",
         "The embedding has no row for it, or a row of the padding that belongs to no token.",
-        (wider if token >= 0 else "") + "data made with the model's tokenizer",
+        (wider if token >= 0 else "") + "data prepared with the model's tokenizer",
     )
 
 

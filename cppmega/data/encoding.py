@@ -36,7 +36,7 @@ class Encoded:
     ids: Any
     """Token ids, int64 [tokens]."""
     codes: Any = None
-    """Structure codes, uint8 [tokens]; None if they were not asked for."""
+    """Structure codes, uint8 [tokens]; None if they were not requested."""
     language: str = ""
     """With codes: its language, or why all of them are 0."""
 

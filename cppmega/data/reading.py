@@ -96,7 +96,7 @@ def read(
         CppmegaError: `data-broken`, `data-being-written`, `data-not-readable`.
         TooLong: it would take more than `seconds`.
     """
-    begun, before = time.monotonic(), data_record.states(found)
+    start, before = time.monotonic(), data_record.states(found)
     index_file.check_all(found.index, found.data_file.stat().st_size)
     with index_file.readable(found.index.path), found.index.path.open("rb") as file:
         index_hash = hashlib.file_digest(file, "sha256").hexdigest()
@@ -106,7 +106,7 @@ def read(
         for chunk in _chunks(found):
             ids.add(chunk)
             advance(len(chunk))
-            _refuse_too_long(begun, ids.bytes, found, seconds)
+            _refuse_too_long(start, ids.bytes, found, seconds)
     reading = Reading(
         lowest=ids.lowest,
         lowest_at=ids.lowest_at,
@@ -117,7 +117,7 @@ def read(
         idx_sha256=index_hash,
         data=data_record.stamp(found.data_file),
         index=data_record.stamp(found.index.path),
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start,
         zeros_are_data=zeros_are_data,
     )
     if data_record.states(found) != before:
@@ -145,7 +145,7 @@ class Allowance:
         known = data_record.kept(found)
         if known is not None:
             return known
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             telling = progress.lines(f"reading {found.prefix}", found.size, self._say)
             reading = read(found, advance=telling, seconds=self._left)
@@ -154,7 +154,7 @@ class Allowance:
             return None
         finally:
             if self._left is not None:
-                self._left = max(0.0, self._left - (time.monotonic() - begun))
+                self._left = max(0.0, self._left - (time.monotonic() - start))
         self.read_now.append(reading)
         return reading
 
@@ -219,8 +219,8 @@ def _being_written(found: Corpus) -> CppmegaError:
     )
 
 
-def _refuse_too_long(begun: float, done: int, found: Corpus, seconds: float | None) -> None:
-    elapsed = time.monotonic() - begun
+def _refuse_too_long(start: float, done: int, found: Corpus, seconds: float | None) -> None:
+    elapsed = time.monotonic() - start
     if seconds is None or elapsed < min(_LEARN, seconds):
         return
     speed = (done + found.index.path.stat().st_size) / elapsed

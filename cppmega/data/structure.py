@@ -24,7 +24,7 @@ from typing import Literal
 DEFINITION = 1
 """Version of the kinds, the depths and the position of a token; cards and models record it."""
 LEVELS = 16
-"""Depths 0 to 15; 15 stands for 15 and more."""
+"""Depths 0 to 15; 15 means 15 or more."""
 MOST_ERRORS = 0.25
 """Share of a document's bytes in ERROR nodes up to which it counts as parsed."""
 

@@ -59,7 +59,7 @@ def recorded(found: Corpus) -> StructureRecord:
             "structure-differs",
             f"The structure ids of {found.prefix} are of definition {record.definition}; this "
             f"release of cppmega has definition {DEFINITION}.",
-            "The same number would stand for another kind or depth.",
+            "The same number would mean another kind or depth.",
             "prepare the data again with --structure, or train with the release that made it",
         )
     return record

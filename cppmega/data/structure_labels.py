@@ -168,7 +168,7 @@ def _kinds(language: Language) -> list[int]:
             "grammar-differs",
             f"The installed tree-sitter-{language} {metadata.version(f'tree-sitter-{language}')} "
             f"has no nodes of the types {', '.join(missing)}.",
-            "Their text would silently get the kind of whatever is around it.",
+            "Their text would silently get the kind of the construct around it.",
             "pip install 'cppmega[data]' installs the versions that the table was written for",
         )
     return kinds

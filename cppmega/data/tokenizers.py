@@ -52,7 +52,7 @@ class Placed:
     begins: np.ndarray[Any, Any]
     """First byte of each token, int64. A character that is split over tokens belongs to each."""
     ends: np.ndarray[Any, Any]
-    """The byte after its last, int64; a token that stands for no text is empty."""
+    """The byte after its last, int64; a token that represents no text is empty."""
 
 
 class Tokenizer(Protocol):
@@ -143,7 +143,9 @@ class HuggingFaceTokenizer:
             raise CppmegaError(
                 "no-end-token",
                 f"{self.file} "
-                + (f"has no token {name!r}." if name else "does not say which token ends a text."),
+                + (
+                    f"has no token {name!r}." if name else "does not state which token ends a text."
+                ),
                 "Documents would run together.",
                 "--eod TOKEN names it, for example --eod '<|endoftext|>'",
             )

@@ -52,7 +52,7 @@ def _instead(root: Path, module: str) -> str:
 def activated() -> Iterator[Path]:
     """The package folders of an environment that is active in the shell, and is not this one.
 
-    cppmega may be a tool of its own: then the active environment is the one that trains.
+    cppmega may be installed as a tool: then the active environment is the one that trains.
     """
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         prefix = os.environ.get(variable)

@@ -187,7 +187,7 @@ def end_helpers(run: str, ranks: Iterable[int]) -> None:
 
     Args:
         run: the run folder, as `CPPMEGA_RUN` names it, since process numbers are reused.
-        ranks: the ranks, each of which torchrun has put into a session of its own.
+        ranks: the ranks, each of which torchrun has put into its own session.
     """
     for rank in ranks:
         for pid in of_session(rank):

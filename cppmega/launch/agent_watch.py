@@ -31,7 +31,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True, name="watch")
         self.parent, self.patience, self.end = parent, patience, end
         self.ranks: set[int] = set()
-        """Every rank so far: torchrun gives each a session of its own."""
+        """Every rank so far: torchrun gives each its own session."""
         self.signalled: set[int] = set()
         self.asked = 0.0
         """When the ranks were asked to end; 0: they were not."""

@@ -1,4 +1,4 @@
-"""Record the machine and the sources, so that it can be told later what ran."""
+"""Record the machine and the sources, so that it is known later what ran."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Supervisor:
     def _pass_on(self) -> None:
         if self.now:
             self.now = False
-            self._say("ending at once: the ranks are killed, nothing is saved")
+            self._say("ending immediately: the ranks are killed, nothing is saved")
             self._update(stop="now")
             self._signal_workers(signal.SIGKILL)
             self.give_up = time.monotonic() + (_KILLED if self.status.workers else 0)

@@ -212,7 +212,7 @@ class Context:
         if self.recipe is not None and not self.needs_gpu:
             raise NotApplicable(f"{self.recipe.name} runs on CPU")
         if self.recipe is None and not self.training_machine:
-            raise NotApplicable("this machine has no GPU, and no recipe asks for one")
+            raise NotApplicable("this machine has no GPU, and no recipe needs one")
         root = self.session.read_tree().root
         return devices.look(self.recipe, self.environ, root, has_gpu=self.training_machine)
 

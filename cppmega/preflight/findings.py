@@ -16,7 +16,7 @@ class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
 
 
 class Refused(Exception):  # noqa: N818
-    """Several things are wrong at once, and the user should see all of them."""
+    """There are several problems, and the user should see all of them."""
 
     def __init__(self, errors: Iterable[CppmegaError]) -> None:
         self.errors = tuple(errors)

@@ -45,7 +45,7 @@ class LaunchLine:
         """The line that a user wrote for Megatron's parser.
 
         Raises:
-            NotApplicable: there are no words.
+            NotApplicable: there are no arguments.
         """
         if not words:
             raise NotApplicable("neither a recipe nor a launch line is named")
@@ -74,7 +74,7 @@ class LaunchLine:
 
             smoke_loop.refuse_options(recipe.plus(*arguments), options)
             smoke_loop.folder_of(options.data, recipe)
-            raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
+            raise NotApplicable(f"{recipe.name} runs in its own loop: Megatron parses nothing")
         # A recipe refuses these arguments; here they stay in the line, so that each has its own
         # check.
         refused = [word for word in arguments if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]

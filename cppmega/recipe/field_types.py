@@ -12,7 +12,7 @@ import msgspec
 from cppmega.errors import did_you_mean
 from cppmega.recipe.fields import Fields, invalid
 
-# msgspec keeps what it knows of a dataclass on the class, and loading a recipe may change nothing.
+# msgspec caches what it derives from a dataclass on the class; loading a recipe may change nothing.
 msgspec.json.Decoder(Fields)
 
 

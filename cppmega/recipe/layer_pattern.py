@@ -41,7 +41,7 @@ class Pattern:
 
     @property
     def trunk(self) -> str:
-        """The trunk's letters alone."""
+        """Only the trunk's letters."""
         return self.main.replace("|", "")
 
     @property

@@ -30,7 +30,7 @@ product."""
 
 
 MAMBA_RECOMPUTE = ("CPPMEGA_MAMBA_RECOMPUTE", "1")
-"""The gate of the page mamba_layer_recompute, which keeps a layer's input alone."""
+"""The gate of the page mamba_layer_recompute, which keeps only a layer's input."""
 
 
 @dataclass(frozen=True, slots=True)

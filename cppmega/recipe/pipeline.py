@@ -69,7 +69,7 @@ def dsa_stages(recipe: Fields) -> Iterator[list[int]]:
     """The numbers of the DSA layers of every stage of the trunk, virtual ones too."""
     if recipe.kind == "hybrid":
         yield from dsa_layer_kinds.marked_stages(recipe.layout.main)
-    else:  # every layer has attention, and its MLP has no number of its own
+    else:  # every layer has attention, and its MLP has no separate number
         letters = ["D" if recipe.uses_dsa else "*"] * recipe.num_layers
         yield from dsa_layer_kinds.even_stages(letters, recipe.stages)
 

@@ -348,7 +348,7 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
     yield "--eval-interval", (str(recipe.eval_interval or _NEVER),)
     yield "--log-interval", (str(options.log_interval),)
     yield "--log-throughput", ()
-    # A NaN in loss or gradient ends the run at once, also in its first step. Megatron's default
+    # A NaN in loss or gradient ends the run immediately, even in its first step. Megatron's default
     # repeats the step, saves the damaged weights, and does not check the first step.
     yield "--rerun-mode", ("disabled",)
     yield "--no-create-attention-mask-in-dataloader", ()  # every attention here is causal

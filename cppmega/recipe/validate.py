@@ -213,7 +213,7 @@ def _input_embeddings(recipe: Fields) -> None:
         raise invalid(
             recipe,
             f"ngram_hash has {recipe.ngram_hash.problem}.",
-            "Every head of every order reads a table of its own.",
+            "Every head of every order reads its own table.",
         )
 
 
@@ -308,7 +308,7 @@ def _parallel(recipe: Fields) -> None:
 
 def _training(recipe: Fields) -> None:
     if recipe.kind == "loop" and recipe.eval_interval:
-        raise invalid(recipe, "eval_interval in a loop.", "A loop has held-out data of its own.")
+        raise invalid(recipe, "eval_interval in a loop.", "A loop has its own held-out data.")
     if recipe.dist_ckpt_optim_fully_reshardable and (
         recipe.kind == "loop" or not recipe.use_distributed_optimizer
     ):

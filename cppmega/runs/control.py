@@ -81,7 +81,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
     node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
     _request(node, now)
     console.say(
-        f"{run.name}: ending at once"
+        f"{run.name}: ending immediately"
         if now
         else f"{run.name}: the ranks save a checkpoint after their step, and end"
     )

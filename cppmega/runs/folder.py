@@ -56,7 +56,7 @@ class RunExistsError(CppmegaError):
 
 
 class RunDamagedError(CppmegaError):
-    """The manifest of a run does not say what was launched."""
+    """The manifest of a run does not state what was launched."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Run:
         raise RunDamagedError(
             "run-damaged",
             f"{self.path}: {problem or lacks}.",
-            "It does not say what was launched.",
+            "It does not state what was launched.",
             f"cppmega logs {self.name} shows what it printed; its checkpoints can be given to "
             "--load",
         )

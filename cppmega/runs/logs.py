@@ -53,7 +53,7 @@ def _files(run: Run, rank: int | None) -> list[Path]:
             raise CppmegaError(
                 "no-such-rank",
                 f"{run.name} has ranks 0 to {last}.",
-                "There is no such log.",
+                "No such log exists.",
                 f"cppmega logs {run.word} --rank 0",
             )
         files = list(_of_rank(nodes, rank))

@@ -47,7 +47,7 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     profiled: bool = False
     """Slowed down by the profiler: not a throughput to quote."""
     peak_gib: float | None = None
-    """Most GPU memory that the rank has allocated so far; None where there is no GPU."""
+    """Most GPU memory that the rank has allocated so far; None without a GPU."""
 
 
 class HeldOutLoss(msgspec.Struct, frozen=True, kw_only=True):

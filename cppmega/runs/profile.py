@@ -30,7 +30,7 @@ _SHOWN_HOST = 3
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a profile. Milliseconds and counts are means per step unless they say otherwise."""
+    """A part of a profile. Milliseconds and counts are means per step unless stated otherwise."""
 
 
 class KernelTotal(_Part, frozen=True, kw_only=True):

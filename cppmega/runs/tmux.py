@@ -169,7 +169,7 @@ class Reserved:
                     return link
                 link.close()
             if not exists(self.name):
-                raise _not_started(self.name, "it ended at once")
+                raise _not_started(self.name, "it ended immediately")
         raise _not_started(self.name, f"it did not ask for its command within {_ANSWERS:.0f} s")
 
 

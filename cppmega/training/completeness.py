@@ -145,7 +145,7 @@ def _built(named: Iterable[tuple[str, Any]], place: Place) -> Built:
 
 
 def _is_distributed(parameter: Any) -> bool:
-    """Whether expert parallelism distributes it: Megatron reduces its gradient apart."""
+    """Whether expert parallelism distributes it: Megatron reduces its gradient separately."""
     return not getattr(parameter, "allreduce", True)
 
 

@@ -26,7 +26,7 @@ def check(
     options: RunOptions,
     read: Callable[[Corpus], Reading | None] = data_record.kept,
 ) -> DataTokens:
-    """Check that the data is present, complete, and made for this model's vocabulary.
+    """Check that the data is present, complete, and prepared for this model's vocabulary.
 
     Args:
         recipe: the run.
@@ -69,7 +69,7 @@ def check(
             "vocabulary-too-small",
             f"The data has {vocab} token ids, recipe {recipe.name} {recipe.vocab_size}.",
             "The embedding has no rows for the highest ones.",
-            f"--set vocab_size={vocab}, or data made with the model's tokenizer",
+            f"--set vocab_size={vocab}, or data prepared with the model's tokenizer",
         )
     _check_structure_rows(recipe)
     for one in found:
@@ -207,7 +207,7 @@ def _differs(
     ]
     return CppmegaError(
         "tokenizer-differs",
-        f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
+        f"{found.prefix} was prepared with another tokenizer {whose}: {', '.join(parts)}.",
         "Its ids would mean other tokens.",
         "leave --tokenizer out to use the data's own, or prepare the data again",
     )

@@ -49,7 +49,7 @@ class StepProfiler:
     def __init__(
         self, options: RunOptions, first_step: int, *, rank: int, on_gpu: bool, **facts: Any
     ) -> None:
-        """Prepare the profile, if the options want one.
+        """Prepare the profile, if the options request one.
 
         Args:
             options: `profile`, `profile_after` and `profile_folder`.
@@ -68,7 +68,7 @@ class StepProfiler:
         self._facts["versions"] = _versions() if self._records else {}
         self._done = 0
         self._disturbed = False
-        self._begun: list[float] = []
+        self._step_starts: list[float] = []
         self._profiler: Any = None
         if self._records:
             check_profiler(on_gpu)
@@ -97,7 +97,7 @@ class StepProfiler:
         profiled = -1 <= at < self._wanted and bool(self._wanted)
         self._disturbed = self._disturbed or profiled
         if self._done <= self._after:
-            self._begun.append(time.monotonic())
+            self._step_starts.append(time.monotonic())
         if self._records and profiled:
             self._begin(at)
         yield
@@ -149,8 +149,8 @@ class StepProfiler:
 
     def _without(self) -> float | None:
         """Median of the steps before the profiler was started, in milliseconds."""
-        begun = self._begun[_BEFORE : self._after]
-        each = [after - before for before, after in itertools.pairwise(begun)]
+        starts = self._step_starts[_BEFORE : self._after]
+        each = [after - before for before, after in itertools.pairwise(starts)]
         return 1000 * statistics.median(each) if each else None
 
 

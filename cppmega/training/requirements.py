@@ -37,7 +37,7 @@ def check_tree(tree: Tree) -> None:
         raise CppmegaError(
             "training-not-in-wheel",
             f"{tree.root} has megatron.core {tree.version} and no megatron.training.",
-            "Wheels up to 0.16 ship the library alone; the training loop is in the repository.",
+            "Wheels up to 0.16 ship only the library; the training loop is in the repository.",
             "pip install megatron-core==0.19.2, or a checkout of the same version on PYTHONPATH",
         )
 
@@ -246,8 +246,8 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
     A process that no launcher started is a world of one.
     """
     if "RANK" not in os.environ:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ.update(alone)
+        single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(single)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         # The store's server picks any free port; one chosen here might be in use by then.
         os.environ.setdefault("MASTER_PORT", "0")
@@ -285,7 +285,7 @@ def check_mock_data(options: RunOptions, parsed: bool) -> None:
             "mock-data-differs",
             f"--mock-data is {options.mock_data} for the trainer and {parsed} for Megatron.",
             "Results must name their data.",
-            "pass --mock-data to the trainer alone",
+            "pass --mock-data only to the trainer",
         )
 
 

@@ -134,8 +134,10 @@ def _driver(report: Report, rules: list[str]) -> _Driver:
 
 
 def _invocation(errors: list[Entry]) -> _Invocation:
-    told = (_Notification(level="error", message=_message(error.text)) for error in errors)
-    return _Invocation(execution_successful=not errors, tool_execution_notifications=tuple(told))
+    notifications = (_Notification(level="error", message=_message(error.text)) for error in errors)
+    return _Invocation(
+        execution_successful=not errors, tool_execution_notifications=tuple(notifications)
+    )
 
 
 def _result(entry: Entry, report: Report, rules: list[str], folder: Path) -> _Result:

@@ -54,8 +54,8 @@ def check(context: Context) -> str:
 def _read(load: Path, deep: bool) -> Saved:
     _, folder = checkpoint_files.newest(load)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    telling = progress.lines(f"reading {folder}", size, console.say)
-    return checkpoint_files.read(load, deep=deep, advance=telling)
+    advance = progress.lines(f"reading {folder}", size, console.say)
+    return checkpoint_files.read(load, deep=deep, advance=advance)
 
 
 def _how(load: Path, saved: Saved) -> str:

@@ -27,11 +27,11 @@ def check(context: Context) -> str:
     """
     args, recipe = context.megatron_args, context.recipe
     if cuda_graphs(args) == "none":
-        raise NotApplicable("no CUDA graph is asked for")
+        raise NotApplicable("no CUDA graphs are requested")
     if recipe is not None and recipe.packed_documents:
         raise CppmegaError(
             "graph-of-packed-documents",
-            "The run packs documents, and asks for CUDA graphs.",
+            "The run packs documents and requests CUDA graphs.",
             "The lengths of a pack's documents change from step to step, and a graph takes only "
             "tensors as arguments: Megatron would end the run at its first step.",
             "--set cuda_graph_impl=none, or --set packed_documents=false",

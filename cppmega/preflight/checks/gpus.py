@@ -21,7 +21,7 @@ def check(context: Context) -> str:
     """
     devices = context.devices
     if context.recipe is None and not devices.found:
-        raise NotApplicable("torch finds no GPU, and no recipe asks for one")
+        raise NotApplicable("torch finds no GPU, and no recipe needs one")
     refuse(_unfit_gpus(context, devices))
     one = smallest(devices.found)
     return f"{len(devices.found)} x {one.name} ({one.architecture}, {gib(one.total)})"

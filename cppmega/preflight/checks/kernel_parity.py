@@ -27,11 +27,11 @@ SMALL = {"sm_120", "sm_121"}
 
 
 def check(context: Context) -> str:
-    """Run every kernel and its reference in a process of its own.
+    """Run every kernel and its reference in a separate process.
 
     Raises:
         CppmegaError: `kernel-differs`, `shared-memory-too-large`.
-        NotApplicable: there is no GPU, or `--deep` was not asked for.
+        NotApplicable: there is no GPU, or `--deep` was not requested.
     """
     devices = context.devices
     if not devices.found:
@@ -45,7 +45,7 @@ def check(context: Context) -> str:
 
 
 def attention(context: Context) -> SparseAttention | None:
-    """The sizes of DSA's attention on a rank; None if the recipe wants no page with kernels for it.
+    """The sizes of DSA's attention on a rank; None if the recipe needs no page with kernels for it.
 
     Raises:
         CppmegaError: `bad-wanted-by`, or what reading the version raises.

@@ -33,7 +33,7 @@ def check(context: Context) -> str:
     if not getattr(args, "use_fused_mhc", False):
         raise NotApplicable("the hyper-connections are not fused")
     if not context.devices.found:
-        raise NotApplicable("torch finds no GPU, and no recipe asks for one")
+        raise NotApplicable("torch finds no GPU, and no recipe needs one")
     streams = getattr(args, "mhc_num_residual_streams", None) or args.num_residual_streams
     width = args.hidden_size
     order = ConnectionsOrder(device="cuda", dtype=_dtype(args), streams=streams, width=width)

@@ -195,8 +195,8 @@ def _attend_by_head(sizes: SparseAttention, inputs: list[Any], *, repeatable: bo
     """The same for one head after the other: the reference copies the chosen keys of each."""
     import torch
 
-    alone = [x.expand(-1, -1, sizes.heads, -1).split(1, 2) for x in inputs]
-    outs = [_attend(sizes, list(one), repeatable=repeatable) for one in zip(*alone, strict=True)]
+    per_head = [x.expand(-1, -1, sizes.heads, -1).split(1, 2) for x in inputs]
+    outs = [_attend(sizes, list(one), repeatable=repeatable) for one in zip(*per_head, strict=True)]
     return torch.cat(outs, 2)
 
 

@@ -139,7 +139,7 @@ def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
 
 
 def _near(arguments: Any, argv: Sequence[str]) -> dict[str, str]:
-    """Flags that the parser does not know, each with the nearest one that it knows."""
+    """Flags unknown to the parser, each with the nearest known one."""
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = [flag for action in parser._actions for flag in action.option_strings]
     given = [word.partition("=")[0] for word in argv if word.startswith("--")]

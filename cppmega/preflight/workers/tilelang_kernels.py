@@ -96,7 +96,7 @@ class Recorder(MetaPathFinder, Loader):
         return MagicMock()
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the stand-in as it is."""
+        """Do nothing: the stand-in is complete."""
 
     def load(self, name: str) -> None:
         """Import a module, standing in for every package that it finds missing."""
