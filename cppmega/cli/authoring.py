@@ -21,7 +21,7 @@ from cppmega.cli.reports.option import Reports, report_option
 @click.option(
     "--prove",
     is_flag=True,
-    help="Run the proofs of patches whose fix NEW's text has on NEW's code, which is imported.",
+    help="For patches whose fix is in NEW's text, run the proofs on NEW's code, which is imported.",
 )
 @json_option
 def drift(
@@ -42,7 +42,7 @@ def drift(
     \b
     same          the text that the patch edits is unchanged
     changed       it has changed: in statements that the edit replaces (!), or next to them (~)
-    moved, gone   it is elsewhere, or absent: where it is now, or what is most like it
+    moved, gone   it is elsewhere, or absent; shows its new place, or what resembles it most
     upstreamed    NEW has the fix and the patch retires; --prove tests that the fix works
     not-fixed     NEW's text has the fix, but fails the proof
     newly-needed  NEW needs the patch, OLD did not

@@ -139,9 +139,9 @@ def runs(
     draws loss, gradient norm, throughput and memory of the runs that are listed, and their spikes.
 
     With --watch: step, loss, gradient norm and throughput, how busy the GPUs of this host are (the
-    least and the most busy one), the time until the next checkpoint and until the end. A run
-    without a step for too long is named as stalled, with the rank of this host that is behind; a
-    loss or gradient norm far above the usual as a spike. The exit status is 1 if a watched run
+    least and the most busy), the time until the next checkpoint and until the end. A run without a
+    step for too long is reported as stalled, with the rank of this host that is behind; a loss or
+    gradient norm far above the usual is reported as a spike. The exit status is 1 if a watched run
     crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console

@@ -83,7 +83,7 @@ _OPTIONS = (
         help="Train this edited file of Megatron; repeatable.",
     ),
     click.option(
-        "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here."
+        "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from this folder."
     ),
 )
 
