@@ -33,11 +33,11 @@ def require_torch(root: Path, module: str, *, or_below: bool = False) -> None:
         f"The interpreter of this command, {sys.executable}, has no torch.",
         "Megatron cannot be imported there. A result would be about this environment, not about "
         "the one that trains.",
-        _instead(root, module),
+        _equivalent_command(root, module),
     )
 
 
-def _instead(root: Path, module: str) -> str:
+def _equivalent_command(root: Path, module: str) -> str:
     """The command to type, with the interpreter that trains."""
     trains = of_environment(root)
     if trains is None:

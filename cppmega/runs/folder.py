@@ -107,7 +107,7 @@ class Node:
         if status is None:
             if liveness.held(self.console):
                 return "running"  # and its status is damaged, or another user's
-            return "starting" if _young(self.path) else "killed"
+            return "starting" if _may_be_starting(self.path) else "killed"
         if status.ended is not None:
             return _ended(status)
         live: RunState = "stopping" if status.stop else "running"
@@ -210,7 +210,7 @@ class Run:
         """The state of all its hosts: live while one of them is, then the worst."""
         states = {node.state() for node in self.nodes()}
         if not states:
-            return "starting" if _young(self.path) else "killed"
+            return "starting" if _may_be_starting(self.path) else "killed"
         order: tuple[RunState, ...] = (
             *("running", "stopping", "starting"),
             *("crashed", "killed", "stopped", "finished"),
@@ -257,7 +257,7 @@ def _first_existing(own: Path, recorded: str | None) -> Path:
     return own if own.exists() else Path(recorded or own)
 
 
-def _young(folder: Path) -> bool:
+def _may_be_starting(folder: Path) -> bool:
     """Whether a launch may still be under way; clocks may be set back."""
     try:
         return abs(time.time() - folder.stat().st_mtime) < _START

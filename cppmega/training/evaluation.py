@@ -112,7 +112,7 @@ class Evaluation:
         from megatron.training import training
 
         started = time.perf_counter()
-        with self._apart():
+        with self._state_preserved():
             each = [self._held_out.batches() for _ in model]
             batches = each if len(each) > 1 else each[0]  # one for each virtual stage
             iters = self._held_out.recipe.eval_iters
@@ -146,7 +146,7 @@ class Evaluation:
         return total, tokens, report | depths
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _state_preserved(self) -> Iterator[None]:
         """Preserve what evaluation would change: random states and the training's MTP losses."""
         helper = _loss_helper()
         kept = helper.tracker

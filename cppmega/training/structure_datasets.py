@@ -33,7 +33,7 @@ class StructureGPTDataset(GPTDataset):  # type: ignore[misc]
         """
         super().__init__(dataset, path, *others)
         mapped = self.config.mmap_bin_files
-        self._codes = _over(self, IndexedDataset(path + COLUMN, multimodal=False, mmap=mapped))
+        self._codes = _twin(self, IndexedDataset(path + COLUMN, multimodal=False, mmap=mapped))
 
     def __getitem__(self, which: int | None) -> Sample:
         """Megatron's sample with the ids of its tokens."""
@@ -51,7 +51,7 @@ class MockStructureGPTDataset(MockGPTDataset):  # type: ignore[misc]
             others: as MockGPTDataset takes them.
         """
         super().__init__(dataset, *others)
-        self._codes = _over(self, _MockCodes(dataset.sequence_lengths))
+        self._codes = _twin(self, _MockCodes(dataset.sequence_lengths))
 
     def __getitem__(self, which: int | None) -> Sample:
         """Megatron's sample with made-up ids."""
@@ -72,7 +72,7 @@ class _MockCodes:
         return drawn[offset : None if length is None else offset + length]
 
 
-def _over(dataset: Any, codes: Any) -> Any:
+def _twin(dataset: Any, codes: Any) -> Any:
     """A dataset's twin, which finds the same places in other documents."""
     twin = copy.copy(dataset)
     twin.dataset = codes

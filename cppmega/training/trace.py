@@ -191,15 +191,15 @@ def _operators(threads: dict[int | str, list[Span]]) -> Iterator[Work]:
         for span in [*spans, None]:
             until = span.start if span is not None else None
             while open_ and (until is None or open_[-1].end <= until):
-                yield from _own(open_, now, open_[-1].end, thread, counted)
+                yield from _own_times(open_, now, open_[-1].end, thread, counted)
                 now = max(now, open_.pop().end)
             if span is not None:
-                yield from _own(open_, now, span.start, thread, counted)
+                yield from _own_times(open_, now, span.start, thread, counted)
                 now = span.start
                 open_.append(span)
 
 
-def _own(
+def _own_times(
     open_: list[Span], start: int, end: int, thread: int | str, counted: set[Span]
 ) -> Iterator[Work]:
     if open_ and start < end and _OPERATOR.match(open_[-1].name):

@@ -498,7 +498,7 @@ def test_parity_of_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == names - {"DSA indexer, prologue"}
     monkeypatch.setattr(dsa_indexer, "obstacle", lambda *call: "there is no room")
     with pytest.raises(ValueError, match="declined: there is no room"):
-        parity._demand("cuda", dsa_indexer.obstacle())
+        parity._refuse_declined("cuda", dsa_indexer.obstacle())
 
 
 ATTENTION = SparseAttention(heads=3, width=24, value_width=16, key_per_head=False)

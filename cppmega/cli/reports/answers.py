@@ -127,7 +127,7 @@ def _of_page(page: PageDrift, drift: Drift, catalogues: Sequence[Path]) -> Entry
         name=page.page.name,
         rule=page.word,
         result=_of_word(page),
-        message="\n".join(_told(page, drift)),
+        message="\n".join(_message_lines(page, drift)),
         next=carrying(". ".join(filter(None, [todo, command])), catalogues),
         place=_place(_target(page), drift.new.plan, upstream=True),
         page=_file_of(page.page),
@@ -144,7 +144,7 @@ def _of_word(page: PageDrift) -> Result:
     return "skipped" if page.word in ("not-needed", "not-compared") else "passed"
 
 
-def _told(page: PageDrift, drift: Drift) -> Iterator[str]:
+def _message_lines(page: PageDrift, drift: Drift) -> Iterator[str]:
     yield drift_report.summary(page, drift)
     if not page.safe:
         for target in page.targets:

@@ -53,7 +53,7 @@ def fetched(source: Source, say: Callable[[str], None]) -> Path:
     """
     place = wheels.cache() / "sources"
     file = place / f"{source.name}-{source.version}"
-    if not _is(file, source):
+    if not _has_hash(file, source):
         say(f"downloading {source.name} {source.version}")
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place) as scratch:
@@ -61,7 +61,7 @@ def fetched(source: Source, say: Callable[[str], None]) -> Path:
     return file
 
 
-def _is(file: Path, source: Source) -> bool:
+def _has_hash(file: Path, source: Source) -> bool:
     """Whether a file is the archive that the list names."""
     try:
         with file.open("rb") as archive:
@@ -86,7 +86,7 @@ def _download(source: Source, scratch: Path) -> Path:
         text=True,
         check=False,
     )
-    files = [path for path in found.glob("*") if _is(path, source)]
+    files = [path for path in found.glob("*") if _has_hash(path, source)]
     if done.returncode == 0 and files:
         return files[0]
     errors = [line for line in done.stderr.splitlines() if line.strip()]

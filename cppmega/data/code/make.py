@@ -78,7 +78,7 @@ def make(
     grammars = structure_labels.grammars()  # before minutes of work
     job.out.mkdir(parents=True, exist_ok=True)
     with prepare.lock(out / "corpus"):
-        state = _begun(job)
+        state = _resumed_or_new(job)
         manifest = state.manifest or _unpacked(job, state)
         tokenizer = _tokenizer(job)
         cards = {part: _prepared(job, part, tokenizer) for part in PARTS}
@@ -97,7 +97,7 @@ def make(
     return card
 
 
-def _begun(job: _Job) -> _State:
+def _resumed_or_new(job: _Job) -> _State:
     """The state left by an earlier call, or a new one in an empty folder."""
     with job.archive.open("rb") as file:
         asked = _State(hashlib.file_digest(file, "sha256").hexdigest(), job.vocab_size)

@@ -32,7 +32,7 @@ def check(context: Context) -> str:
     refuse(_unusable_folders(context, usable))
     if not usable:
         return "the run writes nowhere"
-    short = _too_little_for_all(context)
+    short = _room_remark(context)
     return Remark(", ".join([*usable, short])) if short else ", ".join(usable)
 
 
@@ -47,7 +47,7 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
         )
     for purpose, folder, room in _written_folders(context):
         there = nearest(folder)
-        if not there.is_dir() or not _takes_files(there):
+        if not there.is_dir() or not _can_create_files(there):
             yield CppmegaError(
                 "folder-not-writable",
                 f"{folder} ({purpose}) cannot be created or written to: {there} is "
@@ -95,7 +95,7 @@ def _checkpoint(context: Context, recipe: Recipe) -> int:
     return checkpoint_bytes(recipe, optimizer=not bare)
 
 
-def _too_little_for_all(context: Context) -> str:
+def _room_remark(context: Context) -> str:
     """A remark on a disk that has room for one checkpoint, but not for all; empty: no remark.
 
     Where some are kept, there is temporarily one more: the oldest is removed once the newest is
@@ -140,7 +140,7 @@ def _caches(environ: Mapping[str, str]) -> Iterator[tuple[str, Path, int]]:
     yield "temporary files", Path(environ.get("TMPDIR") or "/tmp"), _LOG
 
 
-def _takes_files(folder: Path) -> bool:
+def _can_create_files(folder: Path) -> bool:
     """Whether a file can be created: permissions do not show a read-only mount or a quota."""
     try:
         with tempfile.TemporaryFile(dir=folder):

@@ -64,7 +64,7 @@ def measure() -> Host:
     return Host(
         files,
         shared.f_bavail * shared.f_frsize,
-        min(psutil.virtual_memory().available, _left_in_container()),
+        min(psutil.virtual_memory().available, _left_in_cgroup()),
         most,
     )
 
@@ -108,7 +108,7 @@ def _too_few_files(host: Host, needed: int) -> Iterator[CppmegaError]:
     )
 
 
-def _left_in_container() -> int:
+def _left_in_cgroup() -> int:
     """Bytes below the limit of our cgroup; a very large number where it has none."""
     group = Path("/sys/fs/cgroup")
     try:

@@ -117,7 +117,7 @@ def _indexer_prologue(device: str) -> float:
     def run(where: str) -> list[Any]:
         q, k, weights = leaves = [x.to(where).clone().requires_grad_() for x in made]
         rotary = op.Rotary(angles=torch.cat([angles, angles], -1).to(where))
-        _demand(where, op.obstacle(q, k, weights, rotary))
+        _refuse_declined(where, op.obstacle(q, k, weights, rotary))
         ready = op.prepare_index_inputs(q, k, weights, rotary)
         torch.autograd.backward(ready, [x.to(where) for x in made])
         return [*(x.detach() for x in ready), *(x.grad for x in leaves)]
@@ -138,7 +138,7 @@ def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
     def run(where: str) -> list[Any]:
         q, k, weights, query, key = (x.to(where).clone() for x in made)
         leaves = [x.requires_grad_() for x in (q, k, weights)]
-        _demand(where, op.obstacle(q, k))
+        _refuse_declined(where, op.obstacle(q, k))
         found = op.indexer_loss(q, k, weights, query, key, 64, loss).loss
         torch.autograd.backward(found, found.new_full((), 3.0))
         return [found.detach(), *(x.grad for x in leaves)]
@@ -185,7 +185,7 @@ def _attend(sizes: SparseAttention, inputs: list[Any], *, repeatable: bool) -> A
     from cppmega.ops import dsa_attention as op
 
     query, key, value = inputs if sizes.key_per_head else (*inputs, sizes.value_width)
-    _demand(query.device.type, op.obstacle(query, key, value))
+    _refuse_declined(query.device.type, op.obstacle(query, key, value))
     scale = 4 * sizes.width**-0.5  # of the halves that `_normal` gives
     chosen = _choices().to(query.device)
     return op.sparse_attention(query, key, value, chosen, scale, repeatable=repeatable)
@@ -219,7 +219,7 @@ def _normal(*shapes: tuple[int, ...]) -> list[Any]:
     return [torch.randn(shape, generator=generator).bfloat16() / 2 for shape in shapes]
 
 
-def _demand(device: str, obstacle: str | None) -> None:
+def _refuse_declined(device: str, obstacle: str | None) -> None:
     if device != "cpu" and obstacle is not None:
         raise ValueError(f"it is declined: {obstacle}")
 
