@@ -13,7 +13,7 @@ from cppmega.cli.group import cli
 
 SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_CPPMEGA_COMPLETE"
-"""With it the shell's script asks this program; click reads it."""
+"""The variable with which the shell's script requests completions; click reads it."""
 
 
 def patches(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

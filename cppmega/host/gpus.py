@@ -23,7 +23,7 @@ class Gpu:
     uuid: str
     name: str
     memory: str
-    """With its unit: `143771 MiB`."""
+    """Memory with its unit: `143771 MiB`."""
     compute_mode: str = "Default"
     uncorrected_errors: int = 0
     """Memory errors since the driver was loaded that ECC could not correct."""

@@ -35,7 +35,7 @@ from cppmega.training import data_requirements
 from cppmega.training.batch import DataTokens
 
 _SECONDS = 60.0
-"""For the first reading of a launch's datasets; a separate command may take longer."""
+"""Limit for the first reading of a launch's datasets; a separate command may take longer."""
 
 
 @dataclass

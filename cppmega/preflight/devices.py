@@ -31,11 +31,11 @@ class Devices:
     imports: Mapping[str, str] = field(default_factory=dict)
     """Module -> why it cannot be imported; empty where it can."""
     reported: Mapping[str, Gpu] = field(default_factory=dict)
-    """By uuid: the driver's view."""
+    """The driver's view of the GPUs, by uuid."""
 
     @property
     def architectures(self) -> set[str]:
-        """Of all devices."""
+        """The architectures of all devices."""
         return {device.architecture for device in self.found}
 
 

@@ -17,7 +17,7 @@ class LaunchLine:
     """The command line that is launched."""
 
     argv: tuple[str, ...]
-    """For Megatron's parser."""
+    """Arguments for Megatron's parser."""
     options: RunOptions
     """With `load` set to `save` where the run resumes from its own checkpoint. Without a recipe:
     the arguments that Megatron and the trainer call the same."""

@@ -32,7 +32,7 @@ class Parameters:
     extras: dict[str, int] = field(default_factory=dict)
     """Embeddings in addition to the tokens': n-gram hash, structure."""
     experts: int = 0
-    """Of all the above: weights that expert parallelism distributes."""
+    """Among all of the above: weights that expert parallelism distributes."""
 
     @property
     def trunk(self) -> int:
@@ -263,7 +263,7 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
 
 
 def _products_of_streams(recipe: Recipe) -> int:
-    """Of all sites and contractions, and of further streams through the MTP depths' projection."""
+    """Products of all sites and contractions, and of further streams in the MTP projections."""
     layout, streams = recipe.layout, recipe.mhc_num_residual_streams
     all_streams = streams * recipe.hidden_size
     # Projection and mixing; the weighted sums of a site's input and output are not matrix products.

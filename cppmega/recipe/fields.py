@@ -27,7 +27,7 @@ Attention = Literal["full", "mla", "dsa"]
 PositiveReal = Annotated[float, Meta(gt=0)]
 NonNegativeReal = Annotated[float, Meta(ge=0)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
-"""Of a running average: 1 would never forget."""
+"""Decay of a running average: at 1, it would never forget."""
 
 FORBIDDEN_ARGUMENTS = ("--no-check-for-nan-in-loss-and-grad", "--mock-data", "--fp16")
 """No recipe may contain these: NaN checks stay on, and only a start can request mock data."""
@@ -135,12 +135,12 @@ class Fields:
     mhc_recompute_layer_num: Positive | None = None
     """With `mhc` among `recompute_modules`: layers per block; None: all layers of a stage."""
     use_fused_mhc: bool = True
-    """Of a recipe with mHC: compute it with the fused kernels, or stop."""
+    """In a recipe with mHC: compute it with the fused kernels, or stop."""
 
     mamba3: Mamba3 | None = None
-    """Of the layers M, which no other Mamba mixer may be."""
+    """Sizes of the layers M, which may have no other Mamba mixer."""
     m2rnn: M2RNN | None = None
-    """Of the layers R."""
+    """Sizes of the layers R."""
     ngram_hash: NgramHash | None = None
     structure: Structure | None = None
 

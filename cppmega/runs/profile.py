@@ -49,12 +49,12 @@ class KindTotal(_Part, frozen=True, kw_only=True):
     """The kinds add up to the busy time: each instant counts once, for communication and copies
     only if nothing else runs."""
     share: float
-    """Of the step."""
+    """Share of the step's time."""
     summed_ms: float
     """The sum of the durations, whatever ran at the same time."""
     launches: float
     kernels: tuple[KernelTotal, ...]
-    """The longest ones; of the kind `other` all."""
+    """The longest ones; for the kind `other`, all."""
 
 
 class StepTime(_Part, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Gap(_Part, frozen=True, kw_only=True):
 
     step: int
     at_ms: float
-    """Since the beginning of the step."""
+    """Milliseconds since the beginning of the step."""
     ms: float
     before: str
     """The kernel that ended; empty at the beginning of the profile."""

@@ -46,7 +46,7 @@ class Loop:
     log_interval: int = 20
     metrics: Path | None = None
     options: RunOptions = field(default_factory=RunOptions)
-    """Of the command line, for the profile."""
+    """Options of the command line, for the profile."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""From a trace to the profile of its steps."""
+"""Compute the profile of a trace's steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cppmega.training.trace import Span, Trace, Work
 _LONGEST_KERNELS = 10
 _LONGEST_GAPS = 10
 _NANOSECONDS = 1e6
-"""In a millisecond."""
+"""Nanoseconds in a millisecond."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ class Place:
     root: Path
     """The folder to which the path is relative."""
     path: str
-    """With forward slashes."""
+    """Path with forward slashes."""
     line: int | None = None
     """Counted from 1; None if it is not known."""
 
@@ -36,7 +36,7 @@ class Entry:
     """One patch, one proof or one check."""
 
     name: str
-    """Of the patch or the check."""
+    """Name of the patch or the check."""
     rule: str
     """The state, or the name of the error; in kebab case."""
     result: Result
@@ -63,7 +63,7 @@ class Report:
     """The answer of a command."""
 
     command: str
-    """Such as `drift`."""
+    """Name of the command, such as `drift`."""
     entries: tuple[Entry, ...]
     meanings: Mapping[str, str] = field(default_factory=dict)
     """Rule -> what it means."""

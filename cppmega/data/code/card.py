@@ -29,7 +29,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """The ends of documents included."""
     bytes: int
-    """Of its documents."""
+    """Bytes of its documents."""
     structure: StructureRecord
     share: float
     """Part of the tokens whose kind is not 0, the ends of documents left out."""

@@ -1,4 +1,4 @@
-"""From an archive of source code to two datasets and the tokenizer of the first; resumable.
+"""Turn an archive of source code into two datasets and the tokenizer of the first; resumable.
 
 `OUT/train` and `OUT/heldout` are datasets with structure ids, `OUT/tokenizer` is the tokenizer,
 `OUT/card.json` and `OUT/card.md` are written last.

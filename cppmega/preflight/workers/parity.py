@@ -175,7 +175,7 @@ def _attention(sizes: SparseAttention, device: str, *, repeatable: bool) -> floa
 
 
 def _shapes(sizes: SparseAttention) -> list[tuple[int, ...]]:
-    """Of queries, keys, the values where the keys do not hold them, and the output."""
+    """Shapes of queries, keys, the values unless the keys contain them, and the output."""
     queries, keys = (150, 2, sizes.heads), (150, 2, sizes.heads if sizes.key_per_head else 1)
     values = [(*keys, sizes.value_width)] if sizes.key_per_head else []
     return [(*queries, sizes.width), (*keys, sizes.width), *values, (*queries, sizes.value_width)]
