@@ -11,7 +11,7 @@ node, all of a document in another language, and all of one whose ERROR nodes co
 `MOST_ERRORS` of it, because it is not in the language that its name indicates. Between the
 top-level constructs of a file, kind and depth are 0 as well.
 
-Both ids are stored in one byte, `kind * LEVELS + depth`. A change to the tables or to
+Both ids are one byte on disk, `kind * LEVELS + depth`. A change to the tables or to
 `structure_labels` must raise `DEFINITION`: a model must not be given ids of two definitions.
 """
 

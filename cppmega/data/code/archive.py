@@ -63,7 +63,7 @@ def pack(
     """Choose the documents of all projects, and write them.
 
     Args:
-        sources: the projects; of identical documents, the first one is taken.
+        sources: the projects; of similar documents, the first one is kept.
         files: the archive of each project.
         out: the archive; it exists only once it is complete.
         advance: called with the bytes of the projects' archives read.
