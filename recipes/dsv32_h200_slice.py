@@ -1,7 +1,8 @@
 """DeepSeek-V3.2's widths on one H200: one dense and one MoE block, and one MTP depth.
 
-16 of the 256 experts: what one GPU would hold at EP 16. No group-limited routing for that reason.
-Built as a hybrid model, because Megatron's GPT builder knows no MTP with DSA.
+16 of the 256 experts: what one GPU would hold at EP 16. For that reason, routing is not
+group-limited. Built as a hybrid model, because Megatron's GPT builder does not support MTP with
+DSA.
 """
 
 from cppmega.recipe import Recipe

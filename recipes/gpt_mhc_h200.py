@@ -1,4 +1,4 @@
-"""A GPT of 8 layers with 4 residual streams (mHC) on one H200: what the streams cost in a step.
+"""A GPT of 8 layers with 4 residual streams (mHC) on one H200, to measure what the streams cost.
 
 `--set mhc_num_residual_streams=1` is the same GPT without them. The micro-batch leaves room for the
 plain implementation (`--set use_fused_mhc=False`), whose backward keeps copies of the streams in

@@ -1,6 +1,6 @@
 """The whole NAM56R on two H200 as two pipeline stages; the heads and MTP are on the second.
 
-Every DSA layer chooses its own keys: a stage may not begin with one that uses another's. The trunk
+Every DSA layer selects its own keys: a stage may not begin with one that uses another's. The trunk
 is divided evenly; with `|` in the pattern, the second stage can have fewer layers.
 """
 

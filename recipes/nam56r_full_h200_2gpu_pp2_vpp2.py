@@ -1,4 +1,4 @@
-"""The whole NAM56R on two H200 in four stages, two on each, by Megatron's interleaved schedule."""
+"""The whole NAM56R on two H200 in four stages, two on each, interleaved by Megatron's schedule."""
 
 from cppmega.recipe.index import load
 

@@ -1,7 +1,7 @@
-"""The whole NAM56R on four H200, which share the experts, at the micro-batch of the record.
+"""The whole NAM56R on four H200 with EP 4, at the micro-batch of the record.
 
 Mamba-3 and M2RNN layers, experts and dense MLPs are recomputed. With the experts' activations kept,
-the estimate of memory is above that of the GPU, and with the Mamba layers' it is near it.
+the memory estimate exceeds the GPU's memory; with the Mamba layers' kept, it is close to it.
 """
 
 from cppmega.recipe.index import load

@@ -1,4 +1,4 @@
-"""The whole NAM56R on four H200: two pipeline ranks with two stages each, experts over two GPUs."""
+"""The whole NAM56R on four H200: two pipeline ranks with two stages each, and EP 2."""
 
 from cppmega.recipe.index import load
 

@@ -1,7 +1,7 @@
 """A part of NAM56R on one H100 of 80 GB: full widths, the first 24 of 52 layers, two MTP depths.
 
-The whole model's weights, gradients and optimizer states do not fit there. Nothing that this run
-shows, neither speed nor losses, is NAM56R's.
+The whole model's weights, gradients and optimizer states do not fit there. Neither the speed nor
+the losses of this run are those of NAM56R.
 """
 
 from cppmega.recipe.index import load

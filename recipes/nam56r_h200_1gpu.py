@@ -1,6 +1,6 @@
 """The whole NAM56R on one H200: 52 layers, 16 experts, two MTP depths, every input embedding.
 
-Weights, gradients and optimizer states alone take 97.5 GiB, so that Mamba-3 and M2RNN layers are
+Weights, gradients and optimizer states alone take 97.5 GiB, so the Mamba-3 and M2RNN layers are
 recomputed.
 """
 
@@ -15,7 +15,7 @@ RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     global_batch_size=8,  # 32,768 tokens per GPU and step
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
-    keep_checkpoints=1,  # of 75.9 GiB
+    keep_checkpoints=1,  # 75.9 GiB each
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )

@@ -1,4 +1,4 @@
-"""The whole NAM56R on two H200, which share the experts and the optimizer's states."""
+"""The whole NAM56R on two H200, with the experts and the optimizer states sharded over them."""
 
 from cppmega.recipe.index import load
 

@@ -1,6 +1,6 @@
-"""The whole NAM56R on two H200 with IndexShare: three of nine DSA layers choose keys for all.
+"""The whole NAM56R on two H200 with IndexShare: three of nine DSA layers select keys for all.
 
-The other six have no indexer, so that this is another model: fewer parameters, and other losses.
+The other six have no indexer, so this is a different model: fewer parameters, different losses.
 """
 
 from cppmega.recipe.index import load

@@ -1,4 +1,4 @@
-"""The slice on 4 H200 with its experts spread: NCCL, EP and the sharded optimizer in one run."""
+"""The slice on 4 H200, experts distributed: NCCL, EP and the sharded optimizer in one run."""
 
 from cppmega.recipe.index import load
 

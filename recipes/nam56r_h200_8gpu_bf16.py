@@ -1,7 +1,7 @@
 """The whole NAM56R on one host of 8 H200, bf16: PP 1, EP 4, micro-batch 8, global batch 64.
 
-Experts are recomputed, Mamba layers are not: with the experts' activations kept as well, the
-estimate of memory is above that of the GPU.
+Experts are recomputed, Mamba layers are not: with the experts' activations kept as well, the memory
+estimate exceeds the GPU's memory.
 """
 
 from cppmega.recipe import M2RNN, GraphPool, Mamba3, NgramHash, Recipe, Structure
@@ -11,7 +11,7 @@ DSA_LAYERS = {5, 9, 13, 21, 25, 29, 37, 41, 45}
 
 
 def pattern() -> str:
-    """AEMEAEMEAEMR tiled to 52 layers, its A told apart, and two MTP depths."""
+    """AEMEAEMEAEMR tiled to 52 layers, each A resolved to D or +, and two MTP depths."""
     tiled = ("AEMEAEMEAEMR" * 5)[:52]
     letters = [
         ("D" if place in DSA_LAYERS else "+") if letter == "A" else letter
@@ -43,7 +43,7 @@ RECIPE = Recipe(
     dsa_indexer_topk=256,
     dsa_indexer_loss_coeff=0.001,
     # As released, both fused backends decline widths of 128 and 64, and tilelang the dense loss:
-    # `dsa_attention_kernels` and `dsa_indexer_kernels` do both, whatever the backend but cudnn.
+    # `dsa_attention_kernels` and `dsa_indexer_kernels` do both, with every backend but cudnn.
     dsa_kernel_backend="none",
     num_experts=16,
     moe_router_topk=4,

@@ -1,4 +1,4 @@
-"""NAM56R's widths on one H200, with the layers that Megatron releases have: the measuring run."""
+"""NAM56R's widths on one H200, with the layers that Megatron releases have: the benchmark run."""
 
 from cppmega.recipe.index import load
 

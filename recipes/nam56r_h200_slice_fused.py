@@ -1,8 +1,8 @@
-"""The NAM56R slice with everything fused: DSA's kernels, and heads' losses without logits.
+"""The NAM56R slice with everything fused: DSA's kernels, and the heads' losses without logits.
 
 With the backend tilelang, `dsa_attention_kernels` and `dsa_indexer_kernels` run in place of
-TileLang's. The loss is over the chosen keys, the only one that TileLang's indexer has: not that of
-the other slice.
+TileLang's. The indexer loss is over the selected keys, the only one that TileLang's indexer
+supports, and not that of the other slice.
 """
 
 from cppmega.recipe.index import load

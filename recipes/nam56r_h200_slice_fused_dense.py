@@ -1,6 +1,6 @@
 """The fused NAM56R slice with Megatron's default indexer loss, over all keys a query may see.
 
-TileLang has kernels for the loss over the chosen keys alone; `dsa_indexer_kernels` has both.
+TileLang only has kernels for the loss over the selected keys; `dsa_indexer_kernels` has both.
 """
 
 from cppmega.recipe.index import load

@@ -1,6 +1,6 @@
-"""The fused NAM56R slice with 4 residual streams (mHC), which the kernels of this package compute.
+"""The fused NAM56R slice with 4 residual streams (mHC), on this package's kernels.
 
-Micro-batches of 4: the streams' activations are those of all sub-layers.
+Micro-batches of 4: every sub-layer keeps activations of the streams.
 """
 
 from cppmega.recipe.index import load

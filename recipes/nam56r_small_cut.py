@@ -1,7 +1,7 @@
-"""NAM56R small: each kind of layer and input embedding, in twelve layers of an eighth of the width.
+"""NAM56R small: each kind of layer and input embedding, in twelve layers of one eighth the width.
 
-To see what a part does to the losses, it is trained with and without it: `benchmarks/parts.py`. No
-number of it, neither speed nor loss, is NAM56R's.
+`benchmarks/parts.py` trains it with and without a part, to show what the part does to the losses.
+Neither its speed nor its losses are those of NAM56R.
 """
 
 from cppmega.recipe.index import load

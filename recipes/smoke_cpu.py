@@ -1,10 +1,10 @@
-"""A small GPT with two MTP depths on bytes, for a machine without a GPU.
+"""A small byte-level GPT with two MTP depths, for a machine without a GPU.
 
 The loop is cppmega's own, on megatron-core's model, since Megatron's `pretrain` and its optimizer
-insist on CUDA. Short documents are packed and padded inside the pack: there stock Megatron shifts
-the labels and inputs of its MTP heads wrongly, and the overlay does not. Without QK normalization
-the attention logits of the MTP layers grow with the learning rate; above 2e-3 they saturate, and
-single batches spike.
+require CUDA. Short documents are packed and padded inside the pack, where stock Megatron shifts the
+labels and inputs of its MTP heads wrongly and the overlay does not. Without QK normalization the
+attention logits of the MTP layers grow with the learning rate; above 2e-3 they saturate, and single
+batches spike.
 """
 
 from cppmega.recipe import Recipe

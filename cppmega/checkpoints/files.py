@@ -65,7 +65,7 @@ class Saved:
 
     step: str
     state: Mapping[str, Any]
-    """Everything but tensors, with stand-ins for objects."""
+    """Everything except tensors, with stand-ins for objects."""
     shapes: Mapping[str, tuple[int, ...]]
     summed: bool
     """Whether the checksums of all tensors were compared."""
@@ -89,7 +89,7 @@ def newest(load: Path) -> tuple[str, Path]:
         raise CppmegaError(
             "no-checkpoint",
             f"{load} holds no finished checkpoint ({TRACKER} is missing).",
-            "Megatron would only log a warning, and train from random weights.",
+            "Megatron would only log a warning and train from random weights.",
             "correct --load, or leave it out for a fresh start",
         )
     name = tracker.read_text(errors="replace").strip()

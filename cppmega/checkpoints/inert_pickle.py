@@ -1,9 +1,9 @@
-"""Pickles of a checkpoint, read without importing or calling anything that they name.
+"""Read the pickles of a checkpoint without importing or calling anything that they name.
 
-Loading a pickle calls whatever its author chose. Here every name on a list becomes a stand-in that
-keeps its arguments and its state, and any other name ends the reading. The list covers checkpoints
-of Megatron 0.16 to 0.19: their arguments, what torch needs for tensors and for the index of a
-distributed checkpoint, and the state of Transformer Engine's FP8 recipes.
+Loading a pickle calls whatever its author chose to name. Here every name on a list becomes a
+stand-in that keeps its arguments and its state, and any other name stops the reading. The list
+covers checkpoints of Megatron 0.16 to 0.19: their arguments, what torch needs for tensors and for
+the index of a distributed checkpoint, and the state of Transformer Engine's FP8 recipes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _LISTED: dict[str, tuple[str, ...]] = {
 
 
 _DEEPEST = 8
-"""The limit of pickles inside pickles; Megatron and Transformer Engine nest two."""
+"""The limit of nested pickles; Megatron and Transformer Engine nest two."""
 _DEPTH = ContextVar("depth", default=0)
 
 
@@ -131,7 +131,7 @@ def loads(data: bytes, storage: Callable[[Any], object] = lambda pid: pid) -> An
 
     Raises:
         NotListed: it names something that checkpoints do not contain.
-        Exception: it is damaged; `pickle` has no error of its own for that.
+        Exception: it is damaged; `pickle` has no specific error for that.
     """
     return _Unpickler(io.BytesIO(data), storage).load()
 

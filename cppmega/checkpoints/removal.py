@@ -1,4 +1,4 @@
-"""Remove checkpoints that newer ones replace: a kill at any moment leaves a complete one."""
+"""Remove checkpoints that newer ones replace; a kill at any moment leaves a complete one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def size(folder: Path) -> int:
 
 
 def keep_newest(folder: Path, count: int) -> list[int]:
-    """Remove older checkpoints than the newest ones, and what older saves have left unfinished.
+    """Remove all but the newest checkpoints, and what older saves have left unfinished.
 
     Nothing is removed unless the tracker names a checkpoint that is intact: its index and sizes,
-    and the checksums of one that is read in seconds. Directories of later steps, which a save under
-    way is writing, and links are left alone.
+    and its checksums if they can be read in seconds. Directories of later steps, which a save in
+    progress is writing, and links are left alone.
 
     Args:
         folder: the folder with the tracker.
@@ -52,7 +52,7 @@ def keep_newest(folder: Path, count: int) -> list[int]:
     kept = complete[len(complete) - (count - 1) :]
     removed = [step for step in older if step not in kept]
     for step in removed:
-        # First what says that it is complete: the rest of a removal that was cut off is rubbish.
+        # First the file that marks it as complete: an interrupted removal then leaves only garbage.
         (older[step] / _LAST_WRITTEN).unlink(missing_ok=True)
         shutil.rmtree(older[step])
     return removed

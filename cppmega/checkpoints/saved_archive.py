@@ -46,7 +46,7 @@ def check(file: BinaryIO) -> None:
 
 
 def window(path: Path, offset: int, length: int) -> BinaryIO:
-    """Open a part of a file as a file of its own, which is read lazily."""
+    """Open a part of a file as a separate file, which is read lazily."""
     return io.BufferedReader(_Window(path, offset, length))
 
 

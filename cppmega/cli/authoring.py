@@ -21,8 +21,7 @@ from cppmega.cli.reports.option import Reports, report_option
 @click.option(
     "--prove",
     is_flag=True,
-    help="For patches whose fix NEW has by its text, run the proofs on NEW's code, which imports "
-    "it.",
+    help="For patches whose fix is in NEW's text, run the proofs on NEW's code, which is imported.",
 )
 @json_option
 def drift(
@@ -43,9 +42,9 @@ def drift(
     \b
     same          the text that the patch edits is unchanged
     changed       it has changed: in statements that the edit replaces (!), or next to them (~)
-    moved, gone   it is elsewhere, or absent: where it is now, or what is most like it
+    moved, gone   it is elsewhere, or absent; shows its new place, or what resembles it most
     upstreamed    NEW has the fix and the patch retires; --prove tests that the fix works
-    not-fixed     NEW has the fix by its text, and fails the proof
+    not-fixed     NEW's text has the fix, but fails the proof
     newly-needed  NEW needs the patch, OLD did not
     lost-again    OLD has the fix, NEW has the bug again
 
@@ -178,7 +177,7 @@ def pin(
 def new(
     name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
 ) -> None:
-    """Write the page of a new patch, with TODO where you fill in.
+    """Write the page of a new patch, with TODO wherever you have to fill something in.
 
     The page loads as it is. With --target megatron/core/transformer/mlp.py:MLP.forward the text of
     the installed Megatron is pinned. The edit, and the proof that it works, are yours to write.

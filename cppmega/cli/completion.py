@@ -13,7 +13,7 @@ from cppmega.cli.group import cli
 
 SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_CPPMEGA_COMPLETE"
-"""With it the shell's script asks this program; click reads it."""
+"""The variable with which the shell's script requests completions; click reads it."""
 
 
 def patches(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -38,14 +38,14 @@ def _title(page: Path) -> str:
 
 
 def recipes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of the shipped recipes; files, if none begins like that."""
+    """Names of the shipped recipes; files if no name has this prefix."""
     from cppmega.recipe import index
 
     return _or_files(index.shipped(), incomplete)
 
 
 def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of run folders, the newest first; files, if none begins like that."""
+    """Names of run folders, the newest first; files if no name has this prefix."""
     from cppmega.runs import folder as run_folder
 
     with contextlib.suppress(OSError):

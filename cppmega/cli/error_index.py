@@ -1,7 +1,8 @@
-"""Every error that the code can raise, with its causes and its cures, read from the source.
+"""Every error that the code can raise, with its causes and remedies, read from the source.
 
-The sentences of an error are where it is raised, and nowhere else: the index finds each place that
-builds a `CppmegaError` and takes the sentences from there. What only a run knows is a placeholder.
+The sentences of an error are written only where it is raised: the index finds each place that
+builds a `CppmegaError` and takes the sentences from there. What is known only at run time is a
+placeholder.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Cause:
     what: str
     why: str
     next: tuple[str, ...]
-    """The cures; several are alternatives."""
+    """The remedies; several are alternatives."""
     module: str
     title: str
     """The first line of the module's docstring."""
@@ -49,7 +50,7 @@ class Cause:
 
 
 Index = dict[str, list[Cause]]
-"""Name of an error -> its causes; a name with a placeholder stands for several."""
+"""Name of an error -> its causes; a name with a placeholder represents several."""
 
 
 def index(catalogues: Iterable[Path] = ()) -> Index:
@@ -65,7 +66,7 @@ def _index(catalogues: tuple[Path, ...]) -> Index:
     for module in modules:
         module.texts.update(texts)
     for name, cause in _Constructions(modules).causes():
-        alike = _FIELDS.sub("<>", cause.render())  # two callers of one helper say the same
+        alike = _FIELDS.sub("<>", cause.render())  # two callers of a helper word it alike
         found.setdefault(name, {}).setdefault(alike, cause)
     return {name: sorted(found[name].values()) for name in sorted(found)}
 
@@ -123,7 +124,7 @@ class _Constructions:
                     self.calls.setdefault(_called(node), []).append((module, node))
 
     def causes(self) -> Iterator[tuple[str, Cause]]:
-        """(name, cause) of every construction; one that passes an error on is none."""
+        """(name, cause) of every construction, except those that pass another error on."""
         for name in self.classes:
             for module, call in self.calls.get(name, ()):
                 if len(call.args) == len(_PARTS):
@@ -178,7 +179,7 @@ def _definitions(modules: Iterable[Module]) -> Iterator[tuple[Module, ast.ClassD
 def _own_constructor(
     module: Module, definition: ast.ClassDef, classes: set[str]
 ) -> Iterator[tuple[str, Cause]]:
-    """The error of a subclass that words itself: `super().__init__(name, what, why, next)`."""
+    """The error of a subclass with its own sentences: `super().__init__(name, what, why, next)`."""
     if definition.name not in classes - {_ROOT}:
         return
     for node in ast.walk(definition):

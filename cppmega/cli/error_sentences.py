@@ -1,4 +1,4 @@
-"""The sentences of an error as its source has them, with placeholders for what a run fills in."""
+"""The sentences of an error, from its source, with placeholders for run-time values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TRANSPARENT = {"sorted", "list", "map", "str", "gib", "len", "set", "tuple", "t
 _CHANGING = {"replace", "strip", "rstrip", "lower", "resolve", "absolute", "as_posix", "readlink"}
 """Methods whose result is named after their owner."""
 _GENERIC = {"name", "word", "__name__", "__qualname__", "path", "total", "first"}
-"""Attributes that say nothing without their owner."""
+"""Attributes whose names mean nothing without their owner's."""
 _ENVIRONMENTS = {"environ", "environment"}
 _DEPTH = 8
-"""Names that refer to names: no message goes deeper."""
+"""Limit for names that refer to other names: no message is nested more deeply."""
 _FIELD = re.compile(r"<[^<>]+>")
 _ALTERNATIVES = 8
-"""More of them are no longer a description."""
+"""Beyond this number, alternatives no longer describe anything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node, those inside others after them."""
+        """Every node; parents precede their children."""
         return list(ast.walk(self.tree))
 
     @cached_property
@@ -67,20 +67,20 @@ class Module:
         return {below: node for node in self.nodes for below in ast.iter_child_nodes(node)}
 
     def around(self, node: ast.AST) -> list[ast.AST]:
-        """The node and everything that it is in, the innermost first."""
+        """The node and its ancestors, the innermost first."""
         found = [node]
         while (above := self._above.get(found[-1])) is not None:
             found.append(above)
         return found
 
     def function_of(self, node: ast.AST) -> Function | None:
-        """The innermost function that a node is in."""
+        """The innermost function that contains a node."""
         return next((one for one in self.around(node) if isinstance(one, Function)), None)
 
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """The names that an expression can use: those of its place, and arguments of a call."""
+    """The names visible to an expression: those of its place, and arguments of a call."""
 
     module: Module
     place: ast.AST
@@ -88,7 +88,7 @@ class Scope:
     arguments: Mapping[str, tuple[ast.expr, Scope]] = field(default_factory=dict)
 
     def values(self, name: str) -> Iterator[tuple[ast.expr, Scope]]:
-        """The expressions that a name can stand for; none for what only a run knows."""
+        """The expressions that a name can stand for; none if it is known only at run time."""
         if name in self.arguments:
             yield self.arguments[name]
             return
@@ -96,7 +96,7 @@ class Scope:
             yield value, self
 
     def _assigned(self, name: str) -> list[ast.expr]:
-        """What is assigned to a name before the place, in its function or else in its module."""
+        """The values assigned to a name before the place, in its function or else in its module."""
         around = self.module.around(self.place)
         for inner, outer in pairwise(around):
             values: list[ast.expr] = []
@@ -153,7 +153,7 @@ def _distinct(*nodes: ast.expr, scope: Scope, depth: int) -> list[str]:
 
 
 def _texts(node: ast.expr, scope: Scope, depth: int) -> list[str]:
-    """The texts of a part; where a part of a sentence may be missing, it is there."""
+    """The texts of a part; an optional part of a sentence is included."""
     match node:
         case ast.Constant():
             return [str(node.value)]
@@ -186,7 +186,7 @@ def _texts(node: ast.expr, scope: Scope, depth: int) -> list[str]:
 
 
 def _returned(name: str, scope: Scope, depth: int) -> list[str]:
-    """The texts that a function of the package returns; none unless all are made of words."""
+    """The texts that a function of the package returns; none unless all consist of words."""
     if name not in scope.module.texts or name.rpartition(".")[2] in _TRANSPARENT:
         return []
     module, function = scope.module.texts[name]
@@ -204,7 +204,7 @@ def _joined(parts: list[ast.expr], scope: Scope, depth: int) -> list[str]:
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Whether an expression is made of words; other values keep the name of their variable."""
+    """Whether an expression consists of words; other values keep the name of their variable."""
     match node:
         case ast.Constant(value=value):
             return isinstance(value, str | int | float) and value not in ("", True, False)
@@ -271,7 +271,7 @@ def _named_by(call: ast.Call) -> ast.expr:
 
 
 def _blocks(node: ast.AST) -> list[list[ast.AST]]:
-    """The lists of statements that a statement holds."""
+    """The lists of statements that a statement contains."""
     return [
         value for _, value in ast.iter_fields(node) if isinstance(value, list) and len(value) > 1
     ]

@@ -10,9 +10,9 @@ from cppmega.preflight.findings import Finding
 
 _STYLES: dict[str, Style] = {"ok": "good", "failed": "bad", "not-run": "waiting"}
 STATE_WIDTH = 14
-"""Wide enough for every state, so that the summary and the table below it line up."""
+"""Wide enough for every state, so that the summary and the table below are aligned."""
 _OTHER = ("does not concern this launch", "do not concern this launch")
-"""What is said of checks that do not apply, of one and of several."""
+"""The predicate for checks that do not apply, singular and plural."""
 
 
 def print_findings(
@@ -22,7 +22,7 @@ def print_findings(
 
     Args:
         verbose: print a line for every check instead, in their order.
-        other: what is said of checks that do not apply, of one and of several.
+        other: the predicate for checks that do not apply, singular and plural.
     """
     shown = list(findings)
     if not verbose:

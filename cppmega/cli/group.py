@@ -74,7 +74,7 @@ _NEXT = re.compile(
 
 
 def carrying(text: str, catalogues: Iterable[Path]) -> str:
-    """Add the user's catalogues to the commands in a text, which otherwise see other patches."""
+    """Add the user's catalogues to the commands in a text; without them, they see other patches."""
     options = "".join(f" --patches {shlex.quote(str(folder))}" for folder in catalogues)
     if not options or " --patches" in text:
         return text
@@ -102,7 +102,7 @@ def patches_option(command: F) -> F:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-"""`--json`, which every command that has an answer takes."""
+"""`--json`, which every command with an answer accepts."""
 
 
 def tree_options(command: F) -> F:
@@ -131,7 +131,7 @@ def session_of(root: Path | None, patches: Sequence[Path]) -> Session:
 
 
 def answer(session: Session, outcome: Outcome, as_json: bool, ok: bool, closing: str) -> NoReturn:
-    """Print the outcome of a command on a tree, and exit with the status that belongs to it."""
+    """Print the outcome of a command on a tree, and exit with its status."""
     from cppmega.cli import verdicts as cli_verdicts
     from cppmega.host import console
 

@@ -120,7 +120,7 @@ def doctor(
     Shows the machine, its GPUs and the installed packages, and runs the checks of the preflight
     that need no recipe: the patches and their files, the environment, the packages, the GPUs, the
     disk of the run folders, and what a training process would import. It writes nothing. The exit
-    status is 0 only if every check holds; no GPU is not a failure.
+    status is 0 only if every check holds; a missing GPU is not a failure.
     """
     import msgspec
 
@@ -149,7 +149,7 @@ def doctor(
 
 
 def _examined(command: str, context: Context, patches: Sequence[Path]) -> Preflight:
-    """Run every check; the next commands in the answers name the user's catalogues."""
+    """Run every check; the next commands in the findings name the user's catalogues."""
     from cppmega.host import console
     from cppmega.preflight import examine as checks
 

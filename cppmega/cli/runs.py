@@ -23,8 +23,7 @@ _plot = click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Also draw a picture into this file: .png, .svg, .pdf, or .html with the text. Needs "
-    "matplotlib.",
+    help="Also plot into this file: .png, .svg, .pdf, or .html with the text. Needs matplotlib.",
 )
 
 
@@ -44,7 +43,7 @@ _plot = click.option(
     "--nproc", type=click.IntRange(1), help="Ranks per host (default: the recipe's GPUs; CPU: 2)."
 )
 @click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Number of hosts.")
-@click.option("--rdzv", metavar="HOST:PORT", help="Where several hosts meet.")
+@click.option("--rdzv", metavar="HOST:PORT", help="Rendezvous address of several hosts.")
 @click.option(
     "--dry-run", is_flag=True, help="Check everything and print the command line; start nothing."
 )
@@ -111,7 +110,7 @@ def launch(
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two lines of a watched run that goes well.",
+    help="Time between two lines about a watched run without problems.",
 )
 @click.option(
     "--stalled-after",
@@ -119,7 +118,7 @@ def launch(
     default=10.0,
     show_default=True,
     metavar="TIMES",
-    help="A watched run stalls when no step comes for so many times the usual.",
+    help="A watched run is stalled after this many times the usual time without a step.",
 )
 @_plot
 @json_option
@@ -140,10 +139,10 @@ def runs(
     draws loss, gradient norm, throughput and memory of the runs that are listed, and their spikes.
 
     With --watch: step, loss, gradient norm and throughput, how busy the GPUs of this host are (the
-    idlest and the busiest), the time until the next checkpoint and until the end. A run without a
-    step for too long is named as stalled, with the rank of this host that is behind; a loss or
-    gradient norm far above the usual as a spike. The exit status is 1 if a watched run crashed or
-    was killed; Ctrl-C ends the watching, not the runs.
+    least and the most busy), the time until the next checkpoint and until the end. A run without a
+    step for too long is reported as stalled, with the rank of this host that is behind; a loss or
+    gradient norm far above the usual is reported as a spike. The exit status is 1 if a watched run
+    crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console
     from cppmega.runs import folder as run_folder
@@ -153,9 +152,9 @@ def runs(
     found = [run_folder.find(root, name) for name in names] or run_folder.everyone(root)
     if watch:
         if as_json:
-            raise click.UsageError("--watch prints lines; cppmega runs --json is one look at them")
+            raise click.UsageError("--watch prints lines; cppmega runs --json prints one snapshot")
         if plot is not None:
-            raise click.UsageError("--plot draws what is logged by now; leave --watch out")
+            raise click.UsageError("--plot draws what has been logged so far; leave --watch out")
         from cppmega.cli import runs_watch
 
         sys.exit(runs_watch.watch(found, bool(names), every, stalled_after))
@@ -185,7 +184,7 @@ def attach(run: str | None, folder: Path | None) -> None:
     """Attach to the tmux session of a run.
 
     RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default.
-    Ctrl-B D detaches and leaves the run going.
+    Ctrl-B D detaches and leaves the run running.
     """
     from cppmega.runs import control as run_control
     from cppmega.runs import folder as run_folder
@@ -202,7 +201,7 @@ def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -
     """Print the output of a run.
 
     RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default. If
-    it crashed, the rank that failed first comes first.
+    it crashed, the failure of the rank that failed first comes first.
     """
     from cppmega.runs import folder as run_folder
     from cppmega.runs import logs as run_logs
@@ -213,7 +212,7 @@ def logs(run: str | None, folder: Path | None, follow: bool, rank: int | None) -
 @cli.command()
 @click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
-@click.option("--now", is_flag=True, help="End at once, without a checkpoint.")
+@click.option("--now", is_flag=True, help="End immediately, without a checkpoint.")
 @click.option("--wait", type=float, default=600.0, show_default=True, help="Seconds to wait.")
 def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
     """Save a checkpoint and end a run.
@@ -232,7 +231,7 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 @_plot
 @json_option
 def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bool) -> None:
-    """Show the profile of a run that was launched with --profile STEPS.
+    """Show the profile of a run launched with --profile STEPS.
 
     RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default.
     The step's time by kind of kernel, how long the device waited for the host, and for what. The

@@ -23,7 +23,7 @@ _BUSY = "GPU BUSY"
 
 
 def watch(runs: Sequence[Run], named: bool, every: float, stalled_after: float) -> int:
-    """Watch runs until they have ended.
+    """Watch runs until all have ended.
 
     Args:
         runs: those of which the live ones are watched.
@@ -38,7 +38,7 @@ def watch(runs: Sequence[Run], named: bool, every: float, stalled_after: float) 
         return FINE
     seen: list[Sight] = []
     try:
-        rounds = _keeping(watching.sights(watched, stalled_after), seen)
+        rounds = _keeping_last(watching.sights(watched, stalled_after), seen)
         if sys.stdout.isatty():
             _draw(rounds)
         else:
@@ -50,8 +50,8 @@ def watch(runs: Sequence[Run], named: bool, every: float, stalled_after: float) 
     return NOT_AS_IT_MUST_BE if ended_badly else FINE
 
 
-def _keeping(rounds: Iterator[list[Sight]], last: list[Sight]) -> Iterator[list[Sight]]:
-    """Keep the last round."""
+def _keeping_last(rounds: Iterator[list[Sight]], last: list[Sight]) -> Iterator[list[Sight]]:
+    """Pass the rounds on, and keep the latest one in `last`."""
     for seen in rounds:
         last[:] = seen
         yield seen

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     "--without",
     multiple=True,
     metavar="NAME",
-    help="Leave this patch out, such as one that does not know a new release yet; repeatable.",
+    help="Leave this patch out, such as one that does not support a new release yet; repeatable.",
     shell_complete=completion.patches,
 )
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
@@ -82,21 +82,21 @@ def apply(
 @click.option(
     "--upstream",
     is_flag=True,
-    help="Show the pull requests of each patch, what became of them, and when the patch retires.",
+    help="Show the pull requests of each patch, their status, and when the patch retires.",
 )
 @patches_option
 @json_option
 def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
     """List every patch of the catalogue with its title.
 
-    With --upstream: what upstream has of each, by the pages' own words and without network, with
-    the newest release that needs it; what retires first is at the top.
+    With --upstream: the status of each patch upstream, as its page states it (no network is used),
+    and the newest release that needs it; those that retire first come first.
 
     \b
     released  a release has it: the patch is for older ones
-    merged    a branch has it, and no release: the patch retires with one of the next
+    merged    a branch has it, but no release yet: the patch retires with one of the next
     open      upstream has not decided; closed: upstream declined it
-    unstated  the page does not say what became of it
+    unstated  the page does not state the status
     not-sent  there is no pull request, for the reason that is shown
     """
     from cppmega.catalogue import loader as catalogue
@@ -193,7 +193,7 @@ def _vocabularies() -> dict[str, dict[str, str]]:
 
 
 def _check(name: str) -> str:
-    """What a check of the preflight is about; empty if there is none of that name."""
+    """What a preflight check requires; empty if there is no check of that name."""
     from cppmega.host.paths import PACKAGE
 
     file = PACKAGE / "preflight" / "checks" / f"{name}.py"
@@ -231,11 +231,11 @@ def _explain_decision(name: str, row: Decision) -> None:
     from cppmega.catalogue.decisions import VERDICTS
 
     click.echo(f"{name}: {row.title}\n")
-    said = [("Decision", VERDICTS[row.decision]), ("Why", row.why), ("Instead", row.instead)]
-    said += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
-    said += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
-    said += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
-    for label, text in said:
+    fields = [("Decision", VERDICTS[row.decision]), ("Why", row.why), ("Instead", row.instead)]
+    fields += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
+    fields += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
+    fields += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
+    for label, text in fields:
         if text:
             click.echo(f"{label + ':':<14}{text}")
     click.echo()
@@ -265,7 +265,7 @@ def _causes(name: str, patches: Sequence[Path]) -> list[Cause]:
 
 
 def _cited_results(doc: str) -> list[Path]:
-    """Where the results that a page cites lie on this machine, in a checkout or in a wheel."""
+    """Where the results that a page cites are on this machine, in a checkout or in a wheel."""
     from cppmega.host.paths import shipped
 
     return [
@@ -324,7 +324,7 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
 @click.argument("names", nargs=-1, shell_complete=completion.patches)
 @tree_options
 def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_json: bool) -> None:
-    """Restore upstream's exact bytes, or remove single patches.
+    """Restore upstream's exact bytes, or remove individual patches.
 
     Without NAMES every patch is removed.
     """

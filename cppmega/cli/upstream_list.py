@@ -14,7 +14,7 @@ _NVIDIA = "NVIDIA/Megatron-LM"
 
 
 def lines(rows: Iterable[Row]) -> Iterator[str]:
-    """Two lines for each page: what upstream has, and when the page has to go."""
+    """Two lines for each page: what upstream has, and when the page can be removed."""
     return table.table(cells for row in rows for cells in _of(row))
 
 
@@ -41,6 +41,6 @@ def closing(rows: Sequence[Row]) -> str:
     counts = Counter(row.state for row in rows)
     stated = (f"{counts[state]} {state}" for state in STATES if counts[state])
     return (
-        f"{', '.join(stated)}. This is what the pages say; cppmega drift OLD NEW --prove tells by "
-        "proof what a new release retires"
+        f"{', '.join(stated)}. This is what the pages say; "
+        "cppmega drift OLD NEW --prove proves which of them a new release retires"
     )

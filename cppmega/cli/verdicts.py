@@ -17,7 +17,7 @@ _STYLES: dict[str, Style] = {
     "upstreamed": "note",
 }
 STATE_WIDTH = 14
-"""Wide enough for the usual states, so that successive tables line up."""
+"""Wide enough for the usual states, so that successive tables are aligned."""
 
 
 def print_verdicts(verdicts: Iterable[Verdict]) -> None:

@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer, trained on the text that a model is trained on.
+"""A byte-level BPE tokenizer, trained on the model's training text.
 
-Nothing is drawn at random: the same texts give the same file, with the same version of the package
-tokenizers. Any bytes that are UTF-8 can be encoded and come back unchanged.
+Training is deterministic: the same texts give the same file, with the same version of the package
+tokenizers. Any UTF-8 text can be encoded and is decoded unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cppmega.data.tokenizers import not_installed
 from cppmega.errors import CppmegaError
 
 END = "<|endoftext|>"
-"""The token that ends a document; it must not stand in a text."""
+"""The token that ends a document; it must not occur in a text."""
 
 _WORDS = (
     r"\s*\n[^\S\n]*"  # ends of lines, with the indent of the next one
@@ -25,9 +25,9 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}_]+"  # operators
     r"|\s+"
 )
-"""Where a text is cut before pairs are merged: no token reaches over such a border."""
+"""Where a text is split before pairs are merged: no token crosses such a boundary."""
 _BATCH = 1000
-"""Texts that are counted together."""
+"""Texts that are counted in one batch."""
 
 
 def train(texts: Iterable[str], size: int, folder: Path) -> None:

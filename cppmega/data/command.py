@@ -38,7 +38,7 @@ from cppmega.host import progress
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
-    help="Processes that encode the text; default: as many as the cores and the input allow.",
+    help="Processes that encode the text (default: as many as the cores and the input allow).",
 )
 def main(
     inputs: tuple[Path, ...],
@@ -53,13 +53,13 @@ def main(
 ) -> None:
     """Build OUT.bin, OUT.idx and OUT.json from text files, .jsonl files and folders.
 
-    A call that was stopped resumes where it was; a finished dataset is never overwritten.
+    An interrupted call resumes where it was; a finished dataset is never overwritten.
     """
-    # Megatron warns of packages, ranks and devices that only training uses.
+    # Megatron warns about packages, ranks and devices that only training uses.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     try:
         if language_key is not None and not structure:
-            raise click.UsageError("--language-key is of use only with --structure.")
+            raise click.UsageError("--language-key is used only with --structure.")
         chosen = tokenizers.load(tokenizer, eod)
         total = sum(path.stat().st_size for path in sources.files(inputs, suffix))
         with progress.of_bytes(f"preparing {out.name}", total) as advance:

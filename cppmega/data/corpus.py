@@ -1,7 +1,7 @@
 """A prepared dataset on disk, inspected without torch: is it complete, and whose tokens are these?
 
 `PREFIX.bin` and `PREFIX.idx` are Megatron's; `PREFIX.json` is the card that `prepare_data` writes
-last, so a dataset without it is unfinished or was made by another tool.
+last, so a dataset without it is unfinished or was written by another tool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StructureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a card says of the structure ids of its tokens."""
+    """A card's record of the structure ids of its tokens."""
 
     definition: Annotated[int, msgspec.Meta(ge=1)]
     """`structure.DEFINITION` of the release that made them."""
@@ -143,7 +143,7 @@ def read_card(prefix: Path) -> Card | None:
         problem = _card_problem(card, raw.get("fingerprint"))
     except FileNotFoundError:
         return None
-    except ValueError as error:  # no JSON, or fields that are missing or impossible
+    except ValueError as error:  # not JSON, or fields that are missing or invalid
         problem = str(error)
     if problem:
         raise CppmegaError(
@@ -251,7 +251,7 @@ def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
         f"{found.data_file} holds token {token} at position {position}; the vocabulary has the "
         f"ids 0 to {vocab_size - 1}.",
         "The embedding has no row for it, or a row of the padding that belongs to no token.",
-        (wider if token >= 0 else "") + "data made with the model's tokenizer",
+        (wider if token >= 0 else "") + "data prepared with the model's tokenizer",
     )
 
 
@@ -281,5 +281,5 @@ def digest(prefix: Path) -> tuple[str, str]:
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """Append a suffix; a prefix may contain dots, and nothing of it is replaced."""
+    """Append a suffix; a prefix may contain dots, and no part of it is replaced."""
     return prefix.with_name(prefix.name + suffix)

@@ -1,4 +1,4 @@
-"""Documents to token ids and structure codes, in this process or in several.
+"""Encode documents as token ids and structure codes, in this process or in several.
 
 The results come in the order of the documents and do not depend on the number of processes.
 """
@@ -24,9 +24,9 @@ from cppmega.host import process
 T = TypeVar("T")
 
 _MOST = 32
-"""Processes beyond which one writer cannot keep up."""
+"""Number of processes beyond which one writer cannot keep up."""
 _WORTH = 4 << 20
-"""Bytes of input that are worth the start of a process."""
+"""Bytes of input that justify starting a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Encoded:
     ids: Any
     """Token ids, int64 [tokens]."""
     codes: Any = None
-    """Structure codes, uint8 [tokens]; None if they were not asked for."""
+    """Structure codes, uint8 [tokens]; None if they were not requested."""
     language: str = ""
     """With codes: its language, or why all of them are 0."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """The documents of a batch that are in the dataset, and what became of the others."""
+    """The documents of a batch that are in the dataset, and why the others are not."""
 
     read: int
     """Documents, left-out ones included."""
@@ -91,7 +91,7 @@ def batches(
     if processes == 1:
         yield from (encode(documents, tokenizer, structure) for documents in stream)
         return
-    # Forked processes would inherit the threads of the tokenizer without what they hold.
+    # Forked processes would inherit the tokenizer's locks without the threads that hold them.
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), _begin_process, (os.getpid(),)
     )
@@ -132,7 +132,7 @@ def _encoded(
     encode: Callable[[Sequence[bytes]], list[T]],
     skipped: Counter[str],
 ) -> list[tuple[Document, T]]:
-    """The documents that are texts, with what the tokenizer makes of them."""
+    """The documents that are valid text, with the tokenizer's output for each."""
     try:
         return list(zip(documents, encode([one.text for one in documents]), strict=True))
     except UnicodeDecodeError:

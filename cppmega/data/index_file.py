@@ -1,6 +1,6 @@
-"""The index of a Megatron dataset, `PREFIX.idx`: read without torch, every number of it checked.
+"""The index of a Megatron dataset, `PREFIX.idx`: read without torch, with every number checked.
 
-Megatron maps the file and believes what it finds: a negative length, a pointer into another
+Megatron maps the file and trusts its contents: a negative length, a pointer into another
 document or a count from a torn header becomes a wrong sample or a crash far into the run. Only
 what Megatron's own builder writes is accepted: sequences that follow each other without
 gap or overlap from the first byte of the data file to the last. A sequence may be empty; Megatron
@@ -29,12 +29,12 @@ _DTYPES = {
     **{1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8)},
     8: ("uint16", 2),
 }
-"""Code of a type of ids -> its name and its bytes."""
+"""Code of an id type -> its name and its size in bytes."""
 _FLOATS = (6, 7)
 _LENGTH, _POINTER, _MODE = 4, 8, 1
 """Bytes of one number of each list."""
 _AT_ONCE = 1 << 20
-"""Numbers of a list that are held in memory together."""
+"""Numbers of a list that are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import durable
 
 SHARD_TOKENS = 1 << 24
-"""Tokens after which a shard is finished, and the most that a kill can cost."""
+"""Tokens after which a shard is finished, and the most that are lost when the process is killed."""
 _BATCH = 256
 """Documents encoded together, at most."""
 _BATCH_BYTES = 1 << 20
@@ -39,7 +39,7 @@ Advance = Callable[[int], None]
 
 
 class StructureSettings(msgspec.Struct, frozen=True):
-    """What the structure ids of a preparation depend on besides the text."""
+    """Everything except the text on which the structure ids of a preparation depend."""
 
     definition: int
     grammars: dict[str, str]
@@ -111,7 +111,7 @@ def prepare(
     processes: int = 1,
     advance: Advance = lambda took: None,
 ) -> Card:
-    """Build `out.bin`, `out.idx` and `out.json`; resumes an earlier call that was stopped.
+    """Build `out.bin`, `out.idx` and `out.json`; resumes an interrupted call.
 
     Args:
         out: path without a suffix.
@@ -144,7 +144,7 @@ def prepare(
 def _structure_settings(
     paths: Sequence[Path], structure: bool, language_key: str | None
 ) -> StructureSettings | None:
-    """What the structure ids depend on; None if there are to be none.
+    """Everything on which the structure ids depend; None if none are wanted.
 
     Raises:
         CppmegaError: `language-unknown`, `grammars-not-installed`, `grammar-differs`.
@@ -153,7 +153,7 @@ def _structure_settings(
     if structure and lines is not None and language_key is None:
         raise CppmegaError(
             "language-unknown",
-            f"{lines} does not say by its name in which language its texts are.",
+            f"{lines} does not indicate by its name in which language its texts are.",
             "All of them would get the structure ids of a language without a grammar.",
             "name the field that holds the language, or the name of the file, with --language-key",
         )
@@ -201,15 +201,15 @@ def _states(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
 
 
 def _begin(out: Path, parts: Path, settings: Settings) -> PrepareProgress:
-    """Resume the progress of an earlier call, or begin anew."""
+    """Resume the progress of an earlier call, or start from the beginning."""
     saved = parts / "state.json"
     if saved.is_file():
         state = _load(parts, saved)
         if state.settings != settings:
             raise CppmegaError(
                 "inputs-changed",
-                f"{parts} was begun with other inputs, another tokenizer or other structure ids.",
-                "One dataset would hold parts of two corpora.",
+                f"{parts} was started with other inputs, another tokenizer or other structure ids.",
+                "One dataset would contain parts of two corpora.",
                 f"use the same as before, or remove {parts} and start again",
             )
         for path in parts.iterdir():
@@ -316,7 +316,7 @@ def _join(job: _Job, state: PrepareProgress) -> Card:
     new = parts / "card.new"
     new.write_text(card.dump())
     new.replace(with_suffix(job.out, ".json"))
-    (parts / "state.json").unlink()  # first: without it the rest of the folder is rubbish
+    (parts / "state.json").unlink()  # first: without it, the rest of the folder is useless
     shutil.rmtree(parts)
     return card
 

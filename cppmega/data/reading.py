@@ -61,14 +61,14 @@ def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
         raise CppmegaError(
             "data-has-holes",
             f"{found.data_file} has {reading.zeros} blocks of 64 KiB that are all zeros.",
-            "An unfinished download or copy looks like that, and trains.",
+            "An unfinished download or copy looks like that, and would be trained on.",
             "compare it with its source; if token 0 fills them: "
             f"python -m cppmega.check_data --zeros-are-data {found.prefix}",
         )
 
 
 def check_unread(found: Corpus, vocab_size: int) -> None:
-    """Check what can be checked without reading all of a dataset: its index, and both ends.
+    """Check as much as possible without reading all of a dataset: its index, and both ends.
 
     Raises:
         CppmegaError: `data-broken`, `token-out-of-vocabulary`.
@@ -96,7 +96,7 @@ def read(
         CppmegaError: `data-broken`, `data-being-written`, `data-not-readable`.
         TooLong: it would take more than `seconds`.
     """
-    begun, before = time.monotonic(), data_record.states(found)
+    start, before = time.monotonic(), data_record.states(found)
     index_file.check_all(found.index, found.data_file.stat().st_size)
     with index_file.readable(found.index.path), found.index.path.open("rb") as file:
         index_hash = hashlib.file_digest(file, "sha256").hexdigest()
@@ -106,7 +106,7 @@ def read(
         for chunk in _chunks(found):
             ids.add(chunk)
             advance(len(chunk))
-            _refuse_too_long(begun, ids.bytes, found, seconds)
+            _refuse_too_long(start, ids.bytes, found, seconds)
     reading = Reading(
         lowest=ids.lowest,
         lowest_at=ids.lowest_at,
@@ -117,7 +117,7 @@ def read(
         idx_sha256=index_hash,
         data=data_record.stamp(found.data_file),
         index=data_record.stamp(found.index.path),
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - start,
         zeros_are_data=zeros_are_data,
     )
     if data_record.states(found) != before:
@@ -145,7 +145,7 @@ class Allowance:
         known = data_record.kept(found)
         if known is not None:
             return known
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             telling = progress.lines(f"reading {found.prefix}", found.size, self._say)
             reading = read(found, advance=telling, seconds=self._left)
@@ -154,7 +154,7 @@ class Allowance:
             return None
         finally:
             if self._left is not None:
-                self._left = max(0.0, self._left - (time.monotonic() - begun))
+                self._left = max(0.0, self._left - (time.monotonic() - start))
         self.read_now.append(reading)
         return reading
 
@@ -171,7 +171,7 @@ class _Ids:
 
     def add(self, chunk: np.ndarray[Any, Any]) -> None:
         """Add the next bytes of the file."""
-        hashed = self._hashing.submit(self.hash.update, chunk)  # it does not hold the interpreter
+        hashed = self._hashing.submit(self.hash.update, chunk)  # it releases the interpreter lock
         in_a_block = _BLOCK // self._found.index.token_bytes
         ids = chunk.view(self._found.dtype)
         whole = len(ids) // in_a_block * in_a_block
@@ -219,8 +219,8 @@ def _being_written(found: Corpus) -> CppmegaError:
     )
 
 
-def _refuse_too_long(begun: float, done: int, found: Corpus, seconds: float | None) -> None:
-    elapsed = time.monotonic() - begun
+def _refuse_too_long(start: float, done: int, found: Corpus, seconds: float | None) -> None:
+    elapsed = time.monotonic() - start
     if seconds is None or elapsed < min(_LEARN, seconds):
         return
     speed = (done + found.index.path.stat().st_size) / elapsed

@@ -1,4 +1,4 @@
-"""The documents that a dataset is made of: text files, lines of JSON, and trees of sources."""
+"""The documents of a dataset: from text files, JSON lines, and source trees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Document:
     problem: str = ""
     """Why it is left out; empty if it is not."""
     language: Language | None = None
-    """Of the text, if there is a grammar for it."""
+    """Language of the text, if there is a grammar for it."""
 
 
 def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
@@ -67,7 +67,7 @@ def _tree(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
 
 
 def left_out(name: str) -> bool:
-    """Whether a file or folder of that name in a source tree is never read."""
+    """Whether a file or folder of that name in a source tree is skipped."""
     return name.startswith(".") or name in _LEFT_OUT
 
 

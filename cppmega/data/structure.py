@@ -1,18 +1,18 @@
-"""What the structure ids of a token mean: its kind, its depth, and the languages that have them.
+"""The meaning of a token's structure ids, kind and depth, and the languages that have them.
 
-A token has two ids, by the tree-sitter tree of its document:
+A token has two ids, taken from the tree-sitter tree of its document:
 
 - its *kind* is that of the innermost node around it whose type is in the table below;
 - its *depth* is the number of named nodes around it, the root not counted and capped at 15.
 
-A token stands where its first character does that is not blank, or its first one if all are.
-What has no tree has kind 0 and depth 0: the end of a document, the text inside of an ERROR node,
-all of a document in another language, and all of one whose ERROR nodes cover more than
-`MOST_ERRORS` of it, because it is not in the language that its name promises. Between the
+The position of a token is that of its first character that is not blank, or of its first one if all
+are. Whatever has no tree has kind 0 and depth 0: the end of a document, the text inside of an ERROR
+node, all of a document in another language, and all of one whose ERROR nodes cover more than
+`MOST_ERRORS` of it, because it is not in the language that its name indicates. Between the
 top-level constructs of a file, kind and depth are 0 as well.
 
-Both ids are one byte on disk, `kind * LEVELS + depth`. Whoever changes a line of the tables or of
-`structure_labels` raises `DEFINITION`: a model must not be given ids of two definitions.
+Both ids are one byte on disk, `kind * LEVELS + depth`. A change to the tables or to
+`structure_labels` must raise `DEFINITION`: a model must not be given ids of two definitions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import PurePath
 from typing import Literal
 
 DEFINITION = 1
-"""Version of kinds, depths and of the choice of a token's place; cards and models keep it."""
+"""Version of the kinds, the depths and the position of a token; cards and models record it."""
 LEVELS = 16
-"""Depths 0 to 15; 15 stands for 15 and more."""
+"""Depths 0 to 15; 15 means 15 or more."""
 MOST_ERRORS = 0.25
 """Share of a document's bytes in ERROR nodes up to which it counts as parsed."""
 
 COLUMN = ".structure"
-"""What the names of the files with the ids have after the dataset's: `PREFIX.structure.bin`."""
+"""Suffix of the dataset's name in the names of the files with the ids: `PREFIX.structure.bin`."""
 
 Language = Literal["c", "cpp", "python"]
 
@@ -38,7 +38,7 @@ class Kind(IntEnum):
     """The kinds of constructs."""
 
     NONE = 0
-    """No grammar, no parse, or nothing of the below."""
+    """No grammar, no parse, or none of the kinds below."""
     COMMENT = 1
     LITERAL = 2
     """Strings, characters, numbers and named constants; docstrings are strings."""
@@ -123,7 +123,7 @@ _NAMES: dict[str, Language] = {"c++": "cpp", "python": "python"}
 
 
 def language_of(name: str) -> Language | None:
-    """The language of a document by its name, or by the path or the suffix of its file.
+    """The language of a document, from its name or from the path or the suffix of its file.
 
     Args:
         name: such as `src/main.cc`, `.py`, `py`, `C++` or `python`; case does not matter.

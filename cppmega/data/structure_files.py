@@ -1,4 +1,4 @@
-"""The structure ids of a dataset on disk: are they complete, and those of its tokens?"""
+"""The structure ids of a dataset on disk: are they complete, and do they belong to its tokens?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(found: Corpus, read: Callable[[Corpus], Reading | None]) -> None:
 
 
 def recorded(found: Corpus) -> StructureRecord:
-    """What the card of a dataset says of its structure ids.
+    """The card's record of a dataset's structure ids.
 
     Raises:
         CppmegaError: `structure-missing`, `structure-differs`.
@@ -51,7 +51,7 @@ def recorded(found: Corpus) -> StructureRecord:
             "structure-missing",
             f"{found.prefix} has no structure ids: "
             + ("it has no card." if found.card is None else "it was prepared without --structure."),
-            "The structure embedding would be fed nothing, and never learn.",
+            "The structure embedding would get no input, and never learn.",
             "python -m cppmega.data.command --structure --out PREFIX TEXT..., then --data PREFIX",
         )
     if record.definition != DEFINITION:
@@ -59,7 +59,7 @@ def recorded(found: Corpus) -> StructureRecord:
             "structure-differs",
             f"The structure ids of {found.prefix} are of definition {record.definition}; this "
             f"release of cppmega has definition {DEFINITION}.",
-            "The same number would stand for another kind or depth.",
+            "The same number would mean another kind or depth.",
             "prepare the data again with --structure, or train with the release that made it",
         )
     return record
@@ -73,7 +73,7 @@ def _open(found: Corpus) -> Corpus:
     if missing:
         raise CppmegaError(
             "structure-missing",
-            f"{found.prefix} has structure ids by its card, and there is no {missing[0]}.",
+            f"{found.prefix} has structure ids by its card, but there is no {missing[0]}.",
             "A part of the dataset was not copied, or was removed.",
             "copy the dataset again, with all files of that name",
         )
@@ -90,4 +90,4 @@ def _open(found: Corpus) -> Corpus:
 
 def _other(found: Corpus, what: str) -> CppmegaError:
     files = with_suffix(found.prefix, COLUMN)
-    return index_file.broken(files, f"it does not belong to the tokens of {found.prefix}: {what}")
+    return index_file.broken(files, f"it does not match the tokens of {found.prefix}: {what}")

@@ -1,6 +1,6 @@
 """Structure ids of the tokens of a document, from the syntax tree of its text.
 
-`structure` defines what they mean. The grammars are packages of their own, which the extra `data`
+`structure` defines what they mean. The grammars are separate packages, which the extra `data`
 installs.
 """
 
@@ -68,7 +68,7 @@ def of_tokens(
     begins: np.ndarray[Any, Any],
     ends: np.ndarray[Any, Any],
 ) -> np.ndarray[Any, Any]:
-    """The structure code of every token: that of its first byte which is not blank.
+    """The structure code of every token: that of its first non-blank byte.
 
     Args:
         text: the document.
@@ -92,7 +92,7 @@ def of_tokens(
 
 
 def _walk(root: tree_sitter.Node, kinds: list[int]) -> tuple[list[int], list[int], int]:
-    """Go through the named nodes in the order of the text.
+    """Walk the named nodes in the order of the text.
 
     Returns:
         Bytes at which the code changes, the code from there on, and bytes in ERROR nodes.
@@ -150,7 +150,7 @@ def _grammar(language: Language) -> tree_sitter.Language:
 
 @cache
 def _kinds(language: Language) -> list[int]:
-    """The kind of every id that the grammar has for a type of node; 0: that of the node around.
+    """The kind of every id that the grammar has for a node type; 0: that of the enclosing node.
 
     Raises:
         CppmegaError: `grammars-not-installed`, `grammar-differs`.
@@ -168,7 +168,7 @@ def _kinds(language: Language) -> list[int]:
             "grammar-differs",
             f"The installed tree-sitter-{language} {metadata.version(f'tree-sitter-{language}')} "
             f"has no nodes of the types {', '.join(missing)}.",
-            "Their text would silently get the kind of whatever is around it.",
+            "Their text would silently get the kind of the construct around it.",
             "pip install 'cppmega[data]' installs the versions that the table was written for",
         )
     return kinds

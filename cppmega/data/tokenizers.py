@@ -52,7 +52,7 @@ class Placed:
     begins: np.ndarray[Any, Any]
     """First byte of each token, int64. A character that is split over tokens belongs to each."""
     ends: np.ndarray[Any, Any]
-    """The byte after its last, int64; a token that stands for no text is empty."""
+    """The byte after its last, int64; a token that represents no text is empty."""
 
 
 class Tokenizer(Protocol):
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """Id put after every document."""
+        """Id appended to every document."""
 
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
         """Token ids of each document, without the end; UnicodeDecodeError if one is not a text."""
@@ -78,7 +78,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """Every byte is a token: nothing to download, and nothing that cannot be encoded."""
+    """Every byte is a token: nothing has to be downloaded, and everything can be encoded."""
 
     vocab_size: int = BYTES + 1
     eod: int = BYTES
@@ -143,8 +143,10 @@ class HuggingFaceTokenizer:
             raise CppmegaError(
                 "no-end-token",
                 f"{self.file} "
-                + (f"has no token {name!r}." if name else "does not say which token ends a text."),
-                "Documents would run into each other.",
+                + (
+                    f"has no token {name!r}." if name else "does not state which token ends a text."
+                ),
+                "Documents would run together.",
                 "--eod TOKEN names it, for example --eod '<|endoftext|>'",
             )
         self.eod = int(found)
@@ -200,7 +202,7 @@ def not_installed(needed: str) -> CppmegaError:
 
 
 def _placed(ids: list[int], offsets: Sequence[tuple[int, int]], document: bytes) -> Placed:
-    """Turn places that count characters, as the package does, into places that count bytes."""
+    """Convert places in characters, as the package counts them, into places in bytes."""
     import numpy as np
 
     of_bytes = np.frombuffer(document, np.uint8)

@@ -1,7 +1,7 @@
 """Expandable segments of PyTorch's CUDA allocator, set before torch is imported.
 
 Without them, the blocks of many sizes that packed documents and experts need leave gaps that are
-too small for any other: a model of NAM56R's size runs out of memory that is free.
+too small for any other: a model of NAM56R's size runs out of memory although enough is free.
 """
 
 from __future__ import annotations

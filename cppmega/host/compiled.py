@@ -29,7 +29,7 @@ def code_of(path: str, text: bytes) -> CodeType:
 
 
 def file_name() -> str:
-    """What to call a file of it, which only this version of Python reads."""
+    """The name of a file for it, which only this version of Python reads."""
     magic = importlib.util.MAGIC_NUMBER.hex()
     return f"pages.{sys.implementation.cache_tag}-{magic}.bin"
 
@@ -42,7 +42,7 @@ def adopt(data: bytes) -> None:
 
 
 def known() -> bytes | None:
-    """All that is known, for a file; None if nothing was compiled here."""
+    """All compiled code, for a file; None if nothing was compiled here."""
     if not _fresh:
         return None
     rest = marshal.dumps(_known | {key: marshal.dumps(code) for key, code in _fresh.items()})

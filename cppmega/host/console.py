@@ -84,7 +84,7 @@ def answering() -> Iterator[None]:
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal that stdout is; None if it is none, as in a log."""
+    """The width of the terminal on stdout; None if stdout is not a terminal, as in a log."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -116,7 +116,7 @@ ENVELOPE: Mapping[str, Any] = {
     "notes": [],
     "patches": [],
 }
-"""The keys that every answer of `--json` has."""
+"""The keys that every `--json` answer has."""
 
 
 def error_json(error: CppmegaError) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run code of pages and recipes in this process; whatever goes wrong becomes a named error.
+"""Run code of pages and recipes in this process; any failure becomes a named error.
 
 Pages are loaded, edit nodes and answer questions inside the command that uses them. They must not
 end the process, run forever, start another program, write a file, or change what the engine relies

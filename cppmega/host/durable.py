@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOM = 2**14
-"""The least size of a file in bytes; blanks after a JSON object have no meaning."""
+"""The minimum size of a file in bytes; blanks after a JSON object have no meaning."""
 _LONG = 1000
 """Characters of a text that are kept if not everything fits."""
 
@@ -36,7 +36,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Create a file of blanks, which reserves its room."""
+    """Create a file of blanks, which reserves its space."""
     replace(path, b" " * _ROOM)
 
 

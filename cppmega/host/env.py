@@ -32,11 +32,11 @@ class Variable(Generic[T_co]):
     name: str
     meaning: str
     parse: Callable[[str], T_co]
-    """From the text of the variable to its value; an unset variable is an empty text."""
+    """Converts the variable's text to its value; an unset variable is an empty text."""
     of_one_run: bool = False
-    """Set by cppmega for the processes of one run, and never by a person."""
+    """Set by cppmega for the processes of one run, and never by a user."""
     of_one_model: bool = False
-    """Describes the model that is trained; proofs build others, and do not see it."""
+    """Describes the model that is trained; it is hidden from proofs, which build other models."""
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T_co:
         """The value in an environment, by default that of this process."""
@@ -144,5 +144,5 @@ VARIABLES: tuple[Variable[object], ...] = (
 )
 NAMES = frozenset(variable.name for variable in VARIABLES)
 OF_ONE_RUN = tuple(variable.name for variable in VARIABLES if variable.of_one_run)
-"""In the environment of a new launch they are left over from another run."""
+"""Variables that, in the environment of a new launch, are left over from another run."""
 OF_ONE_MODEL = tuple(variable.name for variable in VARIABLES if variable.of_one_model)

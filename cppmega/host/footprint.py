@@ -21,7 +21,7 @@ _OF_SYS = ("excepthook", "unraisablehook", "stderr", "stdout", "exit", "modules"
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The state of the process that page code must leave as it is."""
+    """The state of the process that page code must not change."""
 
     environment: dict[str, str]
     path: list[str]

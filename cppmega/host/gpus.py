@@ -23,7 +23,7 @@ class Gpu:
     uuid: str
     name: str
     memory: str
-    """With its unit: `143771 MiB`."""
+    """Memory with its unit: `143771 MiB`."""
     compute_mode: str = "Default"
     uncorrected_errors: int = 0
     """Memory errors since the driver was loaded that ECC could not correct."""
@@ -31,7 +31,7 @@ class Gpu:
 
 def reported(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Every GPU that nvidia-smi lists; empty where it is missing or does not answer."""
-    return [_gpu(*row) for row in _asked(_QUERY, environ)]
+    return [_gpu(*row) for row in _query(_QUERY, environ)]
 
 
 def busy(visible: str = "", environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def busy(visible: str = "", environ: Mapping[str, str] = os.environ) -> tuple[in
         visible: indices or UUIDs as in `CUDA_VISIBLE_DEVICES`; empty: every GPU.
     """
     wanted = [name.strip() for name in visible.split(",") if name.strip()]
-    rows = _asked(("index", "uuid", "utilization.gpu"), environ)
+    rows = _query(("index", "uuid", "utilization.gpu"), environ)
     shares = [
         share.removesuffix("%").strip()
         for index, uuid, share in rows
@@ -50,7 +50,7 @@ def busy(visible: str = "", environ: Mapping[str, str] = os.environ) -> tuple[in
     return tuple(int(share) for share in shares if share.isdigit())  # "[N/A]" under MIG
 
 
-def _asked(query: Sequence[str], environ: Mapping[str, str]) -> list[list[str]]:
+def _query(query: Sequence[str], environ: Mapping[str, str]) -> list[list[str]]:
     """The rows of nvidia-smi; none where it is missing or does not answer."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:

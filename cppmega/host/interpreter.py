@@ -33,11 +33,11 @@ def require_torch(root: Path, module: str, *, or_below: bool = False) -> None:
         f"The interpreter of this command, {sys.executable}, has no torch.",
         "Megatron cannot be imported there. A result would be about this environment, not about "
         "the one that trains.",
-        _instead(root, module),
+        _equivalent_command(root, module),
     )
 
 
-def _instead(root: Path, module: str) -> str:
+def _equivalent_command(root: Path, module: str) -> str:
     """The command to type, with the interpreter that trains."""
     trains = of_environment(root)
     if trains is None:
@@ -52,7 +52,7 @@ def _instead(root: Path, module: str) -> str:
 def activated() -> Iterator[Path]:
     """The package folders of an environment that is active in the shell, and is not this one.
 
-    cppmega may be a tool of its own: then the active environment is the one that trains.
+    cppmega may be installed as a tool: then the active environment is the one that trains.
     """
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         prefix = os.environ.get(variable)

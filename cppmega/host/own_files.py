@@ -1,4 +1,4 @@
-"""Files in the user's cache folder, which are believed only if this user alone can write them."""
+"""Files in the user's cache folder, which are trusted only if no other user can write them."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def alone(environ: Mapping[str, str]) -> dict[str, str]:
 def started(pid: int) -> str:
     """The start time of a process in ticks since boot; with its number it identifies the process.
 
-    psutil's `create_time` will not do: it adds the time of boot, which moves when the clock is set,
-    and status files keep this value for as long as a run lasts. Empty if there is no such process,
-    or if it has ended and only its exit status is left.
+    psutil's `create_time` is unsuitable: it adds the time of boot, which moves when the clock is
+    set, and status files keep this value for as long as a run lasts. Empty if there is no such
+    process, or if it has ended and only its exit status is left.
     """
     fields = _stat(pid)
     return fields[19] if fields and fields[0] not in "ZX" else ""
@@ -183,11 +183,11 @@ def _stat(pid: int) -> list[str]:
 
 
 def end_helpers(run: str, ranks: Iterable[int]) -> None:
-    """End the processes that the ranks of a run had started; those do not notice its end.
+    """End the processes that the ranks of a run started, which do not notice its end.
 
     Args:
-        run: the run folder, as `CPPMEGA_RUN` names it, since process numbers are used again.
-        ranks: the ranks, each of which torchrun has put into a session of its own.
+        run: the run folder, as `CPPMEGA_RUN` names it, since process numbers are reused.
+        ranks: the ranks, each of which torchrun has put into its own session.
     """
     for rank in ranks:
         for pid in of_session(rank):

@@ -39,14 +39,14 @@ def of_bytes(what: str, total: int) -> Iterator[Advance]:
 
 def lines(what: str, total: int, say: Callable[[str], None]) -> Advance:
     """Return a function that is called with each number of bytes done, and reports every 10 s."""
-    begun = last = time.monotonic()
+    start = last = time.monotonic()
     done = 0
 
     def advance(count: int) -> None:
         nonlocal done, last
         done += count
         if (now := time.monotonic()) - last > _EVERY:
-            last, speed = now, done / (now - begun) / 1e9
+            last, speed = now, done / (now - start) / 1e9
             say(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
 
     return advance

@@ -21,7 +21,7 @@ _FAMILIES = (
     *("TRITON_", "TL_", "TILELANG_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "GLOO_", "UCX_", "FI_"),
     *("UB_", "MEGATRON_", "MALLOC_", "GLIBC_"),
 )
-"""Prefixes of the variables of libraries that training code uses and that have no accounts."""
+"""Prefixes of the variables of libraries that training code uses and that involve no accounts."""
 _LISTED = """
 LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV CONDA_PREFIX MASTER_ADDR MASTER_PORT
 PYTHONPATH PYTHONHOME PYTHONHASHSEED PYTHONOPTIMIZE PYTHONSAFEPATH PYTHONNOUSERSITE

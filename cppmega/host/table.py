@@ -13,7 +13,7 @@ from cppmega.host.console import Style, styled, terminal_width
 _LABEL = re.compile(r"(?:what|why): +")
 _COMMAND = "next:"
 _NARROW = 30
-"""Columns below which a text is left to the terminal."""
+"""Columns below which wrapping is left to the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def _line(row: Row, widths: list[int], right: Collection[int]) -> str:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """A text in lines that fit into a terminal; commands stay whole, so that they can be copied."""
+    """Wrap a text to the terminal; commands stay on one line, so that they can be copied."""
     width = terminal_width()
     if width is None or width - indent < _NARROW or text.startswith(_COMMAND):
         return [text]

@@ -15,7 +15,7 @@ _PERIOD = 0.2
 _CHUNK = 2**16
 _STDOUT = 1
 _LAST = 5.0
-"""Seconds that a reader has for the last lines."""
+"""Seconds that a reader is given for the last lines."""
 
 
 class Terminal(threading.Thread):
@@ -51,6 +51,6 @@ class Terminal(threading.Thread):
                 self.gone = True
 
     def finish(self) -> None:
-        """Copy the rest, and do not wait long for a reader that does not read."""
+        """Copy the rest, without waiting long for a reader that has stopped reading."""
         self.over.set()
         self.join(_LAST)

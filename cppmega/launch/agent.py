@@ -1,8 +1,8 @@
-"""`python -m cppmega.launch.agent NODE TORCHRUN-ARGUMENTS`: torchrun, which keeps who failed first.
+"""`python -m cppmega.launch.agent NODE TORCHRUN-ARGUMENTS`: torchrun, recording the first error.
 
 The same as `python -m torch.distributed.run`, in a process of its own, so that the process in
 charge (`cppmega.launch.supervise`) sees whatever happens to it. If that one is killed, this process
-ends the ranks and writes down how the run ended.
+ends the ranks and records how the run ended.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cppmega.runs.status import Failure
 
 FAILURE = "failure.json"
 ORPHANS = 60.0
-"""Seconds that ranks have to save and end after torchrun or the process in charge is gone."""
+"""Seconds within which ranks must save and end after torchrun or the process in charge is gone."""
 _SEEN = 5.0
-"""Seconds within which torchrun sees that a rank was killed, on a busy host too; it itself kills a
-rank no sooner than thirty seconds after another one failed."""
+"""Seconds within which torchrun notices a killed rank, even on a busy host; it itself kills a rank
+no sooner than thirty seconds after another one failed."""
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class _ErrorFile(msgspec.Struct, frozen=True):
 
 
 def main() -> NoReturn:
-    """Run torchrun; when a rank fails, write down which one and why."""
+    """Run torchrun; when a rank fails, record which one and why."""
     node, arguments = Node(Path(sys.argv[1])), sys.argv[2:]
     status = node.status()
     parent = (status.pid if status is not None else 0) or os.getppid()  # it may be gone already
@@ -76,7 +76,7 @@ def _torchrun(node: Node, arguments: list[str]) -> int:
 
     options = torchrun.parse_args(arguments)
     if hasattr(options, "signals_to_handle"):
-        # By itself torchrun gives the ranks 30 seconds: too few to save a large model.
+        # By default torchrun gives the ranks 30 seconds: too few to save a large model.
         options.signals_to_handle = "SIGINT"
     try:
         torchrun.run(options)
@@ -117,7 +117,7 @@ def _end_now(node: Node, watch: Watch) -> NoReturn:
 
 
 def _inherit(node: Node, watch: Watch) -> None:
-    """Write down the end of a run whose process in charge was killed."""
+    """Record the end of a run whose process in charge was killed."""
     process.end_helpers(os.environ.get(env.RUN.name, ""), watch.ranks)
     status = node.status()
     if status is None or liveness.in_charge(status):
@@ -145,7 +145,7 @@ def first(failures: dict[int, Any]) -> Failure:
     """The rank that failed first, by the exact times in the error files that have one.
 
     A killed rank (SIGKILL) leaves no error file, so the error that its end caused in another rank
-    may bear the earlier time. No error of another rank kills it that soon: it is the first.
+    may have the earlier time. No error of another rank would kill it that soon: it failed first.
     """
     rank = min(failures, key=lambda rank: (_time(failures[rank]), rank))
     failure = failures[rank]

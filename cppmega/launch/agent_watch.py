@@ -31,7 +31,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True, name="watch")
         self.parent, self.patience, self.end = parent, patience, end
         self.ranks: set[int] = set()
-        """Every rank so far: torchrun gives each a session of its own."""
+        """Every rank so far: torchrun gives each its own session."""
         self.signalled: set[int] = set()
         self.asked = 0.0
         """When the ranks were asked to end; 0: they were not."""
@@ -61,7 +61,7 @@ class Watch(threading.Thread):
             return False
 
     def _pass_on(self, living: set[int]) -> None:
-        for rank in living - self.signalled:  # one that starts only now, too
+        for rank in living - self.signalled:  # including one that starts only now
             process.send(rank, signal.SIGTERM)
         self.signalled |= living
         late = self.orphaned and time.monotonic() > self.asked + self.patience

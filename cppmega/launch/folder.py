@@ -21,7 +21,7 @@ from cppmega.runs.folder import Node, Run, RunExistsError
 from cppmega.runs.manifest import Manifest, MegatronRecord, RecipeRecord
 
 _JOIN = 60.0
-"""Seconds that a further host waits for the first one's manifest."""
+"""Seconds for which a further host waits for the first one's manifest."""
 
 
 def create(validated: ValidatedLaunch) -> Node:
@@ -75,9 +75,9 @@ def _join(
         if getattr(theirs, part, None) != getattr(mine, part):
             raise CppmegaError(
                 "launch-differs",
-                f"{run.name} was launched with another {part} than this host's.",
+                f"{run.name} was launched with a different {part} from this host's.",
                 "The hosts of one run would train different things.",
-                "the same command and the same overlay on every host, and a --name that is new",
+                "the same command and the same overlay on every host, and a new --name",
             )
     node = run_folder.claim_node(run, validated.request.nodes)
     if node is None:

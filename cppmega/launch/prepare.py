@@ -25,14 +25,14 @@ from cppmega.runs.manifest import DataRecord
 from cppmega.training import requirements
 
 _LOOP_RANKS = 2
-"""So that a launch on CPU has what one on GPUs has: process groups, and ranks that must agree."""
+"""So that a CPU launch, like a GPU launch, has process groups and ranks that must agree."""
 
 
 def prepare(request: LaunchRequest) -> ValidatedLaunch:
     """Validate the request and resolve every input; writes nothing.
 
     Raises:
-        CppmegaError: one named reason for each thing that is not as it must be.
+        CppmegaError: one named reason for each requirement that is not met.
     """
     # Ranks may have another working directory; and a manifest must mean something later.
     request = replace(request, options=request.options.absolute())
@@ -94,7 +94,7 @@ def _ranks(request: LaunchRequest, recipe: Recipe) -> int:
         raise CppmegaError(
             "wrong-world-size",
             f"Recipe {recipe.name} takes {recipe.gpus} GPUs, not {world}.",
-            "Another number of replicas is another batch and another layout.",
+            "A different number of replicas means another batch and another layout.",
             f"leave --nproc out, or --set gpus={world} with a batch that fits",
         )
     each, rest = divmod(recipe.gpus, request.nodes)
@@ -165,7 +165,7 @@ def _options(request: LaunchRequest, recipe: Recipe, folder: Path, old: Run | No
 
 
 def _refuse_finished(recipe: Recipe, load: Path | None) -> None:
-    """Refuse a checkpoint that has all the steps already.
+    """Refuse a checkpoint that already has all the steps.
 
     Raises:
         CppmegaError: `already-trained`.
@@ -175,7 +175,7 @@ def _refuse_finished(recipe: Recipe, load: Path | None) -> None:
         raise CppmegaError(
             "already-trained",
             f"The checkpoint in {load} has {step} steps, and {recipe.train_iters} are requested.",
-            "The run would end at once, with a folder and no step.",
+            "The run would end immediately, with a folder and no step.",
             f"--set train_iters={step + recipe.train_iters} trains on",
         )
 
@@ -223,7 +223,7 @@ def _examined(context: Context, recipe: str) -> dict[str, str]:
         if len(failures) > 1:
             for failure in reversed(failures[1:]):
                 console.say(failure.error.render())
-            console.say(f"{len(failures)} things are wrong; the first of them:")
+            console.say(f"{len(failures)} problems were found; the first of them:")
         if failures:
             raise failures[0].error
         raise CppmegaError(
@@ -261,9 +261,10 @@ def _torchrun(
             *("--rdzv-endpoint", str(request.rdzv), "--rdzv-id", folder.name),
         ]
     else:
-        # If the host's own name has no address, ranks would wait for each other for ever.
+        # If the host's own name has no address, ranks would wait for each other forever.
         where = ["--standalone", "--local-addr", "127.0.0.1"]
-    # Every rank has its files; the first and the last, which print Megatron's lines, are shown.
+    # Every rank has log files; the first and the last, which print Megatron's lines, are also
+    # shown.
     shown = ",".join(f"{rank}:3" for rank in sorted({0, nproc - 1}))
     chosen = ["--megatron", str(options.root)] if options.root is not None else []
     kept = folder / "recipe" / f"{recipe}.py"

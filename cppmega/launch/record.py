@@ -1,4 +1,4 @@
-"""The facts about a machine and its sources that tell later what ran."""
+"""Record the machine and the sources, so that it is known later what ran."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MORE_PACKAGES = ("numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the driver and the packages that train; imports none of them."""
+    """Versions of Python, the driver and the training packages; imports none of them."""
     found = {
         "python": platform.python_version(),
         "system": platform.platform(),

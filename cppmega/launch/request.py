@@ -37,7 +37,7 @@ class ValidatedLaunch:
 
     request: LaunchRequest
     recipe: Recipe
-    """With the changes of `--set` and the arguments after `--`."""
+    """The recipe with the changes of `--set` and the arguments after `--`."""
     context: Context
     """The context of the preflight, whose answers are reused."""
     folder: Path

@@ -60,7 +60,7 @@ def _nothing_to_resume(old: Run) -> CppmegaError:
     return CppmegaError(
         "nothing-to-resume",
         f"{old.name} ({old.state()}) has no complete checkpoint in {old.checkpoints}.",
-        "A fresh start under the name of a resumed run would pass for one.",
+        "A fresh start would be recorded as a resumed run.",
         f"--resume {origin}, which it had resumed"
         if origin
         else "launch without --resume for a fresh start",

@@ -1,4 +1,4 @@
-"""Start a recipe so that it is known afterwards exactly what ran.
+"""Start a recipe with an exact record of what ran.
 
 Preflight, run folder with a manifest, torchrun with logs per rank, in a tmux session or here.
 """
@@ -20,14 +20,14 @@ from cppmega.runs import tmux
 from cppmega.runs.folder import Node
 
 _BEGINS = 120.0
-"""Seconds that a session has to put its process in charge."""
+"""Seconds within which a session must have its process in charge."""
 
 
 def launch(request: LaunchRequest, *, dry_run: bool = False) -> int:
     """Validate the request, write the run folder and start.
 
     Returns:
-        The exit status of what runs in this terminal.
+        The exit status of the process that runs in this terminal.
 
     Raises:
         CppmegaError: see `prepare.prepare`.
@@ -71,7 +71,7 @@ def _start_in_session(validated: ValidatedLaunch, name: str) -> int:
 
 
 def _await_start(node: Node, session: str) -> None:
-    """Wait until a process is in charge: a session that dies at once has started nothing."""
+    """Wait until a process is in charge: a session that dies immediately has started nothing."""
     deadline = time.monotonic() + _BEGINS
     while time.monotonic() < deadline:
         if node.status():

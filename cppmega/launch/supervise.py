@@ -3,9 +3,9 @@
 It runs in the tmux session or in the terminal; torchrun and its ranks have sessions of their own,
 so that Ctrl-C or a lost terminal reaches this process alone. SIGINT, SIGTERM and SIGHUP ask the
 ranks to save a checkpoint and end (SIGTERM, which Megatron's --exit-signal-handler waits for);
-Ctrl-C again, or SIGQUIT, ends them at once. SIGTERM and SIGHUP never do, however often they come:
-schedulers and terminals repeat themselves. Whatever happens, how the run ended is kept in the
-folder: on a full disk, without a terminal, and by `cppmega.launch.agent` if this process is killed.
+Ctrl-C again, or SIGQUIT, ends them at once. SIGTERM and SIGHUP never do, however often they are
+sent: schedulers and terminals repeat them. Whatever happens, the folder records how the run ended:
+on a full disk, without a terminal, and by `cppmega.launch.agent` if this process is killed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PERIOD = 0.2
 _AGAIN = 1.0
 """Seconds after which another Ctrl-C counts as a second one."""
 _KILLED = 30.0
-"""Seconds that torchrun has to notice that its ranks were killed."""
+"""Seconds within which torchrun must notice that its ranks were killed."""
 _WRITE_AGAIN = 5.0
-"""Seconds between two attempts to write what could not be written."""
+"""Seconds between two attempts to write what could not be written before."""
 _ALIVE = 60.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 _KEEP = 10.0
 """Seconds of attempts to write how the run ended."""
 _FULL = 2**16
@@ -84,7 +84,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Start torchrun, wait for it, and write down how it ended.
+        """Start torchrun, wait for it, and record how it ended.
 
         Returns:
             The exit status.
@@ -138,15 +138,15 @@ class Supervisor:
             return 1
         self._update(agent=agent.pid, agent_since=process.started(agent.pid))
         while agent.poll() is None:
-            self._see_workers(agent.pid)
+            self._record_workers(agent.pid)
             if self.now or (self.asked and not self.status.stop):
                 self._pass_on()
             if self.give_up and time.monotonic() > self.give_up:
                 agent.kill()
-            self._give_sign_of_life()
+            self._heartbeat()
             time.sleep(_PERIOD)
         if agent.returncode < 0:
-            self._see_orphans()
+            self._record_orphans()
         return agent.returncode
 
     def command(self) -> list[str]:
@@ -175,7 +175,7 @@ class Supervisor:
     def _pass_on(self) -> None:
         if self.now:
             self.now = False
-            self._say("ending at once: the ranks are killed, nothing is saved")
+            self._say("ending immediately: the ranks are killed, nothing is saved")
             self._update(stop="now")
             self._signal_workers(signal.SIGKILL)
             self.give_up = time.monotonic() + (_KILLED if self.status.workers else 0)
@@ -186,7 +186,7 @@ class Supervisor:
         )
         self._update(stop="checkpoint")
         if self.status.agent:  # it may have started more ranks while a slow disk took the status
-            self._see_workers(self.status.agent)
+            self._record_workers(self.status.agent)
         self._signal_workers(signal.SIGTERM)
         if not self.status.workers and self.status.agent:  # torchrun has not started any yet
             process.send(self.status.agent, signal.SIGTERM)
@@ -203,7 +203,7 @@ class Supervisor:
         known = self.status.workers.items()
         return [int(pid) for pid, since in known if process.alive(int(pid), since)]
 
-    def _see_workers(self, agent: int) -> None:
+    def _record_workers(self, agent: int) -> None:
         known = {str(pid): process.started(pid) for pid in process.children(agent)}
         if set(known) - set(self.status.workers):
             self._update(workers={**self.status.workers, **known})
@@ -212,10 +212,10 @@ class Supervisor:
             if "RANK" in place:  # not before it has become python
                 self._update(first_rank=int(place["RANK"]) - int(place["LOCAL_RANK"]))
 
-    def _see_orphans(self) -> None:
-        """Record the ranks of a killed torchrun that were started since the last look.
+    def _record_orphans(self) -> None:
+        """Record the ranks of a killed torchrun that were started since the last check.
 
-        A disk that takes seconds to write the status delays that look by as much. A rank that has
+        A disk that takes seconds to write the status delays that check by as much. A rank that has
         ended already is known by its helpers, which are in its session.
         """
         run = str(self.node.run.path)
@@ -246,14 +246,14 @@ class Supervisor:
             failure=UNSET if failure is None else failure,
             note="the disk of the run folder is full" if self._disk_is_full() else UNSET,
         )
-        self._write_the_end()
-        self._say_the_end(code)
+        self._write_end()
+        self._report_end(code)
         return code if code >= 0 else 128 - code
 
     def _kept_failure(self, code: int) -> Failure:
         return json_file.read(self.node.path / FAILURE, Failure) or of_torchrun(code)
 
-    def _say_the_end(self, code: int) -> None:
+    def _report_end(self, code: int) -> None:
         run = self.node.run
         failure = failures.described(self.node)
         if failure:
@@ -267,7 +267,7 @@ class Supervisor:
             self._say(f"{run.name} {self.node.state()}, exit status {code}{kept}")
         self.terminal.finish()
 
-    def _write_the_end(self) -> None:
+    def _write_end(self) -> None:
         deadline = time.monotonic() + _KEEP
         self._write()
         while self.trouble and self.node.path.is_dir() and time.monotonic() < deadline:
@@ -288,7 +288,7 @@ class Supervisor:
         if self.trouble and self.trouble != before:
             self._say(f"the run folder cannot be written: {self.trouble}")
 
-    def _give_sign_of_life(self) -> None:
+    def _heartbeat(self) -> None:
         """Touch the status for readers on other machines, or write what could not be written."""
         silent = time.monotonic() - self.written
         if self.trouble and silent > _WRITE_AGAIN:
@@ -314,7 +314,7 @@ class Supervisor:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Identify a folder, whatever has its name later."""
+    """Identify a folder independently of what has its name later."""
     with contextlib.suppress(OSError):
         stat = folder.stat()
         return stat.st_dev, stat.st_ino

@@ -91,5 +91,5 @@ def serve(order: type[AnOrder], work: Callable[[AnOrder], msgspec.Struct]) -> No
 
 
 def _encoded(message: msgspec.Struct) -> str:
-    """As JSON by the standard library, which keeps inf, NaN and undecodable bytes of paths."""
+    """Encode with the standard library's json, which keeps inf, NaN and undecodable path bytes."""
     return json.dumps(msgspec.to_builtins(message))

@@ -35,7 +35,7 @@ from cppmega.training import data_requirements
 from cppmega.training.batch import DataTokens
 
 _SECONDS = 60.0
-"""For the first reading of a launch's datasets; a separate command may take longer."""
+"""Limit for the first reading of a launch's datasets; a separate command may take longer."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Context:
 
     @cached_property
     def process(self) -> RankAnswer:
-        """The answer of a process that imported what the training processes will import.
+        """The answer of a process that imports what the training processes will import.
 
         Raises:
             CppmegaError: `process-ended`, `process-hangs`.
@@ -212,7 +212,7 @@ class Context:
         if self.recipe is not None and not self.needs_gpu:
             raise NotApplicable(f"{self.recipe.name} runs on CPU")
         if self.recipe is None and not self.training_machine:
-            raise NotApplicable("this machine has no GPU, and no recipe asks for one")
+            raise NotApplicable("this machine has no GPU, and no recipe needs one")
         root = self.session.read_tree().root
         return devices.look(self.recipe, self.environ, root, has_gpu=self.training_machine)
 

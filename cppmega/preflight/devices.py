@@ -31,11 +31,11 @@ class Devices:
     imports: Mapping[str, str] = field(default_factory=dict)
     """Module -> why it cannot be imported; empty where it can."""
     reported: Mapping[str, Gpu] = field(default_factory=dict)
-    """By uuid: the driver's view."""
+    """The driver's view of the GPUs, by uuid."""
 
     @property
     def architectures(self) -> set[str]:
-        """Of all devices."""
+        """The architectures of all devices."""
         return {device.architecture for device in self.found}
 
 
@@ -75,7 +75,7 @@ def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:
 
 
 def _kernel_modules(recipe: Recipe | None) -> list[str]:
-    """The modules that a run imports late, with its first layer or its first kernel."""
+    """The modules that a run imports late: with its first layer or its first kernel."""
     modules = ["triton", "transformer_engine.pytorch", "cppmega.ops.linear_cross_entropy_triton"]
     if recipe is not None and recipe.uses_tilelang:
         variant = "megatron.core.transformer.experimental_attention_variant"

@@ -31,7 +31,7 @@ class Preflight:
     megatron: dict[str, str] | None
     """Version and root; None where no tree was found."""
     digest: str
-    """Of the overlay that the receipt names; empty where there is none."""
+    """Digest of the overlay that the receipt names; empty if there is none."""
 
     @property
     def ok(self) -> bool:

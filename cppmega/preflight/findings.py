@@ -12,11 +12,11 @@ CheckState = Literal["ok", "failed", "not-applicable", "not-run"]
 
 
 class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
-    """There is nothing to check; the message gives the reason."""
+    """There is nothing to check; the message states the reason."""
 
 
 class Refused(Exception):  # noqa: N818
-    """Several things are wrong at once, and the user should see all of them."""
+    """There are several problems, and the user should see all of them."""
 
     def __init__(self, errors: Iterable[CppmegaError]) -> None:
         self.errors = tuple(errors)

@@ -1,4 +1,4 @@
-"""A launch line as the checks see it: the trainer's options, and the words for Megatron."""
+"""A launch line as the checks see it: the trainer's options, and the arguments for Megatron."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LaunchLine:
     """The command line that is launched."""
 
     argv: tuple[str, ...]
-    """For Megatron's parser."""
+    """Arguments for Megatron's parser."""
     options: RunOptions
     """With `load` set to `save` where the run resumes from its own checkpoint. Without a recipe:
     the arguments that Megatron and the trainer call the same."""
@@ -26,7 +26,8 @@ class LaunchLine:
     rendered: Rendered | None
     """None: the line does not come from a recipe."""
     further: tuple[str, ...] = ()
-    """Words of argv that come neither from the recipe's fields nor from the trainer's options."""
+    """Arguments in argv that come neither from the recipe's fields nor from the trainer's
+    options."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -44,7 +45,7 @@ class LaunchLine:
         """The line that a user wrote for Megatron's parser.
 
         Raises:
-            NotApplicable: there are no words.
+            NotApplicable: there are no arguments.
         """
         if not words:
             raise NotApplicable("neither a recipe nor a launch line is named")
@@ -59,7 +60,7 @@ class LaunchLine:
 
         Args:
             recipe: the run.
-            options: the trainer's, of this start.
+            options: the trainer's options for this start.
             arguments: Megatron's own, added to the recipe's.
             version: of the installed megatron-core.
 
@@ -73,8 +74,9 @@ class LaunchLine:
 
             smoke_loop.refuse_options(recipe.plus(*arguments), options)
             smoke_loop.folder_of(options.data, recipe)
-            raise NotApplicable(f"{recipe.name} runs in a loop of its own: Megatron parses nothing")
-        # A recipe refuses these words; here they stay in the line, so that each has its own check.
+            raise NotApplicable(f"{recipe.name} runs in its own loop: Megatron parses nothing")
+        # A recipe refuses these arguments; here they stay in the line, so that each has its own
+        # check.
         refused = [word for word in arguments if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
         kept = recipe.plus(*(word for word in arguments if word not in refused))
         rendered = render(kept, version, options)

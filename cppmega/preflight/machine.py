@@ -1,4 +1,4 @@
-"""Facts about this machine, which no check judges."""
+"""Facts about this machine that are reported, not checked."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def described(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "disk", ", ".join(f"{gib(free)} free in {name}" for name, free in machine.disks.items())
     yield "python", f"{machine.python} in {machine.interpreter}"
     versions = (f"{name} {version}" for name, version in machine.packages.items())
-    yield "packages", ", ".join(versions) or "none of those that train is installed"
+    yield "packages", ", ".join(versions) or "none of the training packages is installed"
     yield (
         "gpu",
         "; ".join(machine.gpus)

@@ -1,4 +1,4 @@
-"""Orders to the preflight's child processes and their answers, which cross the border as JSON."""
+"""Orders to the preflight's child processes and their answers, exchanged as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RankOrder(Order, frozen=True, kw_only=True):
     accepted: Mapping[str, str] = {}
     """Edited files of Megatron that may be trained: path -> SHA-256."""
     argv: tuple[str, ...] | None = None
-    """For Megatron's parser; None: nothing is parsed."""
+    """Arguments for Megatron's parser; None: nothing is parsed."""
     world: int | None = None
     """Number of ranks; None: the fewest that the line's parallel sizes allow."""
 
@@ -113,7 +113,7 @@ class SparseAttention(Struct, frozen=True):
 
     heads: int
     width: int
-    """Of queries and keys."""
+    """Width of queries and keys."""
     value_width: int
     """The first columns of the keys, where one latent key serves all heads."""
     key_per_head: bool
@@ -195,18 +195,18 @@ class FirstKernelAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ConnectionsOrder(Order, frozen=True, kw_only=True):
-    """Ask whether the kernels of mHC can do the streams of a model."""
+    """Ask whether the mHC kernels support the streams of a model."""
 
     device: str
     dtype: str
-    """As an attribute of torch: bfloat16."""
+    """The dtype's name in torch: bfloat16."""
     streams: int
     width: int
-    """Of one stream."""
+    """Width of one stream."""
 
 
 class ConnectionsAnswer(Struct, frozen=True, kw_only=True):
-    """What stops the kernels."""
+    """Why the kernels cannot run."""
 
     obstacle: str | None
     """Half a sentence; None where they run."""

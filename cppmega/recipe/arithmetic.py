@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cppmega.recipe import Mamba3, Recipe
 
 _PASSES = 3
-"""Forward, gradient of the input, gradient of the weight: each is one product of that size."""
+"""Forward, gradient of the input, gradient of the weight: each is one product of the same size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Parameters:
     extras: dict[str, int] = field(default_factory=dict)
     """Embeddings in addition to the tokens': n-gram hash, structure."""
     experts: int = 0
-    """Of all the above: weights that expert parallelism distributes."""
+    """Among all of the above: weights that expert parallelism distributes."""
 
     @property
     def trunk(self) -> int:
@@ -256,17 +256,17 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
     if recipe.structure is not None:
         own = recipe.structure
         products += (1 + layout.depths) * own.bottleneck * recipe.hidden_size
-        # Rows are chosen by a product, whose other factor has no gradient.
+        # Rows are selected by a product, whose other factor has no gradient.
         chosen = (1 + layout.depths) * (own.categories + own.levels) * own.bottleneck
         total += (_PASSES - 1) * 2 * chosen
     return total + _PASSES * 2 * products
 
 
 def _products_of_streams(recipe: Recipe) -> int:
-    """Of all sites and contractions, and of further streams through the MTP depths' projection."""
+    """Products of all sites and contractions, and of further streams in the MTP projections."""
     layout, streams = recipe.layout, recipe.mhc_num_residual_streams
     all_streams = streams * recipe.hidden_size
-    # Projection and mixing; the weighted sums of a site's input and output are no products.
+    # Projection and mixing; the weighted sums of a site's input and output are not matrix products.
     site = all_streams * (streams * (streams + 2) + streams)
     contraction = all_streams * streams
     further = layout.depths * (streams - 1) * recipe.hidden_size**2
@@ -320,9 +320,10 @@ def _chosen(recipe: Recipe, keys: float) -> float:
 
 
 def _indexer_work(recipe: Recipe, keys: float) -> float:
-    """An indexer's scores over all keys, and its backward pass where it has a loss.
+    """An indexer's scores over all keys, and its backward pass if it has a loss.
 
-    There is none into its inputs, and with the sparse loss only one over the top-k.
+    No gradient flows into its inputs, and with the sparse loss the backward pass covers only the
+    top-k.
     """
     heads, dim, _ = _indexer_sizes(recipe)
     indexer = _indexer(recipe) + keys * heads * dim
@@ -344,8 +345,8 @@ def megatron_flops(recipe: Recipe) -> float:
 def record_flops(recipe: Recipe) -> float:
     """Floating-point operations of one token as the earlier overlay counted NAM56R's.
 
-    Megatron's formula for hybrid models, with every D and + taken for full attention, and R, like
-    M, for Mamba-2. Speeds that were reported without a log, 289 TFLOP/s among them, are in this
+    Megatron's formula for hybrid models, with every D and + counted as full attention, and R, like
+    M, as Mamba-2. Speeds that were reported without a log, 289 TFLOP/s among them, are in this
     unit. Only for comparison with those.
     """
     letters = recipe.layout.letters.translate(str.maketrans("D+R", "**M"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 Widths = tuple[int, int]
-"""Of a query (latent and rotated part) and of a value (the latent part)."""
+"""Widths of a query (latent and rotated part) and of a value (the latent part)."""
 
 RELEASED: tuple[Widths, ...] = ((576, 512),)
 TILELANG = "dsa_widths_tilelang"

@@ -1,4 +1,4 @@
-"""The types and bounds of a recipe's fields: a typing mistake must not become a default."""
+"""The types and bounds of a recipe's fields: a typo must not become a default."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import msgspec
 from cppmega.errors import did_you_mean
 from cppmega.recipe.fields import Fields, invalid
 
-# msgspec keeps what it knows of a dataclass on the class, and loading a recipe may change nothing.
+# msgspec caches what it derives from a dataclass on the class; loading a recipe may change nothing.
 msgspec.json.Decoder(Fields)
 
 
 def check(recipe: Fields) -> None:
-    """Compare every field with its annotation; those of its parts, such as `mamba3`, as well.
+    """Compare every field with its annotation, including those of its parts, such as `mamba3`.
 
     Raises:
         CppmegaError: `recipe-invalid`.
@@ -61,7 +61,7 @@ def _problem(value: object, hint: Any) -> str:
         if words:
             return f"expected one of {', '.join(words)}." + did_you_mean(str(value), words)
         return _in_python(str(error))
-    # A list would do for a tuple, and a dict for a part; but a recipe is frozen and can be hashed.
+    # A list could replace a tuple, and a dict a part; but a recipe is frozen and hashable.
     return (
         ""
         if converted == value
@@ -70,7 +70,7 @@ def _problem(value: object, hint: Any) -> str:
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    """The words that a field may hold, if it holds words."""
+    """The words that a field may have as values, if its values are words."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     return tuple(word for part in get_args(hint) for word in _words(part))
@@ -80,7 +80,7 @@ _PYTHON = {"Expected": "expected", "null": "None", "array": "tuple", "object": "
 
 
 def _in_python(message: str) -> str:
-    """A message of msgspec's in Python's words: its own are those of JSON."""
+    """A message of msgspec's in Python's terms; its own are those of JSON."""
     message = message.partition(" - at ")[0]
     for word, ours in _PYTHON.items():
         message = message.replace(word, ours)

@@ -27,10 +27,10 @@ Attention = Literal["full", "mla", "dsa"]
 PositiveReal = Annotated[float, Meta(gt=0)]
 NonNegativeReal = Annotated[float, Meta(ge=0)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
-"""Of a running average: 1 would never forget."""
+"""Decay of a running average: at 1, it would never forget."""
 
 FORBIDDEN_ARGUMENTS = ("--no-check-for-nan-in-loss-and-grad", "--mock-data", "--fp16")
-"""No recipe may hold these: NaN checks stay on, and only a start can ask for mock data."""
+"""No recipe may contain these: NaN checks stay on, and only a start can request mock data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class Fields:
     purpose: str
     """One line for `cppmega recipes`."""
     cut: str = ""
-    """What part of the model that gives the recipe its name is left, such as `24 of 52 layers`; the
-    name and every logged step say that it is cut. Empty: the whole model."""
+    """The part that is left of the model that gives the recipe its name, such as `24 of 52 layers`;
+    the name and every logged step state that it is cut. Empty: the whole model."""
     kind: Kind
     precision: Precision
-    """Without a default: launch lines that did not state it have trained in the wrong one."""
+    """No default: launch lines that did not state it have trained in the wrong precision."""
     gpus: Count
     """GPUs that the run uses; 0 for a loop, which runs on CPU."""
 
@@ -115,7 +115,7 @@ class Fields:
     """F (chooses keys) or S (uses those of the last F) for each DSA layer of the trunk, by the page
     `dsa_index_share`; empty: every layer chooses its own."""
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] | None = None
-    """None: Megatron's unfused default, which a preflight refuses; `none` asks for it."""
+    """None: Megatron's unfused default, which a preflight refuses; `none` requests it."""
 
     num_experts: Positive | None = None
     moe_router_topk: Positive = 2
@@ -129,18 +129,18 @@ class Fields:
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
 
     mhc_num_residual_streams: Positive = 1
-    """Above 1: hyper-connections (mHC) with so many streams, by the page `mhc_connections`."""
+    """Above 1: hyper-connections (mHC) with this many streams, by the page `mhc_connections`."""
     mhc_sinkhorn_iterations: Positive = 20
     mhc_init_gating_factor: NonNegativeReal = 0.01
     mhc_recompute_layer_num: Positive | None = None
     """With `mhc` among `recompute_modules`: layers per block; None: all layers of a stage."""
     use_fused_mhc: bool = True
-    """Of a recipe with mHC: compute it with the fused kernels, or stop."""
+    """In a recipe with mHC: compute it with the fused kernels, or stop."""
 
     mamba3: Mamba3 | None = None
-    """Of the layers M, which no other Mamba mixer may be."""
+    """Sizes of the layers M, which may have no other Mamba mixer."""
     m2rnn: M2RNN | None = None
-    """Of the layers R."""
+    """Sizes of the layers R."""
     ngram_hash: NgramHash | None = None
     structure: Structure | None = None
 
@@ -178,7 +178,7 @@ class Fields:
     tensor, pipeline and expert-parallel sizes; each save gathers them. Default: by bucket."""
     keep_checkpoints: Count = 0
     """How many checkpoints stay, the newest; 0: all. An older one is removed once the newer one is
-    complete, so that there is room for one more."""
+    complete, so room for one more is needed."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 1234
     mtp_loss_scaling_factor: float = 0.1
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
@@ -244,7 +244,7 @@ class Fields:
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """The `CPPMEGA_*` variables by which patched code learns of fields."""
+        """The `CPPMEGA_*` variables that pass fields to patched code."""
         steps, pattern = self.dsa_dense_loss_steps, self.dsa_index_pattern
         letters = self.layout.letters
         stated = {
@@ -313,7 +313,7 @@ class Fields:
 
     @property
     def indexers(self) -> int:
-        """Number of DSA layers that choose keys; those of MTP depths always do."""
+        """Number of DSA layers that select keys; those of MTP depths always do."""
         shared = self.dsa_index_pattern.count("S")
         return self.layout.counts()["D"] - shared
 

@@ -74,7 +74,7 @@ def _broken(path: Path, what: str, command: str) -> CppmegaError:
     return CppmegaError(
         "recipe-broken",
         f"{path} cannot be loaded: it {what}.",
-        "A recipe is one Python file that defines RECIPE: the run folder keeps a copy of it alone.",
+        "A recipe is one Python file that defines RECIPE: the run folder keeps only a copy of it.",
         command,
     )
 
@@ -100,7 +100,7 @@ def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
                 "bad-assignment",
                 f"{text!r} would change the name of the recipe, which is that of its file.",
                 "Its runs could not be found by that name.",
-                "--name NAME names the run folder; a new recipe is a file of its own",
+                "--name NAME names the run folder; a new recipe needs its own file",
             )
         try:
             changes[name] = ast.literal_eval(value)

@@ -41,7 +41,7 @@ class Pattern:
 
     @property
     def trunk(self) -> str:
-        """The trunk's letters alone."""
+        """Only the trunk's letters."""
         return self.main.replace("|", "")
 
     @property
@@ -59,9 +59,9 @@ class Pattern:
         return Counter(self.letters)
 
     def divided(self, stages: int) -> Pattern:
-        """The same layers in that many stages of equal length.
+        """The same layers divided into that many stages of equal length.
 
-        A pattern that marks its own stages, or cannot be divided so, stays as it is.
+        A pattern that marks its own stages, or cannot be divided evenly, is unchanged.
         """
         width, rest = divmod(len(self.main), stages)
         if self.stages > 1 or rest:
@@ -88,28 +88,28 @@ def parse(text: str) -> Pattern:
     """
     main, *depths = text.split("/")
     if not main.replace("|", ""):
-        raise _bad(text, "it has no trunk layers", "The model would have no layers.")
+        raise _bad_pattern(text, "it has no trunk layers", "The model would have no layers.")
     if len(set(depths)) > 1:
-        raise _bad(
+        raise _bad_pattern(
             text,
             f"its MTP depths differ: {', '.join(dict.fromkeys(depths))}",
             "Megatron builds every depth from one pattern.",
         )
     if depths and not depths[0]:
-        raise _bad(text, "an MTP depth is empty", "Megatron would build no MTP at all.")
+        raise _bad_pattern(text, "an MTP depth is empty", "Megatron would build no MTP at all.")
     mtp = depths[0] if depths else ""
     if "|" in mtp:
-        raise _bad(text, "an MTP depth holds a |", "MTP runs on the last pipeline stage.")
+        raise _bad_pattern(text, "an MTP depth holds a |", "MTP runs on the last pipeline stage.")
     for place, letter in enumerate(text):
         if letter not in LETTERS and letter not in "/|":
             known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
-            raise _bad(
+            raise _bad_pattern(
                 text,
                 f"character {place + 1}, {letter!r}, is not a layer",
                 f"The letters are {known}; / starts an MTP depth, | a pipeline stage.",
             )
     if "*" in text and set("D+") & set(text):
-        raise _bad(
+        raise _bad_pattern(
             text,
             "it mixes * with D or +",
             "Megatron has one attention configuration for a whole model.",
@@ -127,7 +127,7 @@ def since(letter: str) -> str:
     return ".".join(map(str, _SINCE[letter]))
 
 
-def _bad(text: str, what: str, why: str) -> CppmegaError:
+def _bad_pattern(text: str, what: str, why: str) -> CppmegaError:
     return CppmegaError(
         "bad-pattern",
         f"Pattern {text!r}: {what}.",

@@ -1,7 +1,7 @@
 """Estimate the GPU memory of a recipe's fullest rank, and count its checkpoint, without torch.
 
-Weights, gradients and optimizer states are exact sums; activations follow a model of what Megatron
-keeps for the backward pass. Near the limit, only a trial run can tell.
+Weights, gradients and optimizer states are exact sums; activations are estimated by a model of what
+Megatron keeps for the backward pass. Near the limit, only a trial run can tell.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ product."""
 
 
 MAMBA_RECOMPUTE = ("CPPMEGA_MAMBA_RECOMPUTE", "1")
-"""The gate of the page mamba_layer_recompute, which keeps a layer's input alone."""
+"""The gate of the page mamba_layer_recompute, which keeps only a layer's input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def checkpoint_bytes(recipe: Recipe, optimizer: bool = True) -> int:
 
     Args:
         recipe: the run.
-        optimizer: with fp32 weights and two moments beside the weights of the model.
+        optimizer: with fp32 weights and two moments in addition to the weights of the model.
     """
     weight = 4 if recipe.kind == "loop" else 2
     states = 8 if recipe.kind == "loop" else 12  # a loop's weights are fp32 themselves
@@ -107,7 +107,7 @@ def _states(recipe: Recipe, rank: int) -> int:
     body = sum(layer_parameters(recipe, letter) for part, _ in stages for letter in part)
     if shared := sum(number for _, number in stages):
         body -= shared * indexer_parameters(recipe)
-    # The last rank embeds, too, for the MTP depths or because its head is the embedding.
+    # The last rank also has the embedding, for the MTP depths or because its head is tied to it.
     embeds_again = is_last and bool(layout.depths)
     tokens = counts.embedding * (is_first or embeds_again or (is_last and recipe.tied_embeddings))
     ends = tokens + (counts.head + counts.final_norm + counts.mtp) * is_last
@@ -189,7 +189,7 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
 
 
 def _kept_by_mamba3(recipe: Recipe) -> int:
-    """Bytes per token: projection and output; without the lean MIMO also what is made of them."""
+    """Bytes per token: projection and output; without the lean MIMO also what they produce."""
     own = recipe.mamba3
     assert own is not None
     heads = own.heads(recipe.hidden_size)
@@ -211,7 +211,7 @@ def _kept_by_site(recipe: Recipe, tokens: int) -> int:
 
 
 def _blocks(recipe: Recipe, letters: int, tokens: int) -> int:
-    """The streams with which blocks of recomputed layers begin, two letters to a GPT's layer."""
+    """The input streams of blocks of recomputed layers; a GPT's layer has two letters."""
     if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
         return 0
     layers = letters // (1 if recipe.kind == "hybrid" else 2)
@@ -236,7 +236,7 @@ def _dsa_scores(recipe: Recipe, tokens: int, heads: int, fused: bool) -> int:
 
 
 def _indexer_scores(recipe: Recipe, tokens: int, fused: bool) -> int:
-    """What the loss of one indexer keeps."""
+    """Bytes that the loss of one indexer keeps."""
     kept = 4 * tokens * recipe.seq_length if recipe.dsa_indexer_loss_coeff else 0
     return kept if fused else 2 * kept
 

@@ -1,6 +1,6 @@
-"""The stages of a recipe's pipeline: whether they can be trained, and what is under way in them.
+"""The stages of a recipe's pipeline: whether they can be trained, and the passes in flight in them.
 
-Rank r of a pipeline of P ranks has the stages r, r + P, r + 2P..., as Megatron gives them out.
+Rank r of a pipeline of P ranks has the stages r, r + P, r + 2P..., as Megatron assigns them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cppmega.recipe.fields import Fields, invalid
 
 
 def check_stages(recipe: Fields) -> None:
-    """Refuse layers that do not make as many stages as the recipe has.
+    """Refuse layers that do not form as many stages as the recipe has.
 
     Raises:
         CppmegaError: `recipe-invalid`, `bad-pattern`.
@@ -24,7 +24,7 @@ def check_stages(recipe: Fields) -> None:
         raise invalid(
             recipe,
             f"virtual_pipeline_model_parallel_size={each} without pipeline ranks.",
-            "The stages of one rank have none of another rank to take turns with.",
+            "The stages of a single rank have no other rank's stages to alternate with.",
             "--set pipeline_model_parallel_size=2, or --set virtual_pipeline_model_parallel_size=1",
         )
     layout, wanted = recipe.layout, recipe.stages
@@ -49,7 +49,7 @@ def check_stages(recipe: Fields) -> None:
 
 
 def check_schedule(recipe: Fields) -> None:
-    """Refuse micro-batches that the interleaved schedule cannot take.
+    """Refuse micro-batches that the interleaved schedule cannot handle.
 
     Raises:
         CppmegaError: `recipe-invalid`.
@@ -60,7 +60,7 @@ def check_schedule(recipe: Fields) -> None:
         raise invalid(
             recipe,
             f"{count} micro-batches per step on {ranks} ranks with virtual stages.",
-            "Megatron's interleaved schedule takes them in groups of as many as there are ranks.",
+            "Megatron's interleaved schedule needs groups of as many as there are ranks.",
             f"--set global_batch_size={more}",
         )
 
@@ -69,7 +69,7 @@ def dsa_stages(recipe: Fields) -> Iterator[list[int]]:
     """The numbers of the DSA layers of every stage of the trunk, virtual ones too."""
     if recipe.kind == "hybrid":
         yield from dsa_layer_kinds.marked_stages(recipe.layout.main)
-    else:  # every layer has attention, and its MLP has no number of its own
+    else:  # every layer has attention, and its MLP has no separate number
         letters = ["D" if recipe.uses_dsa else "*"] * recipe.num_layers
         yield from dsa_layer_kinds.even_stages(letters, recipe.stages)
 
@@ -82,7 +82,7 @@ def under_way(recipe: Fields, rank: int) -> list[Counter[int]]:
         rank: of the pipeline.
 
     Returns:
-        Every mixture that occurs after a forward pass in a step of 1F1B, or of the interleaved
+        Every combination that occurs after a forward pass in a step of 1F1B, or of the interleaved
         schedule where ranks have several stages: stage of this rank, from 0, -> passes.
     """
     ranks, each = recipe.pipeline_model_parallel_size, recipe.virtual_pipeline_model_parallel_size

@@ -1,7 +1,7 @@
 """A run as data: model, parallel layout and training. Typed, frozen, additive; without torch.
 
-A recipe only changes by `with_` (fields by name) and `plus` (further arguments at the end): there
-is no string of default flags that could be replaced as a whole.
+A recipe is changed only with `with_` (fields by name) and `plus` (further arguments at the end):
+there is no string of default flags that could be replaced as a whole.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
             reason = f"cppmega adds it to megatron-core 0.19.2, and not to {version}"
             found.append(Missing(part, reason))
     if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
-        reason = f"megatron-core {version} accepts the argument, and its builder then stops"
+        reason = f"megatron-core {version} accepts the argument, but its builder then fails"
         found.append(Missing("DSA in a GPT", reason))
     if recipe.uses_dsa and recipe.dsa_kernel_backend not in (None, "none") and line < (0, 19):
         reason = f"megatron-core {version} has no DSA kernels; 0.19 is the first that does"
@@ -260,7 +260,7 @@ def _experts(recipe: Recipe) -> Iterator[Argument]:
 
 
 def _states(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
-    """Sizes by which Megatron's own count of operations takes Mamba-3 for Mamba-2."""
+    """Sizes with which Megatron's own FLOP count treats Mamba-3 as Mamba-2."""
     sizes = recipe.mamba3
     if sizes is None or "M" not in recipe.layout.letters or line < (0, 19):
         return
@@ -287,7 +287,7 @@ def _parallel(recipe: Recipe) -> Iterator[Argument]:
         "expert_model_parallel_size",
     )
     virtual = recipe.virtual_pipeline_model_parallel_size
-    if recipe.kind != "hybrid" and virtual > 1:  # the pattern of a hybrid model says it
+    if recipe.kind != "hybrid" and virtual > 1:  # a hybrid model's pattern determines it
         yield "--num-virtual-stages-per-pipeline-rank", (str(virtual),)
     if recipe.tensor_model_parallel_size > 1:
         yield "--sequence-parallel", ()
@@ -348,7 +348,7 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
     yield "--eval-interval", (str(recipe.eval_interval or _NEVER),)
     yield "--log-interval", (str(options.log_interval),)
     yield "--log-throughput", ()
-    # A NaN in loss or gradient ends the run at once, also in its first step. Megatron's default
+    # A NaN in loss or gradient ends the run immediately, even in its first step. Megatron's default
     # repeats the step, saves the damaged weights, and does not check the first step.
     yield "--rerun-mode", ("disabled",)
     yield "--no-create-attention-mask-in-dataloader", ()  # every attention here is causal
@@ -367,7 +367,7 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
         yield "--exit-signal-handler", ()  # SIGTERM saves before it ends
         if recipe.async_save:
             yield "--async-save", ()
-            yield "--async-strategy", ("mcore",)  # the other one is a package of its own
+            yield "--async-strategy", ("mcore",)  # the other one is a separate package
             yield "--use-persistent-ckpt-worker", ()  # without it Megatron saves synchronously
     if options.load is not None:
         yield "--load", (str(options.load),)
@@ -380,7 +380,7 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
     if options.wandb_project:
         yield "--wandb-project", (options.wandb_project,)
         yield "--wandb-exp-name", (options.wandb_name or recipe.name,)
-        # Megatron's default is below --save, even where none is set.
+        # Megatron's default is a folder below --save, even where --save is not set.
         yield "--wandb-save-dir", (str((options.save or Path()) / "wandb"),)
 
 

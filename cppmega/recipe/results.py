@@ -40,6 +40,6 @@ def collect(folder: Path) -> list[Result]:
 
 
 def last_result(name: str, results: Iterable[Result]) -> Result | None:
-    """The newest result of a recipe, unchanged recipes first; None if it was never measured."""
+    """The newest result of a recipe, preferably unchanged; None if it was never measured."""
     own = [result for result in results if result.recipe == name]
     return max(own, key=lambda one: (not one.changes, one.date, one.headline), default=None)

@@ -46,7 +46,7 @@ class RunOptions:
     profile: int | None = None
     """How many steps are profiled; None: none."""
     profile_after: int = 10
-    """How many steps warm up before them."""
+    """Number of warm-up steps before them."""
     profile_folder: Path | None = None
     """Folder for trace and summary of the profile."""
     accept: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class RunOptions:
         return replace(self, data=data, held_out=held_out, **paths)
 
     def resuming(self) -> RunOptions:
-        """The options of a start that resumes from its own checkpoint where there is one."""
+        """The options of a start that resumes from its own checkpoint if there is one."""
         if self.save is not None and self.load is None and checkpoint_tracker.exists(self.save):
             return replace(self, load=self.save)
         return self

@@ -89,7 +89,7 @@ def _layers(recipe: Fields) -> None:
 
 def _attention(recipe: Fields) -> None:
     if recipe.uses_mla:
-        _need(
+        _require(
             recipe,
             "MLA and DSA layers",
             *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -112,7 +112,7 @@ def _attention(recipe: Fields) -> None:
                 "Megatron's GPT builder stops on it; its hybrid builder makes the same layers.",
                 "--set kind=hybrid --set pattern=D-DE/DE --set num_layers=0 --set mtp_num_layers=0",
             )
-        _need(
+        _require(
             recipe,
             "DSA layers",
             *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
@@ -189,7 +189,7 @@ def _connections(recipe: Fields) -> None:
 
 def _experts(recipe: Fields) -> None:
     if "E" in recipe.layout.letters:
-        _need(recipe, "MoE layers", "num_experts", "moe_ffn_hidden_size")
+        _require(recipe, "MoE layers", "num_experts", "moe_ffn_hidden_size")
         assert recipe.num_experts is not None
         if recipe.moe_router_topk > recipe.num_experts:
             raise invalid(
@@ -213,7 +213,7 @@ def _input_embeddings(recipe: Fields) -> None:
         raise invalid(
             recipe,
             f"ngram_hash has {recipe.ngram_hash.problem}.",
-            "Every head of every order reads a table of its own.",
+            "Every head of every order reads its own table.",
         )
 
 
@@ -308,7 +308,7 @@ def _parallel(recipe: Fields) -> None:
 
 def _training(recipe: Fields) -> None:
     if recipe.kind == "loop" and recipe.eval_interval:
-        raise invalid(recipe, "eval_interval in a loop.", "A loop has held-out data of its own.")
+        raise invalid(recipe, "eval_interval in a loop.", "A loop has its own held-out data.")
     if recipe.dist_ckpt_optim_fully_reshardable and (
         recipe.kind == "loop" or not recipe.use_distributed_optimizer
     ):
@@ -383,7 +383,7 @@ def _stack(recipe: Fields) -> None:
             raise invalid(recipe, what, "No installed version could be compared with it.") from None
 
 
-def _need(recipe: Fields, what: str, *names: str) -> None:
+def _require(recipe: Fields, what: str, *names: str) -> None:
     missing = [name for name in names if getattr(recipe, name) is None]
     if missing:
         raise invalid(recipe, f"{what} need {', '.join(missing)}.", "They have no default.")

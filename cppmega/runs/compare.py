@@ -1,4 +1,4 @@
-"""Two runs side by side: what differed in overlay, arguments, stack and data, and the curves."""
+"""Compare two runs: differences in overlay, arguments, stack and data, and the curves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cppmega.runs.manifest import Manifest
 _ROWS = 20
 _EVALUATIONS = 5
 _WARM = 2
-"""First steps that a mean throughput leaves out: they compile and fill caches."""
+"""First steps that are left out of a mean throughput: they compile and fill caches."""
 _OWN_PLACES = ("--save", "--load", "--metrics", "--data-cache-path", "--tensorboard-dir")
 """Arguments that are different for every run."""
 _OWN_OPTIONS = ("save", "load", "metrics", "changes", "data", "held_out", "profile_folder")
@@ -56,7 +56,7 @@ class StepPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldOutPair(msgspec.Struct, frozen=True, kw_only=True):
-    """One loss of one evaluation in both runs; None: that run has not made it."""
+    """One loss of one evaluation in both runs; None: that run does not have it."""
 
     step: int
     name: str
@@ -164,7 +164,7 @@ def _verdict(found: Comparison) -> str:
     if not common:
         verdict = "no step is in both runs"
     elif largest == 0:
-        verdict = f"{common} common steps: the losses are equal to the bit"
+        verdict = f"{common} common steps: the losses are bitwise equal"
     elif largest is None:
         verdict = f"{common} common steps, none with a loss in both runs"
     else:
@@ -267,7 +267,7 @@ def _mapping(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
 
 
 def _data(one: Run, other: Run) -> list[str]:
-    """Compare by contents: two copies of the same tokens are the same data."""
+    """Compare by content: two copies of the same tokens are the same data."""
     a, b = one.manifest.data, other.manifest.data
     differences = []
     if a.mock != b.mock:
@@ -324,7 +324,7 @@ def _largest(common: Sequence[int], a: Curve, b: Curve) -> float | None:
 
 
 def _throughput(steps: Curve) -> float | None:
-    """Mean over the steps after the first ones without the profiled ones, weighted by time."""
+    """Mean over all steps except the first and the profiled ones, weighted by time."""
     rows = [steps[step] for step in sorted(steps)][_WARM:]
     rows = [row for row in rows if not row.profiled]
     seconds = sum(row.seconds for row in rows)

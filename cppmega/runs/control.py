@@ -65,7 +65,7 @@ def _session_gone(run: Run, name: str, node: Node) -> CppmegaError:
 
 
 def stop(run: Run, *, now: bool, wait: float) -> None:
-    """Have the ranks save a checkpoint and end, and wait until they have.
+    """Ask the ranks to save a checkpoint and end, and wait until they have ended.
 
     Args:
         run: the run.
@@ -81,7 +81,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
     node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
     _request(node, now)
     console.say(
-        f"{run.name}: ending at once"
+        f"{run.name}: ending immediately"
         if now
         else f"{run.name}: the ranks save a checkpoint after their step, and end"
     )
@@ -128,7 +128,7 @@ def _await_end(run: Run, wait: float) -> None:
 
 
 def _request(node: Node, now: bool) -> None:
-    """Ask the process in charge to stop; if it was killed, the processes it left behind."""
+    """Ask the process in charge to stop, or those it left behind if it was killed."""
     status = node.status()
     if status is None:
         return
@@ -137,7 +137,7 @@ def _request(node: Node, now: bool) -> None:
         process.send(status.pid, signal.SIGCONT)  # after a Ctrl-Z in its terminal
         return
     left = liveness.left_behind(status)
-    if now:  # torchrun's process writes down the end once its ranks are gone
+    if now:  # torchrun's process records the end once its ranks are gone
         left = [pid for pid in left if pid != status.agent] or left
     for pid in left:
         process.send(pid, signal.SIGKILL if now else signal.SIGTERM)

@@ -12,7 +12,7 @@ from cppmega.runs.status import Failure
 _TAIL = 12
 """Lines of a rank's stderr that are shown if it left no error."""
 _LAST = 2**16
-"""Bytes at the end of a file that hold them."""
+"""Bytes at the end of a file in which they are searched."""
 
 
 def failure_of(node: Node) -> Failure | None:

@@ -10,7 +10,7 @@ RUNS/NAME/
     nodes/0/              one for each host of the launch
         status.json       the process in charge, its workers, the exit status
         failure.json      the rank that failed first, until the status has it
-        ends/             a record from each rank that came to its end
+        ends/             a record from each rank that reached its end
         console.log       what torchrun and its ranks printed
         logs/             each rank's stdout and stderr, by torchrun
 """
@@ -56,7 +56,7 @@ class RunExistsError(CppmegaError):
 
 
 class RunDamagedError(CppmegaError):
-    """The manifest of a run does not say what was launched."""
+    """The manifest of a run does not state what was launched."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Node:
         if status is None:
             if liveness.held(self.console):
                 return "running"  # and its status is damaged, or another user's
-            return "starting" if _young(self.path) else "killed"
+            return "starting" if _may_be_starting(self.path) else "killed"
         if status.ended is not None:
             return _ended(status)
         live: RunState = "stopping" if status.stop else "running"
@@ -164,14 +164,14 @@ class Run:
         raise RunDamagedError(
             "run-damaged",
             f"{self.path}: {problem or lacks}.",
-            "It does not say what was launched.",
+            "It does not state what was launched.",
             f"cppmega logs {self.name} shows what it printed; its checkpoints can be given to "
             "--load",
         )
 
     @property
     def word(self) -> str:
-        """How a command names it: by its folder if that is not among the default ones."""
+        """Its name in a command: its folder if that is not among the default ones."""
         return self.name if self.path.parent == root().absolute() else str(self.path)
 
     @property
@@ -210,7 +210,7 @@ class Run:
         """The state of all its hosts: live while one of them is, then the worst."""
         states = {node.state() for node in self.nodes()}
         if not states:
-            return "starting" if _young(self.path) else "killed"
+            return "starting" if _may_be_starting(self.path) else "killed"
         order: tuple[RunState, ...] = (
             *("running", "stopping", "starting"),
             *("crashed", "killed", "stopped", "finished"),
@@ -257,8 +257,8 @@ def _first_existing(own: Path, recorded: str | None) -> Path:
     return own if own.exists() else Path(recorded or own)
 
 
-def _young(folder: Path) -> bool:
-    """Whether a launch may still be under way; clocks are set back, too."""
+def _may_be_starting(folder: Path) -> bool:
+    """Whether a launch may still be under way; clocks may be set back."""
     try:
         return abs(time.time() - folder.stat().st_mtime) < _START
     except OSError:
@@ -343,7 +343,7 @@ def fresh_name(runs: Path, stem: str) -> str:
 
 
 def claim_node(run: Run, nodes: int) -> Node | None:
-    """Claim the next free place of a host; None if all hosts of the launch have joined."""
+    """Claim the next free host index; None if all hosts of the launch have joined."""
     for number in range(nodes):
         try:
             (run.path / "nodes" / str(number)).mkdir(parents=True)

@@ -1,6 +1,6 @@
 """The small JSON files of a run folder, any of which may be truncated, foreign or missing.
 
-Disks fill up, copies break off, and another release writes another schema. One such folder must
+Disks fill up, copies are interrupted, and other releases write other schemas. One such folder must
 not break the table of all runs, so a reader gets a typed record or none.
 """
 

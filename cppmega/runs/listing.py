@@ -86,7 +86,7 @@ def _silence(run: Run) -> str:
 
 
 def place(status: Status) -> str:
-    """Where a part of a run is, if it cannot be reached from here."""
+    """The location of a part of a run, if it cannot be reached from here."""
     return f"{status.host}{', in another container' if liveness.here(status) else ''}"
 
 
@@ -120,7 +120,7 @@ def _or_dash(value: object) -> str:
 
 
 def _seconds(created: float | None, until: float) -> float | None:
-    return None if created is None else max(0.0, until - created)  # clocks are set back, too
+    return None if created is None else max(0.0, until - created)  # clocks may be set back
 
 
 def duration(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Whether the processes of a run are alive, as far as that can be known from here.
+"""Whether the processes of a run are alive, as far as that can be determined from here.
 
 On the same machine a process is identified by number, start time and boot, since numbers are
 reused. A container has its own numbers, so a lock decides there: the kernel releases it when its
@@ -23,7 +23,7 @@ _SILENT = 300.0
 """Seconds without a sign of life after which it is reported; there should be one every minute."""
 
 _INSTANT = 10.0
-"""Seconds that a reader may keep the lock of a console on a machine under load."""
+"""Seconds for which a reader may hold the lock of a console on a machine under load."""
 
 
 def here(status: Status) -> bool:
@@ -77,14 +77,14 @@ def hold(file: FileIO) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError:  # `held` takes it for an instant
+        except BlockingIOError:  # `held` acquires it for an instant
             time.sleep(0.01)
         except OSError:
             return  # a file system without locks
 
 
 def silence(status_file: Path) -> float:
-    """Seconds since the last sign of life; 0 if that gives no reason to doubt it."""
+    """Seconds since the last heartbeat; 0 if that gives no reason to think that it is dead."""
     try:
         age = time.time() - status_file.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Print what a run printed, and follow it while it runs."""
+"""Print the output of a run, and follow it while it runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cppmega.runs.folder import LIVE, Node, Run
 
 _PERIOD = 0.2
 _CHUNK = 2**20
-"""Bytes of a log that are held at once: some ranks print for weeks, and without a line's end."""
+"""Bytes of a log held in memory at once: some ranks print for weeks, and without line breaks."""
 
 
 def show(run: Run, rank: int | None, follow: bool) -> None:
-    """Print what a run printed, the first failure before everything else.
+    """Print the output of a run, the first failure before everything else.
 
     Args:
         run: the run.
@@ -33,7 +33,7 @@ def show(run: Run, rank: int | None, follow: bool) -> None:
     files = _files(run, rank)
     at = dict.fromkeys(files, 0)
     while True:
-        ended = run.state() not in LIVE  # first: what was written before is then read
+        ended = run.state() not in LIVE  # asked first, so that everything written before is read
         for file in files:
             at[file] = _print_from(file, at[file], named=len(files) > 1)
         if ended or not follow:
@@ -53,7 +53,7 @@ def _files(run: Run, rank: int | None) -> list[Path]:
             raise CppmegaError(
                 "no-such-rank",
                 f"{run.name} has ranks 0 to {last}.",
-                "There is no such log.",
+                "No such log exists.",
                 f"cppmega logs {run.word} --rank 0",
             )
         files = list(_of_rank(nodes, rank))
@@ -85,7 +85,7 @@ def _of_rank(nodes: list[Node], rank: int) -> Iterator[Path]:
 
 
 def _global_rank(node: Node, local: int) -> int:
-    """torchrun gives a host's ranks in one block; which one is in its ranks' environment."""
+    """torchrun gives a host a contiguous block of ranks; their environment shows which one."""
     status = node.status()
     return local + ((status and status.first_rank) or 0)
 

@@ -45,9 +45,9 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     losses: dict[str, float] = {}
     mock_data: bool = False
     profiled: bool = False
-    """Slower for the profiler: not a throughput to quote."""
+    """Slowed down by the profiler: not a throughput to quote."""
     peak_gib: float | None = None
-    """Most GPU memory that the rank has allocated so far; None where there is no GPU."""
+    """Most GPU memory that the rank has allocated so far; None without a GPU."""
 
 
 class HeldOutLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ def _records(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def last_step(path: Path) -> LoggedStep | None:
-    """Read the last logged step without reading a file that grew for weeks."""
+    """Read the last logged step without reading all of a file that grew for weeks."""
     decoded = (_decode(line, LoggedStep) for line in reversed(_last_lines(path)))
     return next((step for step in decoded if step is not None), None)
 

@@ -1,4 +1,4 @@
-"""matplotlib, imported only where something is drawn, and the files that it draws into."""
+"""matplotlib, imported only when something is drawn, and its output files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pyplot() -> Any:
         raise CppmegaError(
             "package-missing",
             "matplotlib is not installed.",
-            "It draws the curves; the table does not need it.",
+            "It is needed to draw the curves, but not for the table.",
             "pip install matplotlib, or leave --plot out",
         ) from error
     matplotlib.use("Agg")
@@ -70,8 +70,8 @@ def write(figure: Any, target: Path, title: str, text: Iterable[str]) -> None:
     if suffix not in figure.canvas.get_supported_filetypes():
         raise CppmegaError(
             "plot-format-unknown",
-            f"{target} has no suffix that names a format of pictures.",
-            "The suffix of the file decides what is written.",
+            f"{target} has no suffix that names an image format.",
+            "The suffix of the file determines the format.",
             f"--plot {target.with_suffix('.png')}; .svg, .pdf and .html are others",
         )
     drawn = io.BytesIO()
@@ -86,13 +86,13 @@ def write(figure: Any, target: Path, title: str, text: Iterable[str]) -> None:
         raise CppmegaError(
             "plot-not-written",
             f"{target} cannot be written: {error.strerror or error}.",
-            "The picture would be missing where someone looks for it.",
+            "The plot would be missing where someone expects it.",
             "--plot FILE, in a folder that this user may write",
         ) from error
 
 
 def _page(title: str, svg: str, text: Iterable[str]) -> bytes:
-    picture = svg[svg.index("<svg") :]  # what comes before belongs to a file of its own
+    picture = svg[svg.index("<svg") :]  # the XML prolog belongs only in a standalone file
     lines = "\n".join(text)
     page = _PAGE.format(title=html.escape(title), picture=picture, text=html.escape(lines))
     return page.encode()

@@ -1,4 +1,4 @@
-"""The profile of some steps of a run: where their time went, as `summary.json` keeps it."""
+"""The profile of some steps of a run, as stored in `summary.json`: where their time went."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from cppmega.runs.folder import Run
 SCHEMA = 1
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
 OTHER = "other"
-"""The kind of kernels whose names no rule knows; they are listed by name."""
+"""The kind of kernels whose names match no rule; they are listed by name."""
 
 _SHOWN_KERNELS = 10
 _SHOWN_WAITS = 8
 _SHOWN_NAME = 60
 """Characters of a kernel's name in a table."""
 _SHOWN_OTHER = 100
-"""The same of a kernel that no kind knows, whose template may tell what it is."""
+"""The same for a kernel of no known kind, whose template may show what it is."""
 _SHOWN_HOST = 3
-"""What the host did most during a wait."""
+"""Number of the host's longest activities listed for a wait."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a profile. Milliseconds and counts are means per step unless they say otherwise."""
+    """A part of a profile. Milliseconds and counts are means per step unless stated otherwise."""
 
 
 class KernelTotal(_Part, frozen=True, kw_only=True):
@@ -49,12 +49,12 @@ class KindTotal(_Part, frozen=True, kw_only=True):
     """The kinds add up to the busy time: each instant counts once, for communication and copies
     only if nothing else runs."""
     share: float
-    """Of the step."""
+    """Share of the step's time."""
     summed_ms: float
-    """The durations added up, whatever ran at the same time."""
+    """The sum of the durations, whatever ran at the same time."""
     launches: float
     kernels: tuple[KernelTotal, ...]
-    """The longest ones; of the kind `other` all."""
+    """The longest ones; for the kind `other`, all."""
 
 
 class StepTime(_Part, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Gap(_Part, frozen=True, kw_only=True):
 
     step: int
     at_ms: float
-    """Since the beginning of the step."""
+    """Milliseconds since the beginning of the step."""
     ms: float
     before: str
     """The kernel that ended; empty at the beginning of the profile."""
@@ -107,7 +107,7 @@ class Profile(_Part, frozen=True, kw_only=True):
     steps: tuple[StepTime, ...]
     step_ms: float
     unprofiled_step_ms: float | None = None
-    """Median of the steps before, since the profiler slows the host down; None: too few."""
+    """Median of the steps before, since the profiler slows the host down; None: too few steps."""
     busy_ms: float
     waiting_ms: float
     waiting_share: float
@@ -134,7 +134,7 @@ def read(run: Run) -> Profile:
         raise CppmegaError(
             "no-profile",
             f"{run.name} has no readable profile in {file.parent}.",
-            "It was not profiled, has not come to the profiled steps yet, or ended before them.",
+            "It was not profiled, has not reached the profiled steps yet, or ended before them.",
             "cppmega launch RECIPE --profile 2; cppmega runs shows how it ended",
         )
     return found

@@ -1,4 +1,4 @@
-"""How far each rank of this host has come, for whoever watches a run that has stopped moving.
+"""The progress of each rank of this host, to diagnose a run that has stopped making progress.
 
 A rank keeps its counts in an anonymous file in memory, which the watcher reads through /proc. A
 write costs no system call, nothing is left behind when the rank ends, and a file system that hangs
@@ -24,7 +24,7 @@ from cppmega.runs.folder import Run
 _NAME = "cppmega-rank-progress"
 _COUNTS = struct.Struct("=qq")
 _STUCK = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "held by a debugger"}
-"""States in which a process does nothing until another one wakes it."""
+"""States in which a process is stopped until another one wakes it."""
 
 
 class Marks:
@@ -52,7 +52,7 @@ def of_this_rank() -> Marks:
         return Marks(bytearray(_COUNTS.size))
     try:
         return Marks(_shared())
-    except OSError:  # training matters more
+    except OSError:  # training takes precedence
         return Marks(bytearray(_COUNTS.size))
 
 
@@ -69,7 +69,7 @@ class RankProgress(msgspec.Struct, frozen=True, order=True):
     """The counts of one rank since it started."""
 
     steps: int
-    """Steps that it has begun."""
+    """Steps that it has started."""
     batches: int
     """Micro-batches that it has read in the last of them."""
 
@@ -102,7 +102,7 @@ def behind(run: Run, slack: int = 0) -> str:
 
 
 def slowest(counts: dict[int, RankProgress], slack: int) -> str:
-    """Name the ranks that have come less far than the others; empty if all are equally far."""
+    """Name the ranks that are behind the others; empty if all are equally far."""
     if not counts:
         return ""
     first = max(counts.values())

@@ -1,4 +1,4 @@
-"""Spikes of the loss and of the gradient norm: values far above the last ones."""
+"""Spikes of the loss and of the gradient norm: values far above the preceding ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import deque
 from statistics import median
 
 _WINDOW = 50
-"""Logged steps with which a value is compared."""
+"""Number of preceding logged steps with which a value is compared."""
 _LEAST = 10
-"""Logged steps without which nothing can be called usual."""
+"""Fewest logged steps from which a usual value is derived."""
 _DEVIATIONS = 8.0
-"""Of how many usual deviations from the median a spike is made."""
+"""Number of usual deviations from the median from which a value is a spike."""
 _RATIOS = {"loss": 1.05, "grad norm": 2.0}
-"""The least that a spike is, as a multiple of the median."""
+"""The smallest spike, as a multiple of the median."""
 
 
 class Spikes:

@@ -37,7 +37,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     boot: str = ""
-    """Identifies the machine's uptime: process numbers mean nothing beyond it."""
+    """Identifies the boot of the machine: process numbers mean nothing beyond it."""
     namespace: str | UnsetType = UNSET
     """Identifies the container whose process numbers these are."""
     pid: Pid = 0
@@ -65,7 +65,7 @@ def read(path: Path) -> Status | None:
     """Read a status; None before it was written, and if it is damaged."""
     raw = json_file.read_object(path)
     status = json_file.decode(raw, Status)
-    if status is None and "failure" in raw:  # the rest still says how the run ended
+    if status is None and "failure" in raw:  # the rest still shows how the run ended
         rest = {name: value for name, value in raw.items() if name != "failure"}
         status = json_file.decode(rest, Status)
     return status

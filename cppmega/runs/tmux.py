@@ -1,4 +1,4 @@
-"""tmux, as far as a launch needs it.
+"""The operations of tmux that a launch needs.
 
 tmux expands formats, `#(shell command)` among them, in names of sessions and in the folder of `-c`,
 and passes a single word to a shell. So names are letters, digits, `-` and `_`, nothing else that a
@@ -31,7 +31,7 @@ _NO_SESSION = (
     "no current target",  # the server is ending after its last session
 )
 _ANSWERS = 120.0
-"""Seconds that a new session has to ask for its command."""
+"""Seconds within which a new session must ask for its command."""
 
 
 def require(without: str) -> str:
@@ -169,7 +169,7 @@ class Reserved:
                     return link
                 link.close()
             if not exists(self.name):
-                raise _not_started(self.name, "it ended at once")
+                raise _not_started(self.name, "it ended immediately")
         raise _not_started(self.name, f"it did not ask for its command within {_ANSWERS:.0f} s")
 
 

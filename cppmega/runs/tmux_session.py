@@ -18,7 +18,7 @@ _FROM_TMUX = ("TMUX", "TMUX_PANE", "TERM", "TERM_PROGRAM", "TERM_PROGRAM_VERSION
 
 
 def same_user(link: socket.socket) -> bool:
-    """Whether a process of this user is at the other end: any local user can find the socket."""
+    """Whether the peer is a process of this user: any local user can find the socket."""
     size = struct.calcsize("3i")
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())

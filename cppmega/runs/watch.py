@@ -1,4 +1,4 @@
-"""Watch live runs: how far they are, when they are done, and whether they still move."""
+"""Watch live runs: how far they are, when they will end, and whether they still make progress."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _POLL = 1.0
 _GPU_ROUNDS = 5
 """Readings of the files for each question to nvidia-smi, which takes up to a second."""
 _PATIENCE = 15.0
-"""Seconds that no run stalls in, however short its steps are: it may be saving."""
+"""Seconds within which no run counts as stalled, however short its steps: it may be saving."""
 _RECENT = 50
-"""Logged steps from which the usual is computed."""
+"""Logged steps from which the usual step time is computed."""
 _PIPELINE = "--pipeline-model-parallel-size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """One run at one moment."""
+    """The state of one run at one moment."""
 
     run: Run
     state: RunState
     last: LoggedStep | None = None
     end: int | None = None
-    """The step at which it ends by itself, if that is known."""
+    """The step at which it will end by itself, if that is known."""
     per_step: float | None = None
     """Median seconds of the last steps."""
     saves_at: int | None = None
@@ -59,7 +59,7 @@ class Sight:
         return self.last.step if self.last is not None else 0
 
     def until(self, step: int | None) -> float | None:
-        """Seconds until a step, if the run continues like this."""
+        """Seconds until a step, if the run continues at this speed."""
         if step is None or self.per_step is None:
             return None
         return max(0, step - self.step) * self.per_step
@@ -94,7 +94,7 @@ def look(run: Run, stalled_after: float, now: float | None = None) -> Sight:
 
 
 def busy_gpus(run: Run) -> tuple[int, ...]:
-    """How busy the GPUs of this host are that a run was given, in percent."""
+    """How busy a run's GPUs on this host are, in percent."""
     run = Run(run.path)  # whose manifest may have been written since
     outline, statuses = run.outline, [node.status() for node in run.nodes()]
     here = any(status is not None and liveness.in_charge(status) for status in statuses)
@@ -178,7 +178,7 @@ def line(sight: Sight) -> str:
 
 
 def percent(shares: Sequence[int]) -> str:
-    """The lowest and the highest share, since the GPU that idles is the one to look at."""
+    """The lowest and the highest share, since an idle GPU is the one to inspect."""
     low, high = min(shares), max(shares)
     return f"{low} %" if low == high else f"{low}-{high} %"
 
@@ -189,7 +189,7 @@ def _due(what: str, sight: Sight, step: int | None) -> str:
 
 
 def remarked(sight: Sight) -> Iterator[str]:
-    """What a reader has to notice."""
+    """Warnings that need attention."""
     if sight.stall:
         yield f"STALLED: {sight.stall}"
     if sight.spike:
@@ -199,7 +199,7 @@ def remarked(sight: Sight) -> Iterator[str]:
 
 
 def sights(runs: Sequence[Run], stalled_after: float) -> Iterator[list[Sight]]:
-    """Look at the runs again and again, until all have ended."""
+    """Poll the runs until all have ended."""
     for count in itertools.count():
         if count % _GPU_ROUNDS == 0:
             busy = {run: busy_gpus(run) for run in runs}
@@ -211,10 +211,10 @@ def sights(runs: Sequence[Run], stalled_after: float) -> Iterator[list[Sight]]:
 
 
 def lines(rounds: Iterator[list[Sight]], every: float) -> Iterator[str]:
-    """The lines of a log: of each run now and then, and whenever there is something to notice.
+    """The lines of a log: about each run periodically, and whenever it needs attention.
 
     Args:
-        every: seconds between two lines about a run that goes well.
+        every: seconds between two lines about a run without problems.
     """
     told: dict[Run, tuple[float, Sight]] = {}
     for seen in rounds:
@@ -227,7 +227,7 @@ def lines(rounds: Iterator[list[Sight]], every: float) -> Iterator[str]:
 
 
 def _is_news(before: Sight, now: Sight) -> bool:
-    # The length of a stall changes with every look; that there is one does not.
+    # The length of a stall changes with every poll; the fact that there is one does not.
     stalled = bool(now.stall) and not before.stall
     spiked = bool(now.spike) and now.spike != before.spike
     return stalled or spiked or (now.state, now.error) != (before.state, before.error)

@@ -1,7 +1,7 @@
 """The commands of the CPU smoke run: `train` on stock or on patched megatron-core, and `compare`.
 
 The loop is cppmega's own, on megatron-core's model, indexed data, DDP and distributed
-checkpointing, with a torch optimizer: Megatron's `pretrain` and its optimizer insist on CUDA.
+checkpointing, with a torch optimizer: Megatron's `pretrain` and its optimizer require CUDA.
 `scripts/smoke.py` runs these commands.
 """
 
@@ -100,7 +100,7 @@ def summary(
 @click.argument(
     "runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False)
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the answer.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the output.")
 @click.option(
     "--data",
     type=click.Path(path_type=Path),

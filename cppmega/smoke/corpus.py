@@ -20,7 +20,7 @@ def documents() -> list[bytes]:
 
 
 def held_out(document: bytes) -> bool:
-    """Whether a document is scored on and not trained on: one in ten, whatever its place."""
+    """Whether a document is held out for scoring: one in ten, independently of its place."""
     return hashlib.sha256(document).digest()[0] < 26
 
 

@@ -1,6 +1,6 @@
 """The training loop of recipes that run on CPU: any number of gloo ranks, checkpoints, SIGTERM.
 
-To a launcher it behaves like Megatron's own: the same names of checkpoints, the same
+To a launcher it behaves like Megatron's own: the same checkpoint names, the same
 `--save-interval` and `--exit-interval`, and SIGTERM to one rank makes all ranks save and end.
 """
 
@@ -46,7 +46,7 @@ class Loop:
     log_interval: int = 20
     metrics: Path | None = None
     options: RunOptions = field(default_factory=RunOptions)
-    """Of the command line, for the profile."""
+    """Options of the command line, for the profile."""
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     if outcome.first >= loop.steps:
         raise CppmegaError(
             "already-trained",
-            f"The checkpoint has {outcome.first} steps, and {loop.steps} are asked for.",
+            f"The checkpoint has {outcome.first} steps, and {loop.steps} are requested.",
             "There is nothing left to train.",
             f"--set train_iters={outcome.first + loop.steps} resumes the training",
         )
@@ -132,7 +132,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
         world_size=world,
     )
     for step in guard.steps(range(outcome.first + 1, loop.steps + 1), args):
-        begun = time.monotonic()
+        step_start = time.monotonic()
         marks.begin_step()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(plan, step)
@@ -146,7 +146,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
         outcome.curve.append(point)
         tokens = recipe.global_batch_size * recipe.seq_length
         profiled = profiler.took_disturbed()
-        _log(loop, point, tokens, begun, started, outcome.first, rank, profiled)
+        _log(loop, point, tokens, step_start, started, outcome.first, rank, profiled)
         _mark_spike(point, spikes, rank)
         ended = stop.wanted()
         if loop.save and (ended or (loop.save_interval and step % loop.save_interval == 0)):
@@ -187,7 +187,7 @@ def recipe_of_rank(recipe: Recipe, world: int) -> Recipe:
 
 
 def arguments(plan: Recipe) -> dict[str, Any]:
-    """The arguments that pages are asked about, under Megatron's names."""
+    """The arguments that pages inspect, under Megatron's names."""
     return {
         "mtp_num_layers": plan.mtp_num_layers,
         "context_parallel_size": 1,
@@ -227,7 +227,7 @@ def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> 
 
 
 def _compile_helpers() -> str:
-    """Call what Megatron's trainer calls first; stock exits here, which is recorded."""
+    """Make the first call of Megatron's trainer; stock exits here, which is recorded."""
     from megatron.core.datasets.utils import compile_helpers
 
     try:
@@ -253,7 +253,7 @@ def _log(
     loop: Loop,
     point: CurvePoint,
     tokens: int,
-    begun: float,
+    step_start: float,
     started: float,
     first: int,
     rank: int,
@@ -272,8 +272,8 @@ def _log(
             loop.metrics,
             LoggedStep(
                 step=point.step,
-                seconds=now - begun,
-                tokens_per_second=tokens / (now - begun),
+                seconds=now - step_start,
+                tokens_per_second=tokens / (now - step_start),
                 loss=point.loss,
                 grad_norm=point.grad_norm,
                 losses={"lm loss": point.loss}

@@ -62,7 +62,7 @@ def packed(documents: Documents, recipe: Recipe, seed: int) -> Iterator[Packed]:
 
 
 def _tokens(documents: Documents, seed: int) -> Iterator[int]:
-    """The documents one after the other, shuffled anew in each epoch."""
+    """The documents in sequence, reshuffled in each epoch."""
     generator = np.random.default_rng(seed)
     while True:
         for number in generator.permutation(len(documents)):

@@ -17,12 +17,12 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     loss: float
     mtp: float | None
-    """Mean over the MTP depths, on the labels that Megatron made; None: there is no MTP."""
+    """Mean over the MTP depths, on the labels that Megatron computed; None: there is no MTP."""
     grad_norm: float
     wrong: int
-    """MTP labels that are wrong or missing, by the documents."""
+    """MTP labels that are wrong or missing, judged by the documents."""
     labels: int
-    """MTP labels that the documents have."""
+    """True MTP labels in the documents."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Smoke runs side by side: scores on the true labels, curves, a plot."""
+"""Compare smoke runs: scores on the true labels, curves, a plot."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _scored(run: Path, data: Path, recipe: Recipe, count: int) -> Scored:
 
 
 def by_overlay(scored: Sequence[Scored]) -> dict[str, list[Scored]]:
-    """Group the runs that differ in their seed alone."""
+    """Group the runs that differ only in their seed."""
     groups: dict[str, list[Scored]] = {}
     for run in scored:
         side = "stock" if run.summary.is_stock else f"overlay {run.summary.overlay}"

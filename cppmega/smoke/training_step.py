@@ -1,4 +1,4 @@
-"""One training step of the CPU smoke run, and the MTP labels that Megatron made for it."""
+"""One training step of the CPU smoke run, and the MTP labels that Megatron computed for it."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _update(model: Any, optimizer: Any, clip: float) -> float:
         parameter.grad = parameter.main_grad
     try:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip, error_if_nonfinite=True)
-    except RuntimeError as error:  # before it has multiplied every gradient by such a norm
+    except RuntimeError as error:  # before every gradient has been scaled by such a norm
         raise gradient_error([model], "The gradient norm is not finite") from error
     optimizer.step()
-    # DDP adds what it finds in `grad` to `main_grad`: they must not stay one tensor.
+    # DDP adds `grad` to `main_grad`: they must not remain the same tensor.
     optimizer.zero_grad(set_to_none=True)
     return norm.item()
 
@@ -84,7 +84,7 @@ def over_ranks(point: CurvePoint, world: int) -> CurvePoint:
 
 
 def wrong_labels(depths: int, batch: Packed) -> tuple[int, int]:
-    """Count the MTP labels that Megatron makes wrongly or not at all, and all true ones."""
+    """Count the MTP labels that Megatron computes wrongly or not at all, and all true ones."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     labels, mask, wrong, true = batch.labels, batch.loss_mask, 0, 0

@@ -1,7 +1,7 @@
 """Data of a training run: Megatron's datasets, and a micro-batch of them on the device.
 
-Every rank builds its own loader, even where tensor and pipeline parallelism could spare it: the
-index is mapped, not read, and nothing has to be sent whose size depends on the documents.
+Every rank builds its own loader, even where tensor and pipeline parallelism would not need it: the
+index is mapped, not read, and nothing whose size depends on the documents has to be sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DataTokens:
-    """The tokenizer that Megatron's datasets ask: the data already are token ids."""
+    """The tokenizer that Megatron's datasets query; the data already consists of token ids."""
 
     vocab_size: int
     eod: int
@@ -132,7 +132,7 @@ def datasets(
 def check_batch(
     tokens: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int
 ) -> None:
-    """Check that a model of that vocabulary can be trained on a micro-batch.
+    """Check that a model with this vocabulary can be trained on a micro-batch.
 
     Every rank checks the host's tensors before they are copied, which costs no synchronisation. For
     a wrong id the device would report a failed assertion somewhere or, if the vocabulary is padded
@@ -192,7 +192,7 @@ def next_batch(
 ) -> Batch:
     """Take a micro-batch, check it, pack it if the recipe does, and copy it to the device.
 
-    Nothing is read back from the device: values, sizes and boundaries come from the host's tensors.
+    Nothing is read back from the device: values, sizes and boundaries come from host tensors.
 
     Raises:
         CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`, `structure-out-of-range`.

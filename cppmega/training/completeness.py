@@ -1,4 +1,4 @@
-"""Nothing of the model is missing: what is built is what the recipe counts, and all of it trains.
+"""No part of the model is missing: it has the parameters of the recipe, and all of them train.
 
 A part can be lost without an error: an argument after the recipe's replaces one of them, a patch
 leaves experts out of the routing, a loss does not reach an MTP depth. The run is as fast as before,
@@ -35,7 +35,7 @@ class Built:
     place: Place
     replicated: Mapping[str, int]
     distributed: Mapping[str, int]
-    """Those of experts, where expert parallelism distributes them."""
+    """The parameters of experts, where expert parallelism distributes them."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ def check_built(recipe: Recipe, ranks: Sequence[Built]) -> None:
         raise CppmegaError(
             "model-differs-from-recipe",
             f"The model has other parameters than recipe {recipe.name}: {'; '.join(wrong)}.",
-            "A part is missing, or is of another size: the run would be filed as what it is not.",
+            "A part is missing, or has another size: the run would be recorded as what it is not.",
             "leave out the Megatron arguments after --, or --set the recipe's fields instead; "
             "cppmega status shows whether every patch is applied",
         )
@@ -145,7 +145,7 @@ def _built(named: Iterable[tuple[str, Any]], place: Place) -> Built:
 
 
 def _is_distributed(parameter: Any) -> bool:
-    """Whether expert parallelism distributes it: Megatron reduces its gradient apart."""
+    """Whether expert parallelism distributes it: Megatron reduces its gradient separately."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -168,9 +168,9 @@ def _without_gradient(parameters_: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def _is_used(name: str, gradient_: Any) -> Any:
-    """Whether a gradient is one: of the table of kinds, more than one row must have it.
+    """Whether a gradient counts: in the table of kinds, more than one row must have one.
 
-    A batch without structure would be one in which every token is of the same kind.
+    In a batch without structure, every token would have the same kind.
     """
     if name.endswith(_KINDS):
         return gradient_.view(-1, gradient_.shape[-1]).any(dim=1).sum() > 1

@@ -1,4 +1,4 @@
-"""What must hold for the data of a training run, checked without torch."""
+"""Requirements on the data of a training run, checked without torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
     options: RunOptions,
     read: Callable[[Corpus], Reading | None] = data_record.kept,
 ) -> DataTokens:
-    """Check that the data is present, complete, and made for this model's vocabulary.
+    """Check that the data is present, complete, and prepared for this model's vocabulary.
 
     Args:
         recipe: the run.
@@ -69,7 +69,7 @@ def check(
             "vocabulary-too-small",
             f"The data has {vocab} token ids, recipe {recipe.name} {recipe.vocab_size}.",
             "The embedding has no rows for the highest ones.",
-            f"--set vocab_size={vocab}, or data made with the model's tokenizer",
+            f"--set vocab_size={vocab}, or data prepared with the model's tokenizer",
         )
     _check_structure_rows(recipe)
     for one in found:
@@ -117,7 +117,7 @@ def _check_held_out(held_out: list[Corpus], trained: list[Corpus], recipe: Recip
                 "held-out-data-trained-on",
                 f"{one.prefix} (--held-out) has the tokens of {names[data_record.name(one)]} "
                 "(--data).",
-                "Its loss would show how well the model remembers.",
+                "Its loss would show how well the model memorizes.",
                 "--held-out with data prepared from other sources",
             )
     wanted = recipe.eval_iters * recipe.global_batch_size
@@ -150,7 +150,7 @@ def _check_one(
         raise CppmegaError(
             "data-too-small",
             f"{found.prefix} has {found.tokens} tokens; a sample takes {recipe.seq_length + 1}.",
-            "There would not be a single one.",
+            "There would not be a single sample.",
             "prepare more text",
         )
     if recipe.structure is not None:
@@ -175,7 +175,7 @@ def _check_structure_rows(recipe: Recipe) -> None:
 
 
 def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> TokenizerRecord:
-    """The tokenizer that made a dataset.
+    """The tokenizer that produced a dataset.
 
     Raises:
         CppmegaError: `tokenizer-unknown`, `tokenizer-differs`, and what `tokenizers` raises.
@@ -207,7 +207,7 @@ def _differs(
     ]
     return CppmegaError(
         "tokenizer-differs",
-        f"{found.prefix} was made with another tokenizer {whose}: {', '.join(parts)}.",
-        "Its ids would stand for other tokens.",
+        f"{found.prefix} was prepared with another tokenizer {whose}: {', '.join(parts)}.",
+        "Its ids would mean other tokens.",
         "leave --tokenizer out to use the data's own, or prepare the data again",
     )

@@ -1,11 +1,11 @@
-"""Held-out losses of a run: always the same samples, the head and each MTP depth apart.
+"""Held-out losses of a run: always on the same samples, separately for the head and each MTP depth.
 
-Megatron's training loop decides when, disables what must not run meanwhile and stops its clock; its
-`evaluate` runs the passes and sums over replicas. Ours are the samples, which stock continues where
-the last evaluation ended, the losses of MTP depths, which stock leaves out, and that nothing of the
-training moves: no random state, no tracker of losses, no count of documents. Megatron itself counts
-no tokens for the bias of experts, and computes no loss of routers and indexers, where gradients are
-off.
+Megatron's training loop decides when to evaluate, disables what must not run meanwhile and stops
+its clock; its `evaluate` runs the passes and sums over replicas. This module adds fixed samples
+(stock continues where the last evaluation ended) and the losses of MTP depths, which stock leaves
+out, and ensures that no state of the training changes: no random state, no tracker of losses, no
+count of documents. With gradients off, Megatron itself counts no tokens for the bias of experts,
+and computes no loss of routers and indexers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 SEED = 1234
-"""Of the order of held-out samples: runs with different seeds are evaluated on the same ones."""
+"""Seed for the order of held-out samples: the same samples for runs with different seeds."""
 
 
 class HeldOut:
@@ -112,7 +112,7 @@ class Evaluation:
         from megatron.training import training
 
         started = time.perf_counter()
-        with self._apart():
+        with self._state_preserved():
             each = [self._held_out.batches() for _ in model]
             batches = each if len(each) > 1 else each[0]  # one for each virtual stage
             iters = self._held_out.recipe.eval_iters
@@ -130,7 +130,7 @@ class Evaluation:
         helper, heads = _loss_helper(), unwrapped(model)
         batch = self._step.read(data_iterator)
         helper.tracker = {}
-        heads.training = True  # which the heads of MTP depths ask whether to report their losses
+        heads.training = True  # MTP heads check it to decide whether to report their losses
         try:
             output = self._step.forward(batch, model)
         finally:
@@ -146,8 +146,8 @@ class Evaluation:
         return total, tokens, report | depths
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Keep what the evaluation would move: random states, and the training's MTP losses."""
+    def _state_preserved(self) -> Iterator[None]:
+        """Preserve what evaluation would change: random states and the training's MTP losses."""
         helper = _loss_helper()
         kept = helper.tracker
         try:
@@ -211,7 +211,7 @@ def _loss_helper() -> Any:
 
 @contextlib.contextmanager
 def _random_states_kept(device: Any) -> Iterator[None]:
-    """Undo every draw, as a loader's that begins anew."""
+    """Restore the random states, from which a restarted loader, for example, draws."""
     import numpy as np
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker

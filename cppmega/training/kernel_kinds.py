@@ -1,9 +1,9 @@
-"""The kinds of kernels in a profile, told by the kernel's name and the operators that launched it.
+"""Classify a profile's kernels by the kernel's name and the operators that launched it.
 
 The first rule that fits decides. Names are those of CUPTI: `void at::native::...<...>(...)` from
 torch and Transformer Engine, the Python name from Triton, `nvjet_...` and `sm90_xmma_...` from
 cuBLAS, the function's name and `_kernel` from TileLang. On CPU, operators take the place of
-kernels. A name that no rule knows is of the kind `other`, whose kernels a profile lists by name.
+kernels. A name that matches no rule is of the kind `other`, whose kernels a profile lists by name.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _OPERATORS: dict[str, str] = {
     r"dropout eq erf exp floor\w* ge gelu\w* gt isfinite isinf isnan le lerp log\w* lt masked_fill "
     r"maximum minimum mul ne normal pow rand\w* reciprocal relu rsqrt rsub sigmoid\w* sign silu\w* "
     r"sin sqrt sub tanh\w* threshold\w* tri[lu] uniform where addc\w+ arange",
-    # What finds out that nothing is to be computed.
+    # Views and queries, which launch no computation.
     "views": r"unsafe_view reshape\w* view\w* alias as_strided chunk detach expand\w* flatten item "
     r"lift\w* local_scalar_dense movedim narrow permute resize resolve_\w+ result_type select\w* "
     r"set slice\w* split\w* squeeze swapaxes t transpose unbind unflatten unfold unsqueeze is_\w+ "

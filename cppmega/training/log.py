@@ -1,7 +1,7 @@
-"""Megatron's log line with what it leaves out, and the same numbers as a record.
+"""Megatron's log line, extended by what it leaves out, and the same numbers as a record.
 
 To the throughput that Megatron reports, the line adds the one with every layer counted, tokens per
-second, and, for mock data and for a part of a model, a mark that no reader and no grep can miss.
+second, and, for mock data and for a cut model, a mark that neither a reader nor grep can miss.
 """
 
 from __future__ import annotations

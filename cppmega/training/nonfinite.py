@@ -2,7 +2,8 @@
 
 A forward hook on every layer keeps its output until the pass has ended. That costs no kernel, no
 synchronisation and no collective: most outputs are kept for the backward pass anyway. They are
-inspected only when a run is already lost, on the rank that is lost and without asking the others.
+inspected only when a run has already failed, on the rank that failed and without communicating with
+the others.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 from cppmega.errors import CppmegaError
 
 _OWN = ("embedding",)
-"""Modules that are named in addition to the layers. Not the head: its logits are the largest tensor
-of a run, and must not live longer because of this check."""
+"""Modules that are watched in addition to the layers. Not the head: its logits are the largest
+tensor of a run, and must not live longer because of this check."""
 
 
 class Watch:
@@ -27,7 +28,7 @@ class Watch:
         self._passing = False
 
     def begin(self, model: Any) -> None:
-        """Forget the last pass and watch this model."""
+        """Discard the last pass and watch this model."""
         self._outputs.clear()
         if _captured(model):
             return
@@ -39,13 +40,13 @@ class Watch:
             module.register_forward_hook(self._hook(name))
 
     def passed(self, model: Any) -> None:
-        """End the forward pass: layers that run again in the backward pass are not kept."""
+        """End the forward pass: layers that are recomputed in the backward pass are not kept."""
         self._passing = False
         if not getattr(unwrapped(model), "post_process", True):
             self._outputs.clear()  # a pipeline stage without a loss needs none
 
     def end(self) -> None:
-        """Forget the pass: its loss was finite."""
+        """Discard the pass: its loss was finite."""
         self._outputs.clear()
 
     def origin(self) -> str:
@@ -189,7 +190,7 @@ def _lost_depths() -> str:
 
 
 def _captured(model: Any) -> bool:
-    """Whether the layers become CUDA graphs, whose capture refuses modules with hooks."""
+    """Whether the layers are captured in CUDA graphs, which refuse modules with hooks."""
     config = getattr(unwrapped(model), "config", None)
     return bool(getattr(config, "cuda_graph_impl", "none") != "none")
 

@@ -62,14 +62,14 @@ _OPTIONS = (
         "--profile",
         type=_STEPS,
         metavar="STEPS",
-        help="Profile so many steps on rank 0; their throughput is not a benchmark.",
+        help="Profile this many steps on rank 0; their throughput is not a benchmark.",
     ),
     click.option(
         "--profile-after",
         type=_STEPS,
         default=10,
         show_default=True,
-        help="Steps that warm up before the profiled ones.",
+        help="Warm-up steps before the profiled ones.",
     ),
     click.option(
         "--profile-folder",
@@ -83,7 +83,7 @@ _OPTIONS = (
         help="Train this edited file of Megatron; repeatable.",
     ),
     click.option(
-        "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from here."
+        "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from this folder."
     ),
 )
 
@@ -99,7 +99,7 @@ def read(words: Sequence[str]) -> tuple[RunOptions, tuple[str, ...]]:
     """Parse the trainer's options among the words of a command line.
 
     Returns:
-        The options, and the words that are none.
+        The options, and the remaining words.
 
     Raises:
         CppmegaError: `wrong-usage`.

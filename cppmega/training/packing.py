@@ -1,6 +1,6 @@
 """Pack the documents of a micro-batch side by side into one sequence, on the host.
 
-Attention, state-space layers and MTP's rolled labels stop at the end of a document. With a
+Attention, state-space layers and MTP's rolled labels stop at the end of a document. Given a
 multiple, every document is padded inside the pack, as FP8 and context parallelism require; the
 boundaries of the padded documents and the true lengths are then different lists.
 """

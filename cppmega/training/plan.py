@@ -21,7 +21,7 @@ from cppmega.tree import accepted
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """A run that agrees with everything on disk."""
+    """A run that is consistent with everything on disk."""
 
     recipe: Recipe
     options: RunOptions
@@ -65,12 +65,12 @@ def check_files(recipe: Recipe, options: RunOptions, session: Session) -> Traini
         raise CppmegaError(
             "recipe-is-a-loop",
             f"Recipe {recipe.name} runs in cppmega's loop on CPU, not in Megatron's pretrain.",
-            "Megatron's training loop and optimizer insist on CUDA.",
+            "Megatron's training loop and optimizer require CUDA.",
             "cppmega recipes lists the loops that run on CPU",
         )
     gates.check(session.pages.values())
     version = session.read_tree().version
-    # The end token is known only once the data is: it adds to the arguments and takes none away.
+    # The end token is known only once the data is: it adds to the arguments and removes none.
     requirements.check_complete(recipe, render(recipe, version, options))
     requirements.check_gates(recipe, os.environ)
     data = data_requirements.check(recipe, options)

@@ -110,7 +110,7 @@ def parse(arguments: Any, plan: TrainingPlan) -> Any:
         raise CppmegaError(
             "argument-refused",
             f"megatron-core {plan.rendered.version} refuses the arguments: {reason}",
-            "It knows no such argument or value.",
+            "It has no such argument or value.",
             "correct what was added with plus() or --set arguments",
         ) from stop
 
@@ -136,8 +136,8 @@ def _check_gpus(torch: Any) -> None:
         raise CppmegaError(
             "no-gpu",
             f"{wanted} processes were started on this host and it has {found} usable GPUs.",
-            "Megatron's training loop and optimizer insist on CUDA.",
-            "inspect nvidia-smi; cppmega recipes lists the recipes that run on CPU",
+            "Megatron's training loop and optimizer require CUDA.",
+            "nvidia-smi; cppmega recipes lists the recipes that run on CPU",
         )
 
 
@@ -151,7 +151,7 @@ def _install_hooks(
 ) -> None:
     """Wrap Megatron's logging, train_step and checkpoint-argument check, and replace evaluation.
 
-    Megatron looks the functions up in their modules when it calls them.
+    Megatron looks these functions up in their modules at each call.
     """
 
     def last_rank() -> bool:
@@ -180,7 +180,7 @@ def _install_hooks(
     mock, metrics_file = plan.options.mock_data, plan.options.metrics
     evaluation = Evaluation(step, held_out, mock=mock, metrics=metrics_file, writes=last_rank)
     live_code.replace(training, "evaluate_and_print_results", evaluation.evaluate)
-    # Megatron hands it the arguments of the run that wrote the checkpoint, in every release.
+    # In every release, Megatron passes it the arguments of the run that wrote the checkpoint.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
     live_code.replace(checkpointing, "check_checkpoint_args", check)
 

@@ -30,7 +30,7 @@ from cppmega.training import step_profile
 from cppmega.training.trace import CPU, Trace, parse
 
 _BEFORE = 2
-"""First steps that the time without the profiler leaves out: they compile and fill caches."""
+"""First steps left out of the time without the profiler: they compile and fill caches."""
 _COMPRESSION = 4
 _DISABLE = "leave --profile out"
 
@@ -43,20 +43,20 @@ def folder_of(options: RunOptions) -> Path:
 class StepProfiler:
     """The steps of a run, some of which are profiled.
 
-    Every rank has one: the rank that logs must know which of its steps were slower for it.
+    Every rank has one: the rank that logs must know which of its steps the profiler slowed down.
     """
 
     def __init__(
         self, options: RunOptions, first_step: int, *, rank: int, on_gpu: bool, **facts: Any
     ) -> None:
-        """Prepare the profile, if the options want one.
+        """Prepare the profile, if the options request one.
 
         Args:
             options: `profile`, `profile_after` and `profile_folder`.
             first_step: number of the first step of this start.
             rank: of this process; only rank 0 is profiled.
             on_gpu: whether the model is on a GPU.
-            facts: what the profile says of the run: `recipe`, `overlay` and so on.
+            facts: the profile's record of the run: `recipe`, `overlay` and so on.
 
         Raises:
             CppmegaError: `profiler-missing`, `profile-not-written`.
@@ -68,7 +68,7 @@ class StepProfiler:
         self._facts["versions"] = _versions() if self._records else {}
         self._done = 0
         self._disturbed = False
-        self._begun: list[float] = []
+        self._step_starts: list[float] = []
         self._profiler: Any = None
         if self._records:
             check_profiler(on_gpu)
@@ -97,7 +97,7 @@ class StepProfiler:
         profiled = -1 <= at < self._wanted and bool(self._wanted)
         self._disturbed = self._disturbed or profiled
         if self._done <= self._after:
-            self._begun.append(time.monotonic())
+            self._step_starts.append(time.monotonic())
         if self._records and profiled:
             self._begin(at)
         yield
@@ -106,7 +106,7 @@ class StepProfiler:
             self._end()
 
     def took_disturbed(self) -> bool:
-        """Whether a step since the last call was slower for the profiler."""
+        """Whether the profiler slowed down a step since the last call."""
         disturbed, self._disturbed = self._disturbed, False
         return disturbed
 
@@ -149,8 +149,8 @@ class StepProfiler:
 
     def _without(self) -> float | None:
         """Median of the steps before the profiler was started, in milliseconds."""
-        begun = self._begun[_BEFORE : self._after]
-        each = [after - before for before, after in itertools.pairwise(begun)]
+        starts = self._step_starts[_BEFORE : self._after]
+        each = [after - before for before, after in itertools.pairwise(starts)]
         return 1000 * statistics.median(each) if each else None
 
 
@@ -172,7 +172,7 @@ def check_profiler(on_gpu: bool) -> None:
         raise CppmegaError(
             "profiler-missing",
             missing,
-            "The run would train, and no profile would come of it.",
+            "The run would train, but produce no profile.",
             f"install torch from its own index, or {_DISABLE}",
         )
 
@@ -187,7 +187,7 @@ def write(
         folder: where both go.
         first_step: number of the first profiled step.
         on_gpu: whether there must be kernels.
-        facts: what the profile says of the run.
+        facts: the profile's record of the run.
 
     Raises:
         CppmegaError: `profile-not-written`, `profile-without-kernels`.
@@ -239,6 +239,6 @@ def _not_written(folder: Path, why: str) -> CppmegaError:
     return CppmegaError(
         "profile-not-written",
         f"The profile cannot be written to {folder}: {why}.",
-        "The profiled steps are over, and nothing is left of them.",
+        "The profiled steps are over, and no record of them is left.",
         f"df -h {folder}; --profile-folder on a disk with room, or {_DISABLE}",
     )

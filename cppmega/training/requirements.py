@@ -1,7 +1,7 @@
 """Requirements that must hold before a training run may touch a GPU, checked without torch.
 
-Each check stops with its own name, so that a mistyped path is not discovered after the model has
-been built, or, worse, never.
+Each check stops with an error name of its own, so that a mistyped path is not discovered only after
+the model has been built or, worse, never.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_tree(tree: Tree) -> None:
         raise CppmegaError(
             "training-not-in-wheel",
             f"{tree.root} has megatron.core {tree.version} and no megatron.training.",
-            "Wheels up to 0.16 ship the library alone; the training loop is in the repository.",
+            "Wheels up to 0.16 ship only the library; the training loop is in the repository.",
             "pip install megatron-core==0.19.2, or a checkout of the same version on PYTHONPATH",
         )
 
@@ -132,7 +132,7 @@ def check_profile(recipe: Recipe, options: RunOptions) -> None:
 
 
 def steps_of(recipe: Recipe, options: RunOptions) -> tuple[int, int]:
-    """The steps that a start finds done, and the one after which it ends."""
+    """The number of steps already done at a start, and the step after which it ends."""
     loaded = options.load and checkpoint_tracker.newest_step(options.load)
     done, every = loaded or 0, options.exit_interval
     last = recipe.train_iters if every is None else (done // every + 1) * every
@@ -196,7 +196,7 @@ def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
         raise CppmegaError(
             "wrong-world-size",
             f"Recipe {recipe.name} takes {recipe.gpus} GPUs; {world} processes were started.",
-            "Another number of replicas is another batch and another layout.",
+            "A different number of replicas means another batch and another layout.",
             f"torchrun --nproc_per_node {recipe.gpus} -m cppmega.run -m cppmega.trainer "
             f"{recipe.name} ..., or --set gpus={world} with a batch that fits",
         )
@@ -246,10 +246,10 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
     A process that no launcher started is a world of one.
     """
     if "RANK" not in os.environ:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ.update(alone)
+        single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(single)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        # The store's server takes any free port; one that was found here might be taken by then.
+        # The store's server picks any free port; one chosen here might be in use by then.
         os.environ.setdefault("MASTER_PORT", "0")
     for name, value in variables:
         os.environ.setdefault(name, value)
@@ -257,7 +257,7 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
 
 
 def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
-    """Check the parsed arguments in the places where a run has claimed what it did not do.
+    """Check those parsed arguments in which a run has claimed something that it did not do.
 
     Raises:
         CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`,
@@ -275,7 +275,7 @@ def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
 
 
 def check_mock_data(options: RunOptions, parsed: bool) -> None:
-    """Check that Megatron makes up tokens exactly if the trainer was told to.
+    """Check that Megatron uses mock data if and only if the trainer was told to.
 
     Raises:
         CppmegaError: `mock-data-differs`.
@@ -285,7 +285,7 @@ def check_mock_data(options: RunOptions, parsed: bool) -> None:
             "mock-data-differs",
             f"--mock-data is {options.mock_data} for the trainer and {parsed} for Megatron.",
             "Results must name their data.",
-            "pass --mock-data to the trainer alone",
+            "pass --mock-data only to the trainer",
         )
 
 

@@ -1,4 +1,4 @@
-"""Saves of a run: how long and how large they were, and which checkpoints they replace.
+"""Saves of a run: their duration and size, and the checkpoints that they replace.
 
 Megatron writes a checkpoint and then names it in the tracker. An asynchronous save only copies; the
 tracker follows at a later step, when every rank's worker has written.
@@ -52,7 +52,7 @@ class Saves:
             if iteration in self._pending:
                 self._say(
                     f"cppmega: checkpoint of step {iteration}: copied in {waited:.1f} s, for which "
-                    "the training waited; it is written while the training goes on"
+                    "the training waited; it is written while the training continues"
                 )
             return result
 
@@ -118,7 +118,7 @@ class Saves:
 
 
 def replacing_tracker(open_: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the `open` of Megatron's checkpoints: the tracker is replaced, never cut off.
+    """Wrap the `open` of Megatron's checkpoints: the tracker is replaced, never truncated.
 
     Megatron truncates it before it writes; a kill in between leaves a folder that nothing loads.
     """
@@ -145,7 +145,7 @@ def install(training: Any, checkpointing: Any, saves: Saves | None) -> None:
     Args:
         training: the module `megatron.training.training`.
         checkpointing: the module `megatron.training.checkpointing`.
-        saves: of the rank that writes the tracker; None: this is another one.
+        saves: of the rank that writes the tracker; None: this is another rank.
     """
     storage = getattr(checkpointing, "maybe_msc", None)  # since 0.19
     if storage is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _TOLERANCE = 1.0
-"""Nats by which a first loss may miss the range of an untrained model."""
+"""Nats by which a first loss may be outside the range of an untrained model."""
 
 Loss = tuple["torch.Tensor", "torch.Tensor", dict[str, "torch.Tensor"]]
 
@@ -37,7 +37,7 @@ class ForwardStep:
         self.recipe, self.eod, self.device = recipe, eod, device
         self._check_first = fresh
         self.squares: list[float] = []
-        """Of every micro-batch since `taken_squares` was last called, for the FLOPs."""
+        """One value per micro-batch since `taken_squares` was last called, for the FLOPs."""
         self._watch = Watch()
         self._marks = rank_progress.of_this_rank()
 
@@ -92,8 +92,9 @@ class ForwardStep:
         mask = loss_mask.reshape(-1).float()
         total = (output.reshape(-1).float() * mask).sum()
         tokens = mask.sum().detach().to(torch.int)
-        # This check has no switch: a golden throughput once had nothing but NaN gradients. The one
-        # of Megatron lets the first step pass, runs a bad one again and then saves it.
+        # This check cannot be switched off: a reference throughput was once measured with nothing
+        # but NaN gradients. Megatron's own check skips the first step, reruns a bad one and then
+        # saves it.
         if not bool(torch.isfinite(total)):
             raise loss_error(float(total.detach()), self._watch)
         self._watch.end()
@@ -110,7 +111,7 @@ class ForwardStep:
 
 
 def _count_for_megatron(cu_seqlens: torch.Tensor) -> None:
-    """Tell Megatron the documents for the throughput that it reports; 0.17 cannot use them."""
+    """Pass the documents to Megatron for the throughput that it reports; 0.17 cannot use them."""
     from megatron.training import training
 
     count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
@@ -130,7 +131,7 @@ def expected_first_loss(recipe: Recipe) -> tuple[float, float]:
 
 
 def check_first_loss(recipe: Recipe, loss: float) -> None:
-    """Stop on a first loss that untrained weights cannot give.
+    """Stop on a first loss that untrained weights cannot produce.
 
     Raises:
         CppmegaError: `first-loss-implausible`.

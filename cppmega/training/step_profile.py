@@ -1,4 +1,4 @@
-"""From a trace to the profile of its steps."""
+"""Compute the profile of a trace's steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cppmega.training.trace import Span, Trace, Work
 _LONGEST_KERNELS = 10
 _LONGEST_GAPS = 10
 _NANOSECONDS = 1e6
-"""In a millisecond."""
+"""Nanoseconds in a millisecond."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Sum:
 
 
 def profile_of(trace: Trace, first_step: int, **facts: Any) -> Profile:
-    """Add a trace up.
+    """Aggregate a trace.
 
     Args:
         trace: has at least one step.
@@ -56,7 +56,7 @@ def profile_of(trace: Trace, first_step: int, **facts: Any) -> Profile:
     busy, waiting = sum(own), sum(gap.end - gap.start for gap in idle)
     stops = [span for span in trace.synchronizations if start <= span.start < end]
     if stops and stops[-1].name == "cudaDeviceSynchronize":
-        stops.pop()  # that of the profiler itself
+        stops.pop()  # the profiler's own time
     steps = _Steps(windows, first_step)
     return Profile(
         device=trace.device,
@@ -101,7 +101,7 @@ class _Steps:
         return max(sum(window.start <= time for window in self.windows) - 1, 0)
 
     def gap(self, idle: Idle, trace: Trace) -> Gap:
-        """A gap, which may go on into the next step."""
+        """A gap, which may extend into the next step."""
         at = self.step_of(idle.start)
         host = sorted(timeline.explained(idle, trace).items(), key=lambda item: -item[1])
         return Gap(

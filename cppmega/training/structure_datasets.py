@@ -1,8 +1,8 @@
 """Megatron's datasets with the structure ids of their tokens.
 
 The ids of a dataset are another indexed dataset of the same documents. Megatron's own sample index
-is asked twice, for the tokens and for their ids: whatever it shuffles, cuts and joins, both are of
-the same places. Every rank has its own loader, so no parallelism has to send them.
+is queried twice, for the tokens and for their ids: however it shuffles, cuts and joins, both come
+from the same places. Every rank has its own loader, so no form of parallelism has to send them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StructureGPTDataset(GPTDataset):  # type: ignore[misc]
     """GPTDataset whose samples also have `structure_kinds` and `structure_depths`, int64 [s]."""
 
     def __init__(self, dataset: Any, path: str, *others: Any) -> None:
-        """Take Megatron's arguments, and open the ids beside the tokens.
+        """Take Megatron's arguments, and open the ids next to the tokens.
 
         Args:
             dataset: the tokens.
@@ -33,7 +33,7 @@ class StructureGPTDataset(GPTDataset):  # type: ignore[misc]
         """
         super().__init__(dataset, path, *others)
         mapped = self.config.mmap_bin_files
-        self._codes = _over(self, IndexedDataset(path + COLUMN, multimodal=False, mmap=mapped))
+        self._codes = _twin(self, IndexedDataset(path + COLUMN, multimodal=False, mmap=mapped))
 
     def __getitem__(self, which: int | None) -> Sample:
         """Megatron's sample with the ids of its tokens."""
@@ -51,7 +51,7 @@ class MockStructureGPTDataset(MockGPTDataset):  # type: ignore[misc]
             others: as MockGPTDataset takes them.
         """
         super().__init__(dataset, *others)
-        self._codes = _over(self, _MockCodes(dataset.sequence_lengths))
+        self._codes = _twin(self, _MockCodes(dataset.sequence_lengths))
 
     def __getitem__(self, which: int | None) -> Sample:
         """Megatron's sample with made-up ids."""
@@ -72,7 +72,7 @@ class _MockCodes:
         return drawn[offset : None if length is None else offset + length]
 
 
-def _over(dataset: Any, codes: Any) -> Any:
+def _twin(dataset: Any, codes: Any) -> Any:
     """A dataset's twin, which finds the same places in other documents."""
     twin = copy.copy(dataset)
     twin.dataset = codes
@@ -80,7 +80,7 @@ def _over(dataset: Any, codes: Any) -> Any:
 
 
 def _with_ids(sample: Sample, codes: Any, which: int | None) -> Sample:
-    # Megatron asks for None to fill a batch, and gives the first sample without a loss.
+    # Megatron requests None to fill a batch, and returns the first sample without a loss.
     found = codes._query_document_sample_shuffle_indices(0 if which is None else which)[0]
     # The last one belongs to the label of the last token; a short sample is padded with -1.
     own = torch.from_numpy(found[: len(sample["tokens"])]).long().clamp(min=0)

@@ -40,10 +40,10 @@ def windows(trace: Trace) -> list[Span]:
 def own_times(
     work: Sequence[Work], start: int, end: int, background: Callable[[Work], bool]
 ) -> list[int]:
-    """The nanoseconds of a window that belong to each work.
+    """The nanoseconds of a window that belong to each piece of work.
 
-    An instant belongs to what started first of that which is not in the background, and else to
-    what started first in the background.
+    An instant belongs to the foreground work that started first, or else to the background work
+    that started first.
     """
     own = [0] * len(work)
     order = sorted(range(len(work)), key=lambda at: work[at].span.start)
@@ -60,7 +60,7 @@ def own_times(
 def _advance(
     running: list[tuple[bool, int, int]], work: Sequence[Work], own: list[int], now: int, until: int
 ) -> int:
-    """Give the time up to an instant to what runs; returns the instant."""
+    """Assign the time up to an instant to the work that is running; returns the instant."""
     while running and now < until:
         at = running[0][2]
         stop = min(work[at].span.end, until)

@@ -24,7 +24,7 @@ _OPERATOR = re.compile(r"(?!(torch::)?autograd::)[a-z]\w*::\w")
 _CONTAINER = re.compile(
     r"ProfilerStep#|autograd::engine::evaluate_function: |Checkpoint\w*Function(Backward)?$"
 )
-"""What only contains other operators: "in the backward pass" would explain no wait."""
+"""Spans that only contain other operators: "in the backward pass" would not explain a wait."""
 _BLOCKING = re.compile(
     r"cuda(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize|"
     r"cuda(Memcpy|Malloc|Free)$"
@@ -91,7 +91,7 @@ class Trace:
     steps: tuple[Span, ...]
     work: tuple[Work, ...]
     host: dict[int | str, tuple[Span, ...]] = field(default_factory=dict)
-    """By thread: what the host was in, one after the other; nothing is left to Python."""
+    """By thread: what the host was in, in sequence; time in no operator is Python's."""
     synchronizations: tuple[Span, ...] = ()
     thread: int | str = 0
     """The thread of the training loop."""
@@ -191,15 +191,15 @@ def _operators(threads: dict[int | str, list[Span]]) -> Iterator[Work]:
         for span in [*spans, None]:
             until = span.start if span is not None else None
             while open_ and (until is None or open_[-1].end <= until):
-                yield from _own(open_, now, open_[-1].end, thread, counted)
+                yield from _own_times(open_, now, open_[-1].end, thread, counted)
                 now = max(now, open_.pop().end)
             if span is not None:
-                yield from _own(open_, now, span.start, thread, counted)
+                yield from _own_times(open_, now, span.start, thread, counted)
                 now = span.start
                 open_.append(span)
 
 
-def _own(
+def _own_times(
     open_: list[Span], start: int, end: int, thread: int | str, counted: set[Span]
 ) -> Iterator[Work]:
     if open_ and start < end and _OPERATOR.match(open_[-1].name):
@@ -210,7 +210,7 @@ def _own(
 
 
 def _occupied(spans: Sequence[Span], blocking: Sequence[Span]) -> tuple[Span, ...]:
-    """What a thread was in, one after the other: blocking calls first, then outermost operators."""
+    """What a thread was in, in sequence: first blocking calls, then outermost operators."""
     outermost: list[Span] = []
     for span in spans:
         if not _CONTAINER.match(span.name) and (not outermost or span.start >= outermost[-1].end):

@@ -132,7 +132,7 @@ def test_the_chain(console: Console) -> None:
     assert done.returncode == 0, done.stderr
     for same in ("overlay", "recipe", "arguments", "environment", "stack", "data"):
         assert f"\n{same}: the same\n" in done.stdout, done.stdout
-    assert "the losses are equal to the bit" in done.stdout
+    assert "the losses are bitwise equal" in done.stdout
     found = json.loads(console("compare", "first", "second", "--json").stdout)
     assert found["common_steps"] >= 2 and found["largest_loss_difference"] == 0
 

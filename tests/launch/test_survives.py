@@ -286,10 +286,10 @@ def test_signs_of_life_for_other_machines(bench: Bench, monkeypatch: pytest.Monk
     assert run.state() == "running", "whoever resumes it must know that it is over"
     assert listing.row_of(run).error == "no sign of life from another for 1:06:40"
     in_charge = Supervisor(node)
-    in_charge._give_sign_of_life()
+    in_charge._heartbeat()
     assert listing.row_of(run).error == ""
     os.utime(node.status_file, (0, 0))
-    in_charge._give_sign_of_life()  # not at every look
+    in_charge._heartbeat()  # not at every check
     assert node.status_file.stat().st_mtime == 0
 
 

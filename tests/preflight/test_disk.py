@@ -76,7 +76,7 @@ def test_one_root(healthy: Context, broken: Path, tmp_path: Path) -> None:
 
 def test_shadowing(healthy: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, tmp_path / "cwd")
-    assert "alone" in holds("shadowing", launch(root=healthy.root))
+    assert "only from" in holds("shadowing", launch(root=healthy.root))
     (tmp_path / "path" / "megatron" / "training").mkdir(parents=True)
     on_path = launch(root=healthy.root, environ={"PYTHONPATH": str(tmp_path / "path")})
     assert "PYTHONPATH" in refuses("shadowing", "shadowing-path", on_path).next

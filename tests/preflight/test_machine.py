@@ -498,7 +498,7 @@ def test_parity_of_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == names - {"DSA indexer, prologue"}
     monkeypatch.setattr(dsa_indexer, "obstacle", lambda *call: "there is no room")
     with pytest.raises(ValueError, match="declined: there is no room"):
-        parity._demand("cuda", dsa_indexer.obstacle())
+        parity._refuse_declined("cuda", dsa_indexer.obstacle())
 
 
 ATTENTION = SparseAttention(heads=3, width=24, value_width=16, key_per_head=False)
@@ -727,9 +727,9 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "free", "said"),
     [
         ({}, 75, None),
-        ({}, 77, "room for 1 of the 2 checkpoints that will be there at once (--set keep_check"),
+        ({}, 77, "room for 1 of the 2 checkpoints that will exist at once (--set keep_check"),
         ({}, 153, ""),
-        ({"keep_checkpoints": 1}, 77, "room for 1 of the 2 checkpoints that will be there at once"),
+        ({"keep_checkpoints": 1}, 77, "room for 1 of the 2 checkpoints that will exist at once"),
         ({"keep_checkpoints": 1, "train_iters": 500}, 77, ""),
         ({"train_iters": 2000}, 153, "room for 2 of the 4 checkpoints"),
         ({"train_iters": 2000, "keep_checkpoints": 1}, 153, ""),

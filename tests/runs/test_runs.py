@@ -464,7 +464,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert (found.common_steps, found.largest_loss_difference) == (38, 0)
     assert found.tokens_per_second == (100, 102)
     text = "\n".join(compare.lines(found))
-    assert "equal to the bit" in text and "(+2.0 %)" in text and "MOCK DATA" in text
+    assert "bitwise equal" in text and "(+2.0 %)" in text and "MOCK DATA" in text
     shown = [int(x.split()[0]) for x in text.splitlines() if x.strip()[:1].isdigit()]
     assert shown[0] == 1 and shown[-2] == 42 and len(shown) == 21  # twenty, and the verdict
     same = compare.compare(one, one)

@@ -37,7 +37,7 @@ _OF_CHECK: Mapping[CheckState, Result] = {
     "not-run": "skipped",
 }
 _UNSOUND = "unsound"
-"""The rule of what is wrong with a tree or its receipt, and not with one patch."""
+"""The rule for problems of a tree or its receipt, as opposed to those of one patch."""
 
 
 def of_error(command: str, error: CppmegaError) -> Report:
@@ -55,7 +55,7 @@ def _by_name(meanings: Mapping[Any, str]) -> dict[str, str]:
 
 
 def of_status(outcome: Outcome, catalogues: Sequence[Path]) -> Report:
-    """The states of all patches, and what is wrong with the tree."""
+    """The states of all patches, and the problems of the tree."""
     blocked = any(verdict.state in FAILURES for verdict in outcome.verdicts)
     found = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
     patches = (_waiting(one) if blocked and one.rule == "pending" else one for one in found)
@@ -67,7 +67,7 @@ def of_status(outcome: Outcome, catalogues: Sequence[Path]) -> Report:
 
 
 def _waiting(entry: Entry) -> Entry:
-    """A pending patch while another one fails, which is the one that a reader has to see."""
+    """A pending patch while another one fails; only the latter needs attention."""
     why = "apply changes nothing until the patches that fail have been corrected"
     return replace(entry, result="skipped", message=f"{entry.message}; {why}", next="")
 
@@ -127,7 +127,7 @@ def _of_page(page: PageDrift, drift: Drift, catalogues: Sequence[Path]) -> Entry
         name=page.page.name,
         rule=page.word,
         result=_of_word(page),
-        message="\n".join(_told(page, drift)),
+        message="\n".join(_message_lines(page, drift)),
         next=carrying(". ".join(filter(None, [todo, command])), catalogues),
         place=_place(_target(page), drift.new.plan, upstream=True),
         page=_file_of(page.page),
@@ -144,7 +144,7 @@ def _of_word(page: PageDrift) -> Result:
     return "skipped" if page.word in ("not-needed", "not-compared") else "passed"
 
 
-def _told(page: PageDrift, drift: Drift) -> Iterator[str]:
+def _message_lines(page: PageDrift, drift: Drift) -> Iterator[str]:
     yield drift_report.summary(page, drift)
     if not page.safe:
         for target in page.targets:
@@ -152,7 +152,7 @@ def _told(page: PageDrift, drift: Drift) -> Iterator[str]:
 
 
 def _target(page: PageDrift) -> str:
-    """The symbol to look at in the new tree: where the first one that needs work is now."""
+    """The symbol to inspect in the new tree: where the first one that needs work is now."""
     changed = [target for target in page.targets if target.word not in ("same", "left")]
     if page.safe or not changed:
         return page.new.target

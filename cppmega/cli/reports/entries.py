@@ -18,7 +18,7 @@ class Place:
     root: Path
     """The folder to which the path is relative."""
     path: str
-    """With forward slashes."""
+    """Path with forward slashes."""
     line: int | None = None
     """Counted from 1; None if it is not known."""
 
@@ -36,14 +36,14 @@ class Entry:
     """One patch, one proof or one check."""
 
     name: str
-    """Of the patch or the check."""
+    """Name of the patch or the check."""
     rule: str
     """The state, or the name of the error; in kebab case."""
     result: Result
     message: str = ""
     """What happened."""
     next: str = ""
-    """What the user has to do about it."""
+    """What the user should do about it."""
     place: Place | None = None
     """The code that a patch edits."""
     page: Path | None = None
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """Everything that there is to say, starting with the name."""
+        """All of its text, starting with the name."""
         head = f"{self.name}: {self.rule}" + (f" ({self.place})" if self.place else "")
         todo = f"next: {self.next}" if self.next else ""
         return "\n".join(filter(None, [head, self.message, todo]))
@@ -63,12 +63,12 @@ class Report:
     """The answer of a command."""
 
     command: str
-    """Such as `drift`."""
+    """Name of the command, such as `drift`."""
     entries: tuple[Entry, ...]
     meanings: Mapping[str, str] = field(default_factory=dict)
     """Rule -> what it means."""
 
     def remarkable(self) -> Iterator[Entry]:
-        """The entries that a reader has to see."""
+        """The entries that need a reader's attention."""
         quiet = ("passed", "skipped")
         return (entry for entry in self.entries if entry.result not in quiet)

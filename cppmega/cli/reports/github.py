@@ -1,4 +1,4 @@
-"""Annotations of GitHub Actions: one workflow command for each entry, on a line of its own."""
+"""Annotations of GitHub Actions: one workflow command per entry, each on its own line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LEVELS: Mapping[Result, str] = {
     "error": "error",
 }
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-"""Control characters other than tab and line ends; they would color or overwrite the log."""
+"""Control characters other than tabs and line ends; they would color or overwrite the log."""
 
 
 def written(report: Report, folder: Path) -> str:
-    """The annotations of everything that a reader has to see.
+    """The annotations of every entry that needs a reader's attention.
 
     Args:
         folder: the working directory of the job; GitHub shows only places below it.

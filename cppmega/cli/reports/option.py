@@ -1,4 +1,4 @@
-"""`--report`, which writes the answer of a command for another program as well."""
+"""`--report`, which also writes the answer of a command for another program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = ("sarif", "junit", "github")
 
 @dataclass(frozen=True, slots=True)
 class _Sink:
-    """One report that was asked for."""
+    """One requested report."""
 
     kind: str
     file: Path | None
@@ -51,7 +51,7 @@ class Reports:
     done: bool = field(default=False, init=False)
 
     def write(self, report: Callable[[], Report]) -> None:
-        """Write every report that was asked for.
+        """Write every requested report.
 
         Raises:
             CppmegaError: `report-not-written`.

@@ -100,7 +100,7 @@ class _Log(_Part, frozen=True, kw_only=True):
 
 
 def written(report: Report, folder: Path) -> str:
-    """One result for each entry that a reader has to see.
+    """One result for each entry that needs a reader's attention.
 
     Args:
         folder: the working directory; paths below it are relative to it, as code scanning
@@ -134,8 +134,10 @@ def _driver(report: Report, rules: list[str]) -> _Driver:
 
 
 def _invocation(errors: list[Entry]) -> _Invocation:
-    told = (_Notification(level="error", message=_message(error.text)) for error in errors)
-    return _Invocation(execution_successful=not errors, tool_execution_notifications=tuple(told))
+    notifications = (_Notification(level="error", message=_message(error.text)) for error in errors)
+    return _Invocation(
+        execution_successful=not errors, tool_execution_notifications=tuple(notifications)
+    )
 
 
 def _result(entry: Entry, report: Report, rules: list[str], folder: Path) -> _Result:
@@ -176,5 +178,5 @@ def _physical(place: Place, folder: Path) -> _PhysicalLocation:
 
 
 def _message(text: str) -> _Message:
-    """A message without lone surrogates, which an undecodable file name may bring in."""
+    """A message without lone surrogates, which an undecodable file name may contain."""
     return _Message(text=text.encode(errors="backslashreplace").decode())

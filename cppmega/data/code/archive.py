@@ -34,7 +34,7 @@ Count = dict[str, int]
 
 
 class Project(msgspec.Struct, kw_only=True):
-    """A project, and what of it is in the archive."""
+    """A project, and the part of it that is in the archive."""
 
     source: Source
     documents: Count = {}
@@ -46,7 +46,7 @@ class Project(msgspec.Struct, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What an archive holds."""
+    """The contents of an archive."""
 
     projects: list[Project]
     content: str
@@ -63,9 +63,9 @@ def pack(
     """Choose the documents of all projects, and write them.
 
     Args:
-        sources: the projects; of documents that are alike, the first one is taken.
+        sources: the projects; of similar documents, the first one is kept.
         files: the archive of each project.
-        out: the archive; it is there when it is complete.
+        out: the archive; it exists only once it is complete.
         advance: called with the bytes of the projects' archives read.
     """
     new = out.with_name(f"{out.name}.new")
@@ -134,7 +134,7 @@ def _line(name: str, text: bytes) -> bytes:
 
 
 def extract(archive: Path, folder: Path, advance: Advance = lambda took: None) -> Manifest:
-    """Unpack an archive completely, checking that it is whole and no document occurs twice.
+    """Unpack an archive completely, checking that it is intact and that no document occurs twice.
 
     Args:
         archive: the file.

@@ -1,6 +1,6 @@
-"""The card of a corpus of source code: what it was made of, and what it holds.
+"""The card of a corpus of source code: what it was built from, and what it contains.
 
-It has no time and no path in it: the same archive and the same versions give the same card.
+It contains neither times nor paths: the same archive and the same versions give the same card.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """The ends of documents included."""
     bytes: int
-    """Of its documents."""
+    """Bytes of its documents."""
     structure: StructureRecord
     share: float
     """Part of the tokens whose kind is not 0, the ends of documents left out."""
@@ -46,7 +46,7 @@ class CodeCard(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 over the names and hashes of its files."""
     tokenizer: TokenizerRecord
     packages: dict[str, str]
-    """Package -> version, of what trains the tokenizer and of the grammars."""
+    """Package -> version, for the package that trains the tokenizer and for the grammars."""
     parts: dict[str, PartRecord]
     projects: list[Project]
     schema: int = 1
@@ -57,7 +57,7 @@ class CodeCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def part_record(card: Card, projects: Iterable[Project]) -> PartRecord:
-    """What the record of a corpus says of one of its datasets."""
+    """The part of a corpus's record that describes one of its datasets."""
     if card.structure is None or card.structure.share is None:
         raise ValueError("the dataset has no structure ids")
     return PartRecord(

@@ -1,4 +1,4 @@
-"""The command that makes a corpus of source code to train on.
+"""The command that builds a corpus of source code to train on.
 
 `scripts/code_corpus.py` and `python -m cppmega.data.code.command` are the same.
 """
@@ -31,7 +31,7 @@ from cppmega.host import progress
     "--sources",
     default=listing.SHIPPED,
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Another list of projects than the shipped one.",
+    help="A list of projects to use instead of the shipped one.",
 )
 @click.option(
     "--vocab-size", default=65536, show_default=True, help="Entries of the tokenizer.", type=int
@@ -44,13 +44,13 @@ from cppmega.host import progress
 def main(
     archive: Path, out: Path | None, sources: Path, vocab_size: int, processes: int | None
 ) -> None:
-    """Make a corpus of C, C++ and Python from published projects.
+    """Build a corpus of C, C++ and Python from published projects.
 
-    Without --out, only the archive is made; that needs network, and pip. With --out, the tokenizer
-    and the datasets OUT/train and OUT/heldout are made from the archive; that needs none. A call
-    that was stopped resumes where it was; a finished corpus is never overwritten.
+    Without --out, only the archive is built; that needs pip and a network connection. With --out,
+    the tokenizer and the datasets OUT/train and OUT/heldout are built from the archive; that needs
+    no network. An interrupted call resumes where it was; a finished corpus is never overwritten.
     """
-    # Megatron warns of packages, ranks and devices that only training uses.
+    # Megatron warns about packages, ranks and devices that only training uses.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     try:
         if not archive.exists():

@@ -1,8 +1,8 @@
-"""Archives of sources, downloaded with pip from the index that pip is set up with.
+"""Source archives, downloaded with pip from the index that pip is configured with.
 
 pip prepares the metadata of what it downloads by calling the build backend of the project, which
-would install what that needs and run what it contains. The archive itself holds its metadata, so
-stand-ins for the backends answer with it, and no code of an archive is run.
+would install its requirements and run its code. The archive itself contains its metadata, so
+stand-ins for the backends return that, and no code of an archive is run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def fetched(source: Source, say: Callable[[str], None]) -> Path:
     """
     place = wheels.cache() / "sources"
     file = place / f"{source.name}-{source.version}"
-    if not _is(file, source):
+    if not _has_hash(file, source):
         say(f"downloading {source.name} {source.version}")
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place) as scratch:
@@ -61,7 +61,7 @@ def fetched(source: Source, say: Callable[[str], None]) -> Path:
     return file
 
 
-def _is(file: Path, source: Source) -> bool:
+def _has_hash(file: Path, source: Source) -> bool:
     """Whether a file is the archive that the list names."""
     try:
         with file.open("rb") as archive:
@@ -86,7 +86,7 @@ def _download(source: Source, scratch: Path) -> Path:
         text=True,
         check=False,
     )
-    files = [path for path in found.glob("*") if _is(path, source)]
+    files = [path for path in found.glob("*") if _has_hash(path, source)]
     if done.returncode == 0 and files:
         return files[0]
     errors = [line for line in done.stderr.splitlines() if line.strip()]
@@ -94,8 +94,8 @@ def _download(source: Source, scratch: Path) -> Path:
         "sources-not-found",
         f"pip did not find {source.name} {source.version} with the listed hash. "
         + " ".join(errors[-1:]),
-        "The corpus would lack one of its projects, and be another one.",
-        "run it where pip reaches a package index, and copy the archive that it makes",
+        "The corpus would lack one of its projects, and be a different one.",
+        "run it where pip reaches a package index, and copy the archive that it builds",
     )
 
 

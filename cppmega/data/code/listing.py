@@ -1,7 +1,7 @@
-"""The projects whose source code the corpus is made of.
+"""The projects whose source code makes up the corpus.
 
 The shipped list is `sources.toml`. Each entry pins one archive of sources by its hash, so that the
-corpus is the same whenever and wherever it is made.
+corpus is the same whenever and wherever it is built.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One project."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Of its distribution on the package index."""
+    """Name of its distribution on the package index."""
     version: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]*$")]
     license: Annotated[str, msgspec.Meta(min_length=1)]
     """SPDX expression for the project's own code."""
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-    """Of its archive of sources."""
+    """Hash of its source archive."""
     part: Part
     leave_out: tuple[str, ...] = ()
     """Patterns of paths below the top folder, as of `fnmatch`: code of other projects."""
 
     @property
     def folder(self) -> str:
-        """What its files are stored under."""
+        """The folder in which its files are stored."""
         return f"{self.part}/{self.name}-{self.version}"
 
 
@@ -66,6 +66,6 @@ def _broken(path: Path, problem: str) -> CppmegaError:
     return CppmegaError(
         "source-list-broken",
         f"{path} is not a list of projects: {problem}",
-        "The corpus is made of the projects in it, of these and no others.",
+        "The corpus consists of the projects in it, and of no others.",
         "correct the file; the shipped sources.toml shows its form",
     )

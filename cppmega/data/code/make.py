@@ -1,4 +1,4 @@
-"""From an archive of source code to two datasets and the tokenizer of the first; resumable.
+"""Turn an archive of source code into two datasets and the tokenizer of the first; resumable.
 
 `OUT/train` and `OUT/heldout` are datasets with structure ids, `OUT/tokenizer` is the tokenizer,
 `OUT/card.json` and `OUT/card.md` are written last.
@@ -27,12 +27,12 @@ from cppmega.errors import CppmegaError
 from cppmega.host import durable
 
 Shown = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Of a title and a number of bytes: shows progress while its block runs."""
+"""Takes a title and a number of bytes; shows progress while its block runs."""
 _STATE = "state.json"
 
 
 class _State(msgspec.Struct, frozen=True):
-    """What a preparation was begun with, and its unpacked archive once that is complete."""
+    """The inputs with which a preparation was started, and its unpacked archive once complete."""
 
     archive: str
     vocab_size: int
@@ -64,7 +64,7 @@ def make(
 
     Args:
         archive: as `archive.pack` wrote it.
-        out: a folder; what an earlier call that was stopped has left in it is used.
+        out: a folder; what an interrupted call has left in it is reused.
         vocab_size: entries of the tokenizer.
         shown: shows the progress.
         processes: encode the documents; None: as many as the cores and the text allow.
@@ -78,7 +78,7 @@ def make(
     grammars = structure_labels.grammars()  # before minutes of work
     job.out.mkdir(parents=True, exist_ok=True)
     with prepare.lock(out / "corpus"):
-        state = _begun(job)
+        state = _resumed_or_new(job)
         manifest = state.manifest or _unpacked(job, state)
         tokenizer = _tokenizer(job)
         cards = {part: _prepared(job, part, tokenizer) for part in PARTS}
@@ -97,8 +97,8 @@ def make(
     return card
 
 
-def _begun(job: _Job) -> _State:
-    """What an earlier call has left, or a beginning in an empty folder."""
+def _resumed_or_new(job: _Job) -> _State:
+    """The state left by an earlier call, or a new one in an empty folder."""
     with job.archive.open("rb") as file:
         asked = _State(hashlib.file_digest(file, "sha256").hexdigest(), job.vocab_size)
     saved = job.work / _STATE
@@ -111,8 +111,8 @@ def _begun(job: _Job) -> _State:
     if (state.archive, state.vocab_size) != (asked.archive, asked.vocab_size):
         raise CppmegaError(
             "inputs-changed",
-            f"{job.out} was begun with another archive, or another size of the vocabulary.",
-            "One corpus would hold parts of two.",
+            f"{job.out} was started with another archive, or another vocabulary size.",
+            "One corpus would contain parts of two.",
             f"use the same as before, or remove {job.out} and start again",
         )
     return state
@@ -180,7 +180,7 @@ def _size(paths: list[Path]) -> int:
 
 
 def _finish(job: _Job, card: CodeCard) -> None:
-    """Write the card; a call that is stopped here finishes with the next one."""
+    """Write the card; if a call is stopped here, the next one completes it."""
     text = json.dumps(msgspec.to_builtins(card), indent=1) + "\n"
     durable.replace(job.out / "card.md", card.markdown().encode())
     durable.replace(job.out / "card.json", text.encode())

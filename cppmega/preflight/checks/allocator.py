@@ -1,4 +1,4 @@
-"""The CUDA allocator's expandable segments end up on in the process that trains."""
+"""The CUDA allocator's expandable segments are on in the training process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def check(context: Context) -> str:
         raise CppmegaError(
             "allocator-differs",
             f"{read}={environ[read]} switches expandable segments off.",
-            "Free memory lies in gaps that nothing fits into: out of memory with much of it free.",
+            "Free memory is fragmented into gaps too small to use: the run goes out of memory with "
+            "much of it free.",
             f"unset {read} (cppmega.run sets expandable_segments:True)",
         )
     return f"{read}={environ[read]}"

@@ -1,7 +1,7 @@
-"""No old bytecode takes the place of a patched file.
+"""No stale bytecode is used in place of a patched file.
 
-Python trusts a `.pyc` that records the second and the size of its source. The code in such a file
-is compared with what the source compiles to.
+Python trusts a `.pyc` that records the modification time (in seconds) and the size of its source.
+The code in such a file is compared with what the source compiles to.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _stale(context: Context, looked: list[Path]) -> Iterator[CppmegaError]:
             if _trusted(cached, source) and not _same(cached, source, optimize):
                 yield CppmegaError(
                     "stale-bytecode",
-                    f"{cached} holds other code than {source}, and Python would run it.",
-                    "The patch is in the source and not in what runs.",
+                    f"{cached} holds different code from {source}, and Python would run it.",
+                    "The patch is in the source, but not in the code that runs.",
                     f"rm {cached}",
                 )
 

@@ -54,8 +54,8 @@ def check(context: Context) -> str:
 def _read(load: Path, deep: bool) -> Saved:
     _, folder = checkpoint_files.newest(load)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    telling = progress.lines(f"reading {folder}", size, console.say)
-    return checkpoint_files.read(load, deep=deep, advance=telling)
+    advance = progress.lines(f"reading {folder}", size, console.say)
+    return checkpoint_files.read(load, deep=deep, advance=advance)
 
 
 def _how(load: Path, saved: Saved) -> str:
@@ -113,7 +113,7 @@ def _other_arguments(saved: Mapping[str, Any], args: Mapping[str, Any]) -> Itera
 
 
 def _other_shapes(saved: Saved, recipe: Recipe | None) -> Iterator[str]:
-    """Differences that the tensors show, even where the checkpoint records no arguments."""
+    """Differences visible in the tensors, even where the checkpoint records no arguments."""
     there = checkpoint_shapes.facts(saved.shapes)
     if recipe is None or "hidden_size" not in there:
         return

@@ -13,11 +13,11 @@ AFTER: tuple[str, ...] = ("line_parses",)
 _BY_LAYER = ("local", "transformer_engine")
 """Implementations that capture layer by layer: the whole layer unless modules are named."""
 _H200 = 140 * GIB
-"""Memory of the GPU that the recipes are sized for; no GPU is asked."""
+"""Memory of the GPU that the recipes are sized for; no GPU is queried."""
 
 
 def check(context: Context) -> str:
-    """Refuse what cannot be captured, and add the pool to the estimate of memory.
+    """Refuse what cannot be captured, and add the pool to the memory estimate.
 
     The pool is scaled from the one that was measured for the recipe.
 
@@ -27,11 +27,11 @@ def check(context: Context) -> str:
     """
     args, recipe = context.megatron_args, context.recipe
     if cuda_graphs(args) == "none":
-        raise NotApplicable("no CUDA graph is asked for")
+        raise NotApplicable("no CUDA graphs are requested")
     if recipe is not None and recipe.packed_documents:
         raise CppmegaError(
             "graph-of-packed-documents",
-            "The run packs documents, and asks for CUDA graphs.",
+            "The run packs documents and requests CUDA graphs.",
             "The lengths of a pack's documents change from step to step, and a graph takes only "
             "tensors as arguments: Megatron would end the run at its first step.",
             "--set cuda_graph_impl=none, or --set packed_documents=false",
@@ -39,9 +39,9 @@ def check(context: Context) -> str:
     if "moe" in _captured(args) and not _drops_and_pads(args):
         raise CppmegaError(
             "graph-of-dropless-experts",
-            "CUDA graphs would hold whole layers of experts, which drop no tokens.",
-            "The number of tokens of an expert changes from step to step, and is known to the GPU "
-            "alone; the host has to wait for it, which no graph can do. The capture would fail.",
+            "CUDA graphs would capture complete MoE layers, whose experts drop no tokens.",
+            "The number of tokens per expert changes from step to step, and is known only to the "
+            "GPU; the host has to wait for it, which no graph can do. The capture would fail.",
             "--set cuda_graph_modules=attn,moe_router, which leaves the experts out",
         )
     if recipe is None or recipe.graph_pool is None:
@@ -63,7 +63,7 @@ def check(context: Context) -> str:
 
 
 def _captured(args: object) -> set[str]:
-    """The kinds of modules in graphs; whole layers hold their experts."""
+    """The kinds of modules in graphs; complete layers include their experts."""
     named = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope", None)
     names = {named} if isinstance(named, str) else {str(getattr(x, "name", x)) for x in named or ()}
     whole = (not names or "full" in names) and cuda_graphs(args) in _BY_LAYER

@@ -60,7 +60,7 @@ def how_read(allowance: Allowance) -> str:
 
 
 def _loop_data(recipe: Recipe, folder: Path, allowance: Allowance) -> str:
-    """A loop builds its corpus in a folder, or resumes with the one that it built there."""
+    """A loop builds its corpus in a folder, or resumes with the one that it built there before."""
     if corpus.with_suffix(folder, ".idx").is_file():
         raise CppmegaError(
             "not-supported",

@@ -14,17 +14,17 @@ AFTER: tuple[str, ...] = ()
 _OFF = ("", "0", "false", "off", "no")
 _LEFT = {
     "PYTHONOPTIMIZE": "Megatron checks its arguments with assert, which Python then leaves out",
-    "PYTHONINSPECT": "a process that ends, such as a failed rank, stays at a prompt",
+    "PYTHONINSPECT": "a process that ends, such as a failed rank, drops into an interactive prompt",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation waits for the driver",
-    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before: several times slower",
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the previous one: several times slower",
     "TRITON_INTERPRET": "Triton's kernels run as Python on the CPU",
     "TORCHDYNAMO_DISABLE": "nothing is compiled: slower, and not what was measured",
     "TORCH_COMPILE_DISABLE": "nothing is compiled: slower, and not what was measured",
     "PYTORCH_JIT_DEBUG": "fused functions run unfused",
     "NVIDIA_TF32_OVERRIDE": "it overrides the precision of matrix products",
-    "NCCL_P2P_DISABLE": "GPUs talk through the host's memory",
-    "NCCL_SHM_DISABLE": "ranks of one host talk through the network",
-    "TILELANG_DISABLE_CACHE": "every rank compiles every kernel again",
+    "NCCL_P2P_DISABLE": "GPUs communicate through host memory",
+    "NCCL_SHM_DISABLE": "ranks on one host communicate through the network",
+    "TILELANG_DISABLE_CACHE": "every rank recompiles every kernel",
 }
 
 
@@ -48,7 +48,7 @@ def _set_variables(environ: Mapping[str, str], recipe: Recipe | None) -> Iterato
             + (
                 "every collective is checked on every rank: slower."
                 if level.upper() == "DETAIL"
-                else "torch knows OFF, INFO and DETAIL, and cannot be imported."
+                else "torch accepts only OFF, INFO and DETAIL, and cannot be imported."
             ),
             "The run would not be the one that was proved and measured, or would not start.",
             "unset TORCH_DISTRIBUTED_DEBUG",
@@ -71,7 +71,7 @@ def _set_variables(environ: Mapping[str, str], recipe: Recipe | None) -> Iterato
         )
     for name, effect in _LEFT.items():
         value = environ.get(name, "")
-        # TF32 is switched off by 0: any value overrides.
+        # 0 switches TF32 off: any value is an override.
         unset = not value if name == "NVIDIA_TF32_OVERRIDE" else value.lower() in _OFF
         if not unset and name not in wanted:
             yield CppmegaError(

@@ -1,6 +1,6 @@
 """The DSA backend that the launch names supports its sizes.
 
-Megatron's fused backends decline a shape with no more than a debug message, and the unfused path
+Megatron's fused backends decline a shape with only a debug message, and the unfused path
 then holds `[batch, heads, seq, seq]` scores in fp32.
 """
 
@@ -102,7 +102,7 @@ def _declined(backend: str, args: Namespace, context: Context) -> Iterator[Cppme
 def _sizes(
     backend: str, args: Namespace, context: Context, instead: Sequence[str]
 ) -> Iterator[str]:
-    """The sizes of the attention that a backend declines.
+    """The attention sizes that a backend declines.
 
     Args:
         instead: pages that attend at all sizes and are not in the code.

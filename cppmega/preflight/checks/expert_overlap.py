@@ -1,4 +1,4 @@
-"""Overlapped expert communication is asked for where Megatron has a schedule for it."""
+"""Overlapped expert communication is only requested where Megatron has a schedule for it."""
 
 from __future__ import annotations
 

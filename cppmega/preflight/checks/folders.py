@@ -32,7 +32,7 @@ def check(context: Context) -> str:
     refuse(_unusable_folders(context, usable))
     if not usable:
         return "the run writes nowhere"
-    short = _too_little_for_all(context)
+    short = _room_remark(context)
     return Remark(", ".join([*usable, short])) if short else ", ".join(usable)
 
 
@@ -47,12 +47,12 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
         )
     for purpose, folder, room in _written_folders(context):
         there = nearest(folder)
-        if not there.is_dir() or not _takes_files(there):
+        if not there.is_dir() or not _can_create_files(there):
             yield CppmegaError(
                 "folder-not-writable",
                 f"{folder} ({purpose}) cannot be created or written to: {there} is "
                 f"{'read-only for this user' if there.is_dir() else 'a file'}.",
-                "The run would end when it first writes there, perhaps after hours.",
+                "The run would fail when it first writes there, perhaps after hours.",
                 "--runs FOLDER, or export CPPMEGA_RUNS=FOLDER"
                 if purpose == "run folder"
                 else f"another folder for {purpose}, or fix its permissions",
@@ -62,9 +62,10 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
         if free < room:
             yield CppmegaError(
                 "disk-full",
-                f"{folder} ({purpose}) lies on a disk with {gib(free)} free; it needs {gib(room)}.",
+                f"{folder} ({purpose}) is on a disk with {gib(free)} free; it needs {gib(room)}.",
                 "A checkpoint that is cut off cannot be loaded.",
-                "another disk, or remove what is no longer needed (never a checkpoint unseen)",
+                "another disk, or remove what is no longer needed (never a checkpoint without "
+                "inspecting it)",
             )
         usable.append(f"{purpose} {folder} ({gib(free)} free)")
 
@@ -94,10 +95,10 @@ def _checkpoint(context: Context, recipe: Recipe) -> int:
     return checkpoint_bytes(recipe, optimizer=not bare)
 
 
-def _too_little_for_all(context: Context) -> str:
-    """What to say of a disk that has room for a checkpoint, but not for all; empty: nothing.
+def _room_remark(context: Context) -> str:
+    """A remark on a disk that has room for one checkpoint, but not for all; empty: no remark.
 
-    Where some are kept, there is one more for a moment: the oldest goes when the newest is
+    Where some are kept, there is temporarily one more: the oldest is removed once the newest is
     complete.
     """
     recipe = context.recipe
@@ -116,7 +117,7 @@ def _too_little_for_all(context: Context) -> str:
     weights = gib(checkpoint_bytes(recipe, optimizer=False))
     why = "one more than is kept" if kept else "--set keep_checkpoints=1 removes old ones"
     return (
-        f"room for {room} of the {needed} checkpoints that will be there at once ({why}), each of "
+        f"room for {room} of the {needed} checkpoints that will exist at once ({why}), each of "
         f"{gib(one)}, of which {weights} are weights"
     )
 
@@ -139,7 +140,7 @@ def _caches(environ: Mapping[str, str]) -> Iterator[tuple[str, Path, int]]:
     yield "temporary files", Path(environ.get("TMPDIR") or "/tmp"), _LOG
 
 
-def _takes_files(folder: Path) -> bool:
+def _can_create_files(folder: Path) -> bool:
     """Whether a file can be created: permissions do not show a read-only mount or a quota."""
     try:
         with tempfile.TemporaryFile(dir=folder):

@@ -52,7 +52,7 @@ def _foreign_files(context: Context, unverified: list[str]) -> Iterator[CppmegaE
     for path in _paths(context):
         data = tree.read(path)
         if data is None:
-            yield _gone(context, path)
+            yield _missing_file(context, path)
         elif tree.vouched(path):
             continue
         elif path in context.accepted:
@@ -67,7 +67,7 @@ def _foreign_files(context: Context, unverified: list[str]) -> Iterator[CppmegaE
             unverified.append(path)
 
 
-def _gone(context: Context, path: str) -> CppmegaError:
+def _missing_file(context: Context, path: str) -> CppmegaError:
     who = "its edit was accepted" if path in context.accepted else "upstream has it"
     return CppmegaError(
         "file-gone",

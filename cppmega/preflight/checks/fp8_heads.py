@@ -1,4 +1,4 @@
-"""FP8 attention has a multiple of eight heads on a rank."""
+"""FP8 attention has a multiple of eight heads per rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def check(context: Context) -> str:
     """
     args = context.megatron_args
     if not getattr(args, "fp8", None):
-        raise NotApplicable("nothing is FP8")
+        raise NotApplicable("FP8 is not used")
     heads = args.num_attention_heads // args.tensor_model_parallel_size
     if heads % 8:
         raise CppmegaError(
             "fp8-heads",
-            f"FP8 with {heads} attention heads on a rank, which is not a multiple of 8.",
-            "Transformer Engine refuses such matrices, or pads them, which is slower.",
+            f"FP8 with {heads} attention heads per rank, which is not a multiple of 8.",
+            "Transformer Engine refuses such matrices, or pads them, which is slow.",
             "--bf16 without --fp8-format, or another number of heads",
         )
     return f"{heads} heads on a rank"

@@ -21,7 +21,7 @@ def check(context: Context) -> str:
     """
     devices = context.devices
     if context.recipe is None and not devices.found:
-        raise NotApplicable("torch finds no GPU, and no recipe asks for one")
+        raise NotApplicable("torch finds no GPU, and no recipe needs one")
     refuse(_unfit_gpus(context, devices))
     one = smallest(devices.found)
     return f"{len(devices.found)} x {one.name} ({one.architecture}, {gib(one.total)})"
@@ -44,7 +44,7 @@ def _unfit_gpus(context: Context, devices: Devices) -> Iterator[CppmegaError]:
         yield CppmegaError(
             "unlike-gpus",
             f"The GPUs differ: {', '.join(sorted(name for name, _ in kinds))}.",
-            "Every step waits for the slowest, and kernels are chosen by the first.",
+            "Every step waits for the slowest, and kernels are chosen for the first.",
             "export CUDA_VISIBLE_DEVICES with the equal ones",
         )
     for architecture in sorted(devices.architectures):

@@ -49,15 +49,15 @@ def check(context: Context) -> str:
 
 
 def _single_host(name: str, *, launched: bool) -> Remark:
-    """One host, at whose name torchrun lets the ranks meet by default."""
+    """One host, whose name is torchrun's default rendezvous address."""
     if _address(name) is not None:
         raise NotApplicable("one host trains")
     lacking = f"this host is called {name}, and that name has no address"
     if launched:
         return Remark(f"{lacking}: the ranks meet at 127.0.0.1")
     return Remark(
-        f"{lacking}. cppmega launch lets the ranks meet at 127.0.0.1; under torchrun they wait for "
-        f"each other forever: torchrun --local-addr 127.0.0.1, or add {name} to /etc/hosts"
+        f"{lacking}. cppmega launch makes the ranks meet at 127.0.0.1; under torchrun they wait "
+        f"for each other forever: torchrun --local-addr 127.0.0.1, or add {name} to /etc/hosts"
     )
 
 

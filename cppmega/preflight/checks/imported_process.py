@@ -14,7 +14,7 @@ AFTER: tuple[str, ...] = (
     *("one_root", "shadowing", "receipt_whole", "patched_files", "foreign_edits", "patches"),
     *("variables", "debug_variables", "network"),
 )
-"""Each of these names its own reason for a broken import, which is then reported once."""
+"""Each of these reports its own reason for a broken import, so that it is reported only once."""
 
 
 def check(context: Context) -> str:
@@ -27,4 +27,4 @@ def check(context: Context) -> str:
     root = context.session.read_tree().root
     interpreter.require_torch(root, "cppmega preflight", or_below=True)
     refuse(problem.as_error() for problem in context.process.problems)
-    return f"a process of its own imports {context.process.imported}"
+    return f"a separate process imports {context.process.imported}"

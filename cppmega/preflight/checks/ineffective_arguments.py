@@ -1,6 +1,6 @@
 """Every argument on the line has an effect.
 
-Megatron silently accepts many arguments that only count together with another one: months of
+Megatron silently accepts many arguments that only take effect together with another one: months of
 "CUDA graph" measurements had no CUDA graph in them.
 """
 
@@ -66,7 +66,7 @@ _IDLE = (
     Idle(
         ("--fp8-recipe", "--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"),
         _without("fp8"),
-        "nothing is FP8 without --fp8-format",
+        "FP8 is not used without --fp8-format",
     ),
     Idle(
         ("--dsa-kernel-backend", "--dsa-indexer-topk"),
@@ -137,7 +137,7 @@ _IDLE = (
 
 
 def check(context: Context) -> str:
-    """Compare the words of the line with the parsed arguments.
+    """Compare the arguments on the line with the parsed ones.
 
     Raises:
         CppmegaError: `argument-without-effect`.
@@ -146,7 +146,7 @@ def check(context: Context) -> str:
     refuse(
         CppmegaError(
             "argument-without-effect",
-            f"{', '.join(flag for flag in idle.flags if line.has(flag))} does nothing here: "
+            f"{', '.join(flag for flag in idle.flags if line.has(flag))} has no effect here: "
             f"{idle.reason}.",
             "The run would be mistaken for one that has it.",
             "leave it out, or add the argument that it needs",

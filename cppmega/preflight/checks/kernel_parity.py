@@ -27,11 +27,11 @@ SMALL = {"sm_120", "sm_121"}
 
 
 def check(context: Context) -> str:
-    """Run every kernel and its reference in a process of its own.
+    """Run every kernel and its reference in a separate process.
 
     Raises:
         CppmegaError: `kernel-differs`, `shared-memory-too-large`.
-        NotApplicable: there is no GPU, or `--deep` was not asked for.
+        NotApplicable: there is no GPU, or `--deep` was not requested.
     """
     devices = context.devices
     if not devices.found:
@@ -45,7 +45,7 @@ def check(context: Context) -> str:
 
 
 def attention(context: Context) -> SparseAttention | None:
-    """The sizes of DSA's attention on a rank; None if the recipe wants no page with kernels for it.
+    """The sizes of DSA's attention on a rank; None if the recipe needs no page with kernels for it.
 
     Raises:
         CppmegaError: `bad-wanted-by`, or what reading the version raises.
@@ -72,7 +72,7 @@ def wrong_kernels(answer: ParityAnswer, architectures: set[str]) -> Iterator[Cpp
             yield CppmegaError(
                 "kernel-differs",
                 f"{one.kernel}: {one.why or f'compared to the reference, the result is {far}.'}",
-                "Training with it would go wrong, slowly and without an error.",
+                "Training with it would go wrong gradually and without an error.",
                 "report it with the GPU, torch and triton; to train without it: "
                 "CPPMEGA_LINEAR_CE_KERNEL=reference, or cppmega revert the patch that calls it",
             )
@@ -82,6 +82,6 @@ def wrong_kernels(answer: ParityAnswer, architectures: set[str]) -> Iterator[Cpp
                 "shared-memory-too-large",
                 f"{compiled.kernel} was compiled for {compiled.bytes} bytes of shared memory; "
                 "a block has 101376 here.",
-                "It does not start on this GPU.",
+                "It cannot be launched on this GPU.",
                 "report it with the GPU, torch and triton",
             )

@@ -30,7 +30,7 @@ class Host:
     """The limits of a process on this host, and the memory that is free."""
 
     files: int
-    """Soft limit of open files, which nothing in a rank raises."""
+    """Soft limit of open files; no code in a rank raises it."""
     shared: int
     memory: int
     most_files: int = 2**31
@@ -64,13 +64,13 @@ def measure() -> Host:
     return Host(
         files,
         shared.f_bavail * shared.f_frsize,
-        min(psutil.virtual_memory().available, _left_in_container()),
+        min(psutil.virtual_memory().available, _left_in_cgroup()),
         most,
     )
 
 
 def shortages(host: Host, ranks: int) -> Iterator[CppmegaError]:
-    """Everything of which the host has too little for that many ranks."""
+    """Everything of which the host has too little for this number of ranks."""
     yield from _too_few_files(host, _FILES)
     if ranks > 1 and host.shared < _SHARED:
         yield CppmegaError(
@@ -108,7 +108,7 @@ def _too_few_files(host: Host, needed: int) -> Iterator[CppmegaError]:
     )
 
 
-def _left_in_container() -> int:
+def _left_in_cgroup() -> int:
     """Bytes below the limit of our cgroup; a very large number where it has none."""
     group = Path("/sys/fs/cgroup")
     try:

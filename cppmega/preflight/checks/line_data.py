@@ -93,7 +93,7 @@ def _is_indexed(name: str, args: Mapping[str, Any]) -> bool:
 
 
 def _vocab_size(args: Mapping[str, Any]) -> int | None:
-    """The vocabulary that the line names; None: only a rank's tokenizer knows it."""
+    """The vocabulary that the line names; None: only a rank's tokenizer determines it."""
     size = args.get("vocab_size")
     if not isinstance(size, int):
         return None

@@ -1,7 +1,7 @@
-"""The fused kernels of mHC, where a launch asks for them, can do its streams on this GPU.
+"""The fused mHC kernels, where a launch asks for them, support its streams on this GPU.
 
-A run whose kernels cannot run stops when its model is built, on every rank. What stops it is known
-before: the number and the width of the streams, the GPU, and whether Triton is installed.
+A run whose kernels cannot run stops when its model is built, on every rank. What decides it is
+known before: the number and the width of the streams, the GPU, and whether Triton is installed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from cppmega.preflight.messages import ConnectionsAnswer, ConnectionsOrder
 
 AFTER: tuple[str, ...] = ("gpus", "line_parses")
 DEV = "hyper_connections"
-"""What dev calls mHC in its options; it has `num_residual_streams`, too."""
+"""The branch dev's name for mHC in its options; it also has `num_residual_streams`."""
 
 
 def check(context: Context) -> str:
-    """Ask the ops in a process of its own.
+    """Ask the ops in a separate process.
 
     Raises:
         CppmegaError: `mhc-kernels-decline`.
@@ -33,7 +33,7 @@ def check(context: Context) -> str:
     if not getattr(args, "use_fused_mhc", False):
         raise NotApplicable("the hyper-connections are not fused")
     if not context.devices.found:
-        raise NotApplicable("torch finds no GPU, and no recipe asks for one")
+        raise NotApplicable("torch finds no GPU, and no recipe needs one")
     streams = getattr(args, "mhc_num_residual_streams", None) or args.num_residual_streams
     width = args.hidden_size
     order = ConnectionsOrder(device="cuda", dtype=_dtype(args), streams=streams, width=width)
@@ -42,7 +42,7 @@ def check(context: Context) -> str:
     if why is not None:
         raise CppmegaError(
             "mhc-kernels-decline",
-            f"--use-fused-mhc, but the kernels cannot do {streams} streams of {width}: {why}.",
+            f"--use-fused-mhc, but the kernels do not support {streams} streams of {width}: {why}.",
             "Every rank would stop when it builds the model.",
             "--set use_fused_mhc=False (without a recipe, leave --use-fused-mhc out), or change "
             "what is named",

@@ -1,4 +1,4 @@
-"""Mock data is only used where the launch asks for it."""
+"""Mock data is used only if the launch requests it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network interfaces that variables name for NCCL and Gloo exist on this host."""
+"""The network interfaces that environment variables name for NCCL and Gloo exist on this host."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `package-missing`, `compiler-missing`, `wandb-not-logged-in`.
-        NotApplicable: nothing of Megatron's trainer is launched.
+        NotApplicable: Megatron's trainer is not launched.
     """
     line, recipe = context.launch_line, context.recipe
     if recipe is None:

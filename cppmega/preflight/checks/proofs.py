@@ -34,7 +34,7 @@ def _lacking_proofs(context: Context, done: list[Verdict]) -> Iterator[CppmegaEr
         yield CppmegaError(
             "proof-stale",
             f"{', '.join(stale)}: proved before they, or the overlay, were changed.",
-            "The proofs are of code that differs from what would train.",
+            "The proofs apply to code that differs from what would train.",
             "cppmega verify",
         )
     for verdict in done:
@@ -53,6 +53,6 @@ def _lacking_proofs(context: Context, done: list[Verdict]) -> Iterator[CppmegaEr
                 "proof-missing",
                 f"The recipe needs {verdict.name}, and it was never proved in this installation"
                 + (f" ({detail})." if detail else "."),
-                "A patch that is in a file may still do nothing.",
+                "A patch that is in the file may still do nothing.",
                 again,
             )

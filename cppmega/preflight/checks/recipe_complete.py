@@ -17,7 +17,7 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `recipe-not-complete`, `training-not-in-wheel`, `two-recipes`,
             `recipe-invalid`.
-        NotApplicable: no recipe is named, or it runs in a loop of its own.
+        NotApplicable: no recipe is named, or it runs in its own loop.
     """
     recipe = context.recipe
     if recipe is None:

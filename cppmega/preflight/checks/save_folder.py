@@ -1,4 +1,4 @@
-"""No other run writes its checkpoints where this one will, or left some there."""
+"""No other run writes, or has left, checkpoints where this one will save."""
 
 from __future__ import annotations
 

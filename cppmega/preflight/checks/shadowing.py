@@ -32,7 +32,7 @@ _ASKING = ("torch", "transformer_engine", "mamba_ssm", "liger_kernel", "tilelang
 """Installed packages whose optional imports count, in addition to those of the tree."""
 _MEGATRON = ("core", "training", "legacy", "rl")
 _HARMLESS = {"conftest", "docs", "examples", "scripts", "setup", "test", "tests"}
-"""Names that projects and careless packages have, and that nothing which trains imports."""
+"""Names that projects and careless packages use, and that no training code imports."""
 _OWN = PACKAGE.parent
 
 
@@ -43,7 +43,7 @@ def check(context: Context) -> str:
         CppmegaError: `shadowing-path`.
     """
     refuse(_shadowing_modules(context))
-    return f"megatron comes from {context.session.root} alone"
+    return f"megatron comes only from {context.session.root}"
 
 
 def _shadowing_modules(context: Context) -> Iterator[CppmegaError]:
@@ -71,7 +71,7 @@ def _shadowing_modules(context: Context) -> Iterator[CppmegaError]:
 def _shadowed(name: str, folder: Path) -> str:
     """The module that a name in a folder shadows; empty where it shadows none.
 
-    What a distribution installed into that folder is there on purpose.
+    Modules that a distribution installed into that folder are there on purpose.
     """
     if name in _HARMLESS or (name == "cppmega" and folder == _OWN) or _listed(name, folder):
         return ""
@@ -147,7 +147,7 @@ def _error(place: str, what: Path, instead_of: str) -> CppmegaError:
         "shadowing-path",
         f"{what} is found through {place} before {instead_of}.",
         "The code that was patched and proved would not be the code that trains.",
-        "start from another folder, or take it off PYTHONPATH"
+        "start from another folder, or remove it from PYTHONPATH"
         if place == "PYTHONPATH"
         else f"start from another folder, or move {what} away",
     )

@@ -1,7 +1,7 @@
 """On sm_120 and sm_121 every TileLang kernel that is imported merges its shared memory.
 
-A block has 99 KiB there. Our kernels, Megatron's and mamba_ssm's are checked; the flag must arrive
-with the value True, its presence is not enough.
+A block has 99 KiB there. Our kernels, Megatron's and mamba_ssm's are checked; the flag must have
+the value True when the kernel is built; its presence is not enough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AFTER: tuple[str, ...] = ("one_root", "gpus")
 
 
 def check(context: Context) -> str:
-    """Ask a process that records what each kernel is built with.
+    """Ask a process that records the pass configs of each kernel.
 
     Raises:
         CppmegaError: `shared-memory-flag`.
@@ -31,7 +31,8 @@ def check(context: Context) -> str:
     """
     architectures = context.devices.architectures
     if not architectures & SMALL:
-        raise NotApplicable(f"{', '.join(sorted(architectures)) or 'no GPU'} has enough of it")
+        found = ", ".join(sorted(architectures)) or "no GPU"
+        raise NotApplicable(f"{found} has enough shared memory")
     root = context.session.read_tree().root
     order = TilelangOrder(root=str(root), packages=[str(folder) for folder in _packages(root)])
     worker = "cppmega.preflight.workers.tilelang_kernels"
@@ -42,7 +43,7 @@ def check(context: Context) -> str:
             "shared-memory-flag",
             f"{kernel.path}:{kernel.line}: {kernel.name} is not built with "
             f"TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True ({kernel.reason}).",
-            "It may want more than the 99 KiB that a block has here, and does not start then.",
+            "It may need more than the 99 KiB that a block has here, and then cannot be launched.",
             command,
         )
         for kernel in kernels

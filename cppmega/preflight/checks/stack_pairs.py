@@ -40,8 +40,8 @@ def _conflicts() -> Iterator[CppmegaError]:
             f"{name} {stack.version(name)} demands {wanted.name}{wanted.specifier}; installed is "
             f"{found}.",
             "Kernels built for one do not compile, or compute something else, with the other.",
-            f"pip install '{wanted.name}{wanted.specifier}', or take {name} out of this "
-            "environment if the run does not need it",
+            f"pip install '{wanted.name}{wanted.specifier}', or uninstall {name} if the run does "
+            "not need it",
         )
 
 

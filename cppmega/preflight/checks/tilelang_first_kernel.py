@@ -2,9 +2,9 @@
 
 Mamba-3's MIMO kernel did on a GB10 (https://github.com/tile-ai/tilelang/issues/3071), without an
 error: every rank compiles its kernels in its own order, so that some train and others do not. The
-reporter could not repeat it after an update of system and driver, and no release of TileLang is
-known to have or to lack it. So the kernel is run, in a process of its own and without TileLang's
-cache, where a GPU of that kind and the kernel are present. This is a sample, and no proof for other
+reporter could not repeat it after a system and driver update, and it is not known which releases of
+TileLang have it. So the kernel is run, in a separate process and without TileLang's cache, where
+a GPU of that kind and the kernel are present. This is a spot check, and proves nothing about other
 kernels and shapes.
 """
 
@@ -25,7 +25,7 @@ AFTER: tuple[str, ...] = ("gpus",)
 
 
 def check(context: Context) -> str:
-    """Compile and run the kernel in a process of its own.
+    """Compile and run the kernel in a separate process.
 
     Raises:
         CppmegaError: `tilelang-first-kernel`.

@@ -1,6 +1,6 @@
-"""Every `CPPMEGA_*` variable that is set is known, and none is left from another run.
+"""Every `CPPMEGA_*` variable that is set is known, and none is left over from another run.
 
-Nor is this the environment of a rank.
+The environment is not that of a rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _wrong_variables(context: Context) -> Iterator[CppmegaError]:
         if context.environ.get(name):
             yield CppmegaError(
                 "leftover-variable",
-                f"{name}={context.environ[name]} is left in this environment from another run.",
+                f"{name}={context.environ[name]} is left over from another run.",
                 "Processes would use the tree, the digest and the gates of that run.",
                 f"unset {name}",
             )

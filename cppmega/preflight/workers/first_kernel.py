@@ -1,4 +1,4 @@
-"""Run Mamba-3's TileLang kernel as the first one that a process compiles.
+"""Run Mamba-3's TileLang kernel as the first kernel that a process compiles.
 
 The shape is that of the report: 35 tokens and four ranks. TileLang's cache is another folder, so
 that the kernel is compiled here.
@@ -15,7 +15,7 @@ _TOKENS, _WIDTH = 35, 256
 
 
 def inspect(order: FirstKernelOrder) -> FirstKernelAnswer:
-    """Compute one layer and look at its largest value."""
+    """Compute one layer and inspect its largest value."""
     import torch
 
     try:

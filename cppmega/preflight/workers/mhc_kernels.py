@@ -1,4 +1,4 @@
-"""Ask the kernels of mHC what they cannot do, in a process that may import torch."""
+"""Ask the mHC kernels for the reason why they cannot run, in a process that may import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cppmega.preflight.messages import ConnectionsAnswer, ConnectionsOrder
 
 
 def inspect(order: ConnectionsOrder) -> ConnectionsAnswer:
-    """What the ops themselves say when a model is built."""
+    """The reason that the ops themselves report when a model is built."""
     import torch
 
     from cppmega.ops import mhc

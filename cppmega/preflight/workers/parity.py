@@ -1,6 +1,6 @@
 """Compare each of our fused kernels with its plain reference, on the GPU that will train.
 
-A process of `cppmega preflight --deep`. Shapes are small but cross a block in every direction; the
+A process of `cppmega preflight --deep`. Shapes are small but exceed a block in every dimension; the
 upstream gradient differs per row and is zero in some rows.
 """
 
@@ -117,7 +117,7 @@ def _indexer_prologue(device: str) -> float:
     def run(where: str) -> list[Any]:
         q, k, weights = leaves = [x.to(where).clone().requires_grad_() for x in made]
         rotary = op.Rotary(angles=torch.cat([angles, angles], -1).to(where))
-        _demand(where, op.obstacle(q, k, weights, rotary))
+        _refuse_declined(where, op.obstacle(q, k, weights, rotary))
         ready = op.prepare_index_inputs(q, k, weights, rotary)
         torch.autograd.backward(ready, [x.to(where) for x in made])
         return [*(x.detach() for x in ready), *(x.grad for x in leaves)]
@@ -138,7 +138,7 @@ def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
     def run(where: str) -> list[Any]:
         q, k, weights, query, key = (x.to(where).clone() for x in made)
         leaves = [x.requires_grad_() for x in (q, k, weights)]
-        _demand(where, op.obstacle(q, k))
+        _refuse_declined(where, op.obstacle(q, k))
         found = op.indexer_loss(q, k, weights, query, key, 64, loss).loss
         torch.autograd.backward(found, found.new_full((), 3.0))
         return [found.detach(), *(x.grad for x in leaves)]
@@ -175,7 +175,7 @@ def _attention(sizes: SparseAttention, device: str, *, repeatable: bool) -> floa
 
 
 def _shapes(sizes: SparseAttention) -> list[tuple[int, ...]]:
-    """Of queries, keys, the values where the keys do not hold them, and the output."""
+    """Shapes of queries, keys, the values unless the keys contain them, and the output."""
     queries, keys = (150, 2, sizes.heads), (150, 2, sizes.heads if sizes.key_per_head else 1)
     values = [(*keys, sizes.value_width)] if sizes.key_per_head else []
     return [(*queries, sizes.width), (*keys, sizes.width), *values, (*queries, sizes.value_width)]
@@ -185,7 +185,7 @@ def _attend(sizes: SparseAttention, inputs: list[Any], *, repeatable: bool) -> A
     from cppmega.ops import dsa_attention as op
 
     query, key, value = inputs if sizes.key_per_head else (*inputs, sizes.value_width)
-    _demand(query.device.type, op.obstacle(query, key, value))
+    _refuse_declined(query.device.type, op.obstacle(query, key, value))
     scale = 4 * sizes.width**-0.5  # of the halves that `_normal` gives
     chosen = _choices().to(query.device)
     return op.sparse_attention(query, key, value, chosen, scale, repeatable=repeatable)
@@ -195,13 +195,13 @@ def _attend_by_head(sizes: SparseAttention, inputs: list[Any], *, repeatable: bo
     """The same for one head after the other: the reference copies the chosen keys of each."""
     import torch
 
-    alone = [x.expand(-1, -1, sizes.heads, -1).split(1, 2) for x in inputs]
-    outs = [_attend(sizes, list(one), repeatable=repeatable) for one in zip(*alone, strict=True)]
+    per_head = [x.expand(-1, -1, sizes.heads, -1).split(1, 2) for x in inputs]
+    outs = [_attend(sizes, list(one), repeatable=repeatable) for one in zip(*per_head, strict=True)]
     return torch.cat(outs, 2)
 
 
 def _choices() -> Any:
-    """Keys of each query in any order, some of them behind it, with holes and a row of none."""
+    """Keys of each query in any order, some of them after it, with gaps and an empty row."""
     import torch
 
     chances = torch.rand(2, 150, 150, generator=torch.Generator().manual_seed(4))
@@ -215,11 +215,11 @@ def _normal(*shapes: tuple[int, ...]) -> list[Any]:
     import torch
 
     generator = torch.Generator().manual_seed(3)
-    # Large enough for a softmax that is not flat, small enough that no score is lost to rounding.
+    # Large enough that the softmax is not flat, small enough that no score is lost to rounding.
     return [torch.randn(shape, generator=generator).bfloat16() / 2 for shape in shapes]
 
 
-def _demand(device: str, obstacle: str | None) -> None:
+def _refuse_declined(device: str, obstacle: str | None) -> None:
     if device != "cpu" and obstacle is not None:
         raise ValueError(f"it is declined: {obstacle}")
 

@@ -1,4 +1,4 @@
-"""A process that is like a rank up to its first step; started by `cppmega.preflight.ask`.
+"""A process that behaves like a rank up to its first step; started by `cppmega.preflight.ask`.
 
 It imports what a rank imports, in the environment of the launch, compares it with the receipt, and
 gives the launch line to the installed version's own parser.
@@ -58,7 +58,7 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
             f"A training process would import megatron from {root}; the checks inspected "
             f"{order.expected}.",
             "The patched tree would not be the one that trains.",
-            "take the other folder off PYTHONPATH, or pass --megatron ROOT to both",
+            "remove the other folder from PYTHONPATH, or pass --megatron ROOT to both",
         )
     for module in _modules(root, held.receipt):
         try:
@@ -117,7 +117,7 @@ def _refuse_waiting(targets: list[str]) -> None:
 
 
 def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
-    """Put a line through the installed parser and its validation."""
+    """Run a line through the installed parser and its validation."""
     try:
         from megatron.training import arguments
     except ImportError as error:
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
 
 
 def _near(arguments: Any, argv: Sequence[str]) -> dict[str, str]:
-    """Flags that the parser does not know, each with the nearest one that it knows."""
+    """Flags unknown to the parser, each with the nearest known one."""
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = [flag for action in parser._actions for flag in action.option_strings]
     given = [word.partition("=")[0] for word in argv if word.startswith("--")]
@@ -167,7 +167,7 @@ def _invalid(arguments: Any, args: Any) -> str:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return str(error).strip() or f"it requires `{frame.line}`"
     except (Exception, SystemExit) as error:
-        # Not a refusal: validation wanted what only a rank has.
+        # Not a refusal: validation needed something that only a rank has.
         print(f"validate_args: {type(error).__name__}: {error}", file=sys.stderr)
     return ""
 

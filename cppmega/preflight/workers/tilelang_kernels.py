@@ -1,8 +1,8 @@
 """List the TileLang kernels of some packages, and whether each merges its shared memory.
 
 Every module that builds kernels is imported with a stand-in for TileLang, which records what a
-kernel is built with: the value that arrives counts, however it was written. Neither TileLang nor a
-GPU is needed. What no import builds counts as not merged, since nothing shows what it would be
+kernel is built with: the value passed counts, however it was written. Neither TileLang nor a GPU is
+needed. A kernel that no import builds counts as not merged, since nothing shows what it would be
 built with.
 """
 
@@ -82,13 +82,13 @@ class Recorder(MetaPathFinder, Loader):
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Find a package that is stood in for, or a module of one."""
+        """Find a package that has a stand-in, or a module of one."""
         if name.partition(".")[0] in self.absent:
             return ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec: ModuleSpec) -> Any:
-        """Create a stand-in that has whatever is asked of it."""
+        """Create a stand-in that has every attribute."""
         if spec.name == "tilelang":
             return self.tilelang
         if spec.name.startswith("tilelang."):  # as in `from tilelang.jit import jit`
@@ -96,7 +96,7 @@ class Recorder(MetaPathFinder, Loader):
         return MagicMock()
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the stand-in as it is."""
+        """Do nothing: the stand-in is complete."""
 
     def load(self, name: str) -> None:
         """Import a module, standing in for every package that it finds missing."""
@@ -200,7 +200,7 @@ def _unseen(path: Path, function: Function) -> TilelangKernel:
 
 
 def _named_builders(trees: Iterable[ast.Module]) -> set[str]:
-    """Names of functions and variables that hand something to a builder, in whatever file."""
+    """Names of functions and variables, in any file, that pass something to a builder."""
     every, names = list(trees), set[str]()
     while True:
         found = set(names)
@@ -216,7 +216,7 @@ def _named_builders(trees: Iterable[ast.Module]) -> set[str]:
 
 
 def _is_builder(value: ast.expr, refers: Callable[[ast.AST], bool]) -> bool:
-    """Whether a value is, or wraps, a builder: not the kernel that one has built."""
+    """Whether a value is, or wraps, a builder, as opposed to the kernel that one has built."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Call):
         return False
     if isinstance(value, ast.Call) and value.args and refers(value.func):
@@ -233,7 +233,7 @@ def _references(tree: ast.Module, names: set[str]) -> Callable[[ast.AST], bool]:
             modules |= {alias.asname or "tilelang" for alias in mine}
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if alias.name == "tilelang":  # handed on by a module that tries the import
+                if alias.name == "tilelang":  # passed on by a module that tries the import
                     modules.add(alias.asname or "tilelang")
                 elif (node.module or "").partition(".")[0] == "tilelang":
                     direct |= {alias.asname or alias.name} if alias.name in _BUILDERS else set()
