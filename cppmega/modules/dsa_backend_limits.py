@@ -90,8 +90,8 @@ def cannot_run(backend: str, limit: str) -> CppmegaError:
     return CppmegaError(
         "dsa-backend-cannot-run",
         f"The DSA backend {backend} cannot run {limit}.",
-        "Megatron would go on without it, with fp32 scores of all keys, in a run that is recorded "
-        "as fused.",
+        "Megatron would continue without it, with fp32 scores of all keys, in a run that is "
+        "recorded as fused.",
         "--dsa-kernel-backend none, with the patches dsa_attention_kernels and "
         "dsa_indexer_kernels, or a configuration within the limit",
     )

@@ -65,8 +65,8 @@ class _Recorder(UserDict[Any, Any]):
 
 
 class _ReadByGraphs(UserDict[Any, Any]):
-    """What other calls have kept, retained once read: a replayed graph reads the memory that it
-    read when it was captured."""
+    """What other calls have kept; a value read during a capture is never released, because the
+    replayed graph reads the same memory."""
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)

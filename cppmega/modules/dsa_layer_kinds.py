@@ -189,7 +189,7 @@ def check_stage(sources: Sources, stage: Sequence[int]) -> None:
         return
     needed = ", ".join(dict.fromkeys(str(sources[number]) for number in alone))
     nowhere = {sources[number] for number in alone} - set(sources)
-    where = "which is no DSA layer" if nowhere else "which another pipeline stage has"
+    where = "which is not a DSA layer" if nowhere else "which another pipeline stage has"
     raise CppmegaError(
         "dsa-index-share-stage",
         f"The DSA layers {', '.join(map(str, alone))} are Shared and use the keys of layer "

@@ -97,7 +97,7 @@ def uses_sparse_loss(config: Any) -> bool:
     if _iteration is None:
         raise CppmegaError(
             "dsa-dense-loss-without-step",
-            "A DSA layer trains its indexer, and nobody has said which step this is.",
+            "A DSA layer trains its indexer, but the current step is not known.",
             f"The loss is dense in the first {steps} steps and sparse after them.",
             "call cppmega.modules.dsa_loss_schedule.begin_step(iteration) on every rank before "
             "each step, with the number of iterations done",
