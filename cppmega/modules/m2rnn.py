@@ -101,11 +101,11 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        drawn = 1 - torch.rand_like(self.A_log)  # above 0: its logarithm is finite
+        drawn = 1 - torch.rand_like(self.A_log)  # above 0, so its logarithm is finite
         self.A_log.copy_(torch.log(MOST_DECAY * drawn))
         low, high = math.log(LEAST_STEP), math.log(MOST_STEP)
         step = torch.exp(torch.empty_like(self.dt_bias).uniform_(low, high))
-        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus has this inverse
+        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
         self.transition.copy_(torch.eye(self.value_dim).expand_as(self.transition))
 
     def forward(
