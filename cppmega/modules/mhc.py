@@ -172,7 +172,7 @@ def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:
             "mhc-no-fused-kernel",
             f"--use-fused-mhc, but no fused kernel can run: {why}.",
             "The run would use the plain implementation instead of the one it requests.",
-            "leave --use-fused-mhc out, or change what is named",
+            "leave --use-fused-mhc out, or change the unsupported property",
         )
 
 
