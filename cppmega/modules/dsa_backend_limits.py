@@ -101,7 +101,7 @@ def limits(config: Any) -> Iterator[str]:
     """Yield what the backend named by a configuration cannot run of it, as parts of a sentence."""
     backend = config.dsa_kernel_backend
     if str(config.attention_backend).endswith("unfused"):
-        yield "with attention_backend=unfused, which asks no backend"
+        yield "with attention_backend=unfused, which uses no backend"
         return
     try:
         module = _dsa("dsa_kernels")._load_backend(config)

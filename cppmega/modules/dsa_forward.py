@@ -90,7 +90,7 @@ def _records() -> bool:
 
 
 def _captured_call() -> Forward | None:
-    """A forward for a layer that Megatron captures by itself; None outside of a capture."""
+    """A forward for a layer that Megatron captures by itself; None outside a capture."""
     graphs = sys.modules.get("megatron.core.transformer.cuda_graphs")
     return _CapturedForward() if graphs is not None and graphs.is_graph_capturing() else None
 

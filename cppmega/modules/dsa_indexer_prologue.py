@@ -119,7 +119,7 @@ def _layout(indexer: Any, width: int, mscale: float) -> _Layout:
         *(getattr(config, name, None) for name in options),
     )
     if key not in _LAYOUTS:
-        _LAYOUTS[key] = _ask_for_layout(indexer, width, mscale)
+        _LAYOUTS[key] = _probe_layout(indexer, width, mscale)
     layout = _LAYOUTS[key]
     if layout is None:
         raise _DeclinedError("_apply_rope computes no rotary embedding that the kernel has")
@@ -127,7 +127,7 @@ def _layout(indexer: Any, width: int, mscale: float) -> _Layout:
 
 
 @torch.no_grad()
-def _ask_for_layout(indexer: Any, width: int, mscale: float) -> _Layout | None:
+def _probe_layout(indexer: Any, width: int, mscale: float) -> _Layout | None:
     d = indexer.index_head_dim
     unit = torch.eye(d, device="cpu").view(1, 1, d, d)
     # All distinct: the two columns of a pair need different angles, too.

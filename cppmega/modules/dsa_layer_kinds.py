@@ -166,7 +166,7 @@ def _full(sources: Sources) -> str:
 def _unset(layers: int) -> CppmegaError:
     return CppmegaError(
         "dsa-index-share-unset",
-        f"{env.INDEX_CACHE.name}=1, and nothing says which DSA layers share keys.",
+        f"{env.INDEX_CACHE.name}=1, but nothing specifies which DSA layers share keys.",
         "Every layer would choose its own, as without it.",
         f"export {env.DSA_INDEX_PATTERN.name}={_example(layers)} (one letter per DSA layer), "
         "or --dsa-indexer-topk-freq and --dsa-indexer-skip-topk-offset (Megatron 0.19 and later), "

@@ -112,9 +112,9 @@ def uses_sparse_loss(config: Any) -> bool:
 def obstacles(config: Any) -> Iterator[CppmegaError]:
     """What in a model's configuration, or in Megatron's arguments, rules out the dense steps."""
     if not getattr(config, "dsa_indexer_loss_coeff", None):
-        yield _useless("The indexer has no loss: dsa_indexer_loss_coeff is 0.", _COEFFICIENT)
+        yield _ineffective("The indexer has no loss: dsa_indexer_loss_coeff is 0.", _COEFFICIENT)
     if not getattr(config, "dsa_indexer_use_sparse_loss", False):
-        yield _useless("The indexer's loss is dense in every step.", _SPARSE)
+        yield _ineffective("The indexer's loss is dense in every step.", _SPARSE)
     if _captures(config):
         yield CppmegaError(
             "dsa-dense-loss-in-graphs",
@@ -136,7 +136,7 @@ _COEFFICIENT = "--dsa-indexer-loss-coeff with a value above 0"
 _SPARSE = "--dsa-indexer-use-sparse-loss"
 
 
-def _useless(what: str, instead: str) -> CppmegaError:
+def _ineffective(what: str, instead: str) -> CppmegaError:
     return CppmegaError(
         "dsa-dense-loss-changes-nothing",
         f"{GATE} is on. {what}",

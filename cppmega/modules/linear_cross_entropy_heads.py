@@ -202,10 +202,10 @@ def _obstacle(
             return f"{getattr(hook, '__qualname__', hook)} of distillation reads them"
     if _method(compute_language_model_loss) is not LanguageModule.compute_language_model_loss:
         # Distillation replaces it with its own, which needs the logits.
-        return "the model has a loss of its own"
+        return "the model has its own loss"
     stock_scale = getattr(LanguageModule, "_scale_logits", None)
     if scale_logits is not None and _method(scale_logits) is not stock_scale:
-        return "the model scales its logits in a way of its own"
+        return "the model scales its logits in its own way"
     return layer.loss_obstacle(weight, runtime_gather_output)
 
 

@@ -79,22 +79,22 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         self.width = self.heads * self.value_dim
         self.convolved = 2 * self.key_dim + self.width
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        made: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
-        fp32 = made | {"dtype": torch.float32}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
+        fp32 = factory_kwargs | {"dtype": torch.float32}
         outer = (d_model, self.convolved + self.heads + self.width, self.width)
         with bf16_weights(config):
             self.in_proj, self.out_proj = projections(
                 config, submodules, outer, self.tp_group, name
             )
         self.conv1d = torch.nn.Conv1d(
-            self.convolved, self.convolved, sizes.conv, groups=self.convolved, **made
+            self.convolved, self.convolved, sizes.conv, groups=self.convolved, **factory_kwargs
         )
         self.A_log = torch.nn.Parameter(torch.empty(self.heads, **fp32))
         self.dt_bias = torch.nn.Parameter(torch.empty(self.heads, **fp32))
         square = (self.heads, self.value_dim, self.value_dim)
-        self.transition = torch.nn.Parameter(torch.empty(square, **made))
-        self.D = torch.nn.Parameter(torch.ones(self.width, **made))
-        self.norm = torch.nn.RMSNorm(self.width, eps=config.layernorm_epsilon, **made)
+        self.transition = torch.nn.Parameter(torch.empty(square, **factory_kwargs))
+        self.D = torch.nn.Parameter(torch.ones(self.width, **factory_kwargs))
+        self.norm = torch.nn.RMSNorm(self.width, eps=config.layernorm_epsilon, **factory_kwargs)
         if config.perform_initialization:
             self._initialize()
         keep_fp32(self, config, ("A_log", "dt_bias"))

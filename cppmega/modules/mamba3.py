@@ -92,12 +92,12 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         own = slice(self.tp_group.rank() * self.heads, (self.tp_group.rank() + 1) * self.heads)
 
         def parameter(name: str, value: Tensor) -> None:
-            made = nn.Parameter(value.to(device).contiguous())
+            created = nn.Parameter(value.to(device).contiguous())
             if name in DIVIDED:
-                made.tensor_model_parallel = True  # type: ignore[attr-defined]
-                made.partition_dim = 0  # type: ignore[attr-defined]
-                made.partition_stride = 1  # type: ignore[attr-defined]
-            setattr(self, name, made)
+                created.tensor_model_parallel = True  # type: ignore[attr-defined]
+                created.partition_dim = 0  # type: ignore[attr-defined]
+                created.partition_stride = 1  # type: ignore[attr-defined]
+            setattr(self, name, created)
 
         angles = torch.empty(sizes.angles, d_model, dtype=config.params_dtype)
         if config.perform_initialization:
@@ -182,8 +182,8 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
             return self._summed(angles)
         # Each rank projects its own tokens, so its weight has only part of the gradient, too.
         angles = functional.linear(hidden_states, self._summed(self.angle_proj))
-        whole: Tensor = mappings.gather_from_sequence_parallel_region(angles, group=group)
-        return whole
+        gathered: Tensor = mappings.gather_from_sequence_parallel_region(angles, group=group)
+        return gathered
 
     def _summed(self, tensor: Tensor) -> Tensor:
         """The same tensor, with its gradient summed over the tensor-parallel ranks."""

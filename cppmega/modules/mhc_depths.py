@@ -69,8 +69,8 @@ def joined(depth: Any, streams: Tensor, decoder_input: Tensor) -> Tensor:
     embedded, _ = depth.e_proj(apply_module(depth.enorm)(decoder_input))
     count = depth.config.mhc_num_residual_streams
     # Fold the streams into the batch: Megatron's linear layers take three axes.
-    apart = mhc.split(streams, count).flatten(1, 2)
-    projected, _ = depth.h_proj(apply_module(depth.hnorm)(apart))
+    folded = mhc.split(streams, count).flatten(1, 2)
+    projected, _ = depth.h_proj(apply_module(depth.hnorm)(folded))
     begun: Tensor = gather_from_tensor_model_parallel_region(
         embedded.unsqueeze(-2) + projected.unflatten(1, (-1, count)), group=depth.tp_group
     ).flatten(-2)

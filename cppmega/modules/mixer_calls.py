@@ -58,7 +58,7 @@ def refuse_inference(*contexts: Any) -> None:
             "mixer-no-inference",
             "A Mamba-3 or M2RNN layer was called with inference caches.",
             "The mixers start every sequence from zero states; earlier tokens would be forgotten.",
-            "evaluate whole sequences, as the trainer does",
+            "evaluate complete sequences, as the trainer does",
         )
 
 

@@ -36,7 +36,7 @@ dv is 1.4 times.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_of_program(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sequence, head and tile of a program; the tiles of a head share its rows in L2."""
     tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if reverse:  # the longest first
@@ -76,7 +76,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,
 ):  # fmt: skip
     """The output of a tile of one head's queries, and the log2 of the sums of exponentials."""
-    b, head, tile = _place(HEADS, tiles, True)
+    b, head, tile = _tile_of_program(HEADS, tiles, True)
     near = tile * QUERIES + tl.arange(0, QUERIES)
     row = q0 + near
     inside = row < sq
@@ -135,7 +135,7 @@ def _query_kernel(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, DS_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dq and delta of a tile of one head's queries."""
-    b, head, tile = _place(HEADS, tiles, True)
+    b, head, tile = _tile_of_program(HEADS, tiles, True)
     near = tile * QUERIES + tl.arange(0, QUERIES)
     row = q0 + near
     inside = row < sq
@@ -193,7 +193,7 @@ def _key_kernel(  # type: ignore[no-untyped-def]
     DS_TERMS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of one head's keys, with products keys by queries."""
-    b, head, tile = _place(HEADS, tiles, False)
+    b, head, tile = _tile_of_program(HEADS, tiles, False)
     lane = tile * KEYS + tl.arange(0, KEYS)
     inside = lane < sk
     query += b * q_batch + head * q_head
@@ -345,9 +345,9 @@ class Gradients:
     def _shares(self, tensor: Tensor, several: bool) -> Tensor:
         """Allocate the gradient of keys by head, in fp32 if several parts add to it."""
         sk, batch, heads, width = tensor.shape
-        whole = heads == self.heads.heads and not several
+        is_final = heads == self.heads.heads and not several
         shape = (sk, batch, self.heads.heads, width)
-        return tensor.new_empty(shape, dtype=tensor.dtype if whole else torch.float32)
+        return tensor.new_empty(shape, dtype=tensor.dtype if is_final else torch.float32)
 
     def write(self, bits: Bits) -> None:
         """Write the part's rows of dq, and add its contribution to dk and dv."""
@@ -382,9 +382,9 @@ class Gradients:
 
     def of_keys_and_values(self) -> tuple[Tensor, Tensor]:
         """dk and dv, after the last part."""
-        return self._whole(self.dk, self.heads.key), self._whole(self.dv, self.heads.value)
+        return self._combined(self.dk, self.heads.key), self._combined(self.dv, self.heads.value)
 
-    def _whole(self, shares: Tensor, tensor: Tensor) -> Tensor:
+    def _combined(self, shares: Tensor, tensor: Tensor) -> Tensor:
         if shares.size(2) == tensor.size(2):
             return shares.to(tensor.dtype)
         out = tensor.new_empty(tensor.shape)

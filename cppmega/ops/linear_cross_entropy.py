@@ -326,7 +326,7 @@ def _those_that_count(counts: Tensor, most: int, caller: str) -> Tensor:
     """`[R]` int64: the rows that count, in order, padded to complete tiles with other rows."""
     torch._assert_async(
         counts.sum() <= most,
-        f"{caller}: more tokens count than counted_tokens={most} says; they would have no loss",
+        f"{caller}: more tokens count than counted_tokens={most}; the others would have no loss",
     )
     computed = min(-(-most // _ROW_TILE) * _ROW_TILE, counts.shape[0])
     return counts.to(torch.uint8).argsort(descending=True, stable=True)[:computed]

@@ -77,12 +77,12 @@ def obstacle(device: torch.device, dtype: torch.dtype, n: int, width: int) -> st
         return f"there are {n} streams, not 1, 2, 4 or 8"
     if width < 8 or width % 8:
         return f"the width of {width} is not a multiple of 8"
-    why: str | None = _of_machine(str(device))
+    why: str | None = _device_obstacle(str(device))
     return why
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _of_machine(name: str) -> str | None:
+def _device_obstacle(name: str) -> str | None:
     """Why no kernel runs on a device; torch.compile evaluates this once, without tracing it."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
