@@ -112,7 +112,7 @@ def _layout(indexer: Any, width: int, mscale: float) -> _Layout:
     config = indexer.config
     function = getattr(indexer._apply_rope, "__func__", None)
     if function is None or getattr(config, "apply_rope_fusion", False):
-        raise _DeclinedError("_apply_rope is not the method of a class, or its fusion is on")
+        raise _DeclinedError("_apply_rope is not a method of a class, or its fusion is on")
     options = ("rotary_interleaved", "dsa_indexer_rope_interleaved", "multi_latent_attention")
     key = (
         *(function, indexer.index_head_dim, indexer.qk_pos_emb_head_dim, width, mscale),
@@ -122,7 +122,7 @@ def _layout(indexer: Any, width: int, mscale: float) -> _Layout:
         _LAYOUTS[key] = _probe_layout(indexer, width, mscale)
     layout = _LAYOUTS[key]
     if layout is None:
-        raise _DeclinedError("_apply_rope computes no rotary embedding that the kernel has")
+        raise _DeclinedError("_apply_rope computes no rotary embedding that the kernel supports")
     return layout
 
 

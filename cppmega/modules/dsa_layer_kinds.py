@@ -167,7 +167,7 @@ def _unset(layers: int) -> CppmegaError:
     return CppmegaError(
         "dsa-index-share-unset",
         f"{env.INDEX_CACHE.name}=1, but nothing specifies which DSA layers share keys.",
-        "Every layer would choose its own, as without it.",
+        "Every layer would choose its own keys, as if it were unset.",
         f"export {env.DSA_INDEX_PATTERN.name}={_example(layers)} (one letter per DSA layer), "
         "or --dsa-indexer-topk-freq and --dsa-indexer-skip-topk-offset (Megatron 0.19 and later), "
         f"or unset {env.INDEX_CACHE.name}",

@@ -140,7 +140,7 @@ def _ineffective(what: str, instead: str) -> CppmegaError:
     return CppmegaError(
         "dsa-dense-loss-changes-nothing",
         f"{GATE} is on. {what}",
-        "It would seem to be on, and no step would differ.",
+        "It would seem to be on, but no step would differ.",
         f"{instead}, or unset {GATE} and apply again",
     )
 

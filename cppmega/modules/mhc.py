@@ -258,6 +258,7 @@ def streams_of(hidden: Tensor) -> Tensor:
             "mhc-streams-lost",
             "An MTP depth received hidden states without the streams they were contracted from.",
             "Its input is what the decoder's last layer wrote to the streams.",
-            "train without --mtp-num-layers, or without what copies the hidden states in between",
+            "train without --mtp-num-layers, or without the code that copies the hidden states in "
+            "between",
         )
     return streams

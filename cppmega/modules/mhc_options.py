@@ -29,17 +29,17 @@ _ALONE = {
     "cpu_offloading": "the streams are not among what it offloads",
     "overlap_moe_expert_parallel_comm": "its schedule calls the parts of a layer, not the layer",
     "inference_fuse_tp_communication": "it adds a single residual inside its own kernel",
-    "heterogeneous_layers_config_path": "layers that lack a sub-layer were not tried",
-    "heterogeneous_block_specs": "layers that lack a sub-layer were not tried",
+    "heterogeneous_layers_config_path": "layers that lack a sub-layer have not been tested",
+    "heterogeneous_block_specs": "layers that lack a sub-layer have not been tested",
     "use_torch_fsdp2": "it shards parameters of one type together, but the mapping's stay fp32",
-    "use_megatron_fsdp": "it was not tried with parameters that stay fp32 in a bf16 model",
+    "use_megatron_fsdp": "it has not been tested with parameters that stay fp32 in a bf16 model",
     "use_precision_aware_optimizer": "it saves a copy of an fp32 parameter that it never updates",
-    "virtual_pipeline_model_parallel_size": "interleaved stages were not tried",
-    "num_layers_per_virtual_pipeline_stage": "interleaved stages were not tried",
-    "num_virtual_stages_per_pipeline_rank": "interleaved stages were not tried",
+    "virtual_pipeline_model_parallel_size": "interleaved stages have not been tested",
+    "num_layers_per_virtual_pipeline_stage": "interleaved stages have not been tested",
+    "num_virtual_stages_per_pipeline_rank": "interleaved stages have not been tested",
     "init_model_with_meta_device": "the mapping is initialized when the module is built",
-    "fp8": "it was not tried with layers in FP8",
-    "fp4": "it was not tried with layers in FP4",
+    "fp8": "it has not been tested with layers in FP8",
+    "fp4": "it has not been tested with layers in FP4",
     "mtp_detach_heads": "a depth reads the streams, not the hidden states that it detaches",
 }
 """Megatron options that cannot be combined with mHC, and why."""
@@ -101,7 +101,9 @@ def _layers(options: Any) -> Iterator[CppmegaError]:
             "--cuda-graph-impl", "The graphs of a layer take one stream, and a site has several."
         )
     if getattr(options, "context_parallel_size", 1) > 1:
-        yield _refusal("--context-parallel-size", "Sequences split over ranks were not tried.")
+        yield _refusal(
+            "--context-parallel-size", "Sequences split over ranks have not been tested."
+        )
     if recomputes(options) and "mlp" in _recomputed(options):
         yield _refusal(
             "--recompute-modules mlp", "Both would recompute the input of the sub-layer."

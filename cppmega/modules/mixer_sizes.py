@@ -112,7 +112,7 @@ def _general(args: Any) -> Iterator[CppmegaError]:
     if (has("context_parallel_size") or 1) > 1:
         yield _unsupported("context parallelism", "A state would miss the tokens of other ranks.")
     if has("use_megatron_fsdp") or has("use_torch_fsdp2"):
-        yield _unsupported("FSDP", "It was not tried with parameters that stay fp32.")
+        yield _unsupported("FSDP", "It has not been tested with parameters that stay fp32.")
     if has("use_mup"):
         yield _unsupported(
             "MuP", "How the mixers' learning rates scale with the width has not been derived."
@@ -122,7 +122,7 @@ def _general(args: Any) -> Iterator[CppmegaError]:
             "a model built on the meta device", "Their weights would not be initialized."
         )
     if has("fp32_residual_connection"):
-        yield _unsupported("--fp32-residual-connection", "It was not tried.")
+        yield _unsupported("--fp32-residual-connection", "It has not been tested.")
     graphs = has("cuda_graph_modules") or ()
     if "mamba" in [getattr(module, "name", module) for module in graphs]:
         yield _unsupported("CUDA graphs of mamba", "No capture of these mixers was tried.")
@@ -135,7 +135,7 @@ def _of_mamba3(sizes: Mamba3, args: Any) -> Iterator[CppmegaError]:
     if sizes.expand * hidden % sizes.head_dim or sizes.heads(hidden) % sizes.groups:
         yield CppmegaError(
             "mamba3-heads",
-            f"{sizes.expand} x {hidden} channels do not make heads of {sizes.head_dim} in "
+            f"{sizes.expand} x {hidden} channels cannot be split into heads of {sizes.head_dim} in "
             f"{sizes.groups} groups of equal size.",
             "Every group of keys and queries serves the same number of heads.",
             "another head_dim, expand or groups in the recipe's field mamba3",
