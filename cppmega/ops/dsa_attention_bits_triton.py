@@ -20,7 +20,7 @@ WHOLE = 128
 """Rows and columns of the bits are multiples of this, so that they are read without a mask."""
 
 CHUNK = 256
-"""Tiles of which a list is built at a time."""
+"""Candidate tiles that are examined at a time while a list is built."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
