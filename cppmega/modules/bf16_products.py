@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine that stay in bf16 inside of a model in FP8."""
+"""Transformer Engine layers that stay in bf16 inside an FP8 model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def bf16_weights(config: Any) -> AbstractContextManager[Any]:
-    """Build the layers inside with weights in the type of the parameters.
+    """Build the layers in the context with weights in the type of the parameters.
 
     Args:
-        config: Megatron's TransformerConfig; with `fp8_param`, layers around have FP8 weights.
+        config: Megatron's TransformerConfig; with `fp8_param`, the surrounding layers have FP8
+            weights.
     """
     if not (config.fp8 and config.fp8_param):
         return nullcontext()
@@ -20,16 +21,16 @@ def bf16_weights(config: Any) -> AbstractContextManager[Any]:
 
 
 def bf16_products(config: Any) -> AbstractContextManager[Any]:
-    """Run the layers inside without FP8; the one around them goes on afterwards.
+    """Run the layers in the context without FP8; the enclosing FP8 context resumes afterwards.
 
     Args:
-        config: Megatron's TransformerConfig; with `fp8`, layers around multiply in FP8.
+        config: Megatron's TransformerConfig; with `fp8`, the surrounding layers multiply in FP8.
     """
     if not config.fp8:
         return nullcontext()
     from megatron.core.fp8_utils import get_fp8_recipe
 
-    # With the recipe of the run: asked without one, Transformer Engine answers delayed scaling.
+    # Pass the run's recipe: without one, Transformer Engine reports delayed scaling.
     off: AbstractContextManager[Any] = _engine().fp8_autocast(
         enabled=False, fp8_recipe=get_fp8_recipe(config)
     )

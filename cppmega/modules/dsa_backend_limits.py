@@ -1,9 +1,10 @@
-"""What a DSA backend that a run names cannot do, as an error instead of Megatron's slow path.
+"""Refuse what the DSA backend named by a run cannot do, instead of taking Megatron's slow path.
 
-Megatron asks the backend in every call, and one that declines is a line at debug level: the run
-goes on with fp32 scores of all keys. What the configuration shows is refused when a layer is built;
-what only a call shows (an own mask, types, layouts) at the call. The pages `dsa_attention_kernels`
-and `dsa_indexer_kernels` serve calls for which TileLang is then not asked: those have no limit.
+Megatron asks the backend at every call. If it declines, only a debug-level line is logged, and the
+run continues with fp32 scores of all keys. Limits that the configuration shows are refused when a
+layer is built; those that only a call shows (a mask of its own, types, layouts) at the call. Calls
+that the pages `dsa_attention_kernels` and `dsa_indexer_kernels` serve do not reach TileLang, so
+they have no limit.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ VARIANT = "megatron.core.transformer.experimental_attention_variant"
 _ATTENTION, _INDEXER = "_cppmega_asks_backend", "_cppmega_serves"
 """Functions that the pages add to Megatron's `dsa`."""
 _RELEASED = 576, 512
-"""Widths of queries and values of TileLang's attention; Megatron compares with them in its hook."""
+"""Query and value widths of TileLang's attention; Megatron's hook compares with them."""
 _KEYS = 64
-"""Keys that TileLang's attention processes at a time; Megatron compares with it in its hook."""
+"""Keys that TileLang's attention processes at a time; Megatron's hook compares with it."""
 _INDEX_HEADS = 128
-"""Most heads of cppmega's indexer, and their greatest width."""
+"""Maximum number of heads of cppmega's indexer, and their maximum width."""
 
 
 def refuse_configuration(config: Any) -> None:
-    """Refuse a configuration with which the backend that it names cannot run.
+    """Refuse a configuration that the backend it names cannot run.
 
     Args:
         config: Megatron's configuration of the model.
@@ -40,18 +41,18 @@ def refuse_configuration(config: Any) -> None:
     Raises:
         CppmegaError: `dsa-backend-cannot-run`.
     """
-    backend = getattr(config, "dsa_kernel_backend", "none")  # not in a part of a configuration
+    backend = getattr(config, "dsa_kernel_backend", "none")  # absent from a partial configuration
     if backend != "none" and (found := list(limits(config))):
         raise cannot_run(backend, "; ".join(found))
 
 
 def refuse_call(config: Any, part: str, **tensors: Tensor | None) -> None:
-    """Refuse a call that the backend has declined, where Megatron would go on without it.
+    """Refuse a call that the backend has declined and that Megatron would run without it.
 
     Args:
         config: Megatron's configuration of the model.
-        part: of DSA, such as "the indexer".
-        tensors: what the backend was given, by name.
+        part: the part of DSA, such as "the indexer".
+        tensors: the tensors passed to the backend, by name.
 
     Raises:
         CppmegaError: `dsa-backend-cannot-run`.
@@ -71,8 +72,8 @@ def refuse_attention(config: Any, query: Tensor, key: Tensor, value: Tensor | in
     Args:
         config: Megatron's configuration of the model.
         query: `[sq, b, heads, d]`, or packed `[t, heads, d]`.
-        key: of the same form.
-        value: the same; or, absorbed, how many of the key's columns it is.
+        key: in the same layout.
+        value: likewise; or, absorbed, the number of the key's columns that form it.
 
     Raises:
         CppmegaError: `dsa-backend-cannot-run`.
@@ -85,22 +86,22 @@ def refuse_attention(config: Any, query: Tensor, key: Tensor, value: Tensor | in
 
 
 def cannot_run(backend: str, limit: str) -> CppmegaError:
-    """The error that names a limit."""
+    """Return the error that names a limit."""
     return CppmegaError(
         "dsa-backend-cannot-run",
         f"The DSA backend {backend} cannot run {limit}.",
-        "Megatron would go on without it, with fp32 scores of all keys, in a run that is recorded "
-        "as fused.",
+        "Megatron would continue without it, with fp32 scores of all keys, in a run that is "
+        "recorded as fused.",
         "--dsa-kernel-backend none, with the patches dsa_attention_kernels and "
         "dsa_indexer_kernels, or a configuration within the limit",
     )
 
 
 def limits(config: Any) -> Iterator[str]:
-    """What of a configuration the backend that it names cannot run."""
+    """Yield what the backend named by a configuration cannot run of it, as parts of a sentence."""
     backend = config.dsa_kernel_backend
     if str(config.attention_backend).endswith("unfused"):
-        yield "with attention_backend=unfused, which asks no backend"
+        yield "with attention_backend=unfused, which uses no backend"
         return
     try:
         module = _dsa("dsa_kernels")._load_backend(config)
@@ -172,7 +173,7 @@ def _of_cudnn(config: Any, module: ModuleType) -> Iterator[str]:
 
 
 def _widths(config: Any) -> tuple[int, int]:
-    """Of an absorbed query, and of its value."""
+    """The widths of an absorbed query and of its value."""
     latent = int(config.kv_lora_rank)
     return latent + int(config.qk_pos_emb_head_dim), latent
 

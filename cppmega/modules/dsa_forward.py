@@ -1,14 +1,14 @@
-"""What the DSA layers of one forward share, kept for its own recomputation.
+"""State that the DSA layers of one forward pass share, kept for the recomputation of that pass.
 
-A stack of layers opens a forward; its layers reach it with `current`. A checkpoint runs its
-function a second time in the backward, when another microbatch's forward may have come in between,
-and in a thread of autograd's: a function that is `bound` to its forward finds that one again. The
+A stack of layers opens a forward; its layers reach it with `current`. Activation checkpointing runs
+a function again in the backward, in an autograd thread, when the forward of another microbatch may
+have run in between; a function that is `bound` to its forward still finds the right one. The
 forward is released together with the last function that is bound to it: after its backward, or,
-where nothing is recomputed, as soon as its stack is done.
+where nothing is recomputed, as soon as its stack has finished.
 
-Megatron captures layers in CUDA graphs one by one, ahead of the steps that replay them, and calls
-no stack. It captures all layers of one microbatch's forward before those of the next, so what a
-layer needs is the latest that another has kept.
+Megatron captures layers in CUDA graphs one by one, before the steps that replay them, without
+calling the stack. It captures all layers of one microbatch's forward before those of the next, so
+the latest value that another layer kept is the one that a layer needs.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ class Forward:
 
     def __init__(self, earlier: Forward | None = None) -> None:
         self.earlier = earlier
-        """That of the MTP depth before this one, whose layers this one's may share with."""
+        """The forward of the previous MTP depth, with whose layers those of this one may share."""
 
     def holder(self, name: str) -> ChainMap[Any, Any]:
-        """An empty mapping to keep under a name; what earlier depths keep there is found, too."""
+        """Create an empty mapping to keep under a name; lookups also find what earlier depths
+        keep there."""
         kept: ChainMap[Any, Any] | None = getattr(self.earlier, name, None)
         return ChainMap({}) if kept is None else kept.new_child()
 
 
-class _OfCapture(Forward):
+class _CapturedForward(Forward):
     """One call of a layer that is warmed up or captured without its stack."""
 
     def holder(self, name: str) -> ChainMap[Any, Any]:
-        """A mapping that finds the latest of other calls, as it was when the layer was called."""
+        """A mapping that finds the latest values of other calls, as of the call of this layer."""
         latest = _latest.setdefault((name, _records()), {})
-        return ChainMap(_Noted(latest), _ReadByGraphs(latest))  # type: ignore[arg-type]
+        return ChainMap(_Recorder(latest), _ReadByGraphs(latest))  # type: ignore[arg-type]
 
 
-class _Noted(UserDict[Any, Any]):
-    """What a call keeps: it is the latest, too, for the calls that follow."""
+class _Recorder(UserDict[Any, Any]):
+    """What a call keeps, which also becomes the latest value for the calls that follow."""
 
     def __init__(self, latest: dict[Any, Any]) -> None:
         super().__init__()
@@ -64,7 +65,8 @@ class _Noted(UserDict[Any, Any]):
 
 
 class _ReadByGraphs(UserDict[Any, Any]):
-    """What other calls have kept; a replayed graph reads the memory that it read when captured."""
+    """What other calls have kept; a value read during a capture is never released, because the
+    replayed graph reads the same memory."""
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
@@ -74,23 +76,23 @@ class _ReadByGraphs(UserDict[Any, Any]):
 
 
 _latest: dict[tuple[str, bool], dict[Any, Any]] = {}
-"""What captured layers keep: by name, and whether it was recorded or computed.
+"""What captured layers keep, by name and by whether it was recorded in a graph or computed.
 
-A layer that is warmed up must not use what was recorded, which no graph has computed yet.
+A layer that is being warmed up must not use recorded values, which no graph has computed yet.
 """
 _read_by_graphs: list[Any] = []
-"""Never released, as a graph says nothing when it is deleted."""
+"""Never released, because the deletion of a graph cannot be observed."""
 
 
 def _records() -> bool:
-    """Whether what runs now is recorded in a CUDA graph."""
+    """Whether the current stream is being captured in a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _captured_call() -> Forward | None:
-    """A forward for a layer that Megatron captures alone, if it captures at all."""
+    """A forward for a layer that Megatron captures by itself; None outside a capture."""
     graphs = sys.modules.get("megatron.core.transformer.cuda_graphs")
-    return _OfCapture() if graphs is not None and graphs.is_graph_capturing() else None
+    return _CapturedForward() if graphs is not None and graphs.is_graph_capturing() else None
 
 
 _current: ContextVar[Forward | None] = ContextVar("_current", default=None)
@@ -107,7 +109,7 @@ def _inside(here: Forward) -> Iterator[None]:
 
 @contextmanager
 def forward() -> Iterator[Forward]:
-    """Open the forward of a stack; the stack of an MTP depth runs in that of its depth."""
+    """Open the forward of a stack; the stack of an MTP depth runs in the forward of its depth."""
     here = _current.get()
     if here is not None:
         yield here
@@ -119,13 +121,13 @@ def forward() -> Iterator[Forward]:
 
 
 class Depths:
-    """The MTP depths of one forward, one after another; the same layers may run in each."""
+    """The MTP depths of one forward, in sequence; the same layers may run in each."""
 
     def __init__(self) -> None:
         self._last: Forward | None = None
 
     def next(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Let a function run as the next depth, in a forward of its own."""
+        """Wrap a function so that it runs as the next depth, in its own forward."""
 
         def in_depth(*args: P.args, **kwargs: P.kwargs) -> R:
             self._last = Forward(self._last)
@@ -136,10 +138,10 @@ class Depths:
 
 
 def current() -> Forward:
-    """The forward that this code runs in; a call of a layer that is captured alone has its own.
+    """The forward in which this code runs; a call of a layer captured by itself has its own.
 
     Raises:
-        CppmegaError: `dsa-layer-outside-a-stack`: a layer is called without its stack.
+        CppmegaError: `dsa-layer-outside-a-stack`: a layer was called without its stack.
     """
     found = _current.get() or _captured_call()
     if found is None:
@@ -154,7 +156,8 @@ def current() -> Forward:
 
 
 def bound(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that runs now and again in the backward find this forward both times."""
+    """Wrap a function that runs now and again in the backward, so that both runs find this
+    forward."""
     here = _current.get() or _captured_call()
     if here is None:
         return function

@@ -1,7 +1,8 @@
 """Load checkpoints between models whose DSA layers share keys and models whose layers do not.
 
-Shared layers own no indexer. Weights that a checkpoint has for one are left out, which is said once
-by name. Indexers for which a checkpoint has no weights are an error: they would stay untrained.
+Shared layers have no indexer. Weights that a checkpoint has for one are skipped, with one warning
+that names them. Indexers for which a checkpoint has no weights are an error: they would remain
+untrained.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from cppmega.host import env
 
 _WEIGHT = re.compile(r"(.*)\.core_attention\.indexer\.")
 _STACKED = re.compile(r"(.*\.layers)\.(?!\d)")
-"""A tensor that holds a weight of every layer, as homogeneous models are saved."""
+"""A tensor that stacks one weight of all layers, as homogeneous models are saved."""
 
 
 def indexed_layers(names: Iterable[str]) -> list[str]:
-    """The attentions that have an indexer, in order; those of the optimizer do not count."""
+    """The attentions that have an indexer, in order; optimizer entries are ignored."""
     weights = (None if name.startswith("optimizer.") else _WEIGHT.match(name) for name in names)
     return list(dict.fromkeys(weight[1] for weight in weights if weight is not None))
 
 
 def compare(asked: Iterable[str], saved: Callable[[], Iterable[str]]) -> None:
-    """Compare the tensors that a rank asks of a distributed checkpoint with those in it.
+    """Compare the tensors that a rank requests from a distributed checkpoint with its contents.
 
     Args:
         asked: names of this rank's tensors.
@@ -40,17 +41,17 @@ def compare(asked: Iterable[str], saved: Callable[[], Iterable[str]]) -> None:
     if not mine:
         return
     held = indexed_layers(saved())
-    if lacking := [layer for layer in mine if layer not in held]:
-        raise not_saved(lacking, held)
+    if missing := [layer for layer in mine if layer not in held]:
+        raise not_saved(missing, held)
     shared = (layer for layer in held if layer not in mine)
-    _say_left_out([at for at in shared if any(name.startswith(f"{at}.") for name in asked)])
+    _warn_of_skipped([at for at in shared if any(name.startswith(f"{at}.") for name in asked)])
 
 
 def not_saved(layers: Iterable[str], held: Iterable[str]) -> CppmegaError:
     """The error for indexers that a checkpoint lacks.
 
     Args:
-        layers: the attentions whose indexer is lacking.
+        layers: the attentions whose indexer is missing.
         held: those whose indexer the checkpoint has.
     """
     stacked = any(_STACKED.match(f"{layer}.") for layer in held)
@@ -65,8 +66,8 @@ def not_saved(layers: Iterable[str], held: Iterable[str]) -> CppmegaError:
     )
 
 
-def _say_left_out(layers: list[str]) -> None:
-    if layers and _speaks():
+def _warn_of_skipped(layers: list[str]) -> None:
+    if layers and _warns_for_replicas():
         warnings.warn(
             f"dsa_index_share_checkpoints: the checkpoint's weights of the indexers of "
             f"{', '.join(layers)} are left out, because these layers share keys",
@@ -74,8 +75,8 @@ def _say_left_out(layers: list[str]) -> None:
         )
 
 
-def _speaks() -> bool:
-    """Whether this rank speaks for those that hold the same layers."""
+def _warns_for_replicas() -> bool:
+    """Whether this rank warns on behalf of all ranks that hold the same layers."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -85,35 +86,35 @@ def _speaks() -> bool:
 
 
 def watch_loading(stack: Any) -> None:
-    """Let `load_state_dict` of a stack of layers judge the indexers of its DSA layers."""
+    """Make `load_state_dict` of a stack of layers check the indexers of its DSA layers."""
     if getattr(stack.config, "experimental_attention_variant", None) == "dsa":
-        stack._register_load_state_dict_pre_hook(_judge, with_module=True)
+        stack._register_load_state_dict_pre_hook(_check_state, with_module=True)
 
 
 def _attentions(stack: Any) -> dict[str, Any]:
-    """The DSA layers of a stack by name."""
+    """The DSA layers of a stack, by name."""
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 
     return {name: part for name, part in stack.named_modules() if isinstance(part, DSAttention)}
 
 
-def _judge(stack: Any, state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Take the weights of Shared layers out of a state, and refuse a state that lacks others.
+def _check_state(stack: Any, state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Remove the indexer weights of Shared layers from a state, and refuse one that lacks others.
 
-    torch tells no hook whether the load is strict, and Megatron's loader repeats a strict load that
-    failed without strictness. So a state is refused if it has indexers and lacks some of ours: one
-    without any was saved without DSA, and is left to torch.
+    torch does not tell hooks whether the load is strict, and Megatron's loader repeats a failed
+    strict load without strictness. So a state is refused if it has indexers but lacks some of this
+    stack's; one without any was saved without DSA, and is left to torch.
     """
     held = indexed_layers(state)
-    lacking, left_out = [], []
+    missing, skipped = [], []
     for name, attention in _attentions(stack).items():
         layer = f"{prefix}{name}".removesuffix(".core_attention")
         if attention.indexer is not None:
-            lacking += [] if layer in held else [layer]
+            missing += [] if layer in held else [layer]
         elif layer in held:
-            left_out.append(layer)
+            skipped.append(layer)
             for key in [key for key in state if key.startswith(f"{layer}.core_attention.indexer.")]:
                 del state[key]
-    if lacking and held:
-        raise not_saved(lacking, held)
-    _say_left_out(left_out)
+    if missing and held:
+        raise not_saved(missing, held)
+    _warn_of_skipped(skipped)

@@ -1,12 +1,12 @@
-"""Which prologue Megatron's DSA indexer computes, in the terms of `cppmega.ops`.
+"""Determine which prologue Megatron's DSA indexer computes, in the terms of `cppmega.ops`.
 
-The page `dsa_indexer_prologue` asks `find_rotary` between the indexer's projections and its scores.
-Which columns `_apply_rope` turns, and how, differs between releases and between trees with and
-without the page `dsa_indexer_rope`; `rotate_activation` may be the package's or that of
-`dsa_hadamard_transform`. So both functions are asked: once each, with unit vectors, which also
-records that the run has passed through those pages. If one computes something else (a subclass, a
-mock), or the kernel declines, Megatron's own lines run, and a warning says why. On a CPU the
-reference stands in for the kernel.
+The page `dsa_indexer_prologue` calls `find_rotary` between the indexer's projections and its
+scores. Which columns `_apply_rope` rotates, and how, differs between releases and between trees
+with and without the page `dsa_indexer_rope`; `rotate_activation` may be the package's or that of
+`dsa_hadamard_transform`. Both functions are therefore probed, once each, with unit vectors, which
+also records that the run has passed through those pages. If one of them computes something else (a
+subclass, a mock), or the kernel declines, Megatron's own code runs, and a warning gives the reason.
+On a CPU the reference replaces the kernel.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from cppmega.ops.hadamard import walsh_hadamard
 
 
 class _DeclinedError(Exception):
-    """Why Megatron's lines must run, as half a sentence."""
+    """Why Megatron's own code must run, as a clause."""
 
 
 class _Layout(NamedTuple):
-    """What is turned in a head; the fields of `Rotary`."""
+    """What is rotated in a head; the fields of `Rotary`."""
 
     first: int
     gathered: bool
@@ -52,17 +52,17 @@ def find_rotary(
     rotate: Callable[[Tensor], Tensor] | None,
     documents: tuple[Tensor, Tensor] | None = None,
 ) -> Rotary | None:
-    """Return the rotary embedding for `prepare_index_inputs`, or None for Megatron's own lines.
+    """Return the rotary embedding for `prepare_index_inputs`, or None to run Megatron's own code.
 
     Args:
         indexer: a `DSAIndexer`.
-        q: `[s, b, heads, d]`, of its projection.
-        k: `[s, b, d]`, of its norm.
-        weights: `[s, b, heads]`, of its projection.
-        angles: what its `rotary_pos_emb` returned.
-        mscale: of YaRN.
+        q: `[s, b, heads, d]`, output of its projection.
+        k: `[s, b, d]`, output of its norm.
+        weights: `[s, b, heads]`, output of its projection.
+        angles: the result of its `rotary_pos_emb`.
+        mscale: YaRN's factor.
         rotate: `rotate_activation` of its module; None if the activations are not rotated.
-        documents: `cu_seqlens` of q and of k of a packed batch.
+        documents: `cu_seqlens` of q and of k in a packed batch.
     """
     try:
         rotary = _rotary(indexer, q, angles, mscale, documents)
@@ -108,29 +108,29 @@ def _rotary(
 
 
 def _layout(indexer: Any, width: int, mscale: float) -> _Layout:
-    """What the indexer's `_apply_rope` does with a head."""
+    """How the indexer's `_apply_rope` rotates a head."""
     config = indexer.config
     function = getattr(indexer._apply_rope, "__func__", None)
     if function is None or getattr(config, "apply_rope_fusion", False):
-        raise _DeclinedError("_apply_rope is not the method of a class, or its fusion is on")
+        raise _DeclinedError("_apply_rope is not a method of a class, or its fusion is on")
     options = ("rotary_interleaved", "dsa_indexer_rope_interleaved", "multi_latent_attention")
     key = (
         *(function, indexer.index_head_dim, indexer.qk_pos_emb_head_dim, width, mscale),
         *(getattr(config, name, None) for name in options),
     )
     if key not in _LAYOUTS:
-        _LAYOUTS[key] = _ask_for_layout(indexer, width, mscale)
+        _LAYOUTS[key] = _probe_layout(indexer, width, mscale)
     layout = _LAYOUTS[key]
     if layout is None:
-        raise _DeclinedError("_apply_rope computes no rotary embedding that the kernel has")
+        raise _DeclinedError("_apply_rope computes no rotary embedding that the kernel supports")
     return layout
 
 
 @torch.no_grad()
-def _ask_for_layout(indexer: Any, width: int, mscale: float) -> _Layout | None:
+def _probe_layout(indexer: Any, width: int, mscale: float) -> _Layout | None:
     d = indexer.index_head_dim
     unit = torch.eye(d, device="cpu").view(1, 1, d, d)
-    # No two alike: also the columns of a pair must each have their own.
+    # All distinct: the two columns of a pair need different angles, too.
     angles = torch.linspace(0.1, 1.5, width, device="cpu").view(1, 1, 1, width)
     turned = indexer._apply_rope(unit, angles, mscale)
     firsts, either = (0, d - indexer.qk_pos_emb_head_dim), (False, True)
@@ -144,7 +144,7 @@ def _ask_for_layout(indexer: Any, width: int, mscale: float) -> _Layout | None:
 def _refuses_other_lengths(indexer: Any, rotary: Rotary) -> bool:
     """Whether `_apply_rope` fails if a document is longer than the angles, as in 0.19.
 
-    Later releases take the last angle, because rows behind the last document are padding.
+    Later releases use the last angle, because rows after the last document are padding.
     """
     key = (indexer._apply_rope.__func__, rotary.ranks)
     if key not in _REFUSES:
@@ -182,9 +182,9 @@ def _is_hadamard(rotate: Callable[[Tensor], Tensor], unit: Tensor) -> bool:
 
 
 def _assert_covered(bounds: Tensor, rows: int, rotary: Rotary) -> None:
-    """Fail where Megatron 0.19 does, and without letting the host wait.
+    """Fail where Megatron 0.19 does, without making the host wait.
 
-    It splits the rows by `cu_seqlens`, and takes as many angles for a document as it is long.
+    It splits the rows by `cu_seqlens` and takes one angle per row of a document.
     """
     ranks, positions = rotary.ranks[0], len(rotary.angles)
     covered = bounds[-1] == rows * ranks

@@ -1,9 +1,9 @@
-"""Which DSA layers choose keys (Full), and whose choice the other ones use (Shared).
+"""Which DSA layers choose keys (Full), and whose keys the other layers use (Shared).
 
-A pattern says it by the order of the decoder's DSA layers, one letter for each: `FSSFSSFSS`.
-Megatron 0.19 says it by layer number, with `--dsa-indexer-topk-freq` and
-`--dsa-indexer-skip-topk-offset`. Both become one mapping, from the number of every DSA layer to
-that of the Full layer whose keys it uses.
+A pattern has one letter for each of the decoder's DSA layers, in order: `FSSFSSFSS`. Megatron 0.19
+specifies the kinds by layer number, with `--dsa-indexer-topk-freq` and
+`--dsa-indexer-skip-topk-offset`. Either becomes a mapping from the number of each DSA layer to that
+of the Full layer whose keys it uses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import env
 
 Sources = dict[int, int]
-"""Number of a DSA layer -> that of the Full layer whose keys it uses, itself if it is Full."""
+"""Number of a DSA layer -> number of the Full layer whose keys it uses; its own if it is Full."""
 
 LETTER = "D"
 """A DSA layer in the pattern of a hybrid model."""
@@ -27,18 +27,18 @@ def dsa_layers(letters: Iterable[str], before: int = 0) -> list[int]:
     """The numbers, from 1, of the DSA layers of a hybrid pattern.
 
     Args:
-        letters: one per layer, without the marks of pipeline stages.
-        before: how many layers earlier stages have.
+        letters: one per layer, without the separators of pipeline stages.
+        before: the number of layers in earlier stages.
     """
     return [number for number, letter in enumerate(letters, before + 1) if letter == LETTER]
 
 
 def even_stages(letters: Sequence[str], stages: int) -> list[list[int]]:
-    """The DSA layers of every stage of a pipeline whose stages have equally many layers.
+    """The DSA layers of each stage of a pipeline whose stages have equal numbers of layers.
 
     Args:
         letters: one per layer.
-        stages: virtual stages included.
+        stages: the number of stages, including virtual ones.
     """
     width = -(-len(letters) // stages)
     starts = range(0, len(letters), width)
@@ -46,7 +46,7 @@ def even_stages(letters: Sequence[str], stages: int) -> list[list[int]]:
 
 
 def marked_stages(pattern: str) -> list[list[int]]:
-    """The DSA layers of every stage of a hybrid pattern in which `|` begins a stage."""
+    """The DSA layers of each stage of a hybrid pattern in which `|` begins a stage."""
     before, stages = 0, []
     for letters in pattern.split("|"):
         stages.append(dsa_layers(letters, before))
@@ -58,7 +58,7 @@ def from_pattern(pattern: str, layers: Sequence[int]) -> Sources:
     """Read a pattern of F and S.
 
     Args:
-        pattern: one letter per DSA layer of the decoder, in the order of the model.
+        pattern: one letter per DSA layer of the decoder, in model order.
         layers: the numbers of these layers.
 
     Raises:
@@ -92,22 +92,22 @@ def _example(layers: int) -> str:
 
 
 def from_options(frequency: int, offset: int, layers: Sequence[int]) -> Sources:
-    """Read Megatron's options: Full are layer `offset` and every `frequency`-th one after it.
+    """Read Megatron's options: layer `offset` and every `frequency`-th one after it are Full.
 
-    Layers before `offset` are Full, too. A source need not be a DSA layer, which `check_stage`
-    refuses.
+    So are the layers before `offset`. A source may turn out not to be a DSA layer, which
+    `check_stage` refuses.
     """
     first = max(offset, 1)
     return {number: number - max(number - first, 0) % frequency for number in layers}
 
 
 def indexers_of(options: Any, decoder: Sequence[int], depths: Sequence[int]) -> int:
-    """Number of DSA layers that own an indexer.
+    """The number of DSA layers that have an indexer.
 
     Args:
         options: Megatron's arguments, or its configuration.
         decoder: the numbers of the decoder's DSA layers.
-        depths: those of all MTP depths, which share only by Megatron's options.
+        depths: those of all MTP depths, which share keys only by Megatron's options.
     """
     frequency, offset = options_of(options)
     if env.INDEX_CACHE.read() and (pattern := env.DSA_INDEX_PATTERN.read()):
@@ -121,7 +121,7 @@ def _count_full(sources: Sources) -> int:
 
 
 def options_of(options: Any) -> tuple[int, int]:
-    """Megatron's frequency and offset; 1 and 0 where a release has no such options."""
+    """Megatron's frequency and offset; 1 and 0 in a release without these options."""
     frequency = getattr(options, "dsa_indexer_topk_freq", None) or 1
     return frequency, getattr(options, "dsa_indexer_skip_topk_offset", None) or 0
 
@@ -129,14 +129,14 @@ def options_of(options: Any) -> tuple[int, int]:
 def decide(
     pattern: str, frequency: int, offset: int, layers: Sequence[int], asked: bool = False
 ) -> Sources:
-    """The kinds of a decoder's DSA layers, by whichever of both ways is used.
+    """The kinds of a decoder's DSA layers, from the pattern or from the options.
 
     Args:
-        pattern: of F and S; "" where the options decide.
-        frequency: Megatron's option; 1 where the pattern decides.
+        pattern: of F and S; "" if the options decide.
+        frequency: Megatron's option; 1 if the pattern decides.
         offset: Megatron's option.
         layers: the numbers of the decoder's DSA layers.
-        asked: whether layers must share keys, so that one of both ways has to be used.
+        asked: whether layers must share keys, so that one of the two must be given.
 
     Raises:
         CppmegaError: `dsa-index-share-unset`, `dsa-index-share-conflict`,
@@ -166,8 +166,8 @@ def _full(sources: Sources) -> str:
 def _unset(layers: int) -> CppmegaError:
     return CppmegaError(
         "dsa-index-share-unset",
-        f"{env.INDEX_CACHE.name}=1, and nothing says which DSA layers share keys.",
-        "Every layer would choose its own, as without it.",
+        f"{env.INDEX_CACHE.name}=1, but nothing specifies which DSA layers share keys.",
+        "Every layer would choose its own keys, as if it were unset.",
         f"export {env.DSA_INDEX_PATTERN.name}={_example(layers)} (one letter per DSA layer), "
         "or --dsa-indexer-topk-freq and --dsa-indexer-skip-topk-offset (Megatron 0.19 and later), "
         f"or unset {env.INDEX_CACHE.name}",
@@ -175,10 +175,10 @@ def _unset(layers: int) -> CppmegaError:
 
 
 def check_stage(sources: Sources, stage: Sequence[int]) -> None:
-    """Refuse a pipeline stage, a virtual one too, that has Shared layers without their Full one.
+    """Refuse a pipeline stage (also a virtual one) with Shared layers but not their Full layer.
 
     Args:
-        sources: of all DSA layers of the decoder.
+        sources: those of all DSA layers of the decoder.
         stage: the numbers of the DSA layers of one stage, in order.
 
     Raises:
@@ -189,7 +189,7 @@ def check_stage(sources: Sources, stage: Sequence[int]) -> None:
         return
     needed = ", ".join(dict.fromkeys(str(sources[number]) for number in alone))
     nowhere = {sources[number] for number in alone} - set(sources)
-    where = "which is no DSA layer" if nowhere else "which another pipeline stage has"
+    where = "which is not a DSA layer" if nowhere else "which another pipeline stage has"
     raise CppmegaError(
         "dsa-index-share-stage",
         f"The DSA layers {', '.join(map(str, alone))} are Shared and use the keys of layer "
@@ -206,7 +206,7 @@ _building: ContextVar[Sources | None] = ContextVar("_building", default=None)
 
 @contextmanager
 def decoder(config: Any, layers: Sequence[int], stage: Sequence[int]) -> Iterator[None]:
-    """Build the layers of a decoder's stage; `kind` answers for them.
+    """Context in which the layers of a decoder's stage are built, and `kind` knows theirs.
 
     Args:
         config: Megatron's configuration of the model.
@@ -214,7 +214,7 @@ def decoder(config: Any, layers: Sequence[int], stage: Sequence[int]) -> Iterato
         stage: those of this stage.
 
     Raises:
-        CppmegaError: what `decide` and `check_stage` raise.
+        CppmegaError: as `decide` and `check_stage`.
     """
     if not layers:
         yield
@@ -224,7 +224,7 @@ def decoder(config: Any, layers: Sequence[int], stage: Sequence[int]) -> Iterato
     sources = decide(pattern, frequency, offset, layers, asked)
     check_stage(sources, stage)
     if sources != {number: number for number in sources}:
-        # Not every layer has the same weights, so they cannot be saved as one tensor for all.
+        # The layers have different weights, so these cannot be stacked in one tensor each.
         config.hetereogenous_dist_checkpoint = True
     token = _building.set(sources)
     try:
@@ -234,10 +234,10 @@ def decoder(config: Any, layers: Sequence[int], stage: Sequence[int]) -> Iterato
 
 
 def kind(layer_number: int) -> tuple[bool, int] | None:
-    """Whether the layers of a decoder share keys, and the source of the layer that is being built.
+    """Whether the layers of a decoder share keys, and the source of the layer being built.
 
     None where Megatron's options decide. Layers outside a decoder, those of an MTP depth, choose
-    their own keys: their tokens are shifted, and they are numbered from 1 again.
+    their own keys: their tokens are shifted, and their numbers start from 1 again.
     """
     if not env.DSA_INDEX_PATTERN.read():
         return None

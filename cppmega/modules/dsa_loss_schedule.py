@@ -1,7 +1,7 @@
-"""Which loss trains DSA's indexer in which step: dense in the first steps, then the sparse one.
+"""Which loss trains DSA's indexer at each step: the dense one in the first steps, then the sparse.
 
-The page `dsa_dense_loss_warmup` asks it in every layer. Megatron's training loop says the step; a
-loop of one's own says it on every rank, with the number of iterations that are done, which a
+The page `dsa_dense_loss_warmup` queries this in every layer. Megatron's training loop announces
+each step; a custom loop does so on every rank, with the number of completed iterations, which a
 checkpoint restores:
 
     from cppmega.modules import dsa_loss_schedule
@@ -10,7 +10,7 @@ checkpoint restores:
         dsa_loss_schedule.begin_step(iteration)
         ...
 
-The loss depends on nothing else, so that micro-batches, recomputations and a resumed run agree.
+The loss depends on nothing else, so micro-batches, recomputations and a resumed run agree.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cppmega.errors import CppmegaError
 GATE = "CPPMEGA_LEMYX_DSA"
 STEPS = "CPPMEGA_DSA_DENSE_LOSS_STEPS"
 RECORD = "cppmega_dsa_dense_loss_steps"
-"""The number of steps among Megatron's arguments, which every checkpoint holds."""
+"""Name of the number of steps among Megatron's arguments, which every checkpoint holds."""
 
 _SET = f"export {STEPS}=N with the number of steps, or --set dsa_dense_loss_steps=N"
 
 _iteration: int | None = None
-"""Iterations that were done when this step began; None: nobody has said it."""
+"""Iterations completed when this step began; None: not announced."""
 _begun = False
-"""Whether a step of this process has begun, so that the ranks are known to agree."""
+"""Whether a step has begun in this process, so that the ranks are known to agree."""
 
 
 def dense_steps(environ: Mapping[str, str] = os.environ) -> int:
@@ -58,16 +58,16 @@ def stated_steps(environ: Mapping[str, str] = os.environ) -> int | None:
     """The number of steps with the dense loss, or None where the environment states none.
 
     Raises:
-        CppmegaError: `dsa-dense-loss-steps`, for a text that is not a number of steps.
+        CppmegaError: `dsa-dense-loss-steps`, if the text is not a number of steps.
     """
     return dense_steps(environ) if environ.get(STEPS) else None
 
 
 def begin_step(iteration: int | None) -> int | None:
-    """Begin a training step; rank 0 prints which loss trains the indexer when that changes.
+    """Begin a training step; when the indexer's loss changes, rank 0 prints which one it is.
 
     Args:
-        iteration: how many iterations are done; None: not known, and no DSA layer can train.
+        iteration: the number of completed iterations; None: not known, and no DSA layer can train.
 
     Returns:
         The number of steps with the dense loss; None where none is stated.
@@ -87,17 +87,17 @@ def begin_step(iteration: int | None) -> int | None:
 
 
 def uses_sparse_loss(config: Any) -> bool:
-    """Whether a layer that trains now has the sparse loss.
+    """Whether a layer that trains in this step has the sparse loss.
 
     Raises:
-        CppmegaError: `dsa-dense-loss-without-step`, `dsa-dense-loss-steps`, and, as long as the
-            loss is dense, what `obstacles` names.
+        CppmegaError: `dsa-dense-loss-without-step`, `dsa-dense-loss-steps`, and, while the loss is
+            dense, the errors of `obstacles`.
     """
     steps = dense_steps()
     if _iteration is None:
         raise CppmegaError(
             "dsa-dense-loss-without-step",
-            "A DSA layer trains its indexer, and nobody has said which step this is.",
+            "A DSA layer trains its indexer, but the current step is not known.",
             f"The loss is dense in the first {steps} steps and sparse after them.",
             "call cppmega.modules.dsa_loss_schedule.begin_step(iteration) on every rank before "
             "each step, with the number of iterations done",
@@ -110,11 +110,11 @@ def uses_sparse_loss(config: Any) -> bool:
 
 
 def obstacles(config: Any) -> Iterator[CppmegaError]:
-    """What in a model's configuration, or in Megatron's arguments, rules the dense steps out."""
+    """What in a model's configuration, or in Megatron's arguments, rules out the dense steps."""
     if not getattr(config, "dsa_indexer_loss_coeff", None):
-        yield _useless("The indexer has no loss: dsa_indexer_loss_coeff is 0.", _COEFFICIENT)
+        yield _ineffective("The indexer has no loss: dsa_indexer_loss_coeff is 0.", _COEFFICIENT)
     if not getattr(config, "dsa_indexer_use_sparse_loss", False):
-        yield _useless("The indexer's loss is dense in every step.", _SPARSE)
+        yield _ineffective("The indexer's loss is dense in every step.", _SPARSE)
     if _captures(config):
         yield CppmegaError(
             "dsa-dense-loss-in-graphs",
@@ -136,11 +136,11 @@ _COEFFICIENT = "--dsa-indexer-loss-coeff with a value above 0"
 _SPARSE = "--dsa-indexer-use-sparse-loss"
 
 
-def _useless(what: str, instead: str) -> CppmegaError:
+def _ineffective(what: str, instead: str) -> CppmegaError:
     return CppmegaError(
         "dsa-dense-loss-changes-nothing",
         f"{GATE} is on. {what}",
-        "It would seem to be on, and no step would differ.",
+        "It would seem to be on, but no step would differ.",
         f"{instead}, or unset {GATE} and apply again",
     )
 
@@ -159,7 +159,7 @@ def _cudnn(config: Any) -> str:
 
 
 def remark_on_checkpoint(saved: Any) -> str:
-    """Write a line for a run that resumes with another number of dense steps; "" if it is equal.
+    """The line for a run that resumes with a different number of dense steps; "" if it is equal.
 
     Args:
         saved: Megatron's arguments in the checkpoint.
@@ -189,13 +189,13 @@ def _refuse_disagreement(steps: int | None, iteration: int | None) -> None:
     everyone: list[Any] = [None] * group.get_world_size()
     group.all_gather_object(everyone, (steps, iteration))
     if len(set(everyone)) > 1:
-        said = "; ".join(
+        by_rank = "; ".join(
             f"rank {everyone.index(own)} has {own[0] or 0} dense steps at iteration {own[1]}"
             for own in dict.fromkeys(everyone)
         )
         raise CppmegaError(
             "dsa-dense-loss-differs",
-            f"The ranks disagree on the loss of the DSA indexer: {said}.",
+            f"The ranks disagree on the loss of the DSA indexer: {by_rank}.",
             "They would train one indexer with two losses.",
             f"set the same {STEPS} on every host, and resume from one checkpoint",
         )

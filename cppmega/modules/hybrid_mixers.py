@@ -1,7 +1,7 @@
-"""Layers of hybrid stacks with mixers of cppmega's: what the page own_mixers calls.
+"""Layers of hybrid stacks with cppmega's mixers, for the page own_mixers.
 
-A layer is Megatron's `MambaLayer`, with its norm, residual and place in the stack, around the mixer
-that the sizes of the letter ask for.
+A layer is Megatron's `MambaLayer`, with its norm, residual and position in the stack, around the
+mixer whose sizes are stated for the letter.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def layer_spec(stock: Any, letter: str) -> Any:
     """The spec of a layer `M` or `R`.
 
     Args:
-        stock: the stack's own spec of its Mamba layers, which `M` keeps where no sizes of Mamba-3
-            are stated, and from which others have their linear layers, norm and residual.
-        letter: of the layer.
+        stock: the stack's own spec of its Mamba layers: `M` keeps it where no sizes of Mamba-3
+            are stated, and other mixers take their linear layers, norm and residual from it.
+        letter: the layer's letter in the pattern.
 
     Raises:
         CppmegaError: `mixer-without-sizes`, `sizes-misstated`.
@@ -45,10 +45,10 @@ def layer_spec(stock: Any, letter: str) -> Any:
 
 
 def _around(mixer: type, sizes: Any, stock: Any) -> ModuleSpec:
-    """A layer of the stack's own kinds of linear layer and norm, with its norm apart."""
+    """A layer with the stack's kinds of linear layer and norm; the norm is a separate module."""
     given = stock.submodules
     linear, norm = given.mixer.submodules, given.norm
-    if linear.in_proj is te.TELayerNormColumnParallelLinear:  # holds the norm of Mamba-2's layer
+    if linear.in_proj is te.TELayerNormColumnParallelLinear:  # includes the norm of Mamba-2's layer
         linear = MambaMixerSubmodules(te.TEColumnParallelLinear, linear.out_proj)
         norm = te.TENorm
     return ModuleSpec(

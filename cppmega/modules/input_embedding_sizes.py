@@ -1,7 +1,7 @@
-"""Sizes of the embeddings that are added to the tokens', and what they do not go with.
+"""Sizes of the embeddings that are added to the token embedding, and what they cannot combine with.
 
-A recipe states the sizes. Patched code reads them from the environment, which is where the ranks of
-a run have them; without it nothing is added. Knows no torch.
+A recipe states the sizes. Patched code reads them from the environment of the ranks; where it
+states none, nothing is added. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class NgramHash:
         *(499_801, 499_819, 499_853, 499_879, 499_883, 499_897, 499_903, 499_927),
         *(499_943, 499_957, 499_969, 499_973, 499_979, 500_009, 500_029, 500_041),
     )
-    """Rows of each table, one per order and head: the 16 primes just around 500,000."""
+    """Rows of each table, one table per order and head: 16 primes around 500,000."""
     dim: Positive = 16
     seed: Count = 20_141
-    """Of the multipliers, which a checkpoint keeps, and of the tables' first values."""
+    """Seed of the multipliers, which a checkpoint keeps, and of the tables' initial values."""
 
     @property
     def problem(self) -> str:
-        """Why the sizes contradict each other; empty where they do not."""
+        """Why the sizes contradict each other; empty if they do not."""
         wanted = len(self.orders) * self.heads
         if len(self.tables) != wanted:
             return f"{len(self.tables)} tables for {wanted} pairs of order and head"
@@ -48,11 +48,11 @@ class Structure:
     levels: Positive = 16
     bottleneck: Positive = 64
     seed: Count = 20_142
-    """Of the first values of its two tables."""
+    """Seed of the initial values of its two tables."""
 
 
 def ngram_hash(environ: Mapping[str, str] = os.environ) -> NgramHash | None:
-    """The n-gram hash of the model that is being built; None: it has none.
+    """The n-gram hash of the model being built; None if it has none.
 
     Raises:
         CppmegaError: `sizes-misstated`.
@@ -61,7 +61,7 @@ def ngram_hash(environ: Mapping[str, str] = os.environ) -> NgramHash | None:
 
 
 def structure(environ: Mapping[str, str] = os.environ) -> Structure | None:
-    """The structure embedding of the model that is being built; None: it has none.
+    """The structure embedding of the model being built; None if it has none.
 
     Raises:
         CppmegaError: `sizes-misstated`.
@@ -70,7 +70,7 @@ def structure(environ: Mapping[str, str] = os.environ) -> Structure | None:
 
 
 def asked_for(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether anything is added to the embedding of the tokens.
+    """Whether anything is added to the token embedding.
 
     Raises:
         CppmegaError: `sizes-misstated`.
@@ -79,10 +79,10 @@ def asked_for(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def obstacles(args: Any) -> Iterator[CppmegaError]:
-    """What in a model's configuration, or in Megatron's arguments, rules the embeddings out.
+    """What in a model's configuration, or in Megatron's arguments, rules out the embeddings.
 
     Args:
-        args: whichever of the two is at hand; what it does not have is off.
+        args: either of the two; an option that it lacks counts as off.
     """
 
     def has(name: str) -> Any:
@@ -95,7 +95,9 @@ def obstacles(args: Any) -> Iterator[CppmegaError]:
             "FSDP", "The copy of the MTP stage would get a part of the gradient of another part."
         )
     if has("use_mup"):
-        yield _unsupported("MuP", "Nobody has derived how their rates scale with the width.")
+        yield _unsupported(
+            "MuP", "How their learning rates scale with the width has not been derived."
+        )
     if has("overlap_moe_expert_parallel_comm"):
         yield _unsupported(
             "--overlap-moe-expert-parallel-comm",
@@ -104,15 +106,17 @@ def obstacles(args: Any) -> Iterator[CppmegaError]:
     if has("cuda_graph_impl") == "full_iteration":
         yield _unsupported(
             "--cuda-graph-impl full_iteration",
-            "The graph replays copies of the tokens, and what is fed beside them is not copied.",
+            "The graph replays copies of the tokens, and what is attached to them is not copied.",
         )
     if has("mtp_num_layers") and has("pipeline_model_parallel_layout"):
         yield _unsupported(
             "a pipeline layout with MTP depths",
-            "The copies of the parameters are looked for in the first and in the last stage.",
+            "The copies of the parameters are expected in the first and in the last stage.",
         )
     if has("init_model_with_meta_device"):
-        yield _unsupported("a model built on the meta device", "Nothing would draw their weights.")
+        yield _unsupported(
+            "a model built on the meta device", "Their weights would not be initialized."
+        )
 
 
 def _unsupported(what: str, why: str) -> CppmegaError:

@@ -1,13 +1,13 @@
-"""What Megatron's models add to the embedding of tokens: that of n-grams, and that of structure.
+"""N-gram and structure embeddings, which Megatron's models add to the token embedding.
 
-The ids that are looked up come from the whole sequence, before any shift: an MTP depth embeds a
-token as the trunk does, with the same n-grams, one place earlier. What is past the end of a
-document there has id 0, which adds nothing.
+The ids to look up are computed from the full sequence, before any shift: an MTP depth embeds a
+token as the trunk does, with the same n-grams, one position earlier. Positions past the end of a
+document have id 0 there, which adds nothing.
 
-Parameters are replicated over tensor-parallel ranks. With sequence parallelism a rank embeds its
-own part of the sequence, and Megatron sums the gradients. The MTP stage of a pipeline holds copies
-of the first stage's parameters, as of the word embedding: drawn alike, summed gradients, one entry
-in a checkpoint.
+Parameters are replicated over tensor-parallel ranks. With sequence parallelism, each rank embeds
+its own part of the sequence, and Megatron sums the gradients. The MTP stage of a pipeline holds
+copies of the first stage's parameters, as it does of the word embedding: they have the same initial
+values, their gradients are summed, and a checkpoint has one entry for both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FED = "cppmega_fed"
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """What a batch has beside its tokens."""
+    """What a batch carries in addition to its tokens."""
 
     end: int
     """Id of the token that ends a document."""
@@ -42,12 +42,12 @@ class Fed:
 def feeding(
     tokens: Tensor, end: int, kinds: Tensor | None = None, depths: Tensor | None = None
 ) -> Tensor:
-    """Attach to a batch's tokens what the embeddings need besides.
+    """Attach to a batch's tokens what else the embeddings need.
 
     Args:
-        tokens: int64 [b, s], as they are given to the model.
+        tokens: int64 [b, s], as they are passed to the model.
         end: id of the token that ends a document.
-        kinds: int64 [b, s], the kind of the construct that a token is in.
+        kinds: int64 [b, s], the kind of the construct that contains a token.
         depths: int64 [b, s], how deeply the construct is nested.
 
     Returns:
@@ -63,15 +63,15 @@ def _fed(tokens: Tensor) -> Fed:
         raise CppmegaError(
             "input-embeddings-not-fed",
             "A model with n-gram or structure embeddings was given tokens alone.",
-            "N-grams would cross the ends of documents, and structure ids be lost.",
+            "N-grams would cross the ends of documents, and structure ids would be lost.",
             "tokens = cppmega.modules.input_embeddings.feeding(tokens, end, kinds, depths) before "
-            "the model's call, with the tensor that the model gets",
+            "the model is called, with the tensor that it receives",
         )
     return found
 
 
 class InputEmbeddings(nn.Module):
-    """The embeddings that a model adds to that of its tokens."""
+    """The embeddings that a model adds to its token embedding."""
 
     def __init__(self, embedding: Any) -> None:
         """Create them for a stage's LanguageModelEmbedding.
@@ -85,9 +85,9 @@ class InputEmbeddings(nn.Module):
             raise obstacle
         self.group = embedding.tp_group
         self.splits: bool = embedding.reduce_scatter_embeddings
-        """Whether a rank embeds its own part of the sequence."""
+        """Whether each rank embeds its own part of the sequence."""
         self.is_copy = False
-        """Whether the parameters are those of another pipeline stage."""
+        """Whether the parameters are copies of another pipeline stage's."""
         weight = embedding.word_embeddings.weight
         of_model = (config.hidden_size, config.init_method_std, config.params_dtype, weight.device)
         ngrams = sizes.ngram_hash()
@@ -98,15 +98,15 @@ class InputEmbeddings(nn.Module):
             parameter.sequence_parallel = self.splits  # type: ignore[attr-defined]
 
     def ids(self, tokens: Tensor, position_ids: Tensor | None, packed_seq_params: Any) -> Tensor:
-        """Find what to look up for every token.
+        """Compute the ids to look up for each token.
 
         Args:
             tokens: int64 [b, s], with what `feeding` attaches.
-            position_ids: int64 [b, s]; None where the model has none.
-            packed_seq_params: Megatron's, where the batch is a pack.
+            position_ids: int64 [b, s]; None if the model has none.
+            packed_seq_params: Megatron's, if the batch is packed.
 
         Returns:
-            int64 [ids, b, s] of all parts, one after the other.
+            int64 [ids, b, s], the ids of all parts, concatenated.
 
         Raises:
             CppmegaError: `input-embeddings-not-fed`, `structure-not-fed`, `structure-ids-wrong`.
@@ -121,7 +121,7 @@ class InputEmbeddings(nn.Module):
         return torch.cat(found)
 
     def forward(self, ids: Tensor | None) -> Tensor:
-        """Sum the embeddings of what `ids` has found.
+        """Sum the embeddings of the ids that the method `ids` returned.
 
         Args:
             ids: int64 [ids, b, s].
@@ -136,7 +136,7 @@ class InputEmbeddings(nn.Module):
             raise CppmegaError(
                 "input-embeddings-not-fed",
                 "An embedding that adds those of n-grams or structure was called by itself.",
-                "It adds what stands beside and before a token, which a token alone does not tell.",
+                "What it adds depends on a token's context, which a token alone does not show.",
                 "call the model; inference and speculative decoding are not supported",
             )
         if self.splits:
@@ -149,14 +149,14 @@ class InputEmbeddings(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Megatron's entries of a checkpoint: replicated tensors; a copy is never saved."""
+        """Megatron's checkpoint entries: replicated tensors; a copy is never saved."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(keep_vars=True)
         for name in state:
             if name.endswith(HASHING):
-                # A load fills the tensors of these entries in place, and would fill the buffer
-                # that it has to be compared with.
+                # A load fills the tensors of these entries in place, and would overwrite the
+                # buffer with which the loaded values must be compared.
                 state[name] = state[name].clone()
         entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,
@@ -173,12 +173,12 @@ class InputEmbeddings(nn.Module):
 def document_starts(
     tokens: Tensor, end: int, position_ids: Tensor | None, packed_seq_params: Any
 ) -> Tensor:
-    """Where documents begin, by everything that a batch says about it.
+    """Where documents begin, according to everything in a batch that indicates it.
 
     Args:
         tokens: int64 [b, s].
         end: id of the token that ends a document.
-        position_ids: int64 [b, s]; a document begins where they do not count on.
+        position_ids: int64 [b, s]; a document begins where they do not increase by one.
         packed_seq_params: Megatron's, with the boundaries of a pack [1, s].
 
     Returns:
@@ -197,18 +197,18 @@ def document_starts(
 
 
 def for_embedding(embedding: Any) -> InputEmbeddings | None:
-    """What a stage's LanguageModelEmbedding adds to the tokens; None: nothing."""
+    """Build what a stage's LanguageModelEmbedding adds to the tokens; None: nothing."""
     return InputEmbeddings(embedding) if sizes.asked_for() else None
 
 
 def of_embedding(embedding: Any) -> InputEmbeddings | None:
-    """What `for_embedding` has made for it; None for anything else."""
+    """What `for_embedding` built for it; None for anything else."""
     found = getattr(embedding, "input_embeddings", None)
     return found if isinstance(found, InputEmbeddings) else None
 
 
 class _Called:
-    """A LanguageModelEmbedding that is called as ever, for the tokens of one batch."""
+    """A LanguageModelEmbedding with its usual call signature, for the tokens of one batch."""
 
     def __init__(self, embedding: Any, ids: Tensor) -> None:
         self.embedding, self.ids = embedding, ids
@@ -221,7 +221,7 @@ class _Called:
 
 
 class _CalledByDepths(_Called):
-    """The same for MTP: each depth shifts its tokens by one more place, and calls it once."""
+    """The same for MTP: each depth shifts its tokens by one more position, and calls it once."""
 
     def __init__(self, embedding: Any, ids: Tensor, shifted: Callable[[Tensor], Any]) -> None:
         super().__init__(embedding, ids)
@@ -243,10 +243,10 @@ def of_trunk(embedding: Any, tokens: Tensor, positions: Tensor | None, packed: A
 
 
 def for_depths(mtp: Any) -> Callable[..., Any]:
-    """Megatron's MTP block, whose depths embed shifted tokens with the n-grams of the whole ones.
+    """Megatron's MTP block, whose depths embed shifted tokens with the n-grams of unshifted ones.
 
     Returns:
-        A function that takes the block's own keyword arguments.
+        A function that takes the keyword arguments of the block.
 
     Raises:
         CppmegaError: `input-embeddings-not-fed`, when it is called.
@@ -267,24 +267,24 @@ def for_depths(mtp: Any) -> Callable[..., Any]:
 
 
 def declare(model: Any) -> None:
-    """Tell Megatron what the parameters are, when a stage of a language model is set up."""
+    """Mark the parameters for Megatron, when a stage of a language model is set up."""
     added = of_embedding(getattr(model, "embedding", None))
     if added is None:
         return
     added.is_copy = not model.pre_process
     in_two_stages = model.config.mtp_num_layers and model.config.pipeline_model_parallel_size > 1
     for parameter in added.parameters():
-        said: Any = parameter
-        said.is_embedding_or_output_parameter = True  # Muon leaves those to Adam
+        marked: Any = parameter
+        marked.is_embedding_or_output_parameter = True  # Muon leaves those to Adam
         if in_two_stages:
-            said.shared_embedding = True  # a bucket of its own, cut alike in both stages
-            said.shared = added.is_copy  # the norm of the gradient counts it once
+            marked.shared_embedding = True  # its own bucket, sharded alike in both stages
+            marked.shared = added.is_copy  # the gradient norm counts it once
 
 
 def shared_parameters(config: Any) -> Iterator[Callable[[Any], nn.Parameter]]:
-    """For every parameter that two pipeline stages hold, a function that finds it in a stage.
+    """For each parameter that two pipeline stages hold, a function that finds it in a stage.
 
-    Without MTP no second stage embeds tokens, and nothing may wait for it.
+    Without MTP no second stage embeds tokens, and nothing may wait for one.
     """
     if not (sizes.asked_for() and config.mtp_num_layers):
         return
@@ -298,5 +298,5 @@ def shared_parameters(config: Any) -> Iterator[Callable[[Any], nn.Parameter]]:
 
 def _parameter(name: str, model: Any) -> nn.Parameter:
     added = of_embedding(model.embedding)
-    assert added is not None  # as the environment says, on every rank
+    assert added is not None  # the environment of every rank states the sizes
     return added.get_parameter(name)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def keep_fp32(module: torch.nn.Module, config: Any, names: Sequence[str]) -> None:
-    """Keep parameters of a module in fp32 in every later conversion.
+    """Keep parameters of a module in fp32 through every later conversion.
 
-    `stock_dtype` is the mark by which the page float16_keep_fp32 lets the optimizers save such a
-    parameter among those of the model's own type.
+    `stock_dtype` is the attribute by which the page float16_keep_fp32 lets the optimizers save such
+    a parameter among those of the model's own type.
     """
     for name in names:
         if config.bf16 or config.fp16:
@@ -24,7 +24,7 @@ def keep_fp32(module: torch.nn.Module, config: Any, names: Sequence[str]) -> Non
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """Move parameters like `torch.nn.Module._apply`, without rounding those that are kept."""
+    """Apply `fn` like `torch.nn.Module._apply`, without rounding the parameters kept in fp32."""
     kept = [self._parameters[name] for name in self.kept_in_fp32]
     tensors = [t for p in kept if p is not None for t in (p, p.grad) if t is not None]
 

@@ -138,7 +138,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):  # type: ignore[misc]
     def loss_obstacle(
         self, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> str | None:
-        """Return why this layer cannot be called with labels, as half a sentence; None if it can.
+        """Return why this layer cannot be called with labels, as a clause; None if it can.
 
         The answer depends only on the configuration and the arguments, so that callers can use
         it to select Megatron's path.

@@ -30,7 +30,7 @@ from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
 from cppmega.ops.linear_cross_entropy import Upstream, counted_tokens, say_once
 
 UPSTREAM = env.LINEAR_CE_UPSTREAM.name
-"""Variable: what is promised of the gradient of the loss where the loss mask is known."""
+"""Variable: what is guaranteed about the gradient of the loss where the loss mask is known."""
 
 
 def head_loss(
@@ -90,7 +90,7 @@ class Head(NamedTuple):
     logit_scale: float
     caller: str
     most_tokens: int | None
-    """Bound of the tokens that count where a mask does not carry its own."""
+    """Upper bound of the tokens that count, for masks that do not carry their own."""
 
     def __call__(
         self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None, accepted: bool = False
@@ -201,11 +201,11 @@ def _obstacle(
         if getattr(hook, "__module__", "").startswith("megatron.training.distillation"):
             return f"{getattr(hook, '__qualname__', hook)} of distillation reads them"
     if _method(compute_language_model_loss) is not LanguageModule.compute_language_model_loss:
-        # Distillation replaces it by its own, which needs the logits.
-        return "the model has a loss of its own"
+        # Distillation replaces it with its own, which needs the logits.
+        return "the model has its own loss"
     stock_scale = getattr(LanguageModule, "_scale_logits", None)
     if scale_logits is not None and _method(scale_logits) is not stock_scale:
-        return "the model scales its logits in a way of its own"
+        return "the model scales its logits in its own way"
     return layer.loss_obstacle(weight, runtime_gather_output)
 
 

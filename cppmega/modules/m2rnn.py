@@ -1,23 +1,23 @@
 """The mixer of M2RNN, a layer's non-linear recurrence with matrix-valued states (arXiv 2603.14360).
 
-It is the authors' model code, with one head of queries and keys, as many heads of values as
-`hidden // (K + V)`, one decay each, and a gate as wide as the values:
+It follows the authors' model code, with one query head and one key head, `hidden // (K + V)` value
+heads with one decay each, and a gate as wide as the values:
 
     queries, keys, values, decay, gate = in_proj(x)
     q, k, v = silu(convolution(queries, keys, values))
     y = recurrence(q, k, v, decay) + D * v
     out = out_proj(rms_norm(y * silu(gate)))
 
-The decay is `exp(-exp(A_log) * softplus(decay + dt_bias))`. Convolution and recurrence begin anew
-at every document of a pack. The norm is over all heads together, and its learnt weight is the only
-one; no projection has a bias.
+The decay is `exp(-exp(A_log) * softplus(decay + dt_bias))`. Convolution and recurrence restart at
+every document of a pack. The norm spans all heads together, and its learned weight is the only one;
+no projection has a bias.
 
-First values are the authors': transitions of one, D of 1, `exp(A_log)` uniform up to 16, and
-`softplus(dt_bias)` log-uniform from 0.001 to 0.1. The linear layers begin as Megatron's do, and the
-convolution as `torch.nn.Conv1d`. `A_log` and `dt_bias` stay in fp32 when a model is converted; the
-optimizers can save such a model with the page float16_keep_fp32. In a model in FP8, both
-projections stay in bf16: what is projected is no multiple of 16 wide. Megatron decays no parameter
-of one dimension, and D is flat for that.
+Initial values are the authors': identity transitions, D of 1, `exp(A_log)` uniform up to 16, and
+`softplus(dt_bias)` log-uniform from 0.001 to 0.1. The linear layers are initialized as Megatron's,
+and the convolution as `torch.nn.Conv1d`. `A_log` and `dt_bias` stay in fp32 when a model is
+converted; the optimizers can save such a model with the page float16_keep_fp32. In an FP8 model,
+both projections stay in bf16: the projected width is not a multiple of 16. Megatron applies no
+weight decay to one-dimensional parameters, which is why D is flat.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from cppmega.ops.packed_conv import packed_conv
 
 MOST_DECAY = 16.0
 LEAST_STEP, MOST_STEP = 1e-3, 0.1
-"""Ranges of the first values of `exp(A_log)`, which is above 0, and of `softplus(dt_bias)`."""
+"""Ranges of the initial values of `exp(A_log)`, which is above 0, and of `softplus(dt_bias)`."""
 
 
 class M2RNNMixer(MegatronModule):  # type: ignore[misc]
-    """The mixer of one layer, on its normalised input.
+    """The mixer of one layer, applied to its normalized input.
 
     Args:
         config: Megatron's TransformerConfig.
-        submodules: with `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
-        sizes: of the mixer.
+        submodules: has `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
+        sizes: the sizes of the mixer.
         d_model: width of the model.
-        layer_number: of the layer, counted from 1 in the model.
+        layer_number: the number of the layer in the model, from 1.
         pg_collection: Megatron's process groups.
-        pp_layer_offset: layers of the pipeline stages before this one; unused.
-        name: of the module, as Megatron passes it down.
+        pp_layer_offset: the number of layers in earlier pipeline stages; unused.
+        name: the name of the module, as Megatron passes it down.
 
     Raises:
         CppmegaError: `m2rnn-heads`, `m2rnn-tensor-parallel`, `mixer-not-supported`.
@@ -79,33 +79,33 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         self.width = self.heads * self.value_dim
         self.convolved = 2 * self.key_dim + self.width
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        made: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
-        fp32 = made | {"dtype": torch.float32}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
+        fp32 = factory_kwargs | {"dtype": torch.float32}
         outer = (d_model, self.convolved + self.heads + self.width, self.width)
         with bf16_weights(config):
             self.in_proj, self.out_proj = projections(
                 config, submodules, outer, self.tp_group, name
             )
         self.conv1d = torch.nn.Conv1d(
-            self.convolved, self.convolved, sizes.conv, groups=self.convolved, **made
+            self.convolved, self.convolved, sizes.conv, groups=self.convolved, **factory_kwargs
         )
         self.A_log = torch.nn.Parameter(torch.empty(self.heads, **fp32))
         self.dt_bias = torch.nn.Parameter(torch.empty(self.heads, **fp32))
         square = (self.heads, self.value_dim, self.value_dim)
-        self.transition = torch.nn.Parameter(torch.empty(square, **made))
-        self.D = torch.nn.Parameter(torch.ones(self.width, **made))
-        self.norm = torch.nn.RMSNorm(self.width, eps=config.layernorm_epsilon, **made)
+        self.transition = torch.nn.Parameter(torch.empty(square, **factory_kwargs))
+        self.D = torch.nn.Parameter(torch.ones(self.width, **factory_kwargs))
+        self.norm = torch.nn.RMSNorm(self.width, eps=config.layernorm_epsilon, **factory_kwargs)
         if config.perform_initialization:
             self._initialize()
         keep_fp32(self, config, ("A_log", "dt_bias"))
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        drawn = 1 - torch.rand_like(self.A_log)  # above 0: its logarithm is finite
+        drawn = 1 - torch.rand_like(self.A_log)  # above 0, so its logarithm is finite
         self.A_log.copy_(torch.log(MOST_DECAY * drawn))
         low, high = math.log(LEAST_STEP), math.log(MOST_STEP)
         step = torch.exp(torch.empty_like(self.dt_bias).uniform_(low, high))
-        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus has this inverse
+        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
         self.transition.copy_(torch.eye(self.value_dim).expand_as(self.transition))
 
     def forward(
@@ -119,10 +119,10 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         """Mix a sequence, or the documents of a pack one by one.
 
         Args:
-            hidden_states: `[s, b, hidden]`, normalised.
+            hidden_states: `[s, b, hidden]`, normalized.
             inference_context: must be None.
             inference_params: must be None.
-            packed_seq_params: Megatron's, with the boundaries of documents; b is 1 then.
+            packed_seq_params: Megatron's, with the document boundaries; b must then be 1.
 
         Returns:
             `[s, b, hidden]`, and no bias.

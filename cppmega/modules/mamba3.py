@@ -1,8 +1,8 @@
-"""The Mamba-3 mixer of a layer, with Megatron's conventions for parallel ranks and checkpoints.
+"""The Mamba-3 mixer of a layer, with Megatron's conventions for parallelism and checkpoints.
 
-The maths is in `cppmega.ops.mamba3_reference`. Heads, and the groups of keys and queries that serve
-them, are divided among tensor-parallel ranks; the angles, which all heads share, and the norms of
-keys and queries are replicated. Their gradients are sums over the ranks' heads.
+`cppmega.ops.mamba3_reference` defines the computation. Heads, and the groups of keys and queries
+that serve them, are sharded over tensor-parallel ranks; the angles, which all heads share, and the
+norms of keys and queries are replicated, and their gradients are summed over the ranks' heads.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from cppmega.modules.mixer_calls import boundaries, projections, refuse_inferenc
 from cppmega.ops import mamba3
 
 DT_RANGE = (1e-3, 1e-1)
-"""Of the first values of dt, drawn evenly on a logarithmic scale."""
+"""Range of the initial values of dt, which are log-uniform."""
 
 PARTS = ("z", "x", "B", "C", "dt", "A", "trap")
-"""Of the projection that ranks divide, in this order; also in a checkpoint's keys."""
+"""Parts of the sharded projection, in this order; also used in a checkpoint's keys."""
 
 OF_HEADS = ("dt_bias", "D", "B_bias", "C_bias", "rank_x", "rank_z", "rank_out", "out_norm")
 DIVIDED = dict.fromkeys(OF_HEADS, 0)
-"""Parameters of heads, with the axis that ranks divide."""
+"""Per-head parameters, with the axis that is sharded."""
 
 
 class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
@@ -44,13 +44,13 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
 
     Args:
         config: Megatron's TransformerConfig.
-        submodules: with `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
-        sizes: of the mixer.
+        submodules: has `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
+        sizes: the sizes of the mixer.
         d_model: width of the model.
-        layer_number: of the layer, counted from 1 in the model.
+        layer_number: the number of the layer in the model, from 1.
         pg_collection: Megatron's process groups.
-        pp_layer_offset: layers of the pipeline stages before this one; unused.
-        name: of the module, as Megatron passes it down.
+        pp_layer_offset: the number of layers in earlier pipeline stages; unused.
+        name: the name of the module, as Megatron passes it down.
 
     Raises:
         CppmegaError: `mamba3-heads`, `mamba3-tensor-parallel`, `mixer-not-supported`.
@@ -85,18 +85,19 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         self._add_parameters(heads, d_model)
 
     def _add_parameters(self, heads: int, d_model: int) -> None:
-        """Create what is not a linear layer; every rank draws alike and keeps its own heads."""
+        """Create the parameters outside the linear layers; every rank draws the same values and
+        keeps those of its own heads."""
         sizes, config = self.sizes, self.config
         device = self.out_proj.weight.device
         own = slice(self.tp_group.rank() * self.heads, (self.tp_group.rank() + 1) * self.heads)
 
         def parameter(name: str, value: Tensor) -> None:
-            made = nn.Parameter(value.to(device).contiguous())
+            created = nn.Parameter(value.to(device).contiguous())
             if name in DIVIDED:
-                made.tensor_model_parallel = True  # type: ignore[attr-defined]
-                made.partition_dim = 0  # type: ignore[attr-defined]
-                made.partition_stride = 1  # type: ignore[attr-defined]
-            setattr(self, name, made)
+                created.tensor_model_parallel = True  # type: ignore[attr-defined]
+                created.partition_dim = 0  # type: ignore[attr-defined]
+                created.partition_stride = 1  # type: ignore[attr-defined]
+            setattr(self, name, created)
 
         angles = torch.empty(sizes.angles, d_model, dtype=config.params_dtype)
         if config.perform_initialization:
@@ -122,7 +123,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
             width = self.heads * sizes.head_dim
             parameter("out_norm", torch.ones(width, dtype=config.params_dtype))
         keep_fp32(self, config, kept)
-        # A checkpoint says by this name which function of a token A is.
+        # The name of this buffer records in a checkpoint which definition of A the model uses.
         self.register_buffer(f"decay_{sizes.definition}", torch.ones(1, device=device))
 
     def forward(
@@ -136,10 +137,10 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         """Mix a sequence, or the documents of a pack one by one.
 
         Args:
-            hidden_states: `[s, b, hidden]`, normalised; with sequence parallelism this rank's part.
+            hidden_states: `[s, b, hidden]`, normalized; with sequence parallelism this rank's part.
             inference_context: must be None.
             inference_params: must be None.
-            packed_seq_params: Megatron's, with the boundaries of documents; b is 1 then.
+            packed_seq_params: Megatron's, with the document boundaries; b must then be 1.
 
         Returns:
             `[s, b, hidden]`, and no bias.
@@ -174,18 +175,18 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         return out
 
     def _angles(self, hidden_states: Tensor) -> Tensor:
-        """`[s, b, k]` of the whole sequence; their gradient is the sum over the ranks' heads."""
+        """`[s, b, k]` of the full sequence; the gradient is the sum over the ranks' heads."""
         group = self.tp_group
         if not self.config.sequence_parallel or group.size() == 1:
             angles = functional.linear(hidden_states, self.angle_proj)
             return self._summed(angles)
-        # Each rank projects its own tokens, so that its weight has a part of the gradient, too.
+        # Each rank projects its own tokens, so its weight has only part of the gradient, too.
         angles = functional.linear(hidden_states, self._summed(self.angle_proj))
-        whole: Tensor = mappings.gather_from_sequence_parallel_region(angles, group=group)
-        return whole
+        gathered: Tensor = mappings.gather_from_sequence_parallel_region(angles, group=group)
+        return gathered
 
     def _summed(self, tensor: Tensor) -> Tensor:
-        """The tensor, whose gradient is the sum over the tensor-parallel ranks."""
+        """The same tensor, with its gradient summed over the tensor-parallel ranks."""
         if self.tp_group.size() == 1:
             return tensor
         same: Tensor = mappings.copy_to_tensor_model_parallel_region(tensor, self.tp_group)
@@ -211,7 +212,8 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What a distributed checkpoint saves; the projection in parts, each divided by itself."""
+        """The entries of a distributed checkpoint; each part of the projection is sharded
+        separately."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own: dict[str, Tensor] = {}

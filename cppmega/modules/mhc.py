@@ -1,10 +1,10 @@
-"""Manifold-constrained hyper-connections (mHC): the sites of a model, and the ends of its streams.
+"""Manifold-constrained hyper-connections (mHC): a model's sites, and the ends of its streams.
 
-Between layers the streams are one tensor `[s, b, n * C]`, as Megatron 0.20 has them, so that what
+Between layers the streams are one tensor `[s, b, n * C]`, as in Megatron 0.20, so that code that
 passes hidden states on (pipeline stages, recomputation) needs to know only their width. A site
-belongs to one sub-layer. It is read before it and takes the place of its bias-dropout-add, so the
-sub-layer's own code stays what it is. Parameters have the names and shapes of 0.20 and stay in fp32
-when a model is converted to bf16 or fp16.
+belongs to one sub-layer. It is read before the sub-layer and replaces its bias-dropout-add, so the
+sub-layer's own code remains unchanged. Parameters have the names and shapes of 0.20 and stay in
+fp32 when a model is converted to bf16 or fp16.
 
 The definition is in `cppmega.ops.mhc_reference`.
 """
@@ -32,12 +32,12 @@ class _Open(NamedTuple):
     """What a site keeps from its read to its write."""
 
     streams: Tensor
-    """`[s, b, n * C]`, as they were given."""
+    """`[s, b, n * C]`, as they were passed in."""
     site: kernels.Site
 
 
 class _Projection(torch.nn.Linear):
-    """A projection by kernels, which take its weight."""
+    """A projection that kernels compute from its weight."""
 
     def forward(self) -> Tensor:  # type: ignore[override]
         """Return the weight."""
@@ -47,8 +47,8 @@ class _Projection(torch.nn.Linear):
 class HyperConnectionModule(torch.nn.Module):
     """One site: the weights of a sub-layer's input and output in n streams.
 
-    Whatever uses parameters calls the module that has them: its forward pre-hooks are how Megatron
-    waits for parameters that are still gathered (`--overlap-param-gather`).
+    Code that uses parameters must call the module that holds them: Megatron waits in its forward
+    pre-hooks for parameters that are still being gathered (`--overlap-param-gather`).
 
     Args:
         config: Megatron's TransformerConfig with the fields of mHC.
@@ -80,7 +80,7 @@ class HyperConnectionModule(torch.nn.Module):
         self._open: _Open | None = None
 
     def read(self, streams: Tensor) -> Tensor:
-        """The input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
+        """Compute the input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
         x: Tensor = self(streams)
         return x
 
@@ -97,18 +97,18 @@ class HyperConnectionModule(torch.nn.Module):
     def bias_dropout_add(
         self, training: bool, fused: bool
     ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """Stand in for `get_bias_dropout_add` of the sub-layer: its output goes to the streams."""
+        """Replace the sub-layer's `get_bias_dropout_add`: its output goes to the streams."""
         return self._write
 
     def _write(
         self, out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
     ) -> Tensor:
-        """The streams `[s, b, n * C]` after the sub-layer.
+        """Return the streams `[s, b, n * C]` after the sub-layer.
 
-        The residual that the sub-layer passes is its input, which is not added to anything.
+        The residual that the sub-layer passes is its input, which is not added.
         """
         if self._open is None:
-            raise RuntimeError("a hyper-connection is written to that was not read")
+            raise RuntimeError("a hyper-connection was written without being read first")
         (streams, site), self._open = self._open, None
         with mhc_recompute.scope(self):
             after = self._update(site, *out_with_bias)
@@ -146,7 +146,7 @@ class HyperConnectionModule(torch.nn.Module):
         return after.flatten(-2)
 
     def _call(self, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-        """Call a function of the reference, which would save fp32 copies of the streams."""
+        """Call a function of the reference without saving its fp32 copies of the streams."""
         again = self.block is not None
         return mhc_recompute.again(function, *inputs) if again else function(*inputs)
 
@@ -160,7 +160,7 @@ class HyperConnectionModule(torch.nn.Module):
 
 
 def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:
-    """Check that a run which asks for fused kernels gets them.
+    """Check that a run that requests fused kernels can use them.
 
     Raises:
         CppmegaError: `mhc-no-fused-kernel`.
@@ -171,16 +171,16 @@ def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:
         raise CppmegaError(
             "mhc-no-fused-kernel",
             f"--use-fused-mhc, but no fused kernel can run: {why}.",
-            "The run would take the plain implementation, which is not what it says.",
-            "leave --use-fused-mhc out, or change what is named",
+            "The run would use the plain implementation instead of the one it requests.",
+            "leave --use-fused-mhc out, or change the unsupported property",
         )
 
 
 def keep_fp32(module: torch.nn.Module, config: Any, names: Sequence[str]) -> None:
-    """Keep parameters of a module in fp32, and reduce their gradients.
+    """Keep parameters of a module in fp32, and have their gradients reduced.
 
-    With sequence parallelism every rank sees other tokens, and Megatron sums the gradients of
-    parameters that say so.
+    With sequence parallelism each rank sees different tokens, and Megatron sums the gradients of
+    parameters that are marked accordingly.
     """
     kept_fp32.keep_fp32(module, config, names)
     if config.sequence_parallel:
@@ -189,17 +189,17 @@ def keep_fp32(module: torch.nn.Module, config: Any, names: Sequence[str]) -> Non
 
 
 def split(streams: Tensor, count: int) -> Tensor:
-    """The streams `[..., n * C]` as `[..., n, C]`, without a copy where there is a choice."""
+    """The streams `[..., n * C]` as `[..., n, C]`, without a copy where possible."""
     return streams.reshape(*streams.shape[:-1], count, -1)
 
 
 def expand(hidden: Tensor, streams: int) -> Tensor:
-    """Streams `[s, b, n * C]` that all begin as the hidden states `[s, b, C]`."""
+    """Streams `[s, b, n * C]`, each initialized to the hidden states `[s, b, C]`."""
     return hidden.unsqueeze(-2).expand(*hidden.shape[:-1], streams, -1).flatten(-2)
 
 
 def add_head(module: torch.nn.Module, config: Any) -> None:
-    """Give a module the parameters of the learned contraction, in fp32."""
+    """Add the parameters of the learned contraction to a module, in fp32."""
     streams = config.mhc_num_residual_streams
     weight = torch.empty(streams, streams * config.hidden_size, dtype=torch.float32)
     if config.perform_initialization:
@@ -211,17 +211,17 @@ def add_head(module: torch.nn.Module, config: Any) -> None:
 
 
 def contract(module: Any, streams: Tensor, block: mhc_recompute.Block | None = None) -> Tensor:
-    """Hidden states `[s, b, C]`: the sum of the streams `[s, b, n * C]`, weighted for each token.
+    """Hidden states `[s, b, C]`: the sum of the streams `[s, b, n * C]`, weighted per token.
 
     A weight is a sigmoid of a projection of all streams, divided by their root mean square, plus
-    the layer norm's epsilon, which is what 0.20 adds in both places. Computed in fp32 and rounded
-    once to the type of the streams; the backward computes it again, so that no copy in fp32 waits
-    for it, nor the streams, if a block recomputes them.
+    the layer norm's epsilon, which 0.20 adds in both places. The sum is computed in fp32 and
+    rounded once to the type of the streams; the backward recomputes it, so that no fp32 copy is
+    kept for it, nor the streams, if a block recomputes them.
 
     Args:
-        module: has the parameters.
-        streams: what the last layer has written to.
-        block: that of this layer.
+        module: the module with the parameters.
+        streams: the streams after the last layer.
+        block: the block of that layer.
     """
     contraction = partial(_contracted, module.config.layernorm_epsilon)
     learned = [getattr(module, name) for name in HEAD]
@@ -240,7 +240,7 @@ def _contracted(eps: float, streams: Tensor, weight: Tensor, base: Tensor, scale
 def hand_on(hidden: Tensor, streams: Tensor | None) -> None:
     """Attach the streams to the hidden states into which they were contracted, for MTP depths.
 
-    The models between the stack and the depths pass this one tensor on, and are not changed.
+    The model code between the stack and the depths passes on this one tensor, and is unchanged.
     """
     if streams is not None:
         hidden.mhc_streams = streams  # type: ignore[attr-defined]
@@ -258,6 +258,7 @@ def streams_of(hidden: Tensor) -> Tensor:
             "mhc-streams-lost",
             "An MTP depth received hidden states without the streams they were contracted from.",
             "Its input is what the decoder's last layer wrote to the streams.",
-            "train without --mtp-num-layers, or without what copies the hidden states in between",
+            "train without --mtp-num-layers, or without the code that copies the hidden states in "
+            "between",
         )
     return streams

@@ -1,8 +1,8 @@
 """MTP depths of a model with hyper-connections, as Megatron 0.20 feeds them.
 
-A depth reads the streams of the decoder, or of the depth before it, and not their contraction:
-each stream is normed and projected alone (`h_proj`), and the projection of the token's embedding
-(`e_proj`) is added to all of them. A depth has a contraction of its own in front of its final norm.
+A depth reads the streams of the decoder, or of the previous depth, instead of their contraction:
+each stream is normalized and projected separately (`h_proj`), and the projection of the token
+embedding (`e_proj`) is added to all of them. A depth has its own contraction before its final norm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cppmega.modules import mhc, mhc_layers, mhc_recompute
 
 
 def connect(depth: Any, tp_group: Any) -> None:
-    """Give a depth its two projections in place of `eh_proj`, sites, and a contraction."""
+    """Give a depth two projections in place of `eh_proj`, its sites, and a contraction."""
     config = depth.config
     if not getattr(config, "enable_mhc_connections", False):
         return
@@ -43,34 +43,34 @@ def connect(depth: Any, tp_group: Any) -> None:
         )
         setattr(depth, name, projection)
     depth.eh_proj = None
-    if depth.mtp_layer_pattern is None:  # otherwise a stack, which has wrapped its layers
+    if depth.mtp_layer_pattern is None:  # otherwise it is a stack, which has wrapped its layers
         mhc_layers.connected(depth.mtp_model_layer, config)
     mhc.add_head(depth, config)
 
 
 def joined(depth: Any, streams: Tensor, decoder_input: Tensor) -> Tensor:
-    """The streams `[s, b, n * C]` with which a depth begins.
+    """The streams `[s, b, n * C]` at the start of a depth.
 
     Args:
         depth: a MultiTokenPredictionLayer.
-        streams: `[s, b, n * C]`, of the decoder or of the depth before.
+        streams: `[s, b, n * C]`, of the decoder or of the previous depth.
         decoder_input: `[s, b, C]`, embeddings of the shifted tokens.
     """
     if InferenceMode.is_active():
         raise CppmegaError(
             "mhc-depths-in-inference",
-            "An MTP depth with hyper-connections is to predict tokens.",
-            "Speculative decoding hands over hidden states, and a depth reads the streams.",
+            "An MTP depth with hyper-connections was asked to generate tokens.",
+            "Speculative decoding passes hidden states, but a depth reads the streams.",
             "generate without MTP",
         )
-    if depth.mtp_layer_pattern is None:  # otherwise the stack in it begins
+    if depth.mtp_layer_pattern is None:  # otherwise the stack inside it begins its own
         layers = [mhc_layers.sites(depth.mtp_model_layer)]
         mhc_recompute.begin(layers, depth.config, depth.training)
     embedded, _ = depth.e_proj(apply_module(depth.enorm)(decoder_input))
     count = depth.config.mhc_num_residual_streams
-    # As more sequences of a batch: Megatron's linear layers take three axes.
-    apart = mhc.split(streams, count).flatten(1, 2)
-    projected, _ = depth.h_proj(apply_module(depth.hnorm)(apart))
+    # Fold the streams into the batch: Megatron's linear layers take three axes.
+    folded = mhc.split(streams, count).flatten(1, 2)
+    projected, _ = depth.h_proj(apply_module(depth.hnorm)(folded))
     begun: Tensor = gather_from_tensor_model_parallel_region(
         embedded.unsqueeze(-2) + projected.unflatten(1, (-1, count)), group=depth.tp_group
     ).flatten(-2)
@@ -85,7 +85,7 @@ def ended(depth: Any, hidden_states: Tensor) -> Tensor:
 
 
 def streams_of(block: Any, hidden_states: Tensor) -> Tensor | None:
-    """What the first depth reads, or None: the hidden states themselves."""
+    """The streams that the first depth reads; None if it reads the hidden states themselves."""
     if not getattr(block.config, "enable_mhc_connections", False):
         return None
     return mhc.streams_of(hidden_states)

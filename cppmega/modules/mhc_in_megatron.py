@@ -1,7 +1,7 @@
-"""The kernels of hyper-connections in the module of Megatrons that have one: dev, and 0.20.
+"""The kernels of hyper-connections in Megatron's own module, where it has one: dev, and 0.20.
 
-`mhc` gives hyper-connections to a release without them. Here the module, its parameters and its
-callers are Megatron's own, and only what it computes comes from `cppmega.ops.mhc`. Its weights stay
+`mhc` adds hyper-connections to a release without them. Here the module, its parameters and its
+callers are Megatron's own, and only the computation comes from `cppmega.ops.mhc`. The weights stay
 in fp32 where Megatron rounds them to the type of the streams.
 """
 
@@ -22,8 +22,8 @@ def use_kernels(module: Any) -> None:
     """Give a `HyperConnectionModule` the ops that its `aggregate` and its end of a site call.
 
     Raises:
-        CppmegaError: `mhc-no-fused-kernel`: the kernels cannot run where this model will.
-        ValueError: its epsilons are not those of the kernels.
+        CppmegaError: `mhc-no-fused-kernel`: the kernels cannot run where this model will run.
+        ValueError: the module's epsilons are not those of the kernels.
     """
     mhc.require_kernels(module.config.params_dtype, module.n, module.hidden_size)
     epsilons = {module.sinkhorn_eps, module.compute_h_eps, module.norm_eps}
@@ -45,7 +45,7 @@ def _update(
 
 
 def weights(module: Any, streams: Tensor) -> reference.Weights:
-    """Stand in for `compute_mappings`: the weights of `[s, b, n * C]`, in fp32."""
+    """Replace `compute_mappings`: the weights of `[s, b, n * C]`, in fp32."""
     return kernels.weights(
         mhc.split(streams, module.n),
         _learned(module),
@@ -55,15 +55,15 @@ def weights(module: Any, streams: Tensor) -> reference.Weights:
 
 
 def read(module: Any, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stand in for `_forward_normal`: the beginning of a site, from `[s, b, n * C]`.
+    """Replace `_forward_normal`: the start of a site, from `[s, b, n * C]`.
 
     Returns:
         The input `[s, b, C]` of the sub-layer, `h_res`, `h_post`, and the streams for the end of
-        the site. If that is the update, the gradient of these streams is completed in place, and
+        the site. If that is the update, the gradient of these streams is completed in place and
         never summed from three tensors.
     """
     if module.training and module.config.hidden_dropout > 0:
-        # The site ends in Megatron's own code, between whose steps dropout is applied.
+        # The site ends in Megatron's own code, which applies dropout between its steps.
         h_pre, h_post, h_res = weights(module, streams)
         return module.aggregate(streams, h_pre), h_res, h_post, streams
     x, site = kernels.read(
@@ -83,7 +83,7 @@ def _learned(module: Any) -> reference.Parameters:
 
 
 def _accumulates(module: Any) -> bool:
-    """Whether the gradient of phi goes to its `main_grad`, which Megatron's module never asks."""
+    """Whether the gradient of phi goes to its `main_grad`, which Megatron's module never checks."""
     if not (module.config.gradient_accumulation_fusion and torch.is_grad_enabled()):
         return False
     found = MainGrad.of(module.mapping_proj.weight)

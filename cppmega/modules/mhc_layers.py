@@ -1,7 +1,7 @@
-"""Megatron's layers and stacks with hyper-connections; what the page mhc_connections calls.
+"""Megatron's layers and stacks with hyper-connections, for the page mhc_connections.
 
-A layer of a hybrid stack is wrapped, as 0.20 does it, so its keys begin with `inner_layer.`. A
-layer of a GPT model keeps its keys and has two sites beside its sub-layers.
+A layer of a hybrid stack is wrapped, as in 0.20, so its keys begin with `inner_layer.`. A layer of
+a GPT model keeps its keys and has two sites next to its sub-layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SITES = {
 
 
 class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
-    """A layer of a hybrid stack with a site around it; called as the layer itself."""
+    """A layer of a hybrid stack with a site around it; it is called like the layer itself."""
 
     def __init__(self, config: Any, layer: Any) -> None:
         super().__init__(config)
@@ -49,12 +49,12 @@ class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
             return self.inner_layer(hidden_states=read, **kwargs)
 
     def mamba_state_shapes_per_request(self) -> Any:
-        """Return those of the Mamba layer."""
+        """Return the shapes of the Mamba layer."""
         return self.inner_layer.mamba_state_shapes_per_request()
 
 
 def _only_output(layer: Any) -> str:
-    """The attribute with the bias-dropout-add of the only sub-layer."""
+    """The attribute that holds the bias-dropout-add of the only sub-layer."""
     if isinstance(layer, MambaLayer):
         return "mamba_bda"
     outputs = [bda for _, bda, _ in _sub_layers(layer)]
@@ -63,21 +63,21 @@ def _only_output(layer: Any) -> str:
             "mhc-layer-unsupported",
             f"Layer {layer.layer_number} ({type(layer).__name__}) has {len(outputs)} sub-layers "
             "that add to the residual.",
-            "A hyper-connection of a hybrid stack belongs to exactly one.",
+            "A hyper-connection in a hybrid stack belongs to exactly one sub-layer.",
             "train without --enable-mhc-connections, or split the layer",
         )
     return outputs[0]
 
 
 def _sub_layers(layer: Any) -> Iterator[tuple[str, str, str]]:
-    """Name, bias-dropout-add and site of each sub-layer that a TransformerLayer has."""
+    """The name, bias-dropout-add and site of each sub-layer of a TransformerLayer."""
     if not isinstance(layer, TransformerLayer):
         return
     if not isinstance(layer.cross_attention, IdentityOp):
         raise CppmegaError(
             "mhc-layer-unsupported",
             f"Layer {layer.layer_number} has cross-attention.",
-            "It has no hyper-connection here or upstream.",
+            "Hyper-connections around cross-attention exist neither here nor upstream.",
             "train without --enable-mhc-connections",
         )
     for name, (bda, site) in SITES.items():
@@ -87,14 +87,14 @@ def _sub_layers(layer: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def wrapped(layer: Any, config: Any) -> Any:
-    """A layer of a hybrid stack, with its site if the configuration asks for it."""
+    """A layer of a hybrid stack, with its site if the configuration enables mHC."""
     if not getattr(config, "enable_mhc_connections", False):
         return layer
     return HyperConnectionHybridLayer(config, layer)
 
 
 def connected(layer: Any, config: Any) -> Any:
-    """A layer of a GPT model, with its sites if the configuration asks for them."""
+    """A layer of a GPT model, with its sites if the configuration enables mHC."""
     if getattr(config, "enable_mhc_connections", False):
         for _, bda, site in _sub_layers(layer):
             setattr(layer, site, mhc.HyperConnectionModule(config))
@@ -103,13 +103,13 @@ def connected(layer: Any, config: Any) -> Any:
 
 
 def input_of(layer: Any, name: str, hidden_states: Tensor) -> Tensor:
-    """What a sub-layer of a GPT model's layer reads: its site's aggregate, or just its input."""
+    """The input of a sub-layer of a GPT layer: its site's aggregate, or the hidden states."""
     site = getattr(layer, SITES[name][1], None)
     return hidden_states if site is None else site.read(hidden_states)
 
 
 def around(layer: Any, name: str) -> contextlib.AbstractContextManager[Any]:
-    """What a sub-layer of a GPT model's layer runs in."""
+    """The context in which a sub-layer of a GPT layer runs."""
     return mhc_recompute.scope(getattr(layer, SITES[name][1], None))
 
 
@@ -121,18 +121,18 @@ def sites(layer: Any) -> list[mhc.HyperConnectionModule]:
 
 
 def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
-    """The streams with which a stack begins: in the first stage all are the hidden states."""
+    """The streams at the start of a stack; in the first stage each equals the hidden states."""
     config = stack.config
     if not getattr(config, "enable_mhc_connections", False):
         return hidden_states
     mhc_recompute.begin([sites(layer) for layer in stack.layers], config, stack.training)
     if not stack.pre_process or getattr(stack, "is_mtp_layer", False):
-        return hidden_states  # the streams, from the stage before or from the depth
+        return hidden_states  # already the streams, of the previous stage or of the depth
     return mhc.expand(hidden_states, config.mhc_num_residual_streams)
 
 
 def with_head(stack: Any, ends: bool) -> None:
-    """Give a stack in which the streams end their contraction."""
+    """Add the contraction to a stack in which the streams end."""
     if ends and getattr(stack.config, "enable_mhc_connections", False):
         mhc.add_head(stack, stack.config)
 
@@ -142,7 +142,7 @@ def contracted(stack: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None
     if getattr(stack, mhc.HEAD[0], None) is None:
         return hidden_states, None
     depths = bool(stack.config.mtp_num_layers)
-    inner = getattr(stack, "mtp_model_layer", stack)  # of an MTP depth, a stack or a layer
+    inner = getattr(stack, "mtp_model_layer", stack)  # in an MTP depth: a stack or a layer
     last = [site for layer in getattr(inner, "layers", [inner]) for site in sites(layer)][-1:]
     out = mhc.contract(stack, hidden_states, last[0].block if last else None)
     return out, hidden_states if depths else None

@@ -1,7 +1,7 @@
 """What a run may combine with manifold-constrained hyper-connections (mHC), without torch.
 
-`problems` reads Megatron's arguments before a launch, and the configuration of a model when one is
-built; either may lack what the other has.
+`problems` reads Megatron's arguments before a launch, and a model's configuration when it is built;
+either may lack options that the other has.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from typing import Any
 from cppmega.errors import CppmegaError
 
 RECOMPUTED = "mhc"
-"""The name among `recompute_modules`."""
+"""Its name among `recompute_modules`."""
 
 HEAD = "hc_head_fn"
-"""The weight of the learned contraction, which earlier forms of mHC do not have."""
+"""The weight of the learned contraction, which earlier forms of mHC lack."""
 
 _INSTEAD = "leave one of the two out"
-_ANOTHER_MODEL = "Loaded into this model, it would be another one, or keys would be missing."
+_ANOTHER_MODEL = (
+    "Loaded into this model, it would define a different one, or keys would be missing."
+)
 
 _ALONE = {
     "fp32_residual_connection": "the streams have the type of the model",
     "fine_grained_activation_offloading": "the streams are not among what it offloads",
     "cpu_offloading": "the streams are not among what it offloads",
     "overlap_moe_expert_parallel_comm": "its schedule calls the parts of a layer, not the layer",
-    "inference_fuse_tp_communication": "it adds one residual inside of its own kernel",
-    "heterogeneous_layers_config_path": "layers that lack a sub-layer were not tried",
-    "heterogeneous_block_specs": "layers that lack a sub-layer were not tried",
-    "use_torch_fsdp2": "it shards parameters of one type together, and the mapping's stay fp32",
-    "use_megatron_fsdp": "it was not tried with parameters that stay fp32 in a bf16 model",
-    "use_precision_aware_optimizer": "it saves a copy of an fp32 parameter that it never steps",
-    "virtual_pipeline_model_parallel_size": "interleaved stages were not tried",
-    "num_layers_per_virtual_pipeline_stage": "interleaved stages were not tried",
-    "num_virtual_stages_per_pipeline_rank": "interleaved stages were not tried",
-    "init_model_with_meta_device": "the mapping is drawn when the module is built",
-    "fp8": "it was not tried with layers in FP8",
-    "fp4": "it was not tried with layers in FP4",
-    "mtp_detach_heads": "a depth reads the streams, and not the hidden states that it detaches",
+    "inference_fuse_tp_communication": "it adds a single residual inside its own kernel",
+    "heterogeneous_layers_config_path": "layers that lack a sub-layer have not been tested",
+    "heterogeneous_block_specs": "layers that lack a sub-layer have not been tested",
+    "use_torch_fsdp2": "it shards parameters of one type together, but the mapping's stay fp32",
+    "use_megatron_fsdp": "it has not been tested with parameters that stay fp32 in a bf16 model",
+    "use_precision_aware_optimizer": "it saves a copy of an fp32 parameter that it never updates",
+    "virtual_pipeline_model_parallel_size": "interleaved stages have not been tested",
+    "num_layers_per_virtual_pipeline_stage": "interleaved stages have not been tested",
+    "num_virtual_stages_per_pipeline_rank": "interleaved stages have not been tested",
+    "init_model_with_meta_device": "the mapping is initialized when the module is built",
+    "fp8": "it has not been tested with layers in FP8",
+    "fp4": "it has not been tested with layers in FP4",
+    "mtp_detach_heads": "a depth reads the streams, not the hidden states that it detaches",
 }
-"""Options of Megatron that mHC is not combined with, and why."""
+"""Megatron options that cannot be combined with mHC, and why."""
 
 
 def problems(options: Any) -> Iterator[CppmegaError]:
-    """What of a run's arguments, or of a model's configuration, mHC is not combined with.
+    """What in a run's arguments, or in a model's configuration, cannot be combined with mHC.
 
     Args:
         options: any object; an attribute that it lacks counts as not given.
@@ -65,7 +67,7 @@ def _without(options: Any) -> Iterator[CppmegaError]:
         yield CppmegaError(
             "mhc-not-enabled",
             f"{RECOMPUTED} is to be recomputed, but --enable-mhc-connections is missing.",
-            "A model with one residual stream has nothing of that name.",
+            "A model with one residual stream has no module of that name.",
             "--enable-mhc-connections, or another list of --recompute-modules",
         )
     if getattr(options, "use_fused_mhc", False):
@@ -99,10 +101,12 @@ def _layers(options: Any) -> Iterator[CppmegaError]:
             "--cuda-graph-impl", "The graphs of a layer take one stream, and a site has several."
         )
     if getattr(options, "context_parallel_size", 1) > 1:
-        yield _refusal("--context-parallel-size", "Sequences in parts were not tried.")
+        yield _refusal(
+            "--context-parallel-size", "Sequences split over ranks have not been tested."
+        )
     if recomputes(options) and "mlp" in _recomputed(options):
         yield _refusal(
-            "--recompute-modules mlp", "Both would recompute what the sub-layer begins with."
+            "--recompute-modules mlp", "Both would recompute the input of the sub-layer."
         )
 
 
@@ -130,7 +134,7 @@ def other_models(options: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator
 
     Args:
         options: the run's arguments.
-        saved: names and shapes of what the checkpoint holds; empty: nothing is resumed from.
+        saved: names and shapes of the checkpoint's tensors; empty: the run does not resume.
     """
     has = any("hyper_connection" in name for name in saved)
     head = next((shape for name, shape in saved.items() if name.endswith(HEAD)), None)
@@ -155,7 +159,7 @@ def other_models(options: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator
             "mhc-checkpoint-other-form",
             "The checkpoint is that of a model whose streams end in their mean (main of August "
             "2026, or dev before June).",
-            "It mixes streams by another matrix: loaded into this model, it would be another one.",
+            "It mixes streams by another matrix: loaded here, it would define another model.",
             "resume with the Megatron that saved it, or from another checkpoint",
         )
     elif head is not None and streams not in (None, head[0]):
@@ -193,7 +197,7 @@ def check(config: Any) -> None:
 
 
 def width(config: Any) -> int:
-    """The width of what pipeline stages hand to each other: all streams, or the only one."""
+    """The width of what pipeline stages send to each other: all streams, or the only one."""
     streams = 1
     if getattr(config, "enable_mhc_connections", False):
         streams = config.mhc_num_residual_streams
@@ -202,7 +206,7 @@ def width(config: Any) -> int:
 
 
 class OneValue(argparse.Action):
-    """An option with two spellings, which may be given several times with one value only."""
+    """An option with two spellings, which may be repeated only with the same value."""
 
     def __call__(
         self,
@@ -211,10 +215,10 @@ class OneValue(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Keep the value, and refuse another one."""
+        """Store the value, and refuse a different one."""
         given = f"_given_{self.dest}"
         if getattr(self, given, values) != values:
             spellings = " and ".join(self.option_strings)
-            parser.error(f"{spellings} are one option, and have two values here")
+            parser.error(f"{spellings} are one option, but were given two values")
         setattr(self, given, values)
         setattr(namespace, self.dest, values)

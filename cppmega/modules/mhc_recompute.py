@@ -1,10 +1,10 @@
 """Selective recomputation of hyper-connections (`mhc` among the recompute modules).
 
-A block of layers keeps the streams with which it begins, and of every site its weights and the
-output of its sub-layer. All streams in between, and the inputs of the sub-layers, are computed
-again from those in the backward pass. For that, what autograd saves inside of a site passes through
-a hook that replaces such a tensor by the recipe for it; everything else is saved as it is. A recipe
-repeats the very operations of the forward, so results do not depend on recomputation.
+A block of layers keeps the streams at its start and, for every site, its weights and the output of
+its sub-layer. All streams in between, and the inputs of the sub-layers, are recomputed from those
+in the backward pass. To this end, the tensors that autograd saves inside a site pass through a hook
+that replaces a recomputable one with its recipe; all others are saved unchanged. A recipe repeats
+the exact operations of the forward, so results do not depend on recomputation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cppmega.modules import mhc_options
 
 
 class Recipe:
-    """A tensor that is computed when it is needed, and then kept as long as the recipe is."""
+    """A tensor that is computed when needed, and then kept as long as its recipe."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make: Callable[[], Tensor] | None = make
@@ -34,12 +34,12 @@ class Recipe:
             assert self._make is not None
             with torch.no_grad():
                 self._value = self._make()
-            self._make = None  # and with it the recipes that it needed
+            self._make = None  # releases the recipes that it needed, too
         return self._value
 
 
 class _View(NamedTuple):
-    """A part of what a recipe makes."""
+    """A view of the tensor that a recipe computes."""
 
     recipe: Recipe
     size: Sequence[int]
@@ -48,10 +48,10 @@ class _View(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A storage that the forward has filled, and how to fill it again."""
+    """A storage that the forward has filled, and the recipe that recomputes its contents."""
 
     storage: StorageWeakRef
-    """While it is held, no other storage has its address."""
+    """While it is held, no other storage can have its address."""
     dtype: torch.dtype
     recipe: Recipe
 
@@ -63,12 +63,12 @@ class Block:
         self._known: dict[int, _Known] = {}
 
     def know(self, tensor: Tensor, make: Callable[[], Tensor]) -> None:
-        """Note how to make a tensor that the forward has made, which fills its storage."""
+        """Register how to recompute a tensor of the forward, which must fill its storage."""
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._known[storage.cdata] = _Known(storage, tensor.dtype, Recipe(make))
 
     def recipe(self, tensor: Tensor) -> Recipe:
-        """The recipe of a tensor; one that is not known is kept."""
+        """The recipe of a tensor; a tensor that is not known is kept."""
         kept = tensor.detach()
         return self._find(tensor) or Recipe(lambda: kept)
 
@@ -77,7 +77,7 @@ class Block:
         return known.recipe if known is not None and known.dtype == tensor.dtype else None
 
     def hooks(self) -> saved_tensors_hooks:
-        """While active, saved tensors that are known are replaced by their recipes."""
+        """A context in which saved tensors that are known are replaced by their recipes."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
@@ -94,7 +94,7 @@ def _unpack(packed: Tensor | _View) -> Tensor:
 
 
 class _Again(torch.autograd.Function):
-    """Save the inputs of a function and nothing in it."""
+    """Save only the inputs of a function, no intermediate results."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -114,15 +114,15 @@ class _Again(torch.autograd.Function):
 
 
 def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-    """Call a function of tensors, whose inside the backward pass computes again."""
+    """Call a function of tensors, whose intermediate results the backward pass recomputes."""
     return _Again.apply(function, *inputs)  # type: ignore[no-untyped-call]
 
 
 def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:
-    """Give the sites of a stack's layers their blocks for one forward pass, or take them off.
+    """Assign blocks to the sites of a stack's layers for one forward pass, or remove them.
 
     Args:
-        sites: of each layer, in order, its hyper-connections.
+        sites: the hyper-connections of each layer, in order.
         config: Megatron's TransformerConfig.
         training: whether there will be a backward pass.
     """
@@ -137,10 +137,10 @@ def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:
 
 
 def scope(site: Any) -> contextlib.AbstractContextManager[Any]:
-    """Around the call of a sub-layer: autograd saves recipes for what its block recomputes."""
+    """Context of a sub-layer's call: autograd saves recipes for what its block recomputes."""
     return around(None if site is None else site.block)
 
 
 def around(block: Block | None) -> contextlib.AbstractContextManager[Any]:
-    """Around what saves tensors that a block recomputes, if there is one."""
+    """Context of code that saves tensors that a block recomputes, if there is one."""
     return contextlib.nullcontext() if block is None else block.hooks()

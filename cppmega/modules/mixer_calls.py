@@ -1,4 +1,4 @@
-"""What mixers of cppmega's have in common: their projections, and what a layer may call with."""
+"""What cppmega's mixers have in common: their projections, and checks of a layer's arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cppmega.errors import CppmegaError
 def projections(
     config: Any, submodules: Any, widths: tuple[int, int, int], tp_group: Any, name: str | None
 ) -> tuple[Any, Any]:
-    """The linear layers before and after a mixer, without biases.
+    """Build the linear layers before and after a mixer, without biases.
 
     Args:
         config: Megatron's TransformerConfig.
-        submodules: with `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
-        widths: of the model, of what is projected, and of what the mixer returns.
-        tp_group: of the tensor-parallel ranks that share both.
-        name: of the mixer, as Megatron passes it down.
+        submodules: has `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
+        widths: the widths of the model, of the projection, and of the mixer's result.
+        tp_group: the tensor-parallel group that shares both.
+        name: the name of the mixer, as Megatron passes it down.
     """
     model, projected, mixed = widths
     common = {"config": config, "bias": False, "is_expert": False, "tp_group": tp_group}
@@ -56,14 +56,14 @@ def refuse_inference(*contexts: Any) -> None:
     if any(context is not None for context in contexts):
         raise CppmegaError(
             "mixer-no-inference",
-            "A Mamba-3 or M2RNN layer was called with the caches of an inference.",
-            "The mixers begin every sequence anew; the tokens before it would be forgotten.",
-            "evaluate whole sequences, as the trainer does",
+            "A Mamba-3 or M2RNN layer was called with inference caches.",
+            "The mixers start every sequence from zero states; earlier tokens would be forgotten.",
+            "evaluate complete sequences, as the trainer does",
         )
 
 
 def boundaries(packed_seq_params: Any) -> Tensor | None:
-    """Cumulative lengths of a pack's documents, int32 `[documents + 1]`; None: there is no pack."""
+    """Cumulative lengths of a pack's documents, int32 `[documents + 1]`; None if not packed."""
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         return None
     padded: Tensor | None = packed_seq_params.cu_seqlens_q_padded

@@ -1,7 +1,7 @@
-"""Sizes of the mixers that no Megatron release has, and what they do not go with, without torch.
+"""Sizes of the mixers that Megatron lacks, and what they cannot combine with, without torch.
 
-A recipe states them. Patched code reads them in the ranks; where one is stated, its letter of a
-hybrid pattern is that mixer: `M` Mamba-3 in place of Megatron's Mamba-2, and `R` M2RNN.
+A recipe states the sizes, and patched code reads them in the ranks. A stated mixer takes its letter
+of the hybrid pattern: `M` is Mamba-3 in place of Megatron's Mamba-2, and `R` is M2RNN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cppmega.modules.stated_sizes import Positive, read
 
 @dataclass(frozen=True, slots=True)
 class Mamba3:
-    """Mamba-3 mixers: of rank 1 (SISO), or above it (MIMO)."""
+    """Mamba-3 mixers, of rank 1 (SISO) or higher (MIMO)."""
 
     expand: Positive = 2
     head_dim: Positive = 64
@@ -26,17 +26,17 @@ class Mamba3:
     groups: Positive = 8
     rank: Positive = 4
     chunk: Positive = 16
-    """Tokens that a kernel computes together; changes no result but in rounding."""
+    """Tokens that a kernel computes together; affects results only by rounding."""
     rope_fraction: float = 0.5
-    """Of a state, the part that is rotated: a half or all."""
+    """The fraction of a state that is rotated: a half or all of it."""
     out_norm: bool = False
-    """A norm per head before the gate."""
+    """Whether there is a norm per head before the gate."""
     definition: Literal["softplus", "heavy_tail"] = "softplus"
-    """Of A; see `cppmega.ops.mamba3_reference`."""
+    """Definition of A; see `cppmega.ops.mamba3_reference`."""
 
     @property
     def problem(self) -> str:
-        """Why the sizes contradict each other; empty where they do not."""
+        """Why the sizes contradict each other; empty if they do not."""
         if self.rope_fraction not in (0.5, 1.0):
             return f"rope_fraction={self.rope_fraction}, which must be 0.5 or 1.0"
         if self.angles == 0 or self.state_dim % 4:
@@ -45,30 +45,30 @@ class Mamba3:
 
     @property
     def angles(self) -> int:
-        """Pairs of a state that are rotated."""
+        """The number of rotated pairs in a state."""
         return int(self.state_dim * self.rope_fraction) // 2
 
     def heads(self, hidden: int) -> int:
-        """Heads in a model of that width."""
+        """The number of heads in a model of that width."""
         return self.expand * hidden // self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class M2RNN:
-    """Matrix-state RNN mixers: one query and one key head, and a value head per `key_dim` and
-    `value_dim` of the model's width."""
+    """Matrix-state RNN mixers: one query head, one key head, and one value head per
+    `key_dim + value_dim` of the model's width."""
 
     key_dim: Positive = 64
     value_dim: Positive = 16
     conv: Positive = 4
 
     def heads(self, hidden: int) -> int:
-        """Heads of values in a model of that width."""
+        """The number of value heads in a model of that width."""
         return hidden // (self.key_dim + self.value_dim)
 
 
 def mamba3(environ: Mapping[str, str] = os.environ) -> Mamba3 | None:
-    """The Mamba-3 mixers of the model that is being built; None: `M` is Megatron's Mamba-2.
+    """The Mamba-3 mixers of the model being built; None: `M` is Megatron's Mamba-2.
 
     Raises:
         CppmegaError: `sizes-misstated`.
@@ -77,7 +77,7 @@ def mamba3(environ: Mapping[str, str] = os.environ) -> Mamba3 | None:
 
 
 def m2rnn(environ: Mapping[str, str] = os.environ) -> M2RNN | None:
-    """The M2RNN mixers of the model that is being built; None: it has none.
+    """The M2RNN mixers of the model being built; None if it has none.
 
     Raises:
         CppmegaError: `sizes-misstated`.
@@ -86,10 +86,10 @@ def m2rnn(environ: Mapping[str, str] = os.environ) -> M2RNN | None:
 
 
 def obstacles(args: Any, environ: Mapping[str, str] = os.environ) -> Iterator[CppmegaError]:
-    """What in a model's configuration, or in Megatron's arguments, rules the mixers out.
+    """What in a model's configuration, or in Megatron's arguments, rules out the mixers.
 
     Args:
-        args: whichever of the two is at hand; what it does not have is off.
+        args: either of the two; an option that it lacks counts as off.
         environ: where the sizes are stated.
 
     Raises:
@@ -112,13 +112,17 @@ def _general(args: Any) -> Iterator[CppmegaError]:
     if (has("context_parallel_size") or 1) > 1:
         yield _unsupported("context parallelism", "A state would miss the tokens of other ranks.")
     if has("use_megatron_fsdp") or has("use_torch_fsdp2"):
-        yield _unsupported("FSDP", "It was not tried with parameters that stay fp32.")
+        yield _unsupported("FSDP", "It has not been tested with parameters that stay fp32.")
     if has("use_mup"):
-        yield _unsupported("MuP", "Nobody has derived how the mixers' rates scale with the width.")
+        yield _unsupported(
+            "MuP", "How the mixers' learning rates scale with the width has not been derived."
+        )
     if has("init_model_with_meta_device"):
-        yield _unsupported("a model built on the meta device", "Nothing would draw their weights.")
+        yield _unsupported(
+            "a model built on the meta device", "Their weights would not be initialized."
+        )
     if has("fp32_residual_connection"):
-        yield _unsupported("--fp32-residual-connection", "It was not tried.")
+        yield _unsupported("--fp32-residual-connection", "It has not been tested.")
     graphs = has("cuda_graph_modules") or ()
     if "mamba" in [getattr(module, "name", module) for module in graphs]:
         yield _unsupported("CUDA graphs of mamba", "No capture of these mixers was tried.")
@@ -131,9 +135,9 @@ def _of_mamba3(sizes: Mamba3, args: Any) -> Iterator[CppmegaError]:
     if sizes.expand * hidden % sizes.head_dim or sizes.heads(hidden) % sizes.groups:
         yield CppmegaError(
             "mamba3-heads",
-            f"{sizes.expand} x {hidden} channels do not make heads of {sizes.head_dim} in "
+            f"{sizes.expand} x {hidden} channels cannot be split into heads of {sizes.head_dim} in "
             f"{sizes.groups} groups of equal size.",
-            "Every group of keys and queries serves as many heads.",
+            "Every group of keys and queries serves the same number of heads.",
             "another head_dim, expand or groups in the recipe's field mamba3",
         )
     ranks = getattr(args, "tensor_model_parallel_size", 1) or 1
@@ -141,7 +145,7 @@ def _of_mamba3(sizes: Mamba3, args: Any) -> Iterator[CppmegaError]:
         yield CppmegaError(
             "mamba3-tensor-parallel",
             f"{sizes.groups} groups of Mamba-3 on {ranks} tensor-parallel ranks.",
-            "A rank holds whole groups, with the heads that they serve.",
+            "A rank holds complete groups, with the heads that they serve.",
             "a tensor_model_parallel_size that divides the groups",
         )
 
@@ -157,7 +161,9 @@ def _of_m2rnn(sizes: M2RNN, args: Any) -> Iterator[CppmegaError]:
             "a smaller key_dim or value_dim in the recipe's field m2rnn",
         )
     if getattr(args, "fp4", None):
-        yield _unsupported("--fp4-format", "M2RNN's projection is no multiple of 16 wide.")
+        yield _unsupported(
+            "--fp4-format", "The width of M2RNN's projection is not a multiple of 16."
+        )
     if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", None) == "delayed":
         yield _unsupported(
             "--fp8-recipe delayed", "One context is around all layers, and M2RNN's stay in bf16."
@@ -168,13 +174,13 @@ def _of_m2rnn(sizes: M2RNN, args: Any) -> Iterator[CppmegaError]:
             "m2rnn-tensor-parallel",
             f"M2RNN layers on {ranks} tensor-parallel ranks.",
             "All heads share a query and a key, and their number is seldom a multiple of the "
-            "ranks; nothing divides the layer, or repeats it on every rank.",
+            "ranks; the layer is neither sharded nor replicated over ranks.",
             "tensor_model_parallel_size=1, or a pattern without R",
         )
 
 
 DECAY = "mixer.decay_"
-"""What the name of a Mamba-3 mixer's buffer ends with in a checkpoint, before the definition."""
+"""End of the name of a Mamba-3 mixer's buffer in a checkpoint, before the definition."""
 
 
 def other_models(
@@ -183,7 +189,7 @@ def other_models(
     """Why a run cannot resume from a checkpoint, if either has Mamba-3 mixers.
 
     Args:
-        saved: names and shapes of what the checkpoint holds; empty: nothing is resumed from.
+        saved: names and shapes of the checkpoint's tensors; empty: the run does not resume.
         environ: where the sizes are stated.
 
     Raises:
@@ -197,7 +203,7 @@ def other_models(
         yield CppmegaError(
             "mamba3-other-definition",
             f"The checkpoint's Mamba-3 layers compute A by {names[0]}; this run's, by {names[1]}.",
-            "The parameters have the same names and shapes, and mean another model.",
+            "The parameters have the same names and shapes, but define a different model.",
             "give the recipe's field mamba3 the definition of the run that saved it",
         )
 

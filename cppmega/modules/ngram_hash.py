@@ -1,7 +1,8 @@
-"""The embedding of hashed n-grams, which is added to that of the tokens.
+"""The embedding of hashed n-grams, which is added to the token embedding.
 
-Its projection starts from zero, so that an untrained model is the one without it; its tables do
-not, or neither would ever have a gradient. Both are the same on every tensor-parallel rank.
+Its projection is initialized to zero, so that an untrained model equals the one without it; its
+tables are not, or neither would ever have a gradient. Both are the same on every tensor-parallel
+rank.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from cppmega.modules.input_embedding_sizes import NgramHash
 from cppmega.ops import ngram_hash as ops
 
 HASHING = "hashing"
-"""Name of the buffer with the tables' rows and multipliers, in a checkpoint too."""
+"""Name of the buffer with the tables' rows and multipliers, also in a checkpoint."""
 
 
 class NgramHashEmbedding(nn.Module):
-    """Tables of hashed n-grams and the projection of what they have for a token."""
+    """Tables of hashed n-grams, and the projection of the rows looked up for a token."""
 
     hashing: Tensor
 
     def __init__(
         self, sizes: NgramHash, hidden: int, std: float, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Create tables that every rank draws alike, from a generator of their own.
+        """Create tables with the same values on every rank, drawn from a separate generator.
 
         Args:
-            sizes: of the tables.
+            sizes: the sizes of the tables.
             hidden: width of the model.
-            std: standard deviation of the tables' first values.
-            dtype: of the parameters.
-            device: of the parameters.
+            std: standard deviation of the tables' initial values.
+            dtype: type of the parameters.
+            device: device of the parameters.
         """
         super().__init__()
         self.sizes = sizes
@@ -48,7 +49,7 @@ class NgramHashEmbedding(nn.Module):
 
     @property
     def ids(self) -> int:
-        """How many ids of a token `forward` takes."""
+        """The number of ids per token that `forward` takes."""
         return len(self.sizes.tables)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -75,9 +76,9 @@ class NgramHashEmbedding(nn.Module):
         if f"{prefix}tables" in state_dict and not self._hashes_like(saved):
             raise CppmegaError(
                 "ngram-hash-differs",
-                "The checkpoint's n-gram tables were filled with other multipliers than those of "
+                "The checkpoint's n-gram tables were trained with multipliers other than those of "
                 f"seed {self.sizes.seed}, or with none.",
-                "Every n-gram would find the row of another one.",
+                "Every n-gram would look up the row of another one.",
                 "give ngram_hash the seed, orders, heads and tables of the run that saved it",
             )
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
-"""Sizes of a model's parts, stated in a variable as JSON.
+"""Sizes of a model's parts, stated in an environment variable as JSON.
 
-The trainer states what the recipe says; patched code reads it in the ranks. Knows no torch.
+The trainer states the recipe's sizes; patched code reads them in the ranks. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ Sizes = TypeVar("Sizes")
 
 
 def text(sizes: Any) -> str:
-    """The sizes as a variable has them; "" for None."""
+    """The sizes as the value of a variable; "" for None."""
     return msgspec.json.encode(sizes).decode() if sizes is not None else ""
 
 
 def read(
     variable: env.Variable[str], kind: type[Sizes], environ: Mapping[str, str]
 ) -> Sizes | None:
-    """What a variable states; None: the model has no such part.
+    """Read the sizes that a variable states; None: the model has no such part.
 
     Args:
-        variable: of the part.
-        kind: a dataclass of sizes, which may say by an attribute `problem` why they contradict.
-        environ: of the rank.
+        variable: the variable of the part.
+        kind: a dataclass of sizes, whose attribute `problem`, if any, tells why they contradict.
+        environ: the environment of the rank.
 
     Raises:
         CppmegaError: `sizes-misstated`.

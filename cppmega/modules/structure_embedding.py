@@ -1,8 +1,9 @@
-"""The embedding of a token's place in the syntax of source code, which is added to the token's own.
+"""The embedding of a token's position in the syntax of source code, added to the token embedding.
 
-The kind of the innermost construct and the depth of its nesting have a row each, of a few columns,
-which one matrix widens. That matrix starts from zero, so that an untrained model is the one without
-it. The tables and their scales do not: with two factors at zero, neither has a gradient, ever.
+The kind of the innermost construct and its nesting depth have a row each, of a few columns, which
+one matrix projects to the model's width. That matrix is initialized to zero, so that an untrained
+model equals the one without it. The tables and their scales are not: if two factors were zero,
+neither would ever have a gradient.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from cppmega.modules.input_embedding_sizes import Structure
 
 
 class StructureEmbedding(nn.Module):
-    """Tables of kinds and depths with a learnt scale each, and the matrix that widens their sum."""
+    """Tables of kinds and depths with a learned scale each, and the up-projection of their sum."""
 
     ids = 2
-    """How many ids of a token `forward` takes."""
+    """The number of ids per token that `forward` takes."""
 
     def __init__(
         self, sizes: Structure, hidden: int, std: float, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Create tables that every rank draws alike, from a generator of their own.
+        """Create tables with the same values on every rank, drawn from a separate generator.
 
         Args:
-            sizes: of the tables.
+            sizes: the sizes of the tables.
             hidden: width of the model.
-            std: standard deviation of the tables' first values.
-            dtype: of the parameters.
-            device: of the parameters.
+            std: standard deviation of the tables' initial values.
+            dtype: type of the parameters.
+            device: device of the parameters.
         """
         super().__init__()
         self.rows = sizes.categories, sizes.levels
@@ -48,7 +49,7 @@ class StructureEmbedding(nn.Module):
         self.widening = nn.Parameter(widening)
 
     def table_rows(self, kinds: Tensor | None, depths: Tensor | None, like: Tensor) -> Tensor:
-        """Count the rows that `forward` takes from 1, and check that the tables have them.
+        """Compute the rows that `forward` takes, numbered from 1, and check that they exist.
 
         Args:
             kinds: int64 [b, s].
@@ -59,14 +60,14 @@ class StructureEmbedding(nn.Module):
             int64 [2, b, s].
 
         Raises:
-            CppmegaError: `structure-not-fed`, `structure-ids-wrong`. On a GPU, which is not waited
-                for, an id without a row ends the process by an assertion that names it.
+            CppmegaError: `structure-not-fed`, `structure-ids-wrong`. On a GPU, where the host does
+                not wait, an id without a row fails a device-side assertion that names the error.
         """
         if kinds is None or depths is None:
             raise CppmegaError(
                 "structure-not-fed",
                 "A model with a structure embedding was given a batch without structure ids.",
-                "It would learn nothing of the syntax, and look as if it did.",
+                "It would learn nothing about syntax, but appear to.",
                 "train on data prepared with structure ids, or --set structure=None",
             )
         for name, ids, rows in zip(("kinds", "depths"), (kinds, depths), self.rows, strict=True):
@@ -81,10 +82,10 @@ class StructureEmbedding(nn.Module):
         return torch.stack((kinds, depths)) + 1
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Embed where tokens are.
+        """Embed the syntactic positions of tokens.
 
-        Few rows are read by many tokens. The product that reads them has a gradient that is summed
-        in fp32, in an order that does not change.
+        Many tokens read few rows. They are read by a matrix product, whose gradient is summed in
+        fp32 in a fixed order.
 
         Args:
             rows: int64 [2, b, s], as `table_rows` returns them; 0 adds nothing.
@@ -105,6 +106,6 @@ def _wrong(what: str) -> CppmegaError:
     return CppmegaError(
         "structure-ids-wrong",
         what,
-        "They are those of other data, or of another definition of the classes.",
+        "They belong to other data, or to another definition of the classes.",
         "python -m cppmega.check_data PREFIX, for every --data of the run",
     )

@@ -1,22 +1,25 @@
 """DSA's sparse attention: each query attends to the keys that the indexer chose for it.
 
-Absorbed (one latent key for all heads, whose first columns are the value) and with a key per head,
-which take different kernels:
+The absorbed form (one latent key for all heads, whose first columns are the value) and the form
+with a key per head use different kernels:
 
-- `dsa_attention_forward_triton`, `dsa_attention_backward_triton`: one program for each query
-  gathers its keys for all heads. Products are keys by heads, so that few heads fill a tensor core's
-  tile. `dsa_attention_wide_triton` has those of latents beyond 128 columns, heads by keys.
-- `dsa_attention_per_head_triton`: a key per head leaves gathered rows no matrix to be part of. All
-  tiles in which some query chose some key are multiplied, restricted by one bit for each key.
+- `dsa_attention_forward_triton`, `dsa_attention_backward_triton`: one program per query gathers
+  its keys for all heads. Products are keys by heads, so that even a few heads fill a tensor core's
+  tile. `dsa_attention_wide_triton` is for latents wider than 128 columns, with products heads by
+  keys.
+- `dsa_attention_per_head_triton`: with a key per head, gathered rows do not form a matrix that
+  heads share. All tiles in which some query chose some key are multiplied, masked by one bit per
+  key.
 
-Nothing of size `[b, heads, sq, sk]` exists, and no gathered key is written to memory. The backward
-keeps the inputs, the indices, the log-sum-exp of each row and the output in two terms: delta, the
-product of the output and its gradient, is formed from both, in fp32.
+No tensor of size `[b, heads, sq, sk]` is allocated, and no gathered key is written to memory. The
+backward keeps the inputs, the indices, the log-sum-exp of each row, and the output as two terms:
+delta, the product of the output and its gradient, is computed from both, in fp32.
 
-The output and the gradient of the queries repeat bit for bit, whatever the batch they are part of.
-So does that of per-head keys. The gradient of absorbed keys is added up by fp32 atomics, unless
-torch's deterministic mode is on (Megatron's `--deterministic-mode`): then each query's contribution
-is written once and summed in order, in at most 256 MiB of scratch memory (wide latents: 1 GiB).
+The output and the gradient of the queries are bitwise reproducible, independent of the batch they
+are part of. So is the gradient of per-head keys. The gradient of absorbed keys is accumulated by
+fp32 atomics, unless torch's deterministic mode is on (Megatron's `--deterministic-mode`): then each
+query's contribution is written once and summed in order, in at most 256 MiB of scratch memory (wide
+latents: 1 GiB).
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ from cppmega.ops.dsa_indexer_problem import Bounds
 
 
 def obstacle(query: Tensor, key: Tensor, value: Tensor | int) -> str | None:
-    """Why the kernels cannot do a call, as half a sentence; None if they can.
+    """Why the kernels do not support a call, as a clause; None if they do.
 
     Args:
         query: `[sq, b, heads, d]`.
         key: `[sk, b, heads or 1, d]`.
-        value: `[sk, b, heads or 1, v]`; or how many of the key's columns it is.
+        value: `[sk, b, heads or 1, v]`; or the number of the key's columns that form it.
     """
     if query.device.type != "cuda":
         return f"the tensors are on {query.device.type}"
@@ -57,13 +60,13 @@ def obstacle(query: Tensor, key: Tensor, value: Tensor | int) -> str | None:
 
 
 def absorbed_obstacle(heads: int, width: int, value_width: int, gpu: Gpu) -> str | None:
-    """Why no kernel does a latent key of these widths, as half a sentence; None if one does.
+    """Why no kernel supports a latent key of these widths, as a clause; None if one does.
 
     Args:
-        heads: of this rank.
-        width: of queries and keys.
-        value_width: of the values, the first columns of the keys.
-        gpu: that is to do it.
+        heads: the number of heads on this rank.
+        width: the width of queries and keys.
+        value_width: the width of the values, which are the first columns of the keys.
+        gpu: the GPU that is to run it.
     """
     rotary = width - value_width
     if not is_wide(value_width, rotary):
@@ -72,9 +75,11 @@ def absorbed_obstacle(heads: int, width: int, value_width: int, gpu: Gpu) -> str
 
 
 def per_head_obstacle(width: int, value_width: int) -> str | None:
-    """Why no kernel does keys and values of these widths per head; None if one does."""
+    """Why no kernel supports per-head keys and values of these widths; None if one does."""
     if max(width, value_width) > 256:
-        return f"keys of {width} with values of {value_width}: the kernels do at most 256 of each"
+        return (
+            f"keys of {width} with values of {value_width}: the kernels support at most 256 of each"
+        )
     return None
 
 
@@ -93,12 +98,13 @@ def sparse_attention(
     Args:
         query: `[sq, b, heads, d]`.
         key: `[sk, b, 1, d]`, or `[sk, b, heads, d]`.
-        value: `[sk, b, heads or 1, v]`; or, absorbed, how many of the key's columns it is.
+        value: `[sk, b, heads or 1, v]`; or, absorbed, the number of the key's columns that form it.
         indices: `[b, sq, topk]`, integers in any order, each key at most once in a row; an entry
-            outside of `0 <= key < sk`, -1 for one, is not a key.
-        softmax_scale: of the products.
-        bounds: which keys a query may see, of those that are chosen; causal without.
-        repeatable: sum the gradient of the keys in one order; None asks torch's deterministic mode.
+            outside `0 <= key < sk`, such as -1, is not a key.
+        softmax_scale: factor on the products.
+        bounds: which of the chosen keys a query may see; causal if omitted.
+        repeatable: sum the gradient of the keys in a fixed order; None follows torch's
+            deterministic mode.
 
     Returns:
         `[sq, b, heads, v]` in the type of the query, 0 for a query that sees no key.

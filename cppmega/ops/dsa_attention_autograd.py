@@ -1,4 +1,4 @@
-"""DSA's absorbed sparse attention on CUDA for autograd."""
+"""The autograd function of DSA's absorbed sparse attention on CUDA."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Absorbed(torch.autograd.Function):
 
 
 def absorbed(call: Absorbed, *, repeatable: bool | None = None) -> Tensor:
-    """Attend; see `dsa_attention.sparse_attention`."""
+    """Compute the attention; see `dsa_attention.sparse_attention`."""
     query, key = call.query, call.key
     keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     out: Tensor = _Absorbed.apply(  # type: ignore[no-untyped-call]

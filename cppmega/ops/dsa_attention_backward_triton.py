@@ -1,17 +1,18 @@
 """The backward of DSA's absorbed sparse attention on CUDA: one program per query and head block.
 
-A program gathers its chosen keys once more and forms, keys by heads,
+A program gathers its chosen keys again and computes, keys by heads,
 
     P^T = exp(K Q^T - lse)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dQ^T = K^T dS^T           dK = dS^T Q + [P^T dO | 0]
 
-dS enters the product of dQ as two terms of the input's type. The sum of dS over the keys is zero,
-and where keys resemble one another, what is left of the product is small next to its terms.
+dS enters the product for dQ as two terms in the input's type: its sum over the keys is zero, so
+where keys resemble one another, the product cancels to a value much smaller than its terms.
 
-dK is the contribution of one query to each of its keys. By default these are added up by atomics in
-fp32, four numbers at a time. In the deterministic mode each is written once, in the type of the
-keys, and summed in one order, see `dsa_attention_order_triton`; P and dS then enter this product as
-two terms as well, so that the rounding of the contributions is the only one.
+dK is the contribution of one query to each of its keys. By default the contributions are
+accumulated by fp32 atomics, four numbers at a time. In the deterministic mode each is written once,
+in the type of the keys, and summed in a fixed order (see `dsa_attention_order_triton`); P and dS
+then enter this product as two terms as well, so that the rounding of the contributions is the only
+one.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from cppmega.ops.dsa_indexer_sparse_triton import product
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded
 
 HOPPER_REGISTERS = 168
-"""Of a thread, with latent and rotary parts of 64: three programs fit a multiprocessor of sm_90."""
+"""Registers per thread with latent and rotary parts of 64: three programs fit on an SM of sm_90."""
 
 SCRATCH_BYTES = 1 << 28
-"""Most memory of the contributions that are held at a time, unless 32 queries take more."""
+"""Maximum memory of the contributions held at a time, unless 32 queries need more."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _contribute(into, columns, x, there, WIDTH: tl.constexpr, ATOMIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add rows to the gradients of keys, or write them to their places."""
+    """Add rows to the gradients of keys, or write them to their slots."""
     mask = there[:, None] & (columns < WIDTH)[None, :]
     if ATOMIC:
         tl.atomic_add(into[:, None] + columns[None, :], x, mask=mask, sem="relaxed")
@@ -116,7 +117,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def parts(sq: int, batch: int, bytes_of_query: int) -> tuple[int, int]:
-    """How many queries of how many batch elements have their contributions held at a time."""
+    """The number of queries, and of batch elements, whose contributions are held at a time."""
     if sq * bytes_of_query <= SCRATCH_BYTES:
         return sq, min(batch, SCRATCH_BYTES // max(1, sq * bytes_of_query))
     return max(32, SCRATCH_BYTES // bytes_of_query // 32 * 32), 1
@@ -126,9 +127,9 @@ class Backward:
     """The backward of one call.
 
     Args:
-        call: its terms.
-        attended: what the forward computed, with the rest.
-        grad: of the output.
+        call: the call.
+        attended: the results of the forward, including the rounding error `rest`.
+        grad: the gradient of the output.
     """
 
     def __init__(self, call: Absorbed, attended: Attended, grad: Tensor) -> None:
@@ -141,7 +142,7 @@ class Backward:
         self.dq = torch.empty_like(call.query, memory_format=torch.contiguous_format)
 
     def gradients(self, *, repeatable: bool) -> tuple[Tensor, Tensor]:
-        """The gradients of queries and keys, those of keys summed in one order or by atomics."""
+        """The gradients of queries and keys, the latter summed in a fixed order or by atomics."""
         if not (self.dq.numel() and self.call.indices.numel()):
             return self.dq.zero_(), torch.zeros_like(self.call.key)
         return self.dq, self._ordered() if repeatable else self._by_atomics()

@@ -1,8 +1,8 @@
 """Which tiles of queries and keys the attention with a key per head multiplies, and their bits.
 
-The bits of a query's keys are adjacent, and for the gradients of keys those of a key's queries are
-as well. Marks say which units of 32 queries and 32 keys have a bit; from them lists are made, for
-each tile, of the tiles that it has a bit with.
+The bits of a query's keys are adjacent; for the gradients of keys, a second copy has the bits of a
+key's queries adjacent. Marks record which units of 32 queries by 32 keys have a bit set; from them,
+a list is built for each tile of the tiles with which it shares a set bit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from cppmega.ops.dsa_indexer_bits_triton import UNIT, Places, Rows, set_bits
 
 WHOLE = 128
-"""Rows and columns of the bits are a multiple of this: they are read without a mask."""
+"""Rows and columns of the bits are multiples of this, so that they are read without a mask."""
 
 CHUNK = 256
-"""Tiles that a list is made of at a time."""
+"""Candidate tiles that are examined at a time while a list is built."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,7 +28,7 @@ def _lists_kernel(  # type: ignore[no-untyped-def]
     marks, lists, counts, own, other, batch_step, own_step, other_step,
     OWN: tl.constexpr, OTHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The tiles along one dimension that have a bit, for one tile of the other, in order."""
+    """List, for one tile, the tiles along the other dimension that share a set bit, in order."""
     b, tile = (tl.program_id(0) // own).to(tl.int64), tl.program_id(0) % own
     marks += b * batch_step + tile * OWN * own_step
     lists += tl.program_id(0).to(tl.int64) * (other + 1)
@@ -46,11 +46,11 @@ def _lists_kernel(  # type: ignore[no-untyped-def]
 
 
 class Lists(NamedTuple):
-    """Which tiles each tile of the other dimension meets.
+    """For each tile of one dimension, the tiles of the other with which it is multiplied.
 
     Attributes:
         tiles: `[b, tiles, other tiles + 1]`, in ascending order; a program reads one step ahead.
-        counts: how many of a row count, `[b, tiles]`.
+        counts: the number of valid entries of a row, `[b, tiles]`.
     """
 
     tiles: Tensor
@@ -63,9 +63,9 @@ class Bits:
     Args:
         indices: `[b, sq, topk]`, contiguous.
         sk: the number of keys.
-        part: first query and query after the last.
-        bounds: what a query may see.
-        across: whether the bits of a key are wanted as well.
+        part: first query, and the query after the last.
+        bounds: which keys a query may see.
+        across: whether the bits are also needed by key.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Bits:
         set_bits(indices, sk, part, bounds, wanted, bits=UNIT, shape=shape)
 
     def lists(self, own: int, other: int, *, of_keys: bool) -> Lists:
-        """The tiles that have a bit.
+        """The lists of tiles that have a bit set.
 
         Args:
-            own: queries (keys, of keys) of a program's tile.
-            other: keys (queries) of a tile that it meets.
-            of_keys: tiles of queries for each tile of keys.
+            own: rows of a program's tile: queries, or with `of_keys` keys.
+            other: rows of the tiles in its list: keys, or with `of_keys` queries.
+            of_keys: list the tiles of queries for each tile of keys.
         """
         units = (self.rows // UNIT, self.columns // UNIT)
         steps = (units[1], 1)

@@ -1,14 +1,14 @@
 """The forward of DSA's absorbed sparse attention on CUDA: one program per query and block of heads.
 
-A latent key is [latent | rotary], and its latent part is the value too. Products are keys by heads,
-`S^T = K Q^T` and `O^T = V^T P^T`: a tensor core's tile has 64 rows, which the chosen keys fill and
-the heads of a rank often do not. A program gathers its keys in blocks, the next one while it works
-on another, and keeps a running maximum.
+A latent key is [latent | rotary], and its latent part is also the value. Products are keys by
+heads, `S^T = K Q^T` and `O^T = V^T P^T`: a tensor core's tile has 64 rows, which the chosen keys
+fill but the heads of a rank often do not. A program gathers its keys in blocks, prefetching the
+next block while it processes the current one, and keeps a running maximum.
 
-Where gradients are wanted, P enters its product as two terms of the input's type, and what rounding
-takes from the output is kept as `rest`. Delta, which the backward subtracts, is the product of the
+If gradients are needed, P enters its product as two terms in the input's type, and the rounding
+error of the output is kept as `rest`. Delta, which the backward subtracts, is the product of the
 output and its gradient; where one score is far above the others, dS is a small difference of large
-numbers, and the error of a delta formed from the rounded output would dominate it.
+numbers, and the error of a delta computed from the rounded output would dominate it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from cppmega.ops.dsa_indexer_device import Gpu
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded
 
 WARPS = 4
-"""Of a program, in both directions: the rows of a product are those of one group of warps."""
+"""Warps of a program in forward and backward: one warp group computes the rows of a product."""
 
 
 class Tiles(NamedTuple):
-    """How a program's work is cut.
+    """The tile sizes of a program.
 
     Attributes:
-        keys: chosen keys of a block.
-        heads: of a program.
-        stages: blocks of keys that are on their way or worked on.
+        keys: chosen keys per block.
+        heads: heads per program.
+        stages: blocks of keys in flight or being processed.
     """
 
     keys: int
@@ -42,17 +42,17 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(heads: int, width: int, gpu: Gpu) -> Tiles:
-    """The tiles of forward and backward; `width` is that of the padded latent and rotary parts."""
+    """The tiles of forward and backward; `width` is the padded latent and rotary width."""
     if width > 128 and gpu.capability[0] != 9:
         return Tiles(32, min(16, padded(heads)), 1)
-    # Without a stage in advance, Triton 3.6 compiles products on sm_90 that read beyond the shared
+    # Without a prefetched stage, Triton 3.6 compiles products for sm_90 that read beyond the shared
     # memory of a block.
     return Tiles(64, min(32, padded(heads)), 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows `at` of a matrix, `[rows, D_PAD]`, zero where there is none."""
+    """Rows `at` of a matrix, `[rows, D_PAD]`, zero where `there` is false."""
     d = tl.arange(0, D_PAD)
     return tl.load(
         base + at.to(tl.int64)[:, None] * step + d[None, :],
@@ -105,7 +105,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     some = total > 0.0
     acc = acc * tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)[None, :]
     place = (s * batch + b) * HEADS + heads
-    # An infinite log-sum-exp makes all probabilities of a row without keys zero.
+    # An infinite log-sum-exp makes all probabilities zero in a row without keys.
     by_row = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("inf"))
     tl.store(lse + place, by_row, mask=heads < HEADS)
     v = tl.arange(0, V_PAD)
@@ -118,7 +118,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 def forward(call: Absorbed, *, want_rest: bool) -> Attended:
-    """Attend to the chosen keys."""
+    """Compute the attention over the chosen keys."""
     (batch, sq, sk, topk), attended = call.sizes(), Attended.empty(call, want_rest=want_rest)
     out, rest, lse = attended
     pads = padded(call.value), padded(call.rotary)

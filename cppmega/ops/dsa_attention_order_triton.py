@@ -1,16 +1,16 @@
-"""Sums of the contributions of queries to the gradients of their keys, in one order, no atomics.
+"""Sum the contributions of queries to the gradients of their keys, in a fixed order, no atomics.
 
-A query contributes one row to the gradient of each key it chose. Added up by atomics the sum would
-depend on the order in which programs finish, and each addition would cost a read and a write of
-fp32. Here each contribution is written once, in the type of the keys, to a place of its own, and a
-second kernel adds up the contributions of each key, which are adjacent and ordered by query:
+A query contributes one row to the gradient of each key it chose. With atomics the sum would depend
+on the order in which programs finish, and each addition would cost a read and a write in fp32.
+Here each contribution is written once, in the type of the keys, to its own slot, and a second
+kernel sums the contributions of each key, which are adjacent and ordered by query:
 
     bits[b, key, query // 32]   which queries chose a key, one bit each
-    first[b, key, query // 32]  how many contributions stand before those of a word: the prefix sum
+    first[b, key, query // 32]  the number of contributions before those of a word: the prefix sum
                                 of the bits that are set
 
-The place of a pair is `first` of its word plus the number of lower bits set in it. What is stored
-is rounded to the type of the keys (wide keys: not rounded), and summed in fp32.
+The slot of a pair is `first` of its word plus the number of lower bits set in it. The stored
+contributions are rounded to the type of the keys (not rounded for wide keys), and summed in fp32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def visible(at, start, end):  # type: ignore[no-untyped-def]
 def bounds_of_row(  # type: ignore[no-untyped-def]
     starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
 ):
-    """The first key that a query sees, and the key after its last."""
+    """The first key that a query may see, and the key after the last."""
     if CAUSAL:
         start = 0
         end = (s + 1 + sk - sq).to(tl.int32)
@@ -47,7 +47,7 @@ def bounds_of_row(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def ones(word):  # type: ignore[no-untyped-def]
-    """How many bits of each word are set."""
+    """The number of bits set in each word."""
     x = word.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -58,9 +58,9 @@ def ones(word):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def place_of(bits, first, b, at, near, there, sk, words):  # type: ignore[no-untyped-def]
-    """The places, among those of batch element b, of a query's contributions to the keys `at`.
+    """The slots, within those of batch element b, of a query's contributions to the keys `at`.
 
-    b counts from the first batch element of `bits`, and `near` from its first query.
+    b is relative to the first batch element of `bits`, and `near` to its first query.
     """
     origin = b.to(tl.int64) * sk * words
     word = origin + at.to(tl.int64) * words + near // 32
@@ -73,7 +73,7 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
     indices, starts, ends, bound_batch, bound_row, bits, sq, sk, topk, q0, part, words,
     SLOTS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of one query for each of its keys, among zeros."""
+    """Set the bit of one query for each of its keys; the bits must be zero before."""
     near = tl.program_id(0) % part
     b, s = tl.program_id(0) // part, q0 + near
     start, end = bounds_of_row(starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL)
@@ -87,7 +87,7 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many bits of each word are set."""
+    """Count the bits set in each word."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(counts + at, ones(tl.load(bits + at, mask=at < words, other=0)), mask=at < words)
 
@@ -98,7 +98,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     EACH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """Add up the contributions to one key, `EACH` of a pair; a batch element has its own region."""
+    """Sum the contributions to one key, `EACH` per pair; each batch element has its own region."""
     near = (tl.program_id(0) // sk).to(tl.int64)
     key = (tl.program_id(0) % sk).to(tl.int64)
     origin = (b0 + near) * sk * words
@@ -122,11 +122,11 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 class Order:
-    """The places of the contributions of some queries of a call.
+    """The slots of the contributions of some of a call's queries.
 
     Args:
-        call: its terms.
-        queries: first query, and query after the last.
+        call: the call.
+        queries: first query, and the query after the last.
     """
 
     def __init__(self, call: Absorbed, queries: tuple[int, int]) -> None:
@@ -148,15 +148,15 @@ class Order:
     def add_up(
         self, contributions: Tensor, b0: int, b1: int, region: int, total: Tensor, *, add: bool
     ) -> None:
-        """Write, or add to, the gradient of the keys of a range of the batch.
+        """Write the gradient of the keys of a range of the batch, or add to it.
 
         Args:
-            contributions: `[b1 - b0, region, each, d]`, at the places of `place_of`.
+            contributions: `[b1 - b0, region, each, d]`, in the slots of `place_of`.
             b0: the first batch element.
-            b1: the one after the last.
-            region: how many places a batch element has.
+            b1: the batch element after the last.
+            region: the number of slots of a batch element.
             total: `[sk, b1 - b0, d]`.
-            add: to what `total` holds.
+            add: add to the contents of `total` instead of overwriting them.
         """
         each, width = contributions.shape[-2:]
         columns = min(128, int(triton.next_power_of_2(width)))

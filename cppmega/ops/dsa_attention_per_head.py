@@ -1,8 +1,9 @@
-"""DSA's sparse attention with a key per head for autograd.
+"""The autograd function of DSA's sparse attention with a key per head.
 
 The backward keeps the inputs, the indices and the bounds, the output, its rounding error and the
-log-sum-exp of each row. It sets the bits of the chosen keys again: they take `b * sq * sk / 8`
-bytes, twice as many in the backward. Queries are done in parts of at most `BITS_BYTES` of bits.
+log-sum-exp of each row. It recomputes the bits of the chosen keys, which take `b * sq * sk / 8`
+bytes, and twice as many in the backward. Queries are processed in parts of at most `BITS_BYTES` of
+bits.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from cppmega.ops.dsa_attention_per_head_triton import Gradients, Heads
 from cppmega.ops.dsa_indexer_bits_triton import Rows
 
 BITS_BYTES = 1 << 29
-"""Most memory of a part's bits, by query: one part up to 64k queries and keys."""
+"""Maximum memory of a part's bits, by query: there is one part up to 64k queries and keys."""
 
 
 def _parts(sq: int, sk: int, batch: int) -> list[tuple[int, int]]:
-    """First query and query after the last of each part."""
+    """The first query, and the query after the last, of each part."""
     row = batch * -(-sk // WHOLE) * WHOLE // 8
     step = max(WHOLE, BITS_BYTES // max(row, 1) // WHOLE * WHOLE)
     return [(first, min(sq, first + step)) for first in range(0, sq, step)]
@@ -76,16 +77,16 @@ def per_head(
     starts: Tensor | None,
     ends: Tensor | None,
 ) -> Tensor:
-    """Attend to the chosen keys.
+    """Compute the attention over the chosen keys.
 
     Args:
         query: `[sq, b, heads, d]`.
         key: `[sk, b, heads or 1, d]`.
         value: `[sk, b, heads or 1, v]`.
         indices: `[b, sq, topk]`, integers in any order; a key that is repeated counts once.
-        softmax_scale: of the products.
+        softmax_scale: factor on the products.
         starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
-        ends: the key after its last.
+        ends: the key after the last one of a row.
 
     Returns:
         `[sq, b, heads, v]` in the type of the query, 0 for a query that sees no key.

@@ -1,7 +1,7 @@
 """The tiles of the attention with a key per head, by width and GPU.
 
-With keys of 192, 128, 96 or 64 and values of 128 or 64 no kernel spills registers; at odd widths,
-whose rows are not aligned, and for values of more columns than keys some do.
+With keys of 192, 128, 96 or 64 and values of 128 or 64 columns, no kernel spills registers; some
+do at odd widths, whose rows are not aligned, and for values wider than the keys.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cppmega.ops.dsa_indexer_tiles_triton import padded
 
 
 class Tile(NamedTuple):
-    """A kernel's tile, and how it is launched.
+    """A kernel's tile and launch options.
 
     Attributes:
-        queries: of a tile, a power of two from 32 to 128.
-        keys: of a tile, likewise.
-        warps: of a program.
-        stages: of the pipeline; with two no copy overlaps with products, with three one does.
+        queries: queries per tile, a power of two from 32 to 128.
+        keys: keys per tile, likewise.
+        warps: warps per program.
+        stages: pipeline stages; with two no copy overlaps with products, with three one does.
     """
 
     queries: int
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, Any]:
-        """The options of a launch."""
+        """The launch options."""
         return {
             "QUERIES": self.queries,
             "KEYS": self.keys,
@@ -54,7 +54,7 @@ HOPPER = {
     384: Tiles(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(32, 32, 8, 3)),
     512: Tiles(Tile(64, 32, 8, 3), Tile(128, 32, 8, 3), Tile(32, 32, 8, 3)),
 }
-"""By the width of keys and values together, see `tiles_for`."""
+"""Tiles by the combined width of keys and values; see `tiles_for`."""
 
 OTHERS = {
     192: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 64, 8, 3)),
@@ -63,11 +63,12 @@ OTHERS = {
     384: Tiles(Tile(64, 32, 8, 3), Tile(32, 32, 4, 3), Tile(32, 32, 8, 3)),
     512: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
 }
-"""The same within 99 KiB of shared memory, without the instructions of sm_90."""
+"""The same for 99 KiB of shared memory, without the instructions of sm_90."""
 
 
 def widths_of(width: int) -> tuple[int, int, int, int]:
-    """A width in two parts, each with the power of two that it is padded to; 0 if there is one."""
+    """Split a width into two parts, each with the power of two to which it is padded; the second
+    is 0 if there is only one."""
     first = 1 << (width.bit_length() - 1)
     if first + padded(width - first) >= padded(width):
         return width, padded(width), 0, 16
@@ -79,6 +80,6 @@ def tiles_for(width: int, value_width: int, gpu: Gpu) -> Tiles:
     _, first, rest, second = widths_of(width)
     whole = first + padded(value_width)
     if rest:
-        whole += second + 48  # two parts take more registers than one of their width
+        whole += second + 48  # two parts need more registers than one of the same width
     table = HOPPER if gpu.capability == (9, 0) else OTHERS
     return next(tiles for most, tiles in table.items() if whole <= most)

@@ -1,14 +1,14 @@
 """DSA's sparse attention with a key per head, on CUDA: forward and backward.
 
-A gathered key of one head is a vector, which leaves tensor cores nothing to do. So tiles of queries
-and keys are multiplied as in flash attention, restricted by one bit for each query and key; tiles
-without any bit are not in the list that a program walks over (`dsa_attention_bits_triton`).
+A gathered key of a single head is a vector, on which tensor cores cannot be used. Tiles of queries
+and keys are therefore multiplied as in flash attention, masked by one bit per query and key; tiles
+without any set bit are not in the list over which a program iterates (`dsa_attention_bits_triton`).
 
-For products, dS is split into two terms of the type of the inputs, and so is P for an output whose
-gradient is wanted; everything else is fp32. Delta is the product of the upstream gradient with the
-output and its rounding error (`rest`), see `dsa_attention_forward_triton`. No sum of floating-point
-numbers is atomic: each has one order, whatever the batch and the parts that the queries are done
-in, so results repeat bit for bit.
+For products, dS is split into two terms in the type of the inputs, and so is P if the gradient of
+the output is needed; everything else is fp32. Delta is the product of the upstream gradient with
+the output and its rounding error (`rest`), see `dsa_attention_forward_triton`. No floating-point
+sum is atomic: each has a fixed order, independent of the batch and of the parts in which the
+queries are processed, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from cppmega.ops.dsa_indexer_device import contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded, rows_of
 
 P_TERMS, DS_TERMS = 1, 2
-"""Terms of the inputs' type that P and dS are split into for their products.
+"""Number of terms in the inputs' type into which P and dS are split for their products.
 
-With one term of dS the errors of dq and dk are 1.4 to 2 times those of rounding exact results, with
-two 1.0 times, as long as P has two in the forward. Its one term here leaves dv at 1.4 times.
+With one term of dS the errors of dq and dk are 1.4 to 2 times those of rounding exact results; with
+two they are 1.0 times, as long as P has two in the forward. With one term of P here, the error of
+dv is 1.4 times.
 """
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sequence, the head and the tile of a program; a head's tiles share its rows in L2."""
+def _tile_of_program(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sequence, head and tile of a program; the tiles of a head share its rows in L2."""
     tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if reverse:  # the longest first
         tile = tiles - 1 - tile
@@ -45,7 +46,7 @@ def _place(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type: ignore[n
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_product(left, right, sums, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sums + left @ right, with left rounded to the type of right, or in two terms of it."""
+    """sums + left @ right, with left rounded to the type of right, or split into two such terms."""
     high = left.to(right.dtype)
     sums = tl.dot(high, right, sums, input_precision="ieee")
     if TERMS == 2:
@@ -58,7 +59,7 @@ def _add_product(left, right, sums, TERMS: tl.constexpr):  # type: ignore[no-unt
 def _store(  # type: ignore[no-untyped-def]
     out, sums, row, inside, step, by, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):
-    """Store the sums of a tile's rows, times `by`."""
+    """Store the sums of a tile's rows, multiplied by `by`."""
     d = tl.arange(0, PAD)
     place = out + row.to(tl.int64)[:, None] * step + d[None, :]
     mask = inside[:, None] & (d < WIDTH)[None, :]
@@ -75,7 +76,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,
 ):  # fmt: skip
     """The output of a tile of one head's queries, and the log2 of the sums of exponentials."""
-    b, head, tile = _place(HEADS, tiles, True)
+    b, head, tile = _tile_of_program(HEADS, tiles, True)
     near = tile * QUERIES + tl.arange(0, QUERIES)
     row = q0 + near
     inside = row < sq
@@ -134,7 +135,7 @@ def _query_kernel(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, DS_TERMS: tl.constexpr,
 ):  # fmt: skip
     """dq and delta of a tile of one head's queries."""
-    b, head, tile = _place(HEADS, tiles, True)
+    b, head, tile = _tile_of_program(HEADS, tiles, True)
     near = tile * QUERIES + tl.arange(0, QUERIES)
     row = q0 + near
     inside = row < sq
@@ -191,8 +192,8 @@ def _key_kernel(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, P_TERMS: tl.constexpr,
     DS_TERMS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of one head's keys; products are keys by queries."""
-    b, head, tile = _place(HEADS, tiles, False)
+    """dk and dv of a tile of one head's keys, with products keys by queries."""
+    b, head, tile = _tile_of_program(HEADS, tiles, False)
     lane = tile * KEYS + tl.arange(0, KEYS)
     inside = lane < sk
     query += b * q_batch + head * q_head
@@ -203,7 +204,7 @@ def _key_kernel(  # type: ignore[no-untyped-def]
     dv += (b * HEADS + head) * V
     keys = rows_of(key, lane, k_row, inside, D, D_PAD)
     values = rows_of(value, lane, v_row, inside, V, V_PAD)
-    if ADD:  # goes on where the part before it stopped
+    if ADD:  # continues the sums of the previous part
         sums = rows_of(dk, lane, dk_row, inside, D, D_PAD).to(tl.float32)
         sums_v = rows_of(dv, lane, dv_row, inside, V, V_PAD).to(tl.float32)
     else:
@@ -250,7 +251,7 @@ def _shared_kernel(  # type: ignore[no-untyped-def]
     shares, out, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all heads' shares `[rows, heads, D]`, in one order."""
+    """Sum the contributions of all heads, `[rows, heads, D]`, in a fixed order."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     sums = tl.zeros([ROWS, D_PAD], tl.float32)
     for head in range(0, HEADS):
@@ -265,7 +266,7 @@ class Heads:
         query: `[sq, b, heads, d]`.
         key: `[sk, b, heads or 1, d]`.
         value: `[sk, b, heads or 1, v]`.
-        softmax_scale: of the products.
+        softmax_scale: factor on the products.
     """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, softmax_scale: float) -> None:
@@ -277,7 +278,8 @@ class Heads:
         self.tiles = tiles_for(self.width, self.value_width, gpu_of(query.device))
 
     def outputs(self, want_gradients: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Memory for the output; for its rounding error and the log-sum-exps `[b, heads, sq]`."""
+        """Allocate the output, and its rounding error and log-sum-exps `[b, heads, sq]` if
+        gradients are needed."""
         new = self.query.new_empty
         shape = (self.sq, self.batch, self.heads, self.value_width)
         if not want_gradients:
@@ -286,7 +288,7 @@ class Heads:
         return new(shape), new(shape), by_row
 
     def _strides(self) -> tuple[int, ...]:
-        """By row, batch and head; one head for all has stride 0."""
+        """Strides by row, batch and head; the head's stride is 0 if all heads share one."""
         tensors = (self.query, self.key, self.value)
         return tuple(
             0 if at == 2 and x.size(2) == 1 else x.stride(at) for x in tensors for at in range(3)
@@ -302,7 +304,7 @@ class Heads:
         }
 
     def forward(self, bits: Bits, out: Tensor, rest: Tensor | None, lse: Tensor | None) -> None:
-        """Write a part's output and, if there is memory for it, what the backward takes."""
+        """Write a part's output and, if they are allocated, the tensors that the backward needs."""
         tile = self.tiles.forward
         lists = bits.lists(tile.queries, tile.keys, of_keys=False)
         tiles, others = lists.tiles.shape[1:]
@@ -317,7 +319,7 @@ class Heads:
 
 
 class Gradients:
-    """The gradients of one call; `write` for each part of the queries, in order.
+    """The gradients of one call; call `write` for each part of the queries, in order.
 
     Args:
         heads: the call.
@@ -325,10 +327,10 @@ class Gradients:
         out: the output.
         rest: its rounding error.
         lse: the log-sum-exps.
-        parts: how many there will be.
+        parts: the number of parts.
 
     Attributes:
-        dq: of the queries.
+        dq: the gradient of the queries.
     """
 
     def __init__(
@@ -341,14 +343,14 @@ class Gradients:
         self.dk, self.dv = (self._shares(x, parts > 1) for x in (heads.key, heads.value))
 
     def _shares(self, tensor: Tensor, several: bool) -> Tensor:
-        """A key's gradient by head, in fp32 if more will be added."""
+        """Allocate the gradient of keys by head, in fp32 if several parts add to it."""
         sk, batch, heads, width = tensor.shape
-        whole = heads == self.heads.heads and not several
+        is_final = heads == self.heads.heads and not several
         shape = (sk, batch, self.heads.heads, width)
-        return tensor.new_empty(shape, dtype=tensor.dtype if whole else torch.float32)
+        return tensor.new_empty(shape, dtype=tensor.dtype if is_final else torch.float32)
 
     def write(self, bits: Bits) -> None:
-        """The part's rows of dq, and its share of dk and dv."""
+        """Write the part's rows of dq, and add its contribution to dk and dv."""
         heads = self.heads
         self._of_queries(bits, bits.lists(*heads.tiles.query[:2], of_keys=False))
         queries, keys = heads.tiles.key[:2]
@@ -380,9 +382,9 @@ class Gradients:
 
     def of_keys_and_values(self) -> tuple[Tensor, Tensor]:
         """dk and dv, after the last part."""
-        return self._whole(self.dk, self.heads.key), self._whole(self.dv, self.heads.value)
+        return self._combined(self.dk, self.heads.key), self._combined(self.dv, self.heads.value)
 
-    def _whole(self, shares: Tensor, tensor: Tensor) -> Tensor:
+    def _combined(self, shares: Tensor, tensor: Tensor) -> Tensor:
         if shares.size(2) == tensor.size(2):
             return shares.to(tensor.dtype)
         out = tensor.new_empty(tensor.shape)

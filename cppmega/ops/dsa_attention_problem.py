@@ -1,4 +1,4 @@
-"""The terms of a call of DSA's absorbed sparse attention, and what its forward leaves behind."""
+"""The arguments of a call of DSA's absorbed sparse attention, and the results of its forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RowBounds(NamedTuple):
 
     Attributes:
         starts: first key of a row.
-        ends: the key after its last.
+        ends: the key after the last one of a row.
         batch: their stride by batch.
         row: their stride by row.
     """
@@ -29,7 +29,7 @@ class RowBounds(NamedTuple):
 
 
 def row_bounds(starts: Tensor | None, ends: Tensor | None, indices: Tensor) -> RowBounds:
-    """Bounds `[sq]` or `[b, sq]` for the rows of indices `[b, sq, topk]`; anything if causal."""
+    """Bounds `[sq]` or `[b, sq]` for the rows of indices `[b, sq, topk]`; unused if causal."""
     if starts is None or ends is None:
         return RowBounds(indices, indices, 0, 0)
     starts, ends = (x.expand(indices.shape[:2]) for x in (starts, ends))
@@ -39,23 +39,23 @@ def row_bounds(starts: Tensor | None, ends: Tensor | None, indices: Tensor) -> R
 
 
 def is_wide(value: int, rotary: int) -> bool:
-    """Whether latent keys of so many value and rotary columns take the wide kernels."""
+    """Whether latent keys with these numbers of value and rotary columns use the wide kernels."""
     return max(value, rotary) > 128
 
 
 @dataclass(frozen=True)
 class Absorbed:
-    """The terms of one call.
+    """The arguments of one call.
 
     Attributes:
         query: `[sq, b, heads, d]`.
         key: `[sk, b, 1, d]`, whose first columns are the value.
-        value: how many they are.
+        value: the number of these columns.
         indices: `[b, sq, topk]`, contiguous integers; an entry that is not a key that its query may
             see adds nothing.
-        softmax_scale: of the products.
+        softmax_scale: factor on the products.
         starts: first key that a query may see, `[sq]` or `[b, sq]`; None for both is causal.
-        ends: the key after its last.
+        ends: the key after the last one that it may see.
     """
 
     query: Tensor
@@ -67,7 +67,7 @@ class Absorbed:
     ends: Tensor | None = None
 
     def contiguous(self) -> Absorbed:
-        """The same, as the kernels read it."""
+        """The same call with the memory layout that the kernels need."""
         return Absorbed(
             contiguous_rows(self.query),
             contiguous_rows(self.key),
@@ -80,17 +80,17 @@ class Absorbed:
 
     @property
     def rotary(self) -> int:
-        """How many columns of the key are not part of the value."""
+        """The number of the key's columns that are not part of the value."""
         return self.key.size(3) - self.value
 
     @property
     def heads(self) -> int:
-        """The heads of the query."""
+        """The number of query heads."""
         return self.query.size(2)
 
     @property
     def is_wide(self) -> bool:
-        """Whether the latent part takes the wide kernels."""
+        """Whether the call uses the wide kernels."""
         return is_wide(self.value, self.rotary)
 
     @property
@@ -103,12 +103,12 @@ class Absorbed:
         return gpu_of(self.query.device)
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """The batch, queries, keys, and chosen keys of a row."""
+        """The numbers of batch elements, queries, keys, and chosen keys per row."""
         batch, sq, topk = self.indices.shape
         return batch, sq, self.key.size(0), topk
 
     def strides(self) -> tuple[int, ...]:
-        """Of queries by row, batch and head, and of keys by row and batch."""
+        """The strides of queries by row, batch and head, and of keys by row and batch."""
         return (*self.query.stride()[:3], *self.key.stride()[:2])
 
     @functools.cached_property
@@ -117,16 +117,16 @@ class Absorbed:
         return row_bounds(self.starts, self.ends, self.indices)
 
     def common(self) -> dict[str, Any]:
-        """What all kernels are compiled for."""
+        """The compile-time constants that all kernels share."""
         return {"HEADS": self.heads, "V": self.value, "R": self.rotary, "CAUSAL": self.causal}
 
 
 class Attended(NamedTuple):
-    """What the forward computes.
+    """The results of the forward.
 
     Attributes:
         out: `[sq, b, heads, v]`.
-        rest: what its rounding took away, in the same type; None where no gradient is wanted.
+        rest: the rounding error of `out`, in the same type; None if no gradient is needed.
         lse: log-sum-exp of each row in base 2, `[sq, b, heads]`; +inf for a row without keys.
     """
 
@@ -136,7 +136,7 @@ class Attended(NamedTuple):
 
     @classmethod
     def empty(cls, call: Absorbed, *, want_rest: bool) -> Attended:
-        """Room for the results of a call."""
+        """Allocate the results of a call."""
         batch, sq, _, _ = call.sizes()
         out = call.query.new_empty(sq, batch, call.heads, call.value)
         rest = out.new_empty(out.shape) if want_rest else None

@@ -1,7 +1,7 @@
 """DSA's sparse attention in plain torch: any device, over the gathered keys, fp64 for fp64 inputs.
 
-The yardstick of the kernels: everything is computed in fp32 (fp64) from the inputs as they are, and
-autograd differentiates it. The gathered keys of all queries are held at once.
+The reference for the kernels: everything is computed in fp32 (fp64) from the unrounded inputs, and
+autograd differentiates it. The gathered keys of all queries are in memory at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def visible(indices: Tensor, sk: int, starts: Tensor | None, ends: Tensor | None
     """Which entries `[b, sq, topk]` are keys that their query may see.
 
     Args:
-        indices: `[b, sq, topk]`; an entry outside of `0 <= key < sk` is not a key.
+        indices: `[b, sq, topk]`; an entry outside `0 <= key < sk` is not a key.
         sk: the number of keys.
         starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
-        ends: the key after its last.
+        ends: the key after the last one of a row.
     """
     sq = indices.size(1)
     if starts is None or ends is None:
@@ -39,12 +39,12 @@ def attention(
         key: `[sk, b, heads or 1, d]`.
         value: `[sk, b, heads or 1, v]`.
         indices: `[b, sq, topk]`.
-        seen: which of them count, the same shape; see `visible`.
-        softmax_scale: of the products.
+        seen: which of them count, of the same shape; see `visible`.
+        softmax_scale: factor on the products.
     """
     at = torch.where(seen, indices, 0).long()
     batch = torch.arange(at.size(0), device=at.device)[:, None, None]
-    keys, values = (wide(x)[at, batch] for x in (key, value))  # one head is that of all
+    keys, values = (wide(x)[at, batch] for x in (key, value))  # a single head serves all
     scores = torch.einsum("sbhd,bsthd->bsht", wide(query), keys) * softmax_scale
     scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
     empty = ~seen.any(-1)[:, :, None, None]

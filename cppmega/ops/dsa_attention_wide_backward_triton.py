@@ -1,15 +1,15 @@
 """DSA's sparse attention, absorbed and wide (576/512), on CUDA: the backward.
 
-The gradients of a query and of the keys that it chose, all in one kernel, take 290 KiB of
-accumulators where a multiprocessor has 256. So three kernels share the work, over as many queries
-at a time as a scratch of P and dS allows:
+A single kernel for the gradients of a query and of the keys that it chose would need 290 KiB of
+accumulators, but a multiprocessor has 256. So three kernels divide the work, for as many queries at
+a time as the scratch memory of P and dS holds:
 
 - `_scores_kernel` gathers the keys, and writes dS and P `[2, heads, topk]` of each query, in the
   type of the inputs, as products need them. Delta is the sum of dO * (out + rest) in fp32.
 - `_query_kernel` multiplies dS by the gathered keys, for dq.
-- `_key_kernel` multiplies [dS | P]^T by [Q ; dO], one product over all heads, for what a query
-  gives to the gradient of each key it chose. That is added to dkv by fp32 atomics, or written once,
-  in fp32, and summed in one order, see `dsa_attention_order_triton`.
+- `_key_kernel` multiplies [dS | P]^T by [Q ; dO], one product over all heads, for the contribution
+  of a query to the gradient of each key it chose. This is added to dkv by fp32 atomics, or written
+  once, in fp32, and summed in a fixed order (see `dsa_attention_order_triton`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E
 
 SCRATCH_BYTES = 1 << 29
-"""Most memory of P and dS. A query of 128 heads and 2048 keys takes 1 MiB."""
+"""Maximum memory of P and dS. A query with 128 heads and 2048 keys takes 1 MiB."""
 
 ORDERED_BYTES = 1 << 30
-"""The same with the contributions to the gradients of keys: 4.5 MiB of such a query."""
+"""The same for the contributions to the gradients of keys: 4.5 MiB for such a query."""
 
 SLOTS = 64
-"""A row of P has a multiple of it, as of `slots_in_use`; the keys of every tile divide it."""
+"""Rows of P, and `slots_in_use`, are multiples of this; the keys of every tile divide it."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows_of_keys(key, at, k_row, V: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first columns of some keys and, where there are any, the others; 0 where -1."""
+    """The first columns of some keys and, if there are any, their remaining ones; 0 where -1."""
     here = (at >= 0)[:, None]
     k_at = key + at.to(tl.int64)[:, None] * k_row
     keys = tl.load(k_at + tl.arange(0, V)[None, :], mask=here, other=0.0)
@@ -60,7 +60,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """dS and P of a query and a block of heads.
 
-    Where shared memory has no room for the next block of keys, it waits in registers: AHEAD.
+    With AHEAD, the next block of keys is held in registers, for lack of shared memory.
     """
     near = (tl.program_id(0) // (PADDED // BLOCK)).to(tl.int64)
     b, s_at = near % batch, q0 + near // batch
@@ -95,7 +95,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
             keys, turned = _rows_of_keys(key, at, k_row, V, R)
         s = tl.dot(latent, tl.trans(keys), input_precision="ieee") * log_scale
         if R > 0:
-            # Scaled apart, as in the forward, so that warps share the columns of both products.
+            # Scaled separately, as in the forward, so that warps share both products' columns.
             s += tl.dot(rotary, tl.trans(turned), input_precision="ieee") * log_scale
         if AHEAD:
             next_keys, turned = _rows_of_keys(key, following, k_row, V, R)
@@ -148,12 +148,12 @@ def _key_kernel(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
     CAUSAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of what a query gives to the gradients of its keys."""
+    """Some columns of the contributions of a query to the gradients of its keys."""
     column = FIRST + tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     near = (tl.program_id(0) // PARTS).to(tl.int64)
     b, s_at = near % batch, q0 + near // batch
     start, end = bounds_of_row(starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL)
-    # Queries, then upstream gradients, as the rows of one matrix; the value has no rotary columns.
+    # Queries, then upstream gradients, form the rows of one matrix; values have no rotary columns.
     SIDES: tl.constexpr = 2 if FIRST < V else 1
     side = tl.arange(0, SIDES * PADDED)
     head = side % PADDED
@@ -187,8 +187,8 @@ class WideBackward:
     """The backward of one call.
 
     Attributes:
-        call: its terms.
-        attended: its results.
+        call: the call.
+        attended: the results of its forward.
         grad: the gradient of its output, `[sq, b, heads, v]`.
     """
 
@@ -197,7 +197,7 @@ class WideBackward:
     grad: Tensor
 
     def parts(self, *, ordered: bool) -> list[tuple[int, int]]:
-        """First query and query after the last of each part that the scratch has room for."""
+        """The first query, and the query after the last, of each part that fits in the scratch."""
         (batch, sq, topk), room = self.call.indices.shape, SCRATCH_BYTES
         of_query = self._scratch_of(1)
         if ordered:
@@ -210,7 +210,7 @@ class WideBackward:
         return padded_heads(self.call.heads, wide_tiles(self.call).scores)
 
     def _slots(self) -> int:
-        """The chosen keys of a row, in whole tiles."""
+        """The chosen keys of a row, padded to complete tiles."""
         return max(1, int(triton.cdiv(self.call.indices.size(2), SLOTS))) * SLOTS
 
     def _scratch_of(self, queries: int) -> int:
@@ -253,13 +253,13 @@ class WideBackward:
     def gradient_of_keys(
         self, part: tuple[int, int], made: Tensor, into: Tensor, order: Order | None = None
     ) -> None:
-        """Add one part to dkv, or write its share of every pair to a place of its own.
+        """Add one part to dkv, or write the contribution of each pair to its own slot.
 
         Args:
-            part: first query and query after the last.
-            made: its dS and P, by `scores`.
-            into: dkv `[b, sk, d]` in fp32, that is added to; with an order, `[b, places, 1, d]`.
-            order: the places of the part.
+            part: first query, and the query after the last.
+            made: its dS and P, as returned by `scores`.
+            into: dkv `[b, sk, d]` in fp32, which is added to; with an order, `[b, slots, 1, d]`.
+            order: the slots of the part.
         """
         call, grad, tile = self.call, contiguous_rows(self.grad), wide_tiles(self.call).keys
         starts, ends, *bound_strides = call.bounds
@@ -279,7 +279,7 @@ class WideBackward:
                 )  # fmt: skip
 
     def gradients(self, *, repeatable: bool) -> tuple[Tensor, Tensor]:
-        """The gradients of queries and keys, those of keys summed in one order or by atomics."""
+        """The gradients of queries and keys, the latter summed in a fixed order or by atomics."""
         call = self.call
         batch, _, sk, topk = call.sizes()
         dq = torch.empty_like(call.query, memory_format=torch.contiguous_format)

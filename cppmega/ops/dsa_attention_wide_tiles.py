@@ -1,4 +1,4 @@
-"""The tiles of the wide sparse attention's kernels, by GPU and shape: the one place to tune."""
+"""The tiles of the wide sparse attention's kernels, by GPU and shape; all tuning is done here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Tile(NamedTuple):
     """The tile of one kernel.
 
     Attributes:
-        heads: of a program, as rows of its products; all of them, for the gradient of keys.
-        keys: that it takes at a time.
-        warps: of a program.
-        stages: how many blocks of keys are in flight; with one in shared memory, the next of the
-            backward's scores waits in registers.
-        columns: of the result that a program makes, where it does not make all.
+        heads: heads per program, the rows of its products; all heads for the gradient of keys.
+        keys: keys that it processes at a time.
+        warps: warps per program.
+        stages: blocks of keys in flight; if shared memory holds one, the next block of the
+            backward's scores is held in registers.
+        columns: columns of the result that a program computes, if not all.
     """
 
     heads: int
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 
 class WideTiles(NamedTuple):
-    """The tiles of the forward's kernel and of the three of the backward."""
+    """The tiles of the forward kernel and of the three backward kernels."""
 
     forward: Tile
     scores: Tile
@@ -36,7 +36,7 @@ class WideTiles(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Tiles that each kernel may take, fastest first; the first that fits is taken."""
+    """Candidate tiles of each kernel, fastest first; the first that fits is used."""
 
     forward: tuple[Tile, ...]
     scores: tuple[Tile, ...]
@@ -50,7 +50,7 @@ HOPPER = _Choice(
     queries=(Tile(128, 64, 8, 3, 256),),
     keys=(Tile(0, 64, 8, 2, 64), Tile(0, 64, 8, 1, 32)),
 )
-"""For sm_90, whose wide products take 64 rows."""
+"""For sm_90, whose wide products have 64 rows."""
 
 FEW_HEADS = _Choice(
     forward=(Tile(16, 64, 4, 2),),
@@ -58,7 +58,7 @@ FEW_HEADS = _Choice(
     queries=(Tile(16, 64, 4, 3, 256),),
     keys=(Tile(0, 64, 4, 2, 128),),
 )
-"""For sm_90 with at most 16 heads: of a product of 64 rows three quarters would be padding."""
+"""For sm_90 with at most 16 heads: three quarters of a product of 64 rows would be padding."""
 
 OTHERS = _Choice(
     forward=(Tile(16, 32, 4, 2), Tile(16, 16, 4, 1)),
@@ -76,17 +76,17 @@ def _choice(heads: int, gpu: Gpu) -> _Choice:
 
 
 def padded_heads(heads: int, tile: Tile) -> int:
-    """The heads of a scratch: a power of two, in whole blocks of a tile."""
+    """The number of heads in the scratch memory: a power of two, in complete tiles."""
     return max(1 << (heads - 1).bit_length(), tile.heads)
 
 
 def _tiles(heads: int, v: int, r: int, gpu: Gpu) -> WideTiles | str:
-    """The tiles, or the name of the kernel that none fits."""
+    """The tiles, or the name of a kernel that none of its candidates fits."""
     choice = _choice(heads, gpu)
     rows = 2 * padded_heads(heads, choice.scores[0])
 
     def shared(name: str, tile: Tile) -> int:
-        """Bytes of shared memory: what a program keeps, and the blocks of keys in flight."""
+        """Bytes of shared memory: the operands that a program keeps, and the keys in flight."""
         columns = min(tile.columns, v)
         flying = tile.stages * tile.keys
         elements = {
@@ -115,19 +115,19 @@ def tiles_of(heads: int, v: int, r: int, gpu: Gpu) -> WideTiles:
 
 
 def wide_obstacle(heads: int, v: int, r: int, gpu: Gpu) -> str | None:
-    """Why the wide kernels do not do a shape on a GPU, as half a sentence; None if they do.
+    """Why the wide kernels do not support a shape on a GPU, as a clause; None if they do.
 
     Args:
-        heads: of this rank.
+        heads: the number of heads on this rank.
         v: columns of the value.
-        r: columns of the key after those.
-        gpu: which GPU.
+        r: the remaining columns of the key.
+        gpu: the GPU.
     """
     for width, least in ((v, 16), (r, 16)):
         if width & (width - 1) or 0 < width < least:
-            return f"keys of {v}+{r} columns are not powers of two from 16 on"
+            return f"keys of {v}+{r} columns are not powers of two of at least 16"
     found = _tiles(heads, v, r, gpu)
     if isinstance(found, str):
         major, minor = gpu.capability
-        return f"sm_{major}{minor} has not the shared memory for {heads} heads of {v}+{r}"
+        return f"sm_{major}{minor} lacks the shared memory for {heads} heads of {v}+{r}"
     return None

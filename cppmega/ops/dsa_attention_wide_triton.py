@@ -1,9 +1,9 @@
 """DSA's sparse attention, absorbed and wide (576/512), on CUDA: the forward.
 
-One program for a query and a block of its heads, whose queries stay in shared memory. It walks over
-the chosen keys a block at a time: a row that is gathered serves the scores and, by its first
-columns, the output. The softmax is online and to the base 2, and the log-sum-exp is stored to that
-base; that of a row without keys is +inf, which makes its probabilities 0 in the backward.
+One program processes a query and a block of its heads, whose queries stay in shared memory. It
+iterates over the chosen keys a block at a time: a gathered row is used for the scores and, with its
+first columns, for the output. The softmax is online and in base 2, and so is the stored
+log-sum-exp; for a row without keys it is +inf, which makes its probabilities 0 in the backward.
 
 `dsa_attention_wide_backward_triton` is the backward.
 """
@@ -21,14 +21,14 @@ from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E
 
 @triton.jit  # type: ignore[untyped-decorator]
 def chosen_keys(indices, slot, topk, start, end):  # type: ignore[no-untyped-def]
-    """The keys of some slots of a row that its query may see; -1 for others."""
+    """The keys in some slots of a row; -1 for those that its query may not see."""
     at = tl.load(indices + slot, mask=slot < topk, other=-1)
     return tl.where(visible(at, start, end), at, -1).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def slots_in_use(indices, topk, start, end):  # type: ignore[no-untyped-def]
-    """The slots of a row up to its last key, in whole blocks of 64: its first queries have few."""
+    """The slots of a row up to its last key, in blocks of 64: the first queries have few keys."""
     near = tl.arange(0, 256)
     last = tl.zeros([256], tl.int32)
     for first in range(0, topk, 256):
@@ -61,7 +61,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([BLOCK], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, V], tl.float32)
-    # A block's keys are known one block ahead, so that its gather may start one block ahead.
+    # A block's keys are loaded one block ahead, so that its gather can start one block ahead.
     at = chosen_keys(indices, lane, topk, start, end)
     for first in range(0, slots_in_use(indices, topk, start, end), KEYS):
         here = (at >= 0)[:, None]
@@ -71,9 +71,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         if R > 0:
             turned = tl.load(k_at + e[None, :], mask=here, other=0.0)
             s += tl.dot(rotary, tl.trans(turned), input_precision="ieee") * scale
-        # Always so. Where one product feeds another, Triton gives each group of warps all columns
-        # of the first, and both groups compute the same; it does not look through a branch, nor
-        # through the factor that each of the two products above has of its own.
+        # Always true. Where one product feeds another, Triton assigns each warp group all columns
+        # of the first, and both groups compute the same; it does not see through a branch, nor
+        # through the separate factors of the two products above.
         if first < topk + 64:
             s = tl.where((at >= 0)[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, axis=1))
@@ -83,7 +83,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         acc = tl.dot(p.to(keys.dtype), keys, acc * shrink[:, None], input_precision="ieee")
         top = higher
         at = chosen_keys(indices, first + KEYS + lane, topk, start, end)
-    # In this order the results take no more registers than the loop.
+    # In this order the results need no more registers than the loop.
     acc /= tl.where(total > 0.0, total, 1.0)[:, None]
     first_out = (s_at * batch + b) * (HEADS * V)
     place = heads[:, None] * V + d[None, :]
@@ -97,12 +97,12 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 def wide_tiles(call: Absorbed) -> WideTiles:
-    """The tiles of a call's kernels."""
+    """The tiles of the kernels of a call."""
     return tiles_of(call.heads, call.value, call.rotary, call.gpu())
 
 
 def forward(call: Absorbed, *, want_rest: bool) -> Attended:
-    """Attend to the chosen keys."""
+    """Compute the attention over the chosen keys."""
     (batch, sq, sk, topk), attended = call.sizes(), Attended.empty(call, want_rest=want_rest)
     out, rest, lse = attended
     if not out.numel():

@@ -1,27 +1,28 @@
-"""DSA's indexer: which keys a query attends to, and the loss that teaches it.
+"""DSA's indexer: which keys a query attends to, and the loss that trains it.
 
 The score of a key is the sum over the indexer's heads of `weight * relu(q . k)`; a query attends to
-its top-k keys. The loss is the divergence of the softmax of the scores from the attention's own
+its top-k keys. The loss is the KL divergence of the softmax of the scores from the attention's own
 probabilities, summed over heads and normalized: over all valid keys (dense) or over the chosen ones
 (sparse). Megatron computes this with tensors of `[b, heads, sq, sk]`, or in loops over the batch
 and over chunks of rows.
 
-Here batch and packed documents (row-wise bounds `starts <= key < ends`) are in the grid, tiles that
-no row sees are skipped, and the launches are counted by hand:
+Here the batch and packed documents (row-wise bounds `starts <= key < ends`) are part of the grid,
+tiles that no row sees are skipped, and there are only a few launches:
 
     scores and choice       1, in scratch memory of at most `SCRATCH_BYTES`; no `[b, sq, sk]`
-    sparse loss             2, dk by atomics; 4 repeatable bit for bit
-      with a key per head   4 more for each part of the queries that the target is computed for
-    dense loss              1, and 3 for each part of the queries that G (p - t in fp16) is made for
+    sparse loss             2, with dk by atomics; 4 if bitwise reproducible
+      with a key per head   4 more for each part of the queries whose target is computed at a time
+    dense loss              1, and 3 for each part of the queries whose G (p - t in fp16) is held
     backward                3, whatever the loss
 
-Nothing is computed twice for the sake of autograd: the upstream gradient of a loss is one number,
-so the gradients of q, k and weights are computed in the forward, which has all it takes at hand,
-and multiplied by that number in the backward. Without gradients (the first pass of activation
-recompute) the forward computes the loss alone, and with a coefficient of 0 only the choice.
+Nothing is recomputed for autograd: the upstream gradient of a loss is one number, so the gradients
+of q, k and weights are computed in the forward, where all operands are available, and multiplied by
+that number in the backward. Without gradients (the first pass of activation recomputation) the
+forward computes only the loss, and with a coefficient of 0 only the choice.
 
-The choice is a function of the fp32 scores: equals from the lowest key on, keys ascending, -1 after
-the last. The gradient is p - t in both definitions of the loss, see `Loss.inside_logs`.
+The choice is a function of the fp32 scores: ties are broken by the lowest key, keys are ascending,
+and -1 follows the last. The gradient is p - t in both definitions of the loss, see
+`Loss.inside_logs`.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class IndexerOutput(NamedTuple):
 
 
 def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
-    """Why the kernels cannot do a call; None if they can.
+    """Why the kernels do not support a call; None if they do.
 
     Args:
         q: the indexer's queries `[sq, b, heads, d]`.
         k: its keys `[sk, b, d]`.
-        key: no longer asked for; Megatron files that an earlier version patched pass it.
+        key: unused; Megatron files that were patched by an earlier version pass it.
     """
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}"
@@ -67,7 +68,7 @@ def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
     if (too_small := gpu_obstacle(q.device)) is not None:
         return too_small
     if q.size(2) > 128 or q.size(3) > 128:
-        return f"{q.size(2)} heads of {q.size(3)}: the kernels do at most 128 heads of 128"
+        return f"{q.size(2)} heads of {q.size(3)}: the kernels support at most 128 heads of 128"
     return None
 
 
@@ -80,15 +81,15 @@ def choose_keys(
     bounds: Bounds | None = None,
     use_relu: bool = True,
 ) -> Tensor:
-    """The keys with the top-k index scores of each query; no gradient.
+    """Return the keys with the top-k index scores of each query; there is no gradient.
 
     Args:
         q: `[sq, b, heads, d]`.
         k: `[sk, b, d]`.
-        weights: `[sq, b, heads]`, with all scales.
-        topk: how many, at most the number of keys.
-        bounds: which keys a query may see; causal without.
-        use_relu: of the products.
+        weights: `[sq, b, heads]`, including all scales.
+        topk: how many keys to choose, at most their number.
+        bounds: which keys a query may see; causal if omitted.
+        use_relu: apply ReLU to the products.
 
     Returns:
         `[b, sq, min(topk, sk)]` in int32, ascending, -1 after the last.
@@ -119,19 +120,19 @@ def indexer_loss(
     rows: Tensor | None = None,
     use_relu: bool = True,
 ) -> IndexerOutput:
-    """The chosen keys, and the indexer's loss with gradients of q, k and weights.
+    """Compute the chosen keys, and the indexer's loss with gradients of q, k and weights.
 
     Args:
         q: `[sq, b, heads, d]`.
         k: `[sk, b, d]`.
-        weights: `[sq, b, heads]`, with all scales.
-        query: of the attention, `[sq, b, attention heads of this rank, d]`; no gradient.
-        key: `[sk, b, attention heads or 1, d]`; no gradient.
-        topk: how many keys are chosen.
-        loss: its definition; with a coefficient of 0, loss and gradients are zeros.
-        bounds: which keys a query may see; causal without.
-        rows: `[b, sq]`, which rows count; all without.
-        use_relu: of the products.
+        weights: `[sq, b, heads]`, including all scales.
+        query: the attention's, `[sq, b, attention heads of this rank, d]`; it gets no gradient.
+        key: `[sk, b, attention heads or 1, d]`; it gets no gradient.
+        topk: how many keys to choose.
+        loss: the definition of the loss; with a coefficient of 0, loss and gradients are zeros.
+        bounds: which keys a query may see; causal if omitted.
+        rows: `[b, sq]`, which rows count; all if omitted.
+        use_relu: apply ReLU to the products.
     """
     bounds = bounds or Bounds()
     if loss.coefficient == 0:
@@ -147,7 +148,7 @@ def indexer_loss(
 
 
 class _NoLoss(torch.autograd.Function):
-    """A loss of 0 with gradients of 0, which a bucketed gradient reduction waits for."""
+    """A loss of 0 with gradients of 0, for which a bucketed gradient reduction waits."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The indexer's loss on CUDA for autograd: gradients in the forward, scaled in the backward."""
+"""Autograd of the indexer's loss on CUDA: gradients in the forward, scaled in the backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one `indexer_loss` call, except its tensors of queries and keys."""
+    """The arguments of an `indexer_loss` call, except the tensors of queries, keys and weights."""
 
     topk: int
     loss: Loss
@@ -31,7 +31,7 @@ class Call:
     use_relu: bool
 
     def repeatable(self) -> bool:
-        """Whether dk is summed in one order."""
+        """Whether dk is summed in a fixed order."""
         asked = self.loss.repeatable
         return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
@@ -43,7 +43,7 @@ class Call:
     def choose(
         self, q: Tensor, k: Tensor, weights: Tensor, *, want_scores: bool, want_lse: bool
     ) -> tuple[Any, ...]:
-        """Indices, and what else is wanted of the scores."""
+        """The indices, and what else is requested of the scores."""
         starts, ends = self.bounds
         return scoring.choose(
             q,
@@ -60,7 +60,7 @@ class Call:
     def sparse_target(
         self, index: IndexTiles, query: Tensor, key: Tensor, indices: Tensor
     ) -> Tensor:
-        """The target of the chosen keys, of all ranks."""
+        """The target of the chosen keys, summed over all ranks."""
         scale = self.loss.softmax_scale
         if key.size(2) == 1:
             return self.loss.add_up(sparse.target(query, key, indices, scale))
@@ -108,7 +108,7 @@ def _dense(
         if want_gradients:
             index.gradients_of_queries(part, g, factor, dq, dw)
             index.gradient_of_keys(part, g, factor, dk)
-        del g, target  # or the next part would need memory beside them
+        del g, target  # or they would still be allocated for the next part
     loss = problem.losses.sum() * factor
     return loss, indices, (dq, dk.sum(0), dw) if want_gradients else None
 
@@ -151,7 +151,7 @@ class _IndexerLoss(torch.autograd.Function):
 def indexer_loss_on_cuda(
     q: Tensor, k: Tensor, weights: Tensor, query: Tensor, key: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Loss and indices; arguments as of `dsa_indexer.indexer_loss`."""
+    """Return loss and indices; the arguments are those of `dsa_indexer.indexer_loss`."""
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, weights))
     out: tuple[Tensor, Tensor] = _IndexerLoss.apply(  # type: ignore[no-untyped-call]
         q, k, weights, query.detach(), key.detach(), call, wanted

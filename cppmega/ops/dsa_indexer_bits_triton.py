@@ -1,7 +1,7 @@
-"""One bit for each query and key: which keys were chosen, for products of whole tiles.
+"""One bit per query and key: which keys were chosen, for products of complete tiles.
 
-What a query chose and may see is set among zeros by atomic or, so an entry that is repeated counts
-once, in whatever order entries come.
+The bits of the keys that a query chose and may see are set by atomic or in zeroed memory, so a
+repeated entry counts once, and the order of entries does not matter.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cppmega.ops.dsa_indexer_tiles_triton import padded, row_bounds
 from cppmega.ops.dsa_indexer_topk_triton import bounds_of
 
 UNIT = 32
-"""Queries and keys of one mark."""
+"""Queries and keys covered by one mark."""
 
 SLOTS = 1024
-"""Entries of a query that are read at a time, at most."""
+"""Maximum number of a query's entries that are read at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -30,7 +30,7 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
     bound_row, CAUSAL: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
     BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of each chosen key of one query, among zeros."""
+    """Set the bit of each chosen key of one query, in zeroed memory."""
     b = (tl.program_id(0) // part).to(tl.int64)
     near = tl.program_id(0) % part
     row = q0 + near + tl.arange(0, 1)
@@ -48,21 +48,21 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
             word = across + (b * words * BITS + at) * (rows // BITS) + near // BITS
             tl.atomic_or(word, one << (near % BITS), mask=there, sem="relaxed")
         if MARKS:
-            # Others write the same number there.
+            # Other programs write the same value there.
             unit = (b * (rows // UNIT) + near // UNIT) * (words * BITS // UNIT) + at // UNIT
             tl.store(marks + unit, one, mask=there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def chosen(words, lane, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which columns of a tile have their bit set, from the addresses of each row's first word.
+    """Which columns of a tile have their bit set, given the address of each row's first word.
 
     Args:
         words: `[rows]`.
         lane: `tl.arange(0, columns)`.
-        BITS: columns of a word.
+        BITS: columns per word.
     """
-    # A word is loaded once for each row, not for each column of it.
+    # A word is loaded once per row, not once per column.
     word = tl.zeros([words.shape[0], lane.shape[0]], tl.int32)
     for part in tl.static_range(lane.shape[0] // BITS):
         word = tl.where((lane // BITS == part)[None, :], tl.load(words + part)[:, None], word)
@@ -73,10 +73,10 @@ class Rows(NamedTuple):
     """Which keys each query may see.
 
     Attributes:
-        starts: first key of a row in int32, of the shape that the strides say.
-        ends: the key after its last.
-        strides: of both, by batch and row.
-        causal: the bounds are not read: a row sees the keys up to its own.
+        starts: first key of a row in int32, in the shape that the strides describe.
+        ends: the key after the last one of a row.
+        strides: the strides of both, by batch and row.
+        causal: the bounds are not read; a row sees the keys up to its own.
     """
 
     starts: Tensor
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, starts: Tensor | None, ends: Tensor | None, batch: int, like: Tensor) -> Rows:
-        """The bounds `[sq]` or `[b, sq]` as kernels take them; causal where there are none."""
+        """The bounds `[sq]` or `[b, sq]` as the kernels expect them; causal if there are none."""
         if starts is None or ends is None:
             nowhere = like.new_empty(1, dtype=torch.int32)
             return cls(nowhere, nowhere, (0, 0), True)
@@ -98,7 +98,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where bits are set: `[b, queries, words]`, `[b, keys, words]` and one mark for each unit."""
+    """Where bits are set: `[b, queries, words]`, `[b, keys, words]`, and one mark per unit."""
 
     by_query: Tensor | None
     by_key: Tensor | None = None
@@ -115,15 +115,15 @@ def set_bits(
     bits: int,
     shape: tuple[int, int],
 ) -> None:
-    """Set the bits of what a part's queries chose and may see, among zeros.
+    """Set the bits of the keys that a part's queries chose and may see, in zeroed memory.
 
     Args:
-        indices: `[b, sq, topk]`, contiguous, of any type of integers.
+        indices: `[b, sq, topk]`, contiguous, of any integer type.
         sk: the number of keys.
-        part: first query and query after the last.
-        bounds: what a query may see.
-        places: which bits are wanted.
-        bits: of one word.
+        part: first query, and the query after the last.
+        bounds: which keys a query may see.
+        places: where to set bits.
+        bits: bits per word.
         shape: rows and columns of the bits.
     """
     batch, sq, topk = indices.shape

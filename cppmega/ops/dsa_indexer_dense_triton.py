@@ -1,11 +1,13 @@
 """The indexer's dense loss on CUDA: both distributions over all valid keys.
 
-First the log-sum-exp of the attention scores by head, one pass over their products. Then a tile of
-queries and keys at a time: the target (all heads' probabilities, summed in registers), the index
-scores, the row losses and G = p - t, which `dsa_indexer_tiles_triton` turns into gradients.
+The log-sum-exp of the attention scores by head is computed first, in one pass over their products.
+Then, a tile of queries and keys at a time: the target (the probabilities of all heads, summed in
+registers), the index scores, the row losses and G = p - t, which `dsa_indexer_tiles_triton` turns
+into gradients.
 
-A target's sum over the keys is the number of heads, so it takes no pass of its own to normalize.
-Under tensor parallelism the target of some queries is written, added up over the ranks and read.
+The sum of a target over the keys is the number of heads, so normalization needs no separate pass.
+Under tensor parallelism the target of some queries at a time is written, summed over the ranks and
+read back.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from cppmega.ops.dsa_indexer_tiles_triton import (
 )
 
 BLOCK = 64
-"""Queries and keys of one tile of the target."""
+"""Queries and keys of a tile of the target."""
 
 LSE_KEYS = 128
-"""Keys that the log-sum-exp of the attention scores takes at a time."""
+"""Keys per step of the log-sum-exp of the attention scores."""
 
 LSE_LAUNCH: dict[str, Any] = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 TILE_LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
@@ -45,7 +47,7 @@ def _wide_product(  # type: ignore[no-untyped-def]
     left, left_row, left_step, left_in, right, right_row, right_step, right_in,
     D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """left @ right.T of rows that are too wide for shared memory, a part of the width at a time."""
+    """left @ right.T for rows too wide for shared memory, a part of the width at a time."""
     s = tl.zeros([left_row.shape[0], right_row.shape[0]], tl.float32)
     for at in range(0, D, STEP):
         d = at + tl.arange(0, STEP)
@@ -68,7 +70,7 @@ def _attention_scores(  # type: ignore[no-untyped-def]
     query, queries, row, q_row, sq, key, at, k_row, sk,
     D: tl.constexpr, D_PAD: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Products of a block of queries with the keys from `at` on."""
+    """Products of a block of queries with the keys starting at `at`."""
     lane = at + tl.arange(0, KEYS)
     if WIDE:
         return _wide_product(query, row, q_row, row < sq, key, lane, k_row, lane < sk, D, D_PAD)
@@ -78,7 +80,7 @@ def _attention_scores(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _log_sum_step(s, top, total):  # type: ignore[no-untyped-def]
-    """The maximum and the sum of the exponentials with one more tile of scores."""
+    """Update the running maximum and sum of exponentials with a tile of scores."""
     higher = tl.maximum(top, tl.max(s, axis=1))
     return higher, total * tl.exp2(top - higher) + tl.sum(tl.exp2(s - higher[:, None]), axis=1)
 
@@ -93,7 +95,7 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """log2 of the sum of the exponentials of one head's scores, `[b, heads, sq]`.
 
-    Over the valid keys; over those whose bit is set, if CHOSEN.
+    It is over the valid keys; with CHOSEN, over those whose bit is set.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -104,17 +106,17 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     first, last = extent(start, end)
     query += b * q_batch + head * q_head
     key += b * k_batch + head * k_head
-    # Of wide rows only the first part, which is not used.
+    # For wide rows this loads only the first part, which is not used.
     queries = rows_of(query, row, q_row, row < sq, D, D_PAD)
     top = tl.full([BLOCK], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    # Most tiles of keys are seen by all rows: those need no mask.
+    # All rows see most tiles of keys, which then need no mask.
     low = first // KEYS * KEYS
     middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(start, axis=0), KEYS) * KEYS, low), last)
     high = tl.maximum(tl.min(end, axis=0) // KEYS * KEYS, middle)
     if CHOSEN:
         words = bits + (b * tl.num_programs(0) * BLOCK + near) * (width // BITS)
-        middle = last  # any tile may have keys that were not chosen
+        middle = last  # any tile may contain keys that were not chosen
     for at in range(low, middle, KEYS):
         s = _attention_scores(
             query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
@@ -153,7 +155,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     RELU: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,
     INSIDE_LOGS: tl.constexpr, TARGET: tl.constexpr, REST: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """One tile: the target, if TARGET; the row losses and G, if REST."""
+    """Compute one tile: the target with TARGET; the row losses and G with REST."""
     b = tl.program_id(2).to(tl.int64)
     near = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE + tl.arange(0, TILE)
     row = q0 + near
@@ -215,7 +217,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             tl.store(losses + (b * sq + row) * parts + tl.program_id(0), kl, mask=inside)
             tl.store(out + place, (g * GAIN).to(out.dtype.element_ty))
     else:
-        # The gradients read larger tiles, whose other parts may be valid.
+        # The gradients read larger tiles, other parts of which may be valid.
         tl.store(out + place, tl.zeros([TILE, TILE], tl.float32).to(out.dtype.element_ty))
         if REST:
             none = tl.zeros([TILE], tl.float32)
@@ -223,11 +225,11 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
 
 
 class _Rest(NamedTuple):
-    """What the losses and G of a tile take, besides its target.
+    """The inputs of the losses and G of a tile, besides its target.
 
     Attributes:
         index_lse: log-sum-exp of the index scores, `[b, sq]`.
-        rows: `[b, sq]`, whether a row counts; all do without.
+        rows: `[b, sq]`, whether a row counts; None: all do.
         losses: the losses of each row, by tile of keys.
         mass: the sum of a row's target.
         inside_logs: the definition of the loss up to 0.18.
@@ -244,13 +246,13 @@ class AttentionTiles:
     """The attention's tensors of one call, and the launches that multiply them.
 
     Args:
-        index: the indexer's side.
+        index: the indexer's tensors.
         query: `[sq, b, attention heads, d]` of this rank.
         key: `[sk, b, attention heads or 1, d]`.
-        softmax_scale: of the attention's products.
+        softmax_scale: factor on the attention's products.
 
     Attributes:
-        lse: log-sum-exp by head, `[b, heads, sq]`, to the base 2; by `sum_exponentials`.
+        lse: log-sum-exp by head in base 2, `[b, heads, sq]`; computed by `sum_exponentials`.
     """
 
     def __init__(self, index: IndexTiles, query: Tensor, key: Tensor, softmax_scale: float) -> None:
@@ -261,23 +263,23 @@ class AttentionTiles:
         self.lse = query.new_empty(index.batch, self.heads, index.sq, dtype=torch.float32)
 
     def _widths(self) -> tuple[int, int, bool]:
-        """Width, width of a product's operand, and whether rows are read in parts."""
+        """The width, the padded width of an operand, and whether rows are read in parts."""
         width = self.query.size(-1)
         return (width, 64, True) if width > 128 else (width, padded(width), False)
 
     def _strides(self) -> tuple[int, ...]:
-        """Of queries and keys; one key for all heads has stride 0."""
+        """The strides of queries and keys; a single key for all heads has head stride 0."""
         key = self.key
         key_head = 0 if key.size(2) == 1 else key.stride(2)
         return (*self.query.stride()[:3], *key.stride()[:2], key_head)
 
     def sum_exponentials(self, part: tuple[int, int], bits: Tensor | None = None) -> None:
-        """Compute the log-sum-exp by head of a part's queries, which their target takes.
+        """Compute the log-sum-exp by head of a part's queries, which their target needs.
 
         Args:
-            part: first query and query after the last.
-            bits: the keys to sum over, `[b, queries, words]` in whole tiles, `index.bits` keys in
-                a word; all valid ones without.
+            part: first query, and the query after the last.
+            bits: the keys to sum over, `[b, queries, words]` padded to complete tiles, with
+                `index.bits` keys per word; None: all valid keys.
         """
         index = self.index
         width, step, wide = self._widths()
@@ -292,7 +294,8 @@ class AttentionTiles:
         )  # fmt: skip
 
     def target(self, part: tuple[int, int]) -> Tensor:
-        """This rank's target of one part, `[b, queries, keys]` in whole tiles, 0 if not valid."""
+        """This rank's target of one part, `[b, queries, keys]` padded to complete tiles; 0 for keys
+        that are not valid."""
         out = self.index.scratch(part, torch.float32)
         self._launch(part, out, None, None)
         return out
@@ -300,7 +303,7 @@ class AttentionTiles:
     def _launch(
         self, part: tuple[int, int], out: Tensor, target: Tensor | None, rest: _Rest | None
     ) -> None:
-        """Write the target of a part, or its losses and G, from its target where that is given."""
+        """Write the target of a part, or its losses and G, from the target if that is given."""
         index = self.index
         q, k, weights = index.q, index.k, index.weights
         width, step, wide = self._widths()
@@ -321,20 +324,20 @@ class AttentionTiles:
 
 
 class DenseTarget(AttentionTiles):
-    """The attention's side of the dense loss of one call.
+    """The attention's part of one call of the dense loss.
 
     Args:
-        index: the indexer's side.
+        index: the indexer's tensors.
         query: `[sq, b, attention heads, d]` of this rank.
         key: `[sk, b, attention heads or 1, d]`.
         index_lse: log-sum-exp of the index scores, `[b, sq]`.
-        rows: `[b, sq]`, whether a row counts; all do without.
-        softmax_scale: of the attention's products.
+        rows: `[b, sq]`, whether a row counts; None: all do.
+        softmax_scale: factor on the attention's products.
         inside_logs: the definition of the loss up to 0.18.
-        ranks: among which the attention heads are split.
+        ranks: the number of ranks over which the attention heads are split.
 
     Attributes:
-        losses: of each row, by tile of keys; complete after the last part of G.
+        losses: the losses of each row, by tile of keys; complete after the last part of G.
     """
 
     def __init__(
@@ -356,7 +359,7 @@ class DenseTarget(AttentionTiles):
         self.sum_exponentials((0, index.sq))
 
     def gradient(self, part: tuple[int, int], target: Tensor | None = None) -> Tensor:
-        """G of one part, from the target of all ranks where that is given, and its row losses."""
+        """Compute G and the row losses of one part, from the target of all ranks if it is given."""
         out = self.index.scratch(part, self.index.dtype)
         self._launch(part, out, target, self.rest)
         return out

@@ -1,4 +1,4 @@
-"""What DSA's kernels ask of a GPU and of tensors, and what of a GPU decides their tiles."""
+"""What DSA's kernels require of a GPU and of tensors, and the GPU properties that select tiles."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 LEAST_SHARED = 99 * 1024
-"""Shared memory that every kernel gets along with: that of a block on sm_86, sm_89 and sm_12x."""
+"""Shared memory that suffices for every kernel: that of a block on sm_86, sm_89 and sm_12x."""
 
 
 class Gpu(NamedTuple):
-    """What differs between GPUs.
+    """The relevant differences between GPUs.
 
     Attributes:
-        capability: as in `sm_90`.
-        shared: most bytes of shared memory that a block may have.
+        capability: compute capability, as in `sm_90`.
+        shared: maximum shared memory per block, in bytes.
     """
 
     capability: tuple[int, int]
@@ -26,16 +26,16 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a device; the interpreter, on CPU, counts as an H100."""
+    """The GPU of a device; the interpreter, on a CPU, counts as an H100."""
     if device.type != "cuda":
         return Gpu((9, 0), 227 * 1024)
-    found: Any = torch.cuda.get_device_properties(device)  # without the property on ROCm
+    found: Any = torch.cuda.get_device_properties(device)  # lacks the property on ROCm
     shared = getattr(found, "shared_memory_per_block_optin", 0)
     return Gpu((found.major, found.minor), shared)
 
 
 def gpu_obstacle(device: torch.device) -> str | None:
-    """Why the kernels do not fit a GPU, as half a sentence; None if they do."""
+    """Why the kernels do not fit a GPU, as a clause; None if they do."""
     gpu = gpu_of(device)
     if gpu.shared < LEAST_SHARED:
         major, minor = gpu.capability
@@ -44,5 +44,5 @@ def gpu_obstacle(device: torch.device) -> str | None:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """The tensor, with its last dimension contiguous, as the kernels read it."""
+    """The tensor with its last dimension contiguous, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()

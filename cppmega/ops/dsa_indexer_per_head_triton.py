@@ -1,15 +1,16 @@
-"""The target of the sparse loss on CUDA where the attention has a key per head.
+"""The target of the sparse loss on CUDA when the attention has a key per head.
 
-The chosen keys of a query, gathered, are a matrix that all heads share only where there is one key
-for all of them. With a key per head each head would multiply one vector, without tensor cores, and
-read `topk * d` numbers of its own. So all valid keys are multiplied in tiles here, as for the dense
-loss: for the log-sum-exp of each head's scores over the chosen keys, which one bit for each key
-selects, and again for the target, of which that of the chosen keys is kept: `[b, sq, topk]`.
+The gathered keys of a query form a matrix that all heads share only if there is one key for all of
+them. With a key per head, each head would multiply by a vector, without tensor cores, and read
+`topk * d` numbers of its own. So all valid keys are multiplied in tiles here, as for the dense
+loss: once for the log-sum-exp of each head's scores over the chosen keys, which one bit per key
+selects, and again for the target, of which only the values of the chosen keys are kept:
+`[b, sq, topk]`.
 
-That is for a part of the queries at a time: at most `G_BYTES` (512 MiB) for the target of all keys
-in fp32, and a 32nd of it for the bits; the log-sum-exps, `[b, heads, sq]`, are those of all parts.
-4096 queries of a batch of 8 are one part, of 4 launches and the zeroing of the bits. Every sum has
-one order, so the target repeats bit for bit.
+This is done for a part of the queries at a time: at most `G_BYTES` (512 MiB) for the target of all
+keys in fp32, and 1/32 of that for the bits; the log-sum-exps, `[b, heads, sq]`, cover all parts.
+4096 queries at batch size 8 are one part, which takes 4 launches and the zeroing of the bits. Every
+sum has a fixed order, so the target is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 def _bits(index: IndexTiles, part: tuple[int, int], indices: Tensor) -> Tensor:
-    """One bit for each key of a part's queries, `[b, queries, words]` in whole tiles."""
+    """One bit per key of a part's queries, `[b, queries, words]` padded to complete tiles."""
     rows = triton.cdiv(part[1] - part[0], index.tile) * index.tile
     bits = indices.new_zeros(index.batch, rows, index.columns // index.bits)
     bounds = Rows(*index.bounds, index.bound_strides, index.causal)
@@ -69,7 +70,7 @@ def target(
         query: `[sq, b, heads, d]`.
         key: `[sk, b, heads, d]`.
         indices: `[b, sq, topk]` in int32, valid keys, -1 where there is none.
-        softmax_scale: of the products.
+        softmax_scale: factor on the products.
     """
     out = torch.empty(indices.shape, dtype=torch.float32, device=query.device)
     if out.numel():

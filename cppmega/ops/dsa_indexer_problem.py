@@ -1,4 +1,4 @@
-"""The terms of an indexer call: which keys a query may see, and the definition of its loss."""
+"""The parameters of an indexer call: which keys a query may see, and the definition of its loss."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ class Loss:
     """The definition of a call's loss.
 
     Attributes:
-        softmax_scale: of the attention's products.
-        coefficient: that the loss is multiplied by; 0 computes no loss.
-        sparse: over the chosen keys instead of all valid ones.
-        per_token: the sum over rows, not their mean (`calculate_per_token_loss`).
+        softmax_scale: factor on the attention's products.
+        coefficient: factor on the loss; with 0 no loss is computed.
+        sparse: the loss is over the chosen keys instead of all valid ones.
+        per_token: the sum over rows instead of their mean (`calculate_per_token_loss`).
         inside_logs: the definition up to 0.18, `log(t + 1e-10) - log(p + 1e-10)`. Its gradient
             vanished where p is below 1e-10; here it is p - t, that of 0.19, for both.
-        tp_group: over which the attention's heads are split.
-        repeatable: sum dk of the sparse loss in one order; None asks torch's deterministic mode.
+        tp_group: the group over which the attention's heads are split.
+        repeatable: sum dk of the sparse loss in a fixed order; None follows torch's deterministic
+            mode.
     """
 
     softmax_scale: float
@@ -33,17 +34,17 @@ class Loss:
     repeatable: bool | None = None
 
     def ranks(self) -> int:
-        """How many ranks share the attention's heads."""
+        """The number of ranks over which the attention's heads are split."""
         return 1 if self.tp_group is None else self.tp_group.size()
 
     def add_up(self, target: Tensor) -> Tensor:
-        """The target of all ranks' heads, in place."""
+        """Sum the target over the heads of all ranks, in place."""
         if self.ranks() > 1:
             dist.all_reduce(target, group=self.tp_group)
         return target
 
     def factor(self, rows: Tensor | None, like: Tensor) -> Tensor:
-        """The factor of the sum over rows: one number, on the device of the rows."""
+        """The factor on the sum over rows: one number, on the device of the rows."""
         if rows is None or self.per_token:
             count = 1 if self.per_token else max(like.numel(), 1)
             return like.new_full((), self.coefficient / count)
@@ -55,7 +56,7 @@ class Bounds(NamedTuple):
 
     Attributes:
         starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
-        ends: the key after its last.
+        ends: the key after the last one of a row.
     """
 
     starts: Tensor | None = None

@@ -1,13 +1,14 @@
-"""What DSA's indexer does between its projections and its scores, in one kernel each way.
+"""What DSA's indexer computes between its projections and its scores, in one kernel per direction.
 
-The rotary embedding of a part of q and k, the Hadamard transform of both, and the scales of the
-head weights. Megatron 0.19 launches 50 kernels for this in a forward and backward, and for packed
-documents loops over the documents and waits for the GPU (16 documents: 786 kernels).
+This is the rotary embedding of a part of q and k, the Hadamard transform of both, and the scales of
+the head weights. Megatron 0.19 launches 50 kernels for it in a forward and backward, and for packed
+documents it loops over the documents and waits for the GPU (16 documents: 786 kernels).
 
 Each element is read once, computed in fp32, and rounded once; Megatron rounds cos, sin, every
-product and the sum to bf16. Position, document and context-parallel rank of a row are found in the
-kernel, so the host waits for nothing. Launches: 3 forward (cos, sin, the kernel), 3 backward, at
-any batch, length and number of documents. The backward takes strided gradients as they come.
+product and the sum to bf16. The position, document and context-parallel rank of a row are
+determined in the kernel, so the host never waits. There are 3 launches in the forward (cos, sin,
+the kernel) and 3 in the backward, for any batch, length and number of documents. The backward
+accepts strided gradients without a copy.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ class Rotary:
     """The rotary embedding of one call.
 
     Attributes:
-        angles: `[positions, 1, 1, width]`, as Megatron's `rotary_pos_emb` returns them; column by
-            column, so that both columns of a pair have theirs.
+        angles: `[positions, 1, 1, width]`, as Megatron's `rotary_pos_emb` returns them; one per
+            column, so that both columns of a pair have an angle.
         first: the first rotated column of a head: 0 in 0.19, the head's width minus that of the
             angles up to 0.18.
-        mscale: of YaRN.
-        gathered: the even columns come before the odd ones in the result
+        mscale: YaRN's factor.
+        gathered: the even columns precede the odd ones in the result
             (`dsa_indexer_rope_interleaved`; up to 0.18 `multi_latent_attention`).
         adjacent: columns 2i and 2i + 1 are a pair (`rotary_interleaved`), not i and i + width / 2.
-        documents: `cu_seqlens` of the packed documents of q and of k, whose positions start anew.
-            As in Megatron, angles for as many positions as there are rows are global.
-        ranks: number of context-parallel ranks, which split each packed document, and the own one.
-            Angles of unpacked rows are those of this rank already.
+        documents: `cu_seqlens` of the packed documents of q and of k, each of which restarts the
+            positions. As in Megatron, if there are as many angles as rows, positions are global.
+        ranks: the number of context-parallel ranks, which split each packed document, and this
+            rank's number. The angles of unpacked rows are already those of this rank.
     """
 
     angles: Tensor
@@ -55,7 +56,7 @@ class Rotary:
 
 
 def obstacle(q: Tensor, k: Tensor, weights: Tensor, rotary: Rotary) -> str | None:
-    """Why the kernel cannot do a call; None if it can."""
+    """Why the kernel does not support a call; None if it does."""
     if q.device.type != "cuda":
         return f"the tensors are on {q.device.type}"
     types = {q.dtype, k.dtype, weights.dtype}
@@ -78,21 +79,21 @@ def prepare_index_inputs(
     hadamard: bool = True,
     scale: float | None = None,
 ) -> Inputs:
-    """Compute q, k and head weights as the index scores take them, with gradients.
+    """Compute the q, k and head weights of the index scores, with gradients.
 
     Args:
-        q: `[s, b, heads, d]`, of the projection.
-        k: `[s, b, d]`, of the norm.
-        weights: `[s, b, heads]`, of the projection.
+        q: `[s, b, heads, d]`, output of the projection.
+        k: `[s, b, d]`, output of the norm.
+        weights: `[s, b, heads]`, output of the projection.
         rotary: embedding of q and k.
         hadamard: transform q and k by the Hadamard matrix over sqrt(d); d is a power of two.
-        scale: of the weights; (heads * d) ** -0.5 without.
+        scale: factor on the weights; (heads * d) ** -0.5 if omitted.
 
     Returns:
-        The three in their types, contiguous.
+        The three tensors in their types, contiguous.
 
     Raises:
-        ValueError: the shapes do not fit each other, or d is not a power of two for `hadamard`.
+        ValueError: the shapes do not match, or d is not a power of two for `hadamard`.
     """
     _validate(q, k, weights, rotary, hadamard)
     scale = (q.size(-2) * q.size(-1)) ** -0.5 if scale is None else scale
@@ -133,7 +134,7 @@ class _Prepare(torch.autograd.Function):
     ) -> Inputs:
         from cppmega.ops import dsa_indexer_prologue_triton as kernels
 
-        # The angles, which all layers share, are kept, and not their cos and sin.
+        # Keep the angles, which all layers share, instead of their cos and sin.
         ctx.how = (rotary, hadamard, scale)
         return kernels.turn(q, k, weights, *ctx.how, backward=False)
 

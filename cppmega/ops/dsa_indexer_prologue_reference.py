@@ -1,7 +1,7 @@
-"""The rotary embedding and Hadamard transform of DSA's indexer in plain torch, any device.
+"""The rotary embedding and Hadamard transform of DSA's indexer in plain torch, on any device.
 
-The yardstick of the kernel: computed in fp32 (fp64 for fp64 inputs), rounded once; gradients come
-from autograd.
+The reference for the kernel: computed in fp32 (fp64 for fp64 inputs) and rounded once; gradients
+come from autograd.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def positions(count: int, rotary: Rotary, documents: Tensor | None) -> Tensor:
-    """The row of the angles for each of `count` rows."""
+    """The row of the angles that each of `count` rows uses."""
     rows = torch.arange(count, device=rotary.angles.device)
     if documents is None:
         return rows
@@ -30,7 +30,7 @@ def positions(count: int, rotary: Rotary, documents: Tensor | None) -> Tensor:
     begin, end = documents[document], documents[document + 1]
     near, length = rows - begin // ranks, (end - begin) // ranks
     if ranks > 1:
-        # Each rank has a piece from the front of a document and one from its back.
+        # Each rank has a piece from the first half of a document and one from the second.
         half = length // 2
         back = ranks * length - (rank + 1) * half + near - half
         near = torch.where(near < half, rank * half + near, back)
@@ -39,7 +39,7 @@ def positions(count: int, rotary: Rotary, documents: Tensor | None) -> Tensor:
 
 
 def _quarter_turn(x: Tensor, adjacent: bool) -> Tensor:
-    """(a, b) becomes (-b, a) for each pair of columns."""
+    """Map each pair of columns (a, b) to (-b, a)."""
     if adjacent:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     low, high = x.chunk(2, dim=-1)

@@ -1,9 +1,9 @@
 """Rotary embedding, Hadamard transform and scaled head weights of DSA's indexer in one kernel.
 
-Rows are heads of tokens. The first programs do tiles of rows of q, the next those of k, the last
-the weights. A tile stays in registers: the other column of a pair is at a distance that is a power
-of two, as in the Hadamard transform, so the pairs are exchanged as its butterflies are. The
-gradient is the transpose: the transform first, then the rotation the other way.
+A row is one head of one token. The first programs process tiles of rows of q, the next ones those
+of k, and the last ones the weights. A tile stays in registers: the two columns of a pair are a
+power of two apart, as in the Hadamard transform, so pairs are exchanged like its butterflies. The
+gradient is the transpose: the transform first, then the inverse rotation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from cppmega.ops.dsa_indexer_prologue import Inputs, Rotary
 
 ELEMENTS = 1024
-"""Elements of one tile, which is one warp's: the exchanges then need no barrier."""
+"""Elements of a tile, which belongs to one warp, so that exchanges need no barrier."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _position(  # type: ignore[no-untyped-def]
     token, bounds, documents, steps, length, rank, RANKS: tl.constexpr, PACKED: tl.constexpr
 ):
-    """The row of the angles for each token."""
+    """The row of the angles that each token uses."""
     if PACKED:
         # The last document that begins at or before the token.
         low = tl.zeros(token.shape, tl.int32)
@@ -53,7 +53,7 @@ def _position(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchanged(x, ROWS: tl.constexpr, D: tl.constexpr, APART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Column c becomes column c ^ APART, a power of two."""
+    """Move column c to column c ^ APART, where APART is a power of two."""
     pairs = tl.reshape(x, (ROWS, D // (2 * APART), 2, APART))
     low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     return tl.reshape(tl.permute(tl.join(high, low), (0, 1, 3, 2)), (ROWS, D))
@@ -61,7 +61,7 @@ def _exchanged(x, ROWS: tl.constexpr, D: tl.constexpr, APART: tl.constexpr):  # 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _transposed(x, ROWS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each M * N columns, as a matrix `[M, N]`, become its transpose."""
+    """Transpose each group of M * N columns as a matrix `[M, N]`."""
     matrices = tl.reshape(x, (ROWS, D // (M * N), M, N))
     return tl.reshape(tl.permute(matrices, (0, 1, 3, 2)), (ROWS, D))
 
@@ -153,7 +153,7 @@ def turn(
     *,
     backward: bool,
 ) -> Inputs:
-    """Compute q, k and weights, or with `backward` their gradients from those of the results."""
+    """Compute q, k and weights or, with `backward`, their gradients from those of the results."""
     q, k = contiguous_rows(q), contiguous_rows(k)
     out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, weights))
     tokens, batch, heads, d = q.shape

@@ -1,7 +1,7 @@
 """The DSA indexer in plain torch: any device, `[b, heads, sq, sk]` at once, fp64 for fp64 inputs.
 
-The yardstick of the kernels: everything is computed in fp32 (fp64) from the inputs as they are.
-Gradients come from autograd, but for the loss whose gradient is not that of its value (see
+The reference for the kernels: everything is computed in fp32 (fp64) from the unrounded inputs.
+Gradients come from autograd, except for the loss whose gradient is not that of its value (see
 `kl_rows`).
 """
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-10
-"""Megatron's `INDEXER_LOSS_EPS`: keeps logs and the sum of a target away from 0."""
+"""Megatron's `INDEXER_LOSS_EPS`, which keeps arguments of logs and sums of targets above 0."""
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the type that sums have."""
+    """Convert to the type in which sums are computed."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -40,8 +40,8 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, valid: Tensor, use_relu: bool)
 
 
 def choose(scores: Tensor, topk: int) -> Tensor:
-    """The top-k keys of each row, ascending, -1 after the last; equals from the lowest key on."""
-    scores = torch.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are one number
+    """The top-k keys of each row, ascending, -1 after the last; ties go to the lowest key."""
+    scores = torch.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 compare equal
     ordered, key = scores.sort(dim=-1, descending=True, stable=True)
     none = scores.size(-1)
     key = key[..., :topk].masked_fill(ordered[..., :topk] == -torch.inf, none)
@@ -50,7 +50,7 @@ def choose(scores: Tensor, topk: int) -> Tensor:
 
 
 def chosen_keys(indices: Tensor, valid: Tensor) -> Tensor:
-    """Which keys are among the chosen, `[b, sq, sk]`."""
+    """Which keys are among the chosen ones, `[b, sq, sk]`."""
     mask = valid.new_zeros(*valid.shape[:-1], valid.size(-1) + 1)
     at = indices.long().masked_fill(indices < 0, valid.size(-1))
     return mask.scatter(-1, at, True)[..., :-1] & valid
@@ -65,7 +65,7 @@ def target(query: Tensor, key: Tensor, support: Tensor, softmax_scale: float) ->
 
 
 def normalized(target: Tensor) -> Tensor:
-    """A target whose rows sum to one, or to zero without a valid key."""
+    """Normalize a target so that rows sum to one, or to zero without a valid key."""
     return target / target.sum(-1, keepdim=True).clamp_min(EPSILON)
 
 
@@ -73,11 +73,11 @@ def kl_rows(target: Tensor, scores: Tensor, support: Tensor, inside_logs: bool) 
     """KL divergence of each row, `[b, sq]`; its gradient with respect to the scores is p - t.
 
     Args:
-        target: normalized, zero outside of `support`.
-        scores: finite where `support` is.
-        support: the keys that both distributions are over.
-        inside_logs: the definition up to 0.18, which adds epsilon inside of both logs. Its own
-            gradient vanishes where p is below epsilon; ours is that of 0.19, p - t, for both.
+        target: normalized, zero outside `support`.
+        scores: finite where `support` is true.
+        support: the keys over which both distributions are defined.
+        inside_logs: the definition up to 0.18, which adds epsilon inside both logs. Its own
+            gradient vanishes where p is below epsilon; here it is that of 0.19, p - t, for both.
     """
     filled = torch.where(support, scores, -torch.inf)
     empty = ~support.any(-1, keepdim=True)

@@ -1,15 +1,15 @@
 """The indexer's sparse loss on CUDA: both distributions over the chosen keys, and all gradients.
 
-One program per query. `target` gathers the chosen keys of the attention once, keeps the scores of
-all heads on the chip where they fit (256 keys by 32 heads), and writes the probabilities summed
-over this rank's heads: `[b, sq, topk]`, which tensor parallelism adds up; with a key per head,
-`dsa_indexer_per_head_triton` does. `gradients` reads these and the chosen index scores, forms the
-loss of the row and p - t, and gathers the indexer's keys for the gradients of q and of the head
-weights. That of k is added up by fp32 atomics or, bit for bit repeatable, by
-`dsa_indexer_tiles_triton` from p - t scattered into a zeroed G.
+There is one program per query. `target` gathers the attention's chosen keys once, keeps the scores
+of all heads on chip where they fit (256 keys by 32 heads), and writes the probabilities summed over
+this rank's heads, `[b, sq, topk]`, which tensor parallelism sums over the ranks; with a key per
+head, `dsa_indexer_per_head_triton` computes them. `gradients` reads these and the chosen index
+scores, computes the loss of the row and p - t, and gathers the indexer's keys for the gradients of
+q and of the head weights. The gradient of k is accumulated by fp32 atomics or, bitwise
+reproducibly, by `dsa_indexer_tiles_triton` from p - t scattered into a zeroed G.
 
-Products with p - t split it into two bf16 terms: one would cost as much precision as the rounding
-of the result itself.
+For products, p - t is split into two bf16 terms: with one, the error would be as large as that of
+rounding the result itself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ KEYS = 64
 
 
 def keys_and_warps(heads: int, width: int, gpu: Gpu) -> tuple[int, int]:
-    """Chosen keys at a time, and warps, of a program of `gradients`.
+    """Chosen keys per step, and warps, of a program of `gradients`.
 
-    Compiled for sm_80, sm_100 and sm_120, 64 keys of 64 heads of 128 spill 320 to 730 bytes of each
-    of 128 threads, and 32 keys nothing; 32 keys of 128 heads take twice as many threads.
+    Compiled for sm_80, sm_100 and sm_120, 64 keys with 64 heads of 128 spill 320 to 730 bytes in
+    each of 128 threads, and 32 keys none; 32 keys with 128 heads need twice as many threads.
     """
     if gpu.capability[0] == 9 or heads * width < 64 * 128:
         return KEYS, 4
@@ -117,7 +117,7 @@ def target(query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float) ->
         query: `[sq, b, heads, d]`.
         key: `[sk, b, 1, d]`.
         indices: `[b, sq, topk]` in int32, -1 where there is no key.
-        softmax_scale: of the products.
+        softmax_scale: factor on the products.
     """
     sq, batch, heads, width = query.shape
     topk = indices.size(-1)
@@ -139,7 +139,7 @@ def target(query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float) ->
 
 @triton.jit  # type: ignore[untyped-decorator]
 def product(left, right, acc, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + left @ right, `left` in fp32, as the sum of two terms in the type of `right`."""
+    """acc + left @ right, with `left` in fp32 split into two terms in the type of `right`."""
     high = left.to(right.dtype)
     acc = tl.dot(high, right, acc, input_precision="ieee")
     if SPLIT:
@@ -151,7 +151,7 @@ def product(left, right, acc, SPLIT: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def kl_terms(t, p, log_p, EPS: tl.constexpr, INSIDE_LOGS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Terms of the divergence of one row, both distributions zero where there is no key."""
+    """Terms of the KL divergence of one row; both distributions are zero where there is no key."""
     if INSIDE_LOGS:
         return t * (tl.log(t + EPS) - tl.log(p + EPS))
     return t * (tl.log(tl.maximum(t, EPS)) - log_p)
@@ -250,9 +250,9 @@ class Sparse:
     Attributes:
         index: the indexer's tensors.
         indices: `[b, sq, topk]` in int32.
-        scores: of the chosen keys, the same shape.
-        target: of all ranks, the same shape, not normalized.
-        rows: `[b, sq]`, whether a row counts; all do without.
+        scores: the scores of the chosen keys, of the same shape.
+        target: the target of all ranks, of the same shape, not normalized.
+        rows: `[b, sq]`, whether a row counts; None: all do.
         inside_logs: the definition of the loss up to 0.18.
     """
 
@@ -270,9 +270,9 @@ class Sparse:
         return loss
 
     def gradients(self, factor: Tensor, *, repeatable: bool) -> tuple[Tensor, ...]:
-        """The loss of each row; and dq, dk `[b, sk, d]` and dweights, times `factor`.
+        """The loss of each row, and dq, dk `[b, sk, d]` and dweights, multiplied by `factor`.
 
-        dq is in the type of q (fp32 for fp16), the others are in fp32.
+        dq is in the type of q (fp32 for fp16); the others are in fp32.
         """
         index = self.index
         q, weights = index.q, index.weights

@@ -1,13 +1,13 @@
 """The gradients of q, k and the head weights from a gradient G of the index scores, on CUDA.
 
-G is `[b, queries, keys]` in whole tiles, in fp16, times 2**15 (|G| <= 1 in both losses, and what
-lies below fp16's normal range adds nothing), for as many queries at a time as `G_BYTES` allows. A
-tile of queries walks over the keys for dq and dweights, a tile of keys over the queries for dk;
-keys that the bounds exclude for a whole tile are skipped. No atomics: every sum has one order, so
-gradients repeat bit for bit.
+G is `[b, queries, keys]`, padded to complete tiles, in fp16, multiplied by 2**15 (|G| <= 1 in both
+losses, and values below fp16's normal range contribute nothing), for as many queries at a time as
+`G_BYTES` allows. A tile of queries iterates over the keys for dq and dweights, a tile of keys over
+the queries for dk; keys that the bounds exclude for an entire tile are skipped. There are no
+atomics: every sum has a fixed order, so gradients are bitwise reproducible.
 
-The head weights multiply the sum for dq, not its terms, and dq stays fp32 until the upstream
-gradient is known: one rounding of G to the type of the keys is all that is lost.
+The head weights multiply the sum for dq, not its terms, and dq stays in fp32 until the upstream
+gradient is known: the only loss of precision is one rounding of G to the type of the keys.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_topk_triton import bounds_of
 
 LOG2_E = 1.4426950408889634
-"""Turns exponents to the base e into those to the base 2."""
+"""Converts exponents from base e to base 2."""
 
 G_BYTES = 1 << 29
-"""Most memory of G. 4096 queries of a batch of 8 need 256 MiB; longer ones are done in parts."""
+"""Maximum memory of G. 4096 queries at batch size 8 need 256 MiB; more are processed in parts."""
 
 TILE = 128
-"""Queries and keys of one tile; G has whole tiles."""
+"""Queries and keys of one tile; G is padded to complete tiles."""
 
 QUERY_LAUNCH: dict[str, Any] = {"num_stages": 2, "maxnreg": 128}
-"""Two programs per multiprocessor, whose products and other work overlap."""
+"""Two programs per SM, so that the products of one overlap with the other work of the other."""
 
 GROUPS = 4
-"""Groups of heads that dk is summed over apart, so that there is work for all multiprocessors."""
+"""Groups of heads over which dk is summed separately, so that there is work for all SMs."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def row_bounds(  # type: ignore[no-untyped-def]
     starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
 ):
-    """First key and key after the last of each row; none is an empty range at 0."""
+    """The first key, and the key after the last, of each row; without keys an empty range at 0."""
     inside = row < sq
     if CAUSAL:
         start = tl.zeros(row.shape, tl.int32)
@@ -57,7 +57,7 @@ def row_bounds(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def extent(start, end):  # type: ignore[no-untyped-def]
-    """The keys that some row of a tile sees: the first and the one after the last."""
+    """The range of keys that any row of a tile sees: the first, and the one after the last."""
     first = tl.min(tl.where(end > start, start, 2147483647), axis=0)
     last = tl.max(end, axis=0)
     return tl.minimum(first, last), last
@@ -65,7 +65,7 @@ def extent(start, end):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_of(base, row, step, inside, D: tl.constexpr, D_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows `[rows, D_PAD]` of a matrix, zero where not `inside`."""
+    """Rows `[rows, D_PAD]` of a matrix, zero where `inside` is false."""
     d = tl.arange(0, D_PAD)
     return tl.load(
         base + row.to(tl.int64)[:, None] * step + d[None, :],
@@ -123,7 +123,7 @@ def _key_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, RELU: tl.constexpr, CAUSAL: tl.constexpr, GAIN: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """A group of heads' share of dk for a tile of keys, `[groups, b, sk, D]`."""
+    """The contribution of a group of heads to dk for a tile of keys, `[groups, b, sk, D]`."""
     b = tl.program_id(2).to(tl.int64)
     lane = tl.program_id(1) * TILE + tl.arange(0, TILE)
     keys = rows_of(k + b * k_batch, lane, k_row, lane < sk, D, D_PAD)
@@ -160,15 +160,15 @@ def _key_kernel(  # type: ignore[no-untyped-def]
 
 
 def key_stages(width: int, gpu: Gpu) -> int:
-    """How many tiles of queries are in flight for dk: three, where they fit.
+    """The number of tiles of queries in flight for dk: three, where they fit.
 
-    With a width of 128 three take 128 KiB of shared memory on sm_80 and sm_120, and two 96 KiB.
+    At a width of 128, three take 128 KiB of shared memory on sm_80 and sm_120, and two 96 KiB.
     """
     return 3 if width < 128 or gpu.shared > 160 * 1024 else 2
 
 
 def padded(width: int) -> int:
-    """The width of a product's operand: a power of two, at least 16."""
+    """The padded width of a product's operand: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(width)))
 
 
@@ -180,7 +180,7 @@ class IndexTiles:
         k: `[sk, b, d]`.
         weights: `[sq, b, heads]`.
         starts: first valid key of a row, `[sq]` or `[b, sq]`; None is causal.
-        ends: the key after its last.
+        ends: the key after the last valid one.
         use_relu: as in the scores.
     """
 
@@ -205,28 +205,28 @@ class IndexTiles:
         self.causal, self.use_relu = starts is None, use_relu
         self.tile = min(TILE, max(16, int(triton.next_power_of_2(max(self.sq, self.sk)))))
         self.columns = triton.cdiv(self.sk, self.tile) * self.tile
-        self.bits = min(32, self.tile)  # keys of one word, where keys are chosen by bits
-        # fp32 G for fp32 inputs, whose results are not rounded to 16 bits.
+        self.bits = min(32, self.tile)  # keys per word, where keys are selected by bits
+        # G is fp32 for fp32 inputs, whose results are not rounded to 16 bits.
         self.dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
         self.gain = 1.0 if q.dtype == torch.float32 else 32768.0
 
     def parts(self, size: int = 2) -> list[tuple[int, int]]:
-        """First query and query after the last of each part that G is made for.
+        """The first query, and the query after the last, of each part for which G is computed.
 
         Args:
-            size: bytes of an element of the largest scratch: 2 for G in fp16, 4 for a target.
+            size: bytes per element of the largest scratch: 2 for G in fp16, 4 for a target.
         """
         rows = G_BYTES // (size * self.batch * self.columns) // self.tile * self.tile
         step = max(self.tile, rows)
         return [(first, min(self.sq, first + step)) for first in range(0, self.sq, step)]
 
     def scratch(self, part: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """`[b, queries, keys]` of one part, both in whole tiles."""
+        """Allocate `[b, queries, keys]` for one part, both padded to complete tiles."""
         rows = triton.cdiv(part[1] - part[0], self.tile) * self.tile
         return torch.empty(self.batch, rows, self.columns, dtype=dtype, device=self.q.device)
 
     def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory for dq, for the groups of dk `[groups, b, sk, d]`, and for dweights, in fp32."""
+        """Allocate dq, the groups of dk `[groups, b, sk, d]`, and dweights, in fp32."""
         q, weights = self.q, self.weights
         dk = q.new_empty(
             min(GROUPS, self.heads), self.batch, self.sk, self.width, dtype=torch.float32
@@ -252,7 +252,7 @@ class IndexTiles:
     def gradients_of_queries(
         self, part: tuple[int, int], g: Tensor, factor: Tensor, dq: Tensor, dw: Tensor
     ) -> None:
-        """Write the rows of one part of dq and dweights, times `factor`."""
+        """Write the rows of one part of dq and dweights, multiplied by `factor`."""
         q, k, weights = self.q, self.k, self.weights
         _query_kernel[(self.heads, g.size(1) // self.tile, self.batch)](
             q, k, weights, g, *self.bounds, factor, dq, dw,

@@ -1,14 +1,16 @@
 """DSA index scores and their exact top-k on CUDA, in one launch that keeps no `[b, sq, sk]`.
 
-A program takes blocks of a few queries in turn. It multiplies tiles of keys with all heads of its
-queries at once (bf16 tensor cores, fp32 sums), applies ReLU and the head weights and adds the heads
-up in registers, and writes the fp32 scores of its queries to scratch memory of its own, which the
-next block overwrites: small enough that it mostly stays in the L2 cache. Then it looks for the
-top-k-th largest score of each query by counting, three candidates per reading of the row, first in
-the middle between numbers and then between bit patterns, and writes the keys in ascending order.
+A program processes blocks of a few queries in turn. It multiplies tiles of keys with all heads of
+its queries at once (bf16 tensor cores, fp32 sums), applies ReLU and the head weights, sums the
+heads in registers, and writes the fp32 scores of its queries to its own scratch memory, which the
+next block overwrites and which is small enough to stay mostly in the L2 cache. Then it searches for
+the top-k-th largest score of each query by counting, with three candidates per pass over the row,
+first dividing the range of numbers and then that of bit patterns, and writes the keys in ascending
+order.
 
-So the choice is a function of the scores: equal scores are taken from the lowest key on, whatever
-the launch. No atomics, nothing waits for the device, and the grid does not depend on the data.
+The choice is therefore a function of the scores: ties are broken by the lowest key, independent of
+the launch. There are no atomics, nothing waits for the device, and the grid does not depend on the
+data.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ from torch import Tensor
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 
 SCRATCH_BYTES = 1 << 30
-"""Most scratch memory of one launch. On 132 multiprocessors 4096 keys need 17 MiB, 32k keys 135."""
+"""Maximum scratch memory of one launch. On 132 SMs 4096 keys need 17 MiB, 32k keys 135 MiB."""
 
 _INVALID: tl.constexpr = tl.constexpr(-2139095041)
-"""`_ordered(-inf)`: the place of a key that may not be chosen."""
+"""`_ordered(-inf)`, the rank of a key that may not be chosen."""
 
 _NUMBER_STEPS: tl.constexpr = tl.constexpr(6)
-"""Steps of the search that divide the range of numbers; the later ones divide the bit patterns."""
+"""Steps of the search that divide the range of numbers; later steps divide the bit patterns."""
 
 
 class Launch(NamedTuple):
-    """Tile sizes of one launch; none of them changes a bit of the result.
+    """Tile sizes of one launch; the result is bitwise identical for all of them.
 
     Attributes:
-        columns: queries times heads of one product.
-        keys: keys of one product.
-        chunk: scores of each of its queries that a program reads at a time while it counts.
-        warps: of one program.
+        columns: queries times heads per product.
+        keys: keys per product.
+        chunk: scores of each of its queries that a program reads at a time while counting.
+        warps: warps per program.
         stages: tiles of keys in flight.
-        programs: per multiprocessor.
+        programs: programs per SM.
     """
 
     columns: int = 128
@@ -55,7 +57,8 @@ class Launch(NamedTuple):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _ordered(x):  # type: ignore[no-untyped-def]
-    """An integer that orders as the fp32 number does; its own inverse on integers."""
+    """An integer with the same order as the fp32 number; the mapping of integers is its own
+    inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -85,7 +88,7 @@ def _score_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _packed(one, two, three):  # type: ignore[no-untyped-def]
-    """Sums over the columns of three counters, 21 bits each: one exchange between the warps."""
+    """Sum three counters over the columns, 21 bits each, with one exchange between the warps."""
     packed = one.to(tl.int64) + (two.to(tl.int64) << 21) + (three.to(tl.int64) << 42)
     total = tl.sum(packed, axis=1)
     return (
@@ -97,7 +100,7 @@ def _packed(one, two, three):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _counts(rows, lane, first, end, one, two, three, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many scores of each row are at least each of three candidates."""
+    """Count the scores of each row that are at least as large as each of three candidates."""
     c1 = tl.zeros([rows.shape[0], CHUNK], tl.int32)
     c2 = tl.zeros([rows.shape[0], CHUNK], tl.int32)
     c3 = tl.zeros([rows.shape[0], CHUNK], tl.int32)
@@ -132,9 +135,9 @@ def _extent(rows, lane, first, end, CHUNK: tl.constexpr):  # type: ignore[no-unt
 def _candidates(step, low, least, high, most, want, top):  # type: ignore[no-untyped-def]
     """Three candidates strictly between the bounds, ascending.
 
-    First about where the counts say that the threshold is, if scores were spread evenly: about
-    five readings of a row, the middles of bit patterns take eight. Then those middles, which end
-    after sixteen, whatever the scores.
+    The first steps interpolate the threshold from the counts, as if scores were spread evenly: this
+    takes about five passes over a row, where bisecting bit patterns takes eight. Later steps bisect
+    the bit patterns, which ends after sixteen, whatever the scores.
     """
     two = (low & high) + ((low ^ high) >> 1)
     one = (low & two) + ((low ^ two) >> 1)
@@ -157,12 +160,12 @@ def _candidates(step, low, least, high, most, want, top):  # type: ignore[no-unt
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _thresholds(rows, lane, first, end, topk, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each row: the maximum, how many keys it chooses, the score above which all are chosen, and
-    how many of those equal to it are."""
+    """For each row: the maximum, the number of keys to choose, the score above which all keys are
+    chosen, and how many of those equal to it are."""
     top, valid, natural, positive = _extent(rows, lane, first, end, CHUNK)
     want = tl.minimum(valid, topk)
     # At least `want` scores are >= low, namely `least`; fewer are >= high, namely `most`. ReLU
-    # makes exact zeros: a plateau at the cut is normal, so 0 is a candidate of its own.
+    # produces exact zeros, so a plateau at the cut is common, and 0 is tried as a candidate.
     low = tl.where(positive >= want, 1, tl.where(natural >= want, 0, _INVALID + 1))
     least = tl.where(positive >= want, positive, tl.where(natural >= want, natural, valid))
     high = tl.where(positive >= want, top + 1, tl.where(natural >= want, 1, 0))
@@ -179,7 +182,7 @@ def _thresholds(rows, lane, first, end, topk, CHUNK: tl.constexpr):  # type: ign
         high = tl.where(high_1, one, tl.where(high_2, two, tl.where(high_3, three, high)))
         most = tl.where(high_1, c1, tl.where(high_2, c2, tl.where(high_3, c3, most)))
         step += 1
-    # Where exactly `want` reach the threshold, all of those equal to it are needed.
+    # If exactly `want` scores reach the threshold, all of those equal to it are needed.
     return top, want, low, tl.where(least == want, 1 << 30, want - most)
 
 
@@ -188,7 +191,7 @@ def _write_choice(  # type: ignore[no-untyped-def]
     rows, lane, first, end, threshold, need, want, out, there, indices, chosen, topk,
     SCORES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen keys, ascending, -1 after the last; their scores, too, if wanted."""
+    """Write the chosen keys, ascending, -1 after the last, and their scores if requested."""
     above_before = tl.zeros(want.shape, tl.int32)
     equal_before = tl.zeros(want.shape, tl.int32)
     for at in range(first, end, CHUNK):
@@ -242,7 +245,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, KEYS)
     for item in range(tl.program_id(0), blocks * batch, tl.num_programs(0)):
         b = (item % batch).to(tl.int64)
-        # The longest rows of a causal mask come first, so that the last programs end together.
+        # The longest rows of a causal mask come first, so that the last programs finish together.
         block = blocks - 1 - item // batch
         row = block * ROWS + row_lane
         inside = row < sq
@@ -275,7 +278,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
                 other=0.0,
             )
             s = _score_tile(tile, queries, w, KEYS, ROWS, H_PAD, RELU)
-            # -0.0 and 0.0 are one number.
+            # -0.0 and 0.0 must compare equal.
             s = tl.where(s == 0.0, 0.0, s)
             valid = (at_key[:, None] >= start[None, :]) & (at_key[:, None] < end[None, :])
             s = tl.where(valid, s, float("-inf"))
@@ -297,7 +300,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; the interpreter, on CPU, counts as two."""
+    """The number of SMs of a device; the interpreter, on a CPU, counts as two."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -306,7 +309,7 @@ def processors(device: torch.device) -> int:
 def launch_for(heads: int, width: int) -> Launch:
     """Tile sizes for heads and widths (powers of two).
 
-    The chunk gives each warp a row where there are four, which then counts without the others.
+    With four rows, the chunk assigns one row to each warp, which then counts independently.
     """
     columns = max(128, heads)
     return Launch(
@@ -335,9 +338,10 @@ def choose(
     want_lse: bool = False,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Chosen keys `[b, sq, topk]` in int32, their scores and the rows' log-sum-exp in fp32.
+    """Return chosen keys `[b, sq, topk]` in int32, and their scores and the rows' log-sum-exp in
+    fp32.
 
-    Arguments as of `dsa_indexer.choose_keys`; `topk` at most the number of keys.
+    The arguments are those of `dsa_indexer.choose_keys`; `topk` is at most the number of keys.
     """
     sq, batch, heads, width = q.shape
     sk = k.shape[0]

@@ -1,6 +1,6 @@
 """Walsh-Hadamard transform: one Triton kernel on CUDA and plain torch elsewhere, bitwise equal.
 
-torch is imported when a function is called, because a page imports this module, and pages load
+torch is imported inside the functions, because a page imports this module, and pages must load
 without torch.
 """
 

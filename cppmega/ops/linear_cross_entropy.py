@@ -5,8 +5,8 @@ time. Supports a vocabulary that is split over a process group, padding columns,
 a logit scale, and accumulation of dW in fp32, also directly into Megatron's `weight.main_grad`.
 
 Three GEMMs or four. The unfused path runs three GEMMs (logits, dX, dW), so a kernel that recomputes
-the logits in the backward is not faster. In training the upstream gradient of token
-i is `scalar * loss_weights[i]`, with the weights (the loss mask) known in the forward and only the
+the logits in the backward is not faster. In training the upstream gradient of token i is
+`scalar * loss_weights[i]`, with the weights (the loss mask) known in the forward and only the
 scalar (1/tokens, the loss scale) unknown. If the caller guarantees this with
 `upstream="weighted-scalar"`, dX and dW are computed in the forward, while the chunk of logits is
 available, with the weights folded into each row; the backward multiplies by the scalar. The
@@ -14,20 +14,20 @@ guarantee is checked on the device in every backward, without waiting for it. An
 gradient is supported with four GEMMs: `upstream="arbitrary"`, the default.
 
 Masked tokens cost nothing if the host knows how many count: with the guarantee, `counted_tokens=`
-computes only those rows. A number that is too small is an error on the device.
+computes only those rows. A number that is too small is a device-side error.
 
 Memory held between forward and backward with the guarantee: dX in the type of hidden and dW in
 fp32, `4 * H * V/tp` bytes per head (2 GiB at H=4096, V=131072); without it, three fp32 numbers per
 token. Neither can be added to `main_grad` in the forward, where the scalar is not known yet.
 
-Numerics. Logits are rounded to the type of the inputs before the softmax, as the unfused path does,
+Numerics. Logits are rounded to the type of the inputs before the softmax, as in the unfused path;
 the rest is fp32. A confident token keeps its precision: the sum without the target is kept
 separate from the maximum (see `linear_cross_entropy_chunks.Softmax`), so neither `1 - p` nor the
 loss is the difference of two large numbers. dlogits are rounded once for the tensor cores; dX, kept
-in the type of hidden, is rounded once more by the scalar. Against fp64, errors are those of the
-unfused path or smaller (the benchmark prints both). fp16 gradients are computed with the weights
-normalized to their largest, times 2**15, so that neither a loss scale nor a small 1/tokens leaves
-the range, and dX is kept in fp32 until the scalar is known.
+in the type of hidden, is rounded once more when multiplied by the scalar. Errors against fp64 are
+those of the unfused path or smaller (the benchmark prints both). fp16 gradients are computed with
+the weights divided by the largest and multiplied by 2**15, so that neither a loss scale nor a small
+1/tokens leaves the range, and dX is kept in fp32 until the scalar is known.
 
 Source: the three-GEMM scheme is that of https://github.com/mgmalek/efficient_cross_entropy; weights
 per row and the deferred scalar are additions.
@@ -73,8 +73,8 @@ class LinearCrossEntropyOutput(NamedTuple):
     Attributes:
         loss: shape of the targets, fp32 (fp64 for fp64 inputs), in nats, not multiplied by
             `loss_weights`; 0 where the target is ignored.
-        argmax: shape of the targets, int64, no gradient: the token with the largest logit, the
-            lowest of equals, -1 where the target is ignored. None unless requested.
+        argmax: shape of the targets, int64, no gradient: the token with the largest logit (the
+            lowest id if tied), -1 where the target is ignored. None unless requested.
         backend: the backend that computed it.
     """
 
@@ -105,7 +105,7 @@ def select_backend(
         raise CppmegaError(
             "linear-ce-backend-unknown",
             f"{asked!r} is not a backend of linear cross-entropy.",
-            "With a misspelled name another kernel than the measured one would run.",
+            "With a misspelled name, a kernel other than the measured one would run.",
             f"set {ENVIRONMENT} to auto, {', '.join(BACKENDS)}",
         )
     obstacle = _triton_obstacle(device, dtype) if asked in ("auto", "triton") else None
@@ -121,7 +121,7 @@ def select_backend(
             "Other backends differ in rounding and speed, and are not selected silently.",
             f"unset {ENVIRONMENT} (auto), or set it to reference",
         )
-    return asked, "asked for by name"
+    return asked, "requested by name"
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -137,7 +137,7 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 def say_once(message: str) -> None:
     """Log a line once per process, on the last rank.
 
-    In every order of the ranks, the last rank is on the last pipeline stage, which has the head.
+    In every rank order, the last rank is on the last pipeline stage, which has the head.
     """
     alone = not (dist.is_available() and dist.is_initialized())
     if message not in _said and (alone or dist.get_rank() == dist.get_world_size() - 1):
@@ -199,7 +199,7 @@ def linear_cross_entropy(
             gathers it first); bf16, fp16, fp32, and fp64 on the reference backend.
         weight: `[V/tp, H]`, same type: this rank's rows of the output matrix, rank r holding the
             token ids from `r * V/tp` on.
-        targets: shape of hidden without its last, integer, global token ids.
+        targets: shape of hidden without its last dimension, integer, global token ids.
         loss_weights: shape of targets: what the upstream gradient will be up to one scalar, such as
             the loss mask. Only with "weighted-scalar"; None means all ones. Their gradient is not
             computed.
@@ -210,8 +210,8 @@ def linear_cross_entropy(
             that is not ignored), known on the host. Only they are computed; the loss of the
             others is 0, their arg-max -1. Only with "weighted-scalar"; None computes every token.
             Not for a CUDA graph, whose shapes are fixed.
-        vocab_size: the true vocabulary; columns from there on are not in the softmax, get no
-            gradient and win no argmax. None counts every column, as Megatron does.
+        vocab_size: the true vocabulary; columns from there on are excluded from the softmax and the
+            argmax and get no gradient. None counts every column, as Megatron does.
         ignore_index: target of rows that have no loss.
         logit_scale: factor on the logits (MuP).
         tp_group: group over which the vocabulary is split. Per chunk, one all-gather of four
@@ -221,16 +221,16 @@ def linear_cross_entropy(
             reduce-scatter of a sequence-parallel gather. dW needs no reduction over `tp_group`.
         gradient_accumulation_fusion: add dW to `weight.main_grad` in the backward, and set
             `weight.grad_added_to_main_grad`, as Megatron's linear layers do.
-        return_argmax: the arg-max token too.
+        return_argmax: return the arg-max token as well.
         backend: a name from `BACKENDS` or "auto"; None reads `CPPMEGA_LINEAR_CE_KERNEL`.
-        chunk_tokens: tokens per chunk; None takes what fits in 1 GiB of logits.
+        chunk_tokens: tokens per chunk; None uses as many as fit in 1 GiB of logits.
         caller: named in the message if the guarantee does not hold, such as the name of a patch.
 
     Returns:
         See `LinearCrossEntropyOutput`.
 
     Raises:
-        CppmegaError: shapes, types or arguments that do not fit, or a backend that does not support
+        CppmegaError: shapes, types or arguments are inconsistent, or the backend does not support
             the call.
         RuntimeError: on the CPU at once, on CUDA as a device-side assertion: a target outside
             `[0, vocab_size)` on a row that counts, more rows that count than `counted_tokens`, or
@@ -319,14 +319,14 @@ def _kernels(name: str) -> ChunkKernels:
 
 
 _ROW_TILE = 128
-"""Computed rows are rounded up to whole tiles of the matrix units' kernels."""
+"""The number of computed rows is rounded up to complete tiles of the GEMM kernels."""
 
 
 def _those_that_count(counts: Tensor, most: int, caller: str) -> Tensor:
-    """`[R]` int64: the rows that count, in order, filled up to whole tiles with others."""
+    """`[R]` int64: the rows that count, in order, padded to complete tiles with other rows."""
     torch._assert_async(
         counts.sum() <= most,
-        f"{caller}: more tokens count than counted_tokens={most} says; they would have no loss",
+        f"{caller}: more tokens count than counted_tokens={most}; the others would have no loss",
     )
     computed = min(-(-most // _ROW_TILE) * _ROW_TILE, counts.shape[0])
     return counts.to(torch.uint8).argsort(descending=True, stable=True)[:computed]
@@ -335,7 +335,7 @@ def _those_that_count(counts: Tensor, most: int, caller: str) -> Tensor:
 def _counted_weights(
     loss_weights: Tensor | None, ignored: Tensor, kernels: ChunkKernels, dtype: torch.dtype
 ) -> Tensor:
-    """`[N]`: the promised weights, 0 on rows whose loss is constant."""
+    """`[N]`: the guaranteed weights, 0 on rows whose loss is constant."""
     wide = kernels.accumulation_dtype(dtype)
     if loss_weights is None:
         return (~ignored).to(wide)
@@ -385,6 +385,6 @@ def _wrong_arguments(what: str) -> CppmegaError:
     return CppmegaError(
         "linear-ce-arguments",
         f"{what}.",
-        "The loss would be of something else than was meant.",
+        "The loss would not be the intended one.",
         "see the docstring of cppmega.ops.linear_cross_entropy.linear_cross_entropy",
     )

@@ -26,14 +26,14 @@ guarantee (a second mask, another weighting) differs by far more.
 """
 
 _FP16_GAIN = 2.0**15
-"""fp16 gradients of logits are at most 2**15: a probability of 2e-9 is still a normal number."""
+"""fp16 gradients of logits are at most 2**15, so a probability of 2e-9 is still a normal number."""
 
 
 def main_grad_of(weight: Tensor) -> MainGrad:
     """The buffer to which the gradient of the head's weight is added.
 
     Raises:
-        CppmegaError: `linear-ce-main-grad`: it has none, or Megatron-FSDP manages it.
+        CppmegaError: `linear-ce-main-grad`: there is none, or Megatron-FSDP manages it.
     """
     found = MainGrad.of(weight)
     if found is None:
@@ -163,7 +163,7 @@ class DeferredScalar(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Any, ...]:
-        """Multiply what the forward computed."""
+        """Multiply the gradients that the forward computed by the scalar."""
         if upstream is None:
             return (None,) * 7
         hidden_grad, weight_grad, weights, factor = ctx.saved_tensors
@@ -208,7 +208,7 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Any, ...]:
-        """Gradients for the upstream gradient as it is."""
+        """Compute the gradients for any upstream gradient."""
         if upstream is None:
             return (None,) * 5
         hidden, weight, *softmax = ctx.saved_tensors
@@ -217,7 +217,7 @@ class Recompute(torch.autograd.Function):
         counted = upstream.to(wide).masked_fill(problem.ignored, 0)
         row_weights, gradient_scale, factor = _in_range(counted, hidden.dtype)
         main_grad: MainGrad | None = ctx.main_grad
-        # A GEMM adds to main_grad by itself, where nothing is left to multiply by afterwards.
+        # The GEMM itself adds to main_grad if no factor remains to be applied afterwards.
         straight = main_grad is not None and factor is None and main_grad.buffer.dtype == wide
         done = walk(
             problem,

@@ -26,7 +26,7 @@ from torch import Tensor
 LOGITS_BYTES = 1 << 30
 """Budget of the logits of one chunk, in bytes.
 
-At V=131072 in bf16 this is a chunk of 4096 tokens. Every chunk reads and writes the whole fp32 dW
+At V=131072 in bf16 this is a chunk of 4096 tokens. Every chunk reads and writes the entire fp32 dW
 once, so small chunks are slow: 32768 tokens on an H200 take 172 ms in chunks of 2048, 167 in chunks
 of 4096, 164 in chunks of 8192, which hold 0.75 GiB more.
 """
@@ -51,9 +51,9 @@ class RowStatistics(NamedTuple):
 class Softmax(NamedTuple):
     """Terms of the softmax over the complete vocabulary, for its gradient; each is `[n]`.
 
-    `exp(logit - lse)` and `lse - target_logit` would lose a confident row: at a probability p of
-    the target, log-sum-exp rounds 1 - p away. Kept separate, `p - 1 = -others / total` and the loss
-    `log1p(others)` are as precise as `others`.
+    `exp(logit - lse)` and `lse - target_logit` would lose a confident row: with a target of
+    probability p, rounding the log-sum-exp loses 1 - p. Kept separate, `p - 1 = -others / total`
+    and the loss `log1p(others)` are as precise as `others`.
 
     Attributes:
         maximum: of the logits.
@@ -112,7 +112,7 @@ class ChunkKernels(Protocol):
         row_weights: Tensor,
         want_argmax: bool,
     ) -> RowStatistics:
-        """Both of the above, if this rank has the complete vocabulary."""
+        """Both of the above, for a rank that has the complete vocabulary."""
 
     def hidden_gradient(self, dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) -> None:
         """out = scale * dlogits @ weight"""
@@ -120,7 +120,7 @@ class ChunkKernels(Protocol):
     def weight_gradient(
         self, dlogits: Tensor, hidden: Tensor, scale: float, accumulate: bool, out: Tensor
     ) -> None:
-        """out = scale * dlogits.T @ hidden, added to what is there if `accumulate`."""
+        """out = scale * dlogits.T @ hidden, added to the contents of `out` if `accumulate`."""
 
     def scaled(self, source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """factor * source, computed in fp32 at least, rounded once to `dtype`."""
@@ -135,8 +135,8 @@ class Problem:
         columns: number of this rank's `V/tp` rows of the weight that are real tokens, not padding.
         first_column: global token id of this rank's row 0.
         ignored: `[N]` bool, rows whose loss is 0 whatever the logits.
-        order: `[R]` int64, distinct rows that are computed; the others have no loss, no arg-max and
-            no gradient. None: all rows.
+        order: `[R]` int64, the distinct rows to compute; the others have no loss, no arg-max and no
+            gradient. None: all rows.
         logit_scale: factor on the logits.
         tp_group: process group over which the vocabulary is split; None if it is not split.
         chunk_tokens: rows per chunk.
@@ -173,14 +173,14 @@ class Problem:
 
 
 class Walk(NamedTuple):
-    """Result of a walk.
+    """The result of `walk`.
 
     Attributes:
         loss: `[N]`, unweighted, 0 where ignored or not computed; None if `softmax` was given.
         softmax: `[R]` each, over the complete vocabulary.
         argmax: `[N]` int64 global token ids, -1 where ignored or not computed; None unless wanted.
         hidden_grad: `[N, H]`, only from this rank's part of the vocabulary.
-        weight_grad: `[V/tp, H]`, or None where it went into the caller's accumulator.
+        weight_grad: `[V/tp, H]`, or None if it was added to the caller's accumulator.
     """
 
     loss: Tensor | None
@@ -204,8 +204,9 @@ def default_chunk_tokens(tokens: int, columns: int, itemsize: int) -> int:
 def combine_over_ranks(local: RowStatistics, shard: int, group: dist.ProcessGroup) -> RowStatistics:
     """Combine the statistics of all ranks, with one all-gather of `[4, n]`.
 
-    Every rank computes bitwise the same result from the gathered numbers. Among equal maxima, the
-    lowest token id wins, as in `torch.argmax`. Column numbers travel as floats: exact below 2**24.
+    Every rank computes a bitwise identical result from the gathered numbers. Among equal maxima,
+    the lowest token id wins, as in `torch.argmax`. Column numbers are sent as floats, which are
+    exact below 2**24.
     """
     columns = torch.zeros_like(local.maximum) if local.argmax is None else local.argmax
     mine = torch.stack([*local[:3], columns.to(local.maximum.dtype)])
@@ -240,7 +241,8 @@ def walk(
         weight: `[V/tp, H]`, this rank's rows of the output matrix.
         row_weights: `[N]` fp32, factor on each row's gradient; required for any gradient.
         gradient_scale: factor on both gradients, applied inside the GEMM in fp32.
-        softmax: from an earlier walk; skips the statistics, the loss and their communication.
+        softmax: the result of an earlier call; skips the statistics, the loss and their
+            communication.
         want_hidden_grad: compute dX.
         want_weight_grad: compute dW.
         accumulate_into: `[V/tp, H]` fp32 to which dW is added instead of being returned.
@@ -260,7 +262,7 @@ def walk(
     hidden_grad = _hidden_grad(problem, hidden) if want_hidden_grad else None
     weight_grad = accumulate_into
     if want_weight_grad and weight_grad is None:
-        # The first chunk overwrites it; zeros remain only in a call without tokens.
+        # The first chunk overwrites it; zeros are needed only in a call without tokens.
         allocate = torch.empty_like if tokens else torch.zeros_like
         weight_grad = allocate(weight, dtype=wide)
     scale = gradient_scale * problem.logit_scale

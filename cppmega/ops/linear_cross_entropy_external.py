@@ -22,7 +22,8 @@ from torch import Tensor
 from cppmega.errors import CppmegaError
 
 LIGER_MINIMUM = "0.8.5"
-"""Before it, reduction="none" scaled every row by the first upstream gradient (Liger #968)."""
+"""Earlier versions scaled every row by the first upstream gradient with reduction="none"
+(Liger #968)."""
 
 
 class Request(NamedTuple):
@@ -58,8 +59,8 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tup
         Loss `[N]` fp32 and argmax `[N]` int64 (-1 where ignored; empty unless wanted).
 
     Raises:
-        CppmegaError: not installed, older than 0.8.5, another number of results, not on CUDA, or
-            something it cannot do.
+        CppmegaError: it is not installed, is older than 0.8.5, returns another number of results,
+            or does not support the device or the request.
 
     Source: liger-kernel 0.8.5, `liger_kernel/ops/fused_linear_cross_entropy.py`, pull request 1298.
     """
@@ -101,11 +102,11 @@ def cce(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tuple
 
     Its default drops gradients below a threshold, which biases dW.
 
-    Args and returns as `liger`; bf16 and fp16 only, and no argmax.
+    Arguments and results are those of `liger`; bf16 and fp16 only, and no argmax.
 
     Raises:
-        CppmegaError: not installed, no `filter_eps` to switch off, not on CUDA, or something it
-            cannot do.
+        CppmegaError: it is not installed, has no `filter_eps` to switch off, or does not support
+            the device or the request.
 
     Source: cut-cross-entropy 25.1.1, `cut_cross_entropy/linear_cross_entropy.py`.
     """

@@ -1,6 +1,6 @@
 """Linear cross-entropy in plain torch, one chunk at a time, on any device.
 
-Everything is computed in fp32 (fp64 for fp64 inputs) from the inputs as they are, so it is also the
+Everything is computed in fp32 (fp64 for fp64 inputs) from the unrounded inputs, so it is also the
 reference for the other backends, whose errors come from rounding the logits. See
 `linear_cross_entropy_chunks.ChunkKernels` for the contract of each function.
 """
@@ -45,7 +45,7 @@ def statistics(logits: Tensor, targets: Tensor, columns: int, want_argmax: bool)
     elsewhere = (targets < 0).unsqueeze(1)
     at_target = valid.gather(1, column).masked_fill(elsewhere, -torch.inf)
     powers = (valid - maximum.unsqueeze(1)).exp_()
-    # Left out before the sum: 1 + others would round a confident row's gradient away.
+    # Excluded before the sum: in 1 + others, a confident row's gradient would be rounded away.
     powers.scatter_(1, column, powers.gather(1, column) * elsewhere)
     return RowStatistics(
         maximum, powers.sum(1), at_target.squeeze(1), argmax if want_argmax else None
@@ -68,7 +68,7 @@ def gradient_(
 def statistics_and_gradient_(
     logits: Tensor, targets: Tensor, columns: int, row_weights: Tensor, want_argmax: bool
 ) -> RowStatistics:
-    """Both, if this rank has the complete vocabulary."""
+    """Statistics and gradient, for a rank that has the complete vocabulary."""
     found = statistics(logits, targets, columns, want_argmax)
     gradient_(logits, targets, columns, softmax_of(found), row_weights)
     return found
@@ -82,7 +82,7 @@ def hidden_gradient(dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) 
 def weight_gradient(
     dlogits: Tensor, hidden: Tensor, scale: float, accumulate: bool, out: Tensor
 ) -> None:
-    """out = scale * dlogits.T @ hidden, added to what is there if `accumulate`."""
+    """out = scale * dlogits.T @ hidden, added to the contents of `out` if `accumulate`."""
     beta = 1 if accumulate else 0
     torch.addmm(out, dlogits.t(), hidden.to(dlogits.dtype), beta=beta, alpha=scale, out=out)
 

@@ -6,8 +6,8 @@ overwrite it in place with the gradient. Logits and their gradients have the typ
 (bf16 or fp16, as in the unfused path), all arithmetic on them is fp32, and dW accumulates in fp32
 inside the GEMM.
 
-Nothing waits for the device, allocates memory depending on a value on the device, or uses atomics:
-the result is bitwise reproducible, and everything can be captured in a CUDA graph. See
+Nothing waits for the device, allocates memory that depends on a device value, or uses atomics: the
+result is bitwise reproducible, and everything can be captured in a CUDA graph. See
 `linear_cross_entropy_chunks.ChunkKernels` for the contract of each function.
 """
 
@@ -26,16 +26,16 @@ VECTOR: tl.constexpr = tl.constexpr(8)
 """Columns that one thread reads at a time: 16 bytes of bf16."""
 
 _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
-"""Stands for -inf where two of them may be subtracted."""
+"""Used instead of -inf where two such values may be subtracted."""
 
 _ALIGNMENT = 64
-"""Rows of logits start at multiples of 128 bytes, whatever V is: whole vectors, TMA for cuBLAS."""
+"""Rows of logits are aligned to 128 bytes for any V: complete vectors, and TMA for cuBLAS."""
 
 ROW_GROUPS = 2048
-"""Vectors of one row that are read per step of the row kernel."""
+"""Vectors of a row that the row kernel reads per step."""
 
 ROW_WARPS = 32
-"""Warps per row. One or two programs fill a multiprocessor, and the rows in flight fit in L2."""
+"""Warps per row. One or two programs fill an SM, and the rows in flight fit in L2."""
 
 _ELEMENTS = 4096
 """Elements per program of the scaling kernel."""
@@ -58,15 +58,15 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     ARGMAX: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One row. Reads up to `STRIDE`, so that every vector is whole; what lies beyond `COLUMNS` is
-    taken as -inf, whatever it holds, and becomes 0."""
+    """Process one row. It is read up to `STRIDE`, so that every vector is complete; columns beyond
+    `COLUMNS` count as -inf, whatever their contents, and become 0."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * STRIDE
     lane = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     target = tl.load(targets + row).to(tl.int32)
 
     if STATISTICS:
-        # Each thread keeps one running maximum and sum per vector: no exchange inside the loop.
+        # Each thread keeps a running maximum and sum per vector, so the loop needs no exchange.
         top = tl.full([GROUPS], _LOWEST, tl.float32)
         rest = tl.zeros([GROUPS], tl.float32)
         best = tl.zeros([GROUPS], tl.int32)
@@ -76,8 +76,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             z = tl.where(column < COLUMNS, z, float("-inf"))
             local = tl.max(z, axis=1)
             higher = tl.maximum(top, local)
-            # The target raises the maximum but is left out of the sum: a confident row's loss and
-            # gradient are the sum of the others, which 1 + others would round away.
+            # The target is part of the maximum but not of the sum: a confident row's loss and
+            # gradient are the sum of the others, which would be rounded away in 1 + others.
             e = tl.where(column == target, 0.0, tl.exp(z - higher[:, None]))
             rest = rest * tl.exp(top - higher) + tl.sum(e, axis=1)
             if ARGMAX:
@@ -105,7 +105,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             # Other threads overwrite the target logit that this one has just read.
             tl.debug_barrier()
         scale = tl.load(row_weights + row) / row_total
-        # Backwards, because what was read last is most likely still in the cache.
+        # In reverse, because the data read last is most likely still in the cache.
         last: tl.constexpr = (STRIDE - 1) // (GROUPS * VECTOR) * (GROUPS * VECTOR)
         for back in range(0, STRIDE, GROUPS * VECTOR):
             column = last - back + lane
@@ -114,7 +114,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             gradient = tl.where(column == target, -row_rest, tl.exp(z - row_top)) * scale
             gradient = tl.where(column < COLUMNS, gradient, 0.0)
             gradient = gradient.to(logits.dtype.element_ty)
-            # Not read again here: leave the cache to the rows that are (8 % of the kernel).
+            # Not read again: leave the cache to rows that will be (8 % of the kernel's time).
             tl.store(base + column, gradient, mask=inside, eviction_policy="evict_first")
 
 
@@ -142,7 +142,7 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def logits_buffer(rows: int, columns: int, like: Tensor) -> Tensor:
-    """`[rows, columns]` in the type of `like`, rows aligned for whole vectors."""
+    """`[rows, columns]` in the type of `like`, with rows aligned for complete vectors."""
     stride = -(-columns // _ALIGNMENT) * _ALIGNMENT
     return like.new_empty(rows, stride)[:, :columns]
 
@@ -161,7 +161,8 @@ def _rows(
     row_weights: Tensor | None,
     want_argmax: bool,
 ) -> RowStatistics:
-    """Launch the row kernel: statistics unless `softmax` is given, the gradient if weights are."""
+    """Launch the row kernel, for statistics unless `softmax` is given, and for the gradient if
+    weights are given."""
     rows = logits.shape[0]
     numbers = logits.new_empty(3 if softmax is None else 0, rows, dtype=torch.float32)
     maximum, others, at_target = numbers if softmax is None else (*softmax[:2], softmax.total)
@@ -206,7 +207,7 @@ def gradient_(
 def statistics_and_gradient_(
     logits: Tensor, targets: Tensor, columns: int, row_weights: Tensor, want_argmax: bool
 ) -> RowStatistics:
-    """Both in one launch, if this rank has the complete vocabulary."""
+    """Statistics and gradient in one launch, for a rank that has the complete vocabulary."""
     return _rows(
         logits, targets, columns, softmax=None, row_weights=row_weights, want_argmax=want_argmax
     )
@@ -227,7 +228,7 @@ def hidden_gradient(dlogits: Tensor, weight: Tensor, scale: float, out: Tensor) 
 def weight_gradient(
     dlogits: Tensor, hidden: Tensor, scale: float, accumulate: bool, out: Tensor
 ) -> None:
-    """out = scale * dlogits.T @ hidden, added in fp32 to what is there if `accumulate`."""
+    """out = scale * dlogits.T @ hidden, added in fp32 to the contents of `out` if `accumulate`."""
     beta = 1 if accumulate else 0
     torch.addmm(out, dlogits.t(), hidden, out_dtype=torch.float32, beta=beta, alpha=scale, out=out)
 
@@ -235,8 +236,8 @@ def weight_gradient(
 def scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """factor * source in one pass.
 
-    A separate kernel, because torch would round the factor, a number in device memory, to the
-    type of a bf16 `source` before it multiplies.
+    This is a separate kernel, because torch would round the factor, a number in device memory, to
+    the type of a bf16 `source` before multiplying.
     """
     source = source.contiguous()
     out = torch.empty_like(source, dtype=dtype)

@@ -1,18 +1,18 @@
-"""The recurrence of M2RNN: non-linear, with a matrix for a state, serial in time.
+"""The recurrence of M2RNN: non-linear, with matrix-valued states, serial in time.
 
-`m2rnn_reference` defines it; the results are those, computed in fp32 and rounded once. They are the
-same to the bit in every run, gradients included.
+`m2rnn_reference` defines it; the results are the same, computed in fp32 and rounded once. They are
+bitwise reproducible, including gradients.
 
-A sequence or document and a head have a program each, which goes through time with its state in
-registers. Memory for the backward, in bytes, with the constants of the kernels:
+Each pair of a head and a sequence or document has its own program, which iterates over time with
+its state in registers. The backward needs, in bytes, with the constants of the kernels:
 
 - saved: `4 * K * V * heads * tokens / 64`, the states at every 64th step;
-- during the backward: `4 * K * V * heads * 64 * 16` at most for the states in between, and
-  `8 * K * heads * tokens` for the parts of each head in the gradients of q and k.
+- during the backward: at most `4 * K * V * heads * 64 * 16` for the states in between, and
+  `8 * K * heads * tokens` for each head's contribution to the gradients of q and k.
 
-On CPU the reference does it, except in Triton's interpreter. On a GPU there is no other path: what
-the kernels cannot do raises `m2rnn-no-kernel` with the sentence that `obstacle` returns. The tiles
-were chosen without a GPU, and none is tuned.
+On a CPU the reference is used, except in Triton's interpreter. On a GPU there is no fallback: what
+the kernels do not support raises `m2rnn-no-kernel` with the reason that `obstacle` returns. The
+tiles were chosen without a GPU and are not tuned.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MOST_KEYS, MOST_VALUES = 128, 64
 def obstacle(
     device: torch.device, dtype: torch.dtype, key_dim: int = 1, value_dim: int = 1
 ) -> str | None:
-    """Why the kernels cannot do heads of this size, as half a sentence; None if they can.
+    """Why the kernels do not support heads of this size, as a clause; None if they do.
 
-    On CPU they run in Triton's interpreter only.
+    On a CPU they run only in Triton's interpreter.
     """
     if dtype not in TYPES:
         return f"the values are {dtype}"
@@ -57,13 +57,13 @@ def obstacle(
 
 
 def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
-    """The bounds of documents that fill a packed sequence, from those that may end before it.
+    """The bounds of documents that fill a packed sequence, from those of documents that may not.
 
-    What is behind the last document is one more, which may be empty. Nothing waits for the GPU.
+    Tokens after the last document form one more, which may be empty. Nothing waits for the GPU.
 
     Args:
         cu_seqlens: `[documents + 1]`, from 0, ascending, of any integer type.
-        length: of the sequence.
+        length: the length of the sequence.
 
     Returns:
         int32 `[documents + 2]`, from 0 to the length.
@@ -87,15 +87,15 @@ def m2rnn(
         v: `[s, b, heads, V]`, bf16, fp16 or fp32.
         transition: `[heads, V, V]`, bf16, fp16 or fp32.
         log_decay: `[s, b, heads]`, fp32, not above 0.
-        bounds: `[documents + 1]` as `document_bounds` returns them, for b of 1; None: each of the
-            b sequences is one document.
+        bounds: `[documents + 1]` as returned by `document_bounds`, with b = 1; None: each of the b
+            sequences is one document.
 
     Returns:
         `[s, b, heads, V]` in the type of v.
 
     Raises:
         CppmegaError: `m2rnn-no-kernel`.
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes do not match.
     """
     _check_shapes(q, k, v, transition, log_decay, bounds)
     why = obstacle(v.device, v.dtype, k.size(-1), v.size(-1))
@@ -106,9 +106,9 @@ def m2rnn(
     if why is not None:
         raise CppmegaError(
             "m2rnn-no-kernel",
-            f"No kernel of M2RNN can do this: {why}.",
+            f"No kernel of M2RNN supports this: {why}.",
             "The recurrence in plain torch launches thousands of kernels for a sequence.",
-            "change what is named, or call cppmega.ops.m2rnn_reference",
+            "change the unsupported property, or call cppmega.ops.m2rnn_reference",
         )
     from cppmega.ops.m2rnn_autograd import Recurrence
 
@@ -124,7 +124,7 @@ def m2rnn(
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """`[s, b, D]` whose s * b rows are equally far apart, as those of a slice of columns are."""
+    """`[s, b, D]` whose s * b rows have one constant stride, as in a slice of columns."""
     is_rows = x.stride(-1) == 1 and x.stride(0) == x.size(1) * x.stride(1)
     return x if is_rows else x.contiguous()
 
@@ -149,7 +149,7 @@ def _check_shapes(
 def _types_obstacle(
     q: Tensor, k: Tensor, v: Tensor, transition: Tensor, log_decay: Tensor
 ) -> str | None:
-    """Why the kernels cannot read these types, as half a sentence; None if they can."""
+    """Why the kernels cannot read these types, as a clause; None if they can."""
     if q.dtype != v.dtype or k.dtype != v.dtype:
         return f"q is {q.dtype} and k {k.dtype}, but the values are {v.dtype}"
     if transition.dtype not in TYPES:

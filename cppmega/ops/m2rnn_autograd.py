@@ -1,4 +1,4 @@
-"""The kernels of M2RNN for autograd; `m2rnn` has seen to shapes and strides."""
+"""The autograd function of M2RNN; `m2rnn` has checked shapes and arranged strides."""
 
 from __future__ import annotations
 

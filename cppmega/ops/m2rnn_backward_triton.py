@@ -1,15 +1,15 @@
-"""The recurrence of M2RNN, backward: chunks of a document from its last to its first.
+"""The backward of M2RNN's recurrence: the chunks of a document from the last to the first.
 
-A program computes the states of a chunk again, from the one that the forward saved before it, into
-memory of its own, and then goes back through the chunk. A head's programs divide the documents:
-program n of `programs` takes the documents n, n + programs, and so on. So that memory is bounded
-whatever the number of documents.
+A program recomputes the states of a chunk, from the state that the forward saved before it, into
+its own memory, and then iterates backwards through the chunk. The programs of a head divide the
+documents: program n of `programs` processes documents n, n + programs, and so on, so that this
+memory is bounded for any number of documents.
 
-Nothing is added atomically. Each head writes its part of the gradients of q and k, which all heads
-share, and each program its part of a transition's gradient; both are summed afterwards, in one
-order.
+There are no atomics. Each head writes its contribution to the gradients of q and k, which all heads
+share, and each program its contribution to a transition's gradient; both are summed afterwards, in
+a fixed order.
 
-`cppmega.ops.m2rnn_reference` is the plain form.
+`cppmega.ops.m2rnn_reference` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from cppmega.ops import m2rnn_forward_triton as forwards
 from cppmega.ops.m2rnn_forward_triton import candidate, extent, tile
 
 PROGRAMS = 16
-"""Most programs of a head."""
+"""Maximum number of programs per head."""
 
 
 def programs(documents: int) -> int:
-    """The programs of a head."""
+    """The number of programs per head."""
     return max(1, min(documents, PROGRAMS))
 
 
@@ -64,7 +64,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 v_t = tl.load(v + at_v, mask=has_j, other=0.0).to(tl.float32)
                 f, u = tl.load(decay + row * heads + head), tl.load(fresh + row * heads + head)
                 h = f * h + u * candidate(h, w, k_t, v_t)
-            tl.debug_barrier()  # what a thread has written, another may read
+            tl.debug_barrier()  # other threads may read what a thread has written
             for again in range(begin, stop):
                 t = begin + stop - 1 - again
                 row = tl.cast(t, tl.int64) * b + sequence
@@ -89,7 +89,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 tl.store(d_v + at_y, of_v.to(d_v.dtype.element_ty), mask=has_j)
                 d_w += tl.dot(tl.trans(h), d_x, input_precision="ieee")
                 d_h = f * d_h + tl.dot(d_x, tl.trans(w), input_precision="ieee")
-            tl.debug_barrier()  # the next chunk writes over this one
+            tl.debug_barrier()  # the next chunk overwrites this one
     d_weight += (tl.program_id(0) // heads) * (heads * V * V)
     tl.store(d_weight + at_w, d_w, mask=has_w)
 
@@ -115,14 +115,14 @@ def backward(
     d_weight: Tensor,
     d_log_decay: Tensor,
 ) -> None:
-    """Write the gradients; inputs as of `forward`, and all else contiguous.
+    """Write the gradients; inputs are those of `forward`, and everything else is contiguous.
 
     Args:
         within: fp32 `[programs, heads, CHUNK, K, V]`, the states of a chunk.
-        d_q: fp32 `[s, b, heads, K]`, the part of each head.
+        d_q: fp32 `[s, b, heads, K]`, the contribution of each head.
         d_k: as `d_q`.
         d_v: `[s, b, heads, V]`.
-        d_weight: fp32 `[programs, heads, V, V]`, the part of each program.
+        d_weight: fp32 `[programs, heads, V, V]`, the contribution of each program.
         d_log_decay: fp32 `[s, b, heads]`.
     """
     s, b, heads, width = v.shape
@@ -132,5 +132,5 @@ def backward(
         d_q, d_k, d_v, d_weight, d_log_decay, s, b, q.stride(1), k.stride(1), v.stride(1), heads,
         documents, len(d_weight), K=k.size(-1), V=width, TILE_K=tile(k.size(-1)),
         TILE_V=tile(width), CHUNK=forwards.CHUNK, PACKED=bounds is not None,
-        num_warps=forwards.WARPS, num_stages=1,  # more take more shared memory than sm_120 has
+        num_warps=forwards.WARPS, num_stages=1,  # more need more shared memory than sm_120 has
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""The recurrence of M2RNN, forward: one program per document and head, its state in registers.
+"""The forward of M2RNN's recurrence: one program per document and head, its state in registers.
 
 A program keeps its state in fp32 and multiplies it in fp32. The states before every `CHUNK`-th step
-of a document, its first one excepted, go to memory for the backward, which computes those between
-them again; nothing else is saved.
+of a document, except the first, are saved for the backward, which recomputes the states in between;
+nothing else is saved.
 
-`cppmega.ops.m2rnn_reference` is the plain form.
+`cppmega.ops.m2rnn_reference` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ WARPS = 4
 
 
 def tile(size: int) -> int:
-    """The extent in registers of a size; 16 is the least that a product takes."""
+    """A size padded for registers; a product needs at least 16."""
     return max(16, int(triton.next_power_of_2(size)))
 
 
 def saved_states(v: Tensor, key_dim: int) -> Tensor:
-    """Memory for the states that a backward begins from, fp32 `[b, s / CHUNK, heads, K, V]`.
+    """Allocate the states from which the backward starts, fp32 `[b, s / CHUNK, heads, K, V]`.
 
-    The state before step `t` of a sequence is at `t // CHUNK`. Documents do not meet there: those
-    of one are `CHUNK` steps apart, and the first of the next is as far from its beginning.
+    The state before step `t` of a sequence is at index `t // CHUNK`. Documents do not collide: the
+    states of one are `CHUNK` steps apart, and the first of the next is as far from its beginning.
     """
     s, b, heads, width = v.shape
     size = (b, triton.cdiv(s, CHUNK), heads, key_dim, width)
@@ -38,7 +38,7 @@ def saved_states(v: Tensor, key_dim: int) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tanh(x):  # type: ignore[no-untyped-def]
-    """In fp32, by its series near 0, where the quotient would cancel."""
+    """tanh in fp32, by its series near 0, where the quotient would cancel."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     xx = x * x
@@ -50,13 +50,13 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def candidate(h, weight, k, v):  # type: ignore[no-untyped-def]
-    """What a step mixes into its state."""
+    """The candidate that a step mixes into its state."""
     return tanh(tl.dot(h, weight, input_precision="ieee") + k[:, None] * v[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def extent(bounds, document, s, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sequence of a document, its first step there, and that after its last."""
+    """The sequence that contains a document, its first step there, and the step after its last."""
     if PACKED:
         return 0, tl.load(bounds + document), tl.load(bounds + document + 1)
     else:
@@ -104,9 +104,9 @@ def forward(
     states: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write the outputs into `out`, and the states of `saved_states` unless that is None.
+    """Write the outputs into `out`, and the states into those of `saved_states` unless None.
 
-    The rows of q, k and v are equally far apart; everything else is contiguous. Decay and fresh,
+    The rows of q, k and v have constant strides; everything else is contiguous. Decay and fresh,
     which is one minus decay, are fp32; bounds are int32.
     """
     s, b, heads, width = v.shape

@@ -1,14 +1,14 @@
-"""The recurrence of M2RNN in plain torch, any device: the definition (arXiv 2603.14360).
+"""The recurrence of M2RNN in plain torch, on any device: the definition (arXiv 2603.14360).
 
-A head has a state of k rows and v columns. Its step is non-linear, so that nothing but time order
-computes it:
+A head has a state of k rows and v columns. Its step is non-linear, so that it can only be computed
+in time order:
 
     h[t] = f[t] * h[t - 1] + (1 - f[t]) * tanh(h[t - 1] @ W + outer(k[t], v[t]))
     y[t] = q[t] @ h[t]
 
-All heads share one query and one key; each has its value, its transition W and its decay f. The
-decay is given as its logarithm, which is exact where f is so near to 1 that it would round to it.
-States begin at zero, in packed sequences at the beginning of every document.
+All heads share one query and one key; each has its own value, transition W and decay f. The decay
+is given as its logarithm, which remains exact where f is so close to 1 that it would round to 1.
+States start at zero, in packed sequences at the beginning of every document.
 
 Everything is computed in fp32 and rounded once; in fp64 everything is fp64. Gradients come from
 autograd.
@@ -36,7 +36,7 @@ def m2rnn(
         q: `[s, b, K]`.
         k: `[s, b, K]`.
         v: `[s, b, heads, V]`.
-        transition: `[heads, V, V]`, which states are multiplied by from the right.
+        transition: `[heads, V, V]`, by which states are multiplied from the right.
         log_decay: `[s, b, heads]`, not above 0; fp32 (fp64).
         bounds: `[documents + 1]`, where documents begin and the last one ends, ascending; None:
             each of the b sequences is one document.

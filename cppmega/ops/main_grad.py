@@ -1,4 +1,4 @@
-"""The buffer into which Megatron's gradient accumulation fusion wants the gradient of a weight."""
+"""The buffer to which Megatron's gradient accumulation fusion adds the gradient of a weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class MainGrad:
 
     Attributes:
         weight: the parameter.
-        buffer: its `main_grad` at the time of the forward, of its shape, in fp32 or its type.
+        buffer: its `main_grad` at the time of the forward, of the same shape, in fp32 or the
+            parameter's type.
 
     Source: megatron-core 0.19.2, tensor_parallel/layers.py,
     `LinearWithGradAccumulationAndAsyncCommunication.backward`.
@@ -39,7 +40,7 @@ class MainGrad:
         """Tell Megatron that dW was added, and return the dummy gradient that its hooks require.
 
         Megatron's hooks discard it, unless `zero_out_wgrad` declares that another layer's gradient
-        is added to it (shared embeddings); only then it must be zero.
+        is added to it (shared embeddings); only then must it be zero.
         """
         weight: Any = self.weight
         weight.main_grad = self.buffer

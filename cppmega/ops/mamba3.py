@@ -21,15 +21,15 @@ def mixed(
     """Compute `mamba3_reference.mixed` of `[b, l, h, p]`.
 
     Args:
-        inputs: of one type; on a GPU bf16.
-        parameters: of the same device; on a GPU fp32, but for the norms.
-        definition: of A.
+        inputs: all of one type; on a GPU bf16.
+        parameters: on the same device; on a GPU fp32, except the norms.
+        definition: the definition of A.
         boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, whose b is 1 and whose
             last document ends with the sequence; None: every sequence is one document.
         chunk: tokens that are computed together.
 
     Raises:
-        CppmegaError: `mixer-no-kernel`, on a GPU only, where nothing stands in for a kernel.
+        CppmegaError: `mixer-no-kernel`, only on a GPU, where there is no fallback for a kernel.
     """
     device = inputs.x.device
     if device.type == "cpu":
@@ -41,7 +41,7 @@ def mixed(
         raise CppmegaError(
             "mixer-no-kernel",
             f"No kernel computes these Mamba-3 mixers: {why}.",
-            "Plain torch would take many times as long, and the memory of every product.",
-            "install mamba-ssm 2.3.2.post1 and tilelang, or change what is named",
+            "Plain torch would take many times as long, and keep every product in memory.",
+            "install mamba-ssm 2.3.2.post1 and tilelang, or change the unsupported property",
         )
     return kernels.mixed(inputs, parameters, definition, boundaries, chunk)

@@ -1,16 +1,17 @@
-"""Mamba-3 in plain torch: what the kernels compute, in fp64 on any device or in fp32.
+"""Mamba-3 in plain torch: the definition of the kernels' results, on any device, in fp64 or fp32.
 
 A state of `[n, p]` per head follows the trapezoidal rule of arXiv 2603.15569,
 
     S_t = a_t S_{t-1} + (1 - trap_t) dt_t a_t k_{t-1} v_{t-1}^T + trap_t dt_t k_t v_t^T,
 
-with `a_t = exp(A_t dt_t)`. Keys (B) and queries (C) are normalised, shifted by biases, and rotated
+with `a_t = exp(A_t dt_t)`. Keys (B) and queries (C) are normalized, shifted by biases, and rotated
 by an angle that accumulates `pi tanh(angle) dt` from the start of a document. With rank R (MIMO), a
-token has R keys, queries and, by elementwise weights, R values; the state is the sum over all R.
+token has R keys and queries and, through elementwise weights, R values; the state is the sum over
+all R.
 
-`definition` says what A is. `softplus` is that of mamba-ssm 2.3.2.post1; `heavy_tail` that of its
-main branch since https://github.com/state-spaces/mamba/pull/962, which gives the same parameters
-other outputs.
+`definition` selects the function that computes A. `softplus` is that of mamba-ssm 2.3.2.post1;
+`heavy_tail` is that of its main branch since https://github.com/state-spaces/mamba/pull/962, with
+which the same parameters yield different outputs.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from cppmega.ops.dsa_indexer_reference import wide
 Definition = Literal["softplus", "heavy_tail"]
 
 A_FLOOR = 1e-4
-"""The least -A, so that a state always decays."""
+"""Lower bound of -A, so that a state always decays."""
 EPSILON = 1e-5
-"""Added to mean squares before their root."""
+"""Added to the mean square before the root."""
 
 
 class Inputs(NamedTuple):
-    """What the projection of a token makes; h heads in g groups, R ranks, k angles.
+    """The projections of the tokens, with h heads in g groups, R ranks and k angles.
 
     Attributes:
         z: `[b, l, h, p]`, the gate.
@@ -44,8 +45,8 @@ class Inputs(NamedTuple):
         queries: `[b, l, g, R, n]`, called C.
         dt: `[b, l, h]`, before bias and softplus.
         decay: `[b, l, h]`, before the function that the definition names.
-        trap: `[b, l, h]`, before its sigmoid.
-        angles: `[b, l, k]`, before tanh; one for all heads.
+        trap: `[b, l, h]`, before the sigmoid.
+        angles: `[b, l, k]`, before tanh; shared by all heads.
     """
 
     z: Tensor
@@ -59,19 +60,19 @@ class Inputs(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """What a mixer learns besides its projections.
+    """The parameters of a mixer besides its projections.
 
     Attributes:
         dt_bias: `[h]`.
-        d: `[h]`, the share of a value that reaches the output directly.
+        d: `[h]`, the factor of the skip connection from a value to the output.
         key_bias: `[h, R, n]`.
         query_bias: `[h, R, n]`.
         key_norm: `[n]`.
         query_norm: `[n]`.
-        rank_x: `[h, R, p]`, which makes R values of x; None: SISO, whose R is 1.
+        rank_x: `[h, R, p]`, the weights that expand x to R values; None: SISO, with R = 1.
         rank_z: `[h, R, p]`, the same for the gate.
-        rank_out: `[h, R, p]`, which adds R outputs up.
-        out_norm: `[h * p]`, of a norm per head before the gate; None: there is no norm.
+        rank_out: `[h, R, p]`, the weights of the sum over R outputs.
+        out_norm: `[h * p]`, the weight of a norm per head before the gate; None: no norm.
     """
 
     dt_bias: Tensor
@@ -96,12 +97,12 @@ def mixed(
     """The gated output `[b, l, h, p]` of all heads, in the type of x.
 
     Args:
-        inputs: computed in fp64 if x is fp64, else in fp32.
-        parameters: of the same device.
-        definition: of A.
-        bounds: where the documents of a pack begin, and the end of the last one, as cumulative
-            lengths; what follows the end is a document of its own. None: every sequence is one.
-        chunk: tokens between two states that are computed; no result depends on it.
+        inputs: computed in fp64 if x is fp64, otherwise in fp32.
+        parameters: on the same device.
+        definition: the definition of A.
+        bounds: where the documents of a pack begin, and where the last one ends, as cumulative
+            lengths; tokens after the end form a separate document. None: every sequence is one.
+        chunk: tokens between two computed states; no result depends on it.
     """
     length = inputs.x.size(1)
     ends = sorted({0, length, *(bound for bound in bounds or () if bound < length)})
@@ -169,8 +170,8 @@ def rotated(x: Tensor, theta: Tensor, pairwise: bool) -> Tensor:
     Args:
         x: keys or queries.
         theta: the angles of the first k pairs; the others are left as they are.
-        pairwise: a pair is two neighbours, as in mamba-ssm's SISO kernels; else it is an element
-            of the first half with that of the second, as in its MIMO kernels.
+        pairwise: a pair consists of two adjacent elements, as in mamba-ssm's SISO kernels;
+            otherwise of an element of the first half and one of the second, as in its MIMO kernels.
     """
     pairs = x.size(-1) // 2
     cos = functional.pad(torch.cos(theta), (0, pairs - theta.size(-1)), value=1.0).unsqueeze(3)
@@ -200,10 +201,10 @@ def scan(
         log_a: `[b, l, h]`, at most 0.
         dt: `[b, l, h]`.
         trap: `[b, l, h]`, between 0 and 1.
-        chunk: tokens between two states that are computed.
+        chunk: tokens between two computed states.
     """
     now = trap * dt
-    # A token's share of the next step, which a later token sees with its own decay.
+    # A token's contribution to the next step, to which later tokens apply their own decay.
     next_step = functional.pad(((1 - trap) * dt)[:, 1:], (0, 0, 0, 1))
     state = queries.new_zeros(*keys.shape[:1], keys.size(2), keys.size(-1), values.size(-1))
     outputs = []

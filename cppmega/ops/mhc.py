@@ -1,24 +1,25 @@
 """Manifold-constrained hyper-connections in a few kernels: the ops, and a site as `read`, `write`.
 
-`mhc_reference` defines them; the results are those, computed in fp32 and rounded once, except the
-streams' gradient at a site, which is rounded once more. Everything is the same to the bit in every
-run: all sums over tokens and columns are in one order.
+`mhc_reference` defines them; the results are the same, computed in fp32 and rounded once, except
+the streams' gradient at a site, which is rounded once more. Everything is bitwise reproducible: all
+sums over tokens and columns have a fixed order.
 
-A site launches 5 kernels forward and 7 backward, at any size. In units of one stream `[s, b, C]`
-with n = 4, single ops move 65 with the sum of the streams' gradients; a site moves 50: its backward
-begins the gradient in `write` and completes it in one pass in `read`, after another that reads
-streams and aggregate's gradient for that of `h_pre`. The latter, n + 1 units, is what remains above
-the least, 45: the gradient of the projection depends on it, and begins with a complete sum. Partial
-projections made by `write` for the site that follows would save n more in the forward.
+A site launches 5 kernels in the forward and 7 in the backward, at any size. In units of one stream
+`[s, b, C]` with n = 4, the single ops move 65, including the sum of the streams' gradients; a site
+moves 50: its backward begins the gradient in `write` and completes it in one pass in `read`, after
+another pass that reads the streams and the aggregate's gradient for the gradient of `h_pre`. That
+pass, n + 1 units, is the difference from the minimum, 45: the gradient of the projection depends on
+its result and begins with a complete sum. If `write` computed partial projections for the next
+site, the forward would save n more.
 
 Memory besides results: fp32 parts of the projection, at most `PROGRAMS + tiles` tiles of tokens
-(`mhc_projection_triton`); for bf16 once and a half the size of phi each way, and six bytes for each
-logit of a token in the backward; and 8 times the size of phi for its gradient. Sinkhorn needs none.
-The tiles fit sm_80, sm_90, sm_100 and sm_120, and are the fastest of those on an H200
+(`mhc_projection_triton`); for bf16, 1.5 times the size of phi in each direction, and six bytes
+per logit of a token in the backward; and 8 times the size of phi for its gradient. Sinkhorn needs
+none. The tiles fit sm_80, sm_90, sm_100 and sm_120, and are the fastest of these on an H200
 (`benchmarks/results/mhc_designs.md`).
 
-Where a kernel cannot run there is no other path: every function raises `mhc-no-kernel`, with the
-sentence that `obstacle` returns. Callers that want plain torch call `mhc_reference`.
+Where a kernel cannot run there is no fallback: every function raises `mhc-no-kernel`, with the
+reason that `obstacle` returns. Callers that want plain torch call `mhc_reference`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Site(NamedTuple):
     """What `write` needs of the `read` before it.
 
     Attributes:
-        streams: `[s, b, n, C]`. Its gradient is completed in place, so that `write` alone may use
-            it; what else needs the streams takes those that `read` was given.
+        streams: `[s, b, n, C]`. Its gradient is completed in place, so only `write` may use it;
+            anything else that needs the streams must use those passed to `read`.
         h_post: `[s, b, n]`, fp32.
         h_res: `[s, b, n, n]`, fp32.
     """
@@ -66,9 +67,9 @@ class Site(NamedTuple):
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, n: int, width: int) -> str | None:
-    """Why the kernels cannot do n streams of this width, as half a sentence; None if they can.
+    """Why the kernels do not support n streams of this width, as a clause; None if they do.
 
-    On CPU they run in Triton's interpreter only.
+    On a CPU they run only in Triton's interpreter.
     """
     if dtype not in TYPES:
         return f"the streams are {dtype}"
@@ -76,13 +77,13 @@ def obstacle(device: torch.device, dtype: torch.dtype, n: int, width: int) -> st
         return f"there are {n} streams, not 1, 2, 4 or 8"
     if width < 8 or width % 8:
         return f"the width of {width} is not a multiple of 8"
-    why: str | None = _of_machine(str(device))
+    why: str | None = _device_obstacle(str(device))
     return why
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _of_machine(name: str) -> str | None:
-    """Why no kernel runs on a device; torch.compile asks once, and does not look inside."""
+def _device_obstacle(name: str) -> str | None:
+    """Why no kernel runs on a device; torch.compile evaluates this once, without tracing it."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     import triton
@@ -122,13 +123,13 @@ def weights(
     Args:
         streams: bf16, fp16 or fp32.
         parameters: fp32.
-        iterations: of Sinkhorn, one at least.
+        iterations: Sinkhorn iterations, at least one.
         fuse_accumulation: add the gradient of phi to its `main_grad`, which is fp32, and set
             `grad_added_to_main_grad`, as Megatron's linear layers do.
 
     Raises:
         CppmegaError: `mhc-no-kernel`, or `mhc-main-grad`: there is no such buffer.
-        ValueError: the shapes do not fit each other, or there is no iteration.
+        ValueError: the shapes do not match, or there is no iteration.
     """
     streams = _checked(streams, parameters, iterations)
     main_grad = _main_grad(parameters.phi) if fuse_accumulation else None
@@ -147,11 +148,11 @@ def aggregate(streams: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> T
         streams: bf16, fp16 or fp32.
         h_pre: `[s, b, n]`.
         out: where to write the result, `[s, b, C]`, for a CUDA graph that reads it there. It
-            becomes part of the autograd graph: a call takes a fresh `detach()` of it.
+            becomes part of the autograd graph, so each call needs a fresh `detach()` of it.
 
     Raises:
         CppmegaError: `mhc-no-kernel`.
-        ValueError: the shapes do not fit each other, or `out` is not such a tensor.
+        ValueError: the shapes do not match, or `out` is not such a tensor.
     """
     streams = _required(streams)
     _check_storage(out, streams)
@@ -169,7 +170,7 @@ def update(
 
     Raises:
         CppmegaError: `mhc-no-kernel`.
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes do not match.
     """
     streams = _required(streams)
     s, b, n, c = streams.shape
@@ -199,9 +200,9 @@ def read(
     out: Tensor | None = None,
     fuse_accumulation: bool = False,
 ) -> tuple[Tensor, Site]:
-    """The input of a sub-layer, `[s, b, C]`, and what `write` needs after it.
+    """Compute the input of a sub-layer, `[s, b, C]`, and what `write` needs after it.
 
-    The same as `weights` and `aggregate`; arguments and errors are theirs.
+    Equivalent to `weights` and `aggregate`, with the same arguments and errors.
     """
     streams = _checked(streams, parameters, iterations)
     _check_storage(out, streams)
@@ -215,12 +216,12 @@ def read(
 
 
 def write(site: Site, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The streams after the sub-layer: `update` of what `read` kept; errors are its."""
+    """The streams after the sub-layer: `update` of what `read` kept, with the same errors."""
     return update(site.streams, site.h_res, site.h_post, out, bias)
 
 
 def _checked(streams: Tensor, parameters: Parameters, iterations: int) -> Tensor:
-    """The streams as the kernels read them, if the parameters fit."""
+    """Check that the parameters fit, and return the streams in the kernels' layout."""
     _require_iterations(iterations)
     streams = _required(streams)
     n, c = streams.shape[2:]
@@ -253,7 +254,7 @@ def _require_iterations(iterations: int) -> None:
 
 
 def _weight(name: str, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A weight as the kernels read it."""
+    """Check a weight, and return it in the kernels' layout."""
     if given.shape != shape:
         raise ValueError(f"{name} {tuple(given.shape)}, not {tuple(shape)}")
     if given.dtype != torch.float32:
@@ -282,8 +283,8 @@ def _main_grad(phi: Tensor) -> object:
     if found is None:
         raise CppmegaError(
             "mhc-main-grad",
-            "The gradient of phi is to be accumulated into its main_grad, which it does not have, "
-            "or which Megatron-FSDP manages.",
+            "The gradient of phi must be accumulated into its main_grad, but phi has none, or "
+            "Megatron-FSDP manages it.",
             "Its gradient would be lost, or would overwrite that of another use of phi.",
             "wrap the model in DistributedDataParallel, or turn off gradient_accumulation_fusion",
         )
@@ -295,7 +296,7 @@ def _main_grad(phi: Tensor) -> object:
 def _no_kernel(why: str) -> CppmegaError:
     return CppmegaError(
         "mhc-no-kernel",
-        f"No kernel of the hyper-connections can do this: {why}.",
-        "A site without its kernels would be another, slower implementation in silence.",
-        "train without the fused kernels, or change what is named",
+        f"No kernel of the hyper-connections supports this: {why}.",
+        "Without kernels, a site would silently use another, slower implementation.",
+        "train without the fused kernels, or change the unsupported property",
     )

@@ -1,9 +1,10 @@
 """The weighted sum of the streams, and the gradients of streams and weights.
 
-Each element is read once and summed in fp32. A program of the forward has a piece of one token's
-columns, one of the backward a whole token, so that the weights' gradients are summed in one order.
+Each element is read once and summed in fp32. A program of the forward processes a piece of one
+token's columns; a program of the backward processes an entire token, so that the weights' gradients
+are summed in a fixed order.
 
-`cppmega.ops.mhc_reference.aggregate` is the plain form.
+`cppmega.ops.mhc_reference.aggregate` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from cppmega.ops.mhc_sinkhorn_triton import empty
 
 COLUMNS = 1024
-"""Columns of one program, and of one step of the backward."""
+"""Columns per program of the forward, and per step of the backward."""
 
 WARPS = 4
 
@@ -64,7 +65,7 @@ def _aggregate_backward_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("cppmega::mhc_aggregate", mutates_args=("out",))
 def aggregate(streams: Tensor, h_pre: Tensor, out: Tensor) -> None:
-    """The sum over the streams `[T, n, C]`, weighted by `[T, n]`, into `out` `[T, C]`."""
+    """Write the sum over the streams `[T, n, C]`, weighted by `[T, n]`, to `out` `[T, C]`."""
     tokens, n, c = streams.shape
     if tokens:
         _aggregate_kernel[(tokens * triton.cdiv(c, COLUMNS),)](
@@ -76,13 +77,13 @@ def aggregate(streams: Tensor, h_pre: Tensor, out: Tensor) -> None:
 def aggregate_backward(
     streams: Tensor, h_pre: Tensor, gradient: Tensor, d_streams: Tensor, d_pre: Tensor
 ) -> None:
-    """The gradients of `aggregate` from that of its result, into tensors of their shapes."""
+    """Write the gradients of `aggregate`, from that of its result, to tensors of their shapes."""
     _launch_backward(streams, h_pre, gradient, d_streams, d_pre)
 
 
 @torch.library.custom_op("cppmega::mhc_aggregate_dots", mutates_args=("d_pre",))
 def aggregate_dots(streams: Tensor, gradient: Tensor, d_pre: Tensor) -> None:
-    """The gradient of the weights alone, into `d_pre` `[T, n]`."""
+    """Write only the gradient of the weights, to `d_pre` `[T, n]`."""
     _launch_backward(streams, d_pre, gradient, None, d_pre)
 
 

@@ -1,8 +1,8 @@
-"""Hyper-connections' kernels for autograd: the single ops, and the two ends of a site.
+"""Autograd functions of the hyper-connections' kernels: the single ops, and a site's two ends.
 
-Tensors are contiguous here; `mhc` has seen to that and to their shapes. The two ends share the
-gradient of the streams: `Write` allocates it and puts the update's part into it, `Read` adds the
-parts of aggregation and mapping in place. So it is never summed from three tensors.
+Tensors are contiguous here; `mhc` ensures that and checks their shapes. The two ends share the
+gradient of the streams: `Write` allocates it and writes the update's part to it, and `Read` adds
+the parts of aggregation and mapping in place, so that it is never summed from three tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _mapped(streams: Tensor, parameters: Parameters, iterations: int) -> tuple[T
 
 
 class _Mapping:
-    """The backward of the mapping, from what its forward saved."""
+    """The backward of the mapping, from the tensors that its forward saved."""
 
     def __init__(self, ctx: Any) -> None:
         self.streams, self.values, self.h_pre, *parameters = ctx.saved_tensors
@@ -66,7 +66,8 @@ class _Mapping:
 
         Args:
             weights: gradients of `h_pre`, `h_post` and `h_res`; None is zero.
-            begun: what is known of the streams' gradient, and receives the rest; None: nothing.
+            begun: the part of the streams' gradient computed so far, to which the rest is added in
+                place; None: there is none.
             aggregated: the gradient of the aggregate of these streams, if there is one.
         """
         s, b, n, _ = self.streams.shape
@@ -190,10 +191,10 @@ def _aggregated(ctx: Any, streams: Tensor, h_pre: Tensor, out: Tensor | None) ->
 
 
 class Read(torch.autograd.Function):
-    """The front of a site: the aggregate, and what its end needs.
+    """The start of a site: the aggregate, and what its end needs.
 
-    Arguments as of `Weights`, and `out` as of `Aggregate`. Returns the aggregate, the streams (for
-    `Write` alone, whose gradient is completed in place), `h_post` and `h_res`.
+    The arguments are those of `Weights`, and `out` is that of `Aggregate`. Returns the aggregate,
+    the streams (only for `Write`; their gradient is completed in place), `h_post` and `h_res`.
     """
 
     @staticmethod

@@ -1,13 +1,14 @@
-"""fp32 as three parts of bf16, which together are it, for products with bf16 on tensor cores.
+"""fp32 split exactly into three bf16 parts, for products with bf16 on tensor cores.
 
-A tensor core truncates where it adds to its accumulator. In a long chain the losses, all towards
-zero, become a factor that every product shares, which no sum over tokens averages out: -7e-7 after
-256 columns, far more than the rounding of fp32, and in proportion to their number. So the tensor
-core only adds up one step of a kernel's loop, beginning at zero, from the smallest part on; what it
-found is added to the sums outside of it and rounded to nearest. Triton does so with TF32.
+A tensor core truncates when it adds to its accumulator. In a long chain the errors, all towards
+zero, become a factor common to all products, which no sum over tokens averages out: -7e-7 after 256
+columns, far more than the rounding of fp32, and proportional to their number. So the tensor core
+sums only one step of a kernel's loop, starting from zero and with the smallest part first; the
+result is added to the accumulated sums outside the tensor core and rounded to nearest. Triton does
+the same with TF32.
 
-Phi is taken apart once in a pass, by a launch of its own: it is a ten-thousandth of the streams,
-and each tile of tokens would do it anew.
+Phi is split once per pass, by a separate launch: it is a ten-thousandth of the streams, and each
+tile of tokens would repeat the split.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ELEMENTS = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def in_parts(x):  # type: ignore[no-untyped-def]
-    """fp32 as the sum of three of bf16: the nearest, then the nearest to what remains."""
+    """Split fp32 into a sum of three bf16 values, each nearest to what remains."""
     high = x.to(tl.bfloat16)
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -59,7 +60,7 @@ def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):  # type: ignore
 
 @torch.library.custom_op("cppmega::mhc_phi_parts", mutates_args=("parts",))
 def phi_parts(phi: Tensor, parts: Tensor) -> None:
-    """Phi `[V, n * C]` in fp32 into its parts `[3, V, n * C]` in bf16; both contiguous."""
+    """Split phi `[V, n * C]` in fp32 into its parts `[3, V, n * C]` in bf16; both contiguous."""
     size = phi.numel()
     _phi_parts_kernel[(triton.cdiv(size, ELEMENTS),)](
         phi, parts, size, ELEMENTS=ELEMENTS, num_warps=4
@@ -67,7 +68,7 @@ def phi_parts(phi: Tensor, parts: Tensor) -> None:
 
 
 def factor(phi: Tensor, dtype: torch.dtype) -> Tensor:
-    """What streams of this type are multiplied by: the parts of phi if they are bf16, else phi."""
+    """The factor for streams of this type: the parts of phi for bf16, otherwise phi."""
     if dtype != torch.bfloat16:
         return phi
     parts = phi.new_empty(3, *phi.shape, dtype=dtype)

@@ -1,12 +1,12 @@
 """The projection of all streams of a token to the n * n + 2 * n logits, and their sum of squares.
 
-A skinny product: the streams are read once, and the few output columns are padded to what the
-tensor cores take; the first column of the padding carries the sum of squares. Programs split the
-columns of the streams as well as the tokens, and what they found is added in one order by
-`mhc_weights_triton`. Errors are those of fp32: bf16 streams are multiplied by phi in three parts
-of bf16 (`mhc_parts_triton`), others by TF32 in three terms.
+This is a skinny GEMM: the streams are read once, and the few output columns are padded to the size
+that tensor cores need; the first column of the padding carries the sum of squares. Programs split
+the columns of the streams as well as the tokens, and `mhc_weights_triton` sums their results in a
+fixed order. Errors are those of fp32: bf16 streams are multiplied by phi in three bf16 parts
+(`mhc_parts_triton`), others by three-term TF32.
 
-`cppmega.ops.mhc_reference.logits` contains the plain form.
+`cppmega.ops.mhc_reference.logits` contains the reference implementation.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 from cppmega.ops.mhc_parts_triton import product
 
 PROGRAMS = 1024
-"""Few tokens are split by columns until there are this many programs."""
+"""With few tokens, columns are split until there are this many programs."""
 
 WARPS = 8
 
 
 def padded(n: int) -> int:
-    """Columns of the padded logits, of which one is left for the sum of squares."""
+    """Columns of the padded logits, one of which is for the sum of squares."""
     return max(16, int(triton.next_power_of_2(n * n + 2 * n + 1)))
 
 
 def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Tokens of one program, columns of one step, and the steps that are under way."""
+    """Tokens per program, columns per step, and pipeline stages."""
     return 128, 64 if n < 8 else 32, 3 if dtype != torch.float32 else 2
 
 
@@ -44,7 +44,7 @@ def _projection_kernel(  # type: ignore[no-untyped-def]
     v = tl.arange(0, PADDED)
     first = tl.program_id(1) * each
     sums = tl.zeros((TOKENS, PADDED), tl.float32)
-    # Of eight columns each, which one thread has read together.
+    # Sums of eight columns each, which one thread reads together.
     squares = tl.zeros((TOKENS, COLUMNS // 8), tl.float32)
     for begin in range(first, tl.minimum(first + each, K), COLUMNS):
         k = begin + tl.arange(0, COLUMNS)
@@ -68,7 +68,7 @@ def _projection_kernel(  # type: ignore[no-untyped-def]
 
 
 def split(tokens: int, n: int, c: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Into how many parts the columns are split, and the columns of each part."""
+    """The number of parts into which the columns are split, and the columns of each part."""
     of_tokens, step, *_ = tile(n, dtype)
     wanted = triton.cdiv(PROGRAMS, max(1, triton.cdiv(tokens, of_tokens)))
     steps = triton.cdiv(n * c, step)
@@ -78,13 +78,13 @@ def split(tokens: int, n: int, c: int, dtype: torch.dtype) -> tuple[int, int]:
 
 @torch.library.custom_op("cppmega::mhc_projection", mutates_args=("parts",))
 def projection(streams: Tensor, phi: Tensor, parts: Tensor) -> None:
-    """The products with phi `[n * n + 2 * n, n * C]`, and the sums of squares.
+    """Compute the products with phi `[n * n + 2 * n, n * C]`, and the sums of squares.
 
     Args:
         streams: `[T, n, C]`, contiguous.
         phi: fp32, or its parts; see `mhc_parts_triton.factor`.
-        parts: `[parts, T, padded(n)]` in fp32, parts as of `split`: the products of its columns,
-            then the sum of squares.
+        parts: `[parts, T, padded(n)]` in fp32, with the number of parts of `split`: the products of
+            a part's columns, then the sum of squares.
     """
     tokens, n, c = streams.shape
     if tokens:

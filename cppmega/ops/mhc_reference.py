@@ -1,23 +1,23 @@
-"""Manifold-constrained hyper-connections in plain torch, any device: the definition.
+"""Manifold-constrained hyper-connections in plain torch, on any device: the definition.
 
-n residual streams replace the one of a transformer. A site, which is one sub-layer, reads them as
-their weighted sum and writes back to all of them, after it has mixed them by a matrix that is
-nearly doubly stochastic (arXiv 2512.24880, equations 5 to 9). All weights depend on the token.
+n residual streams replace the single one of a transformer. A site, which is one sub-layer, reads
+their weighted sum and writes back to all of them, after mixing them by a nearly doubly stochastic
+matrix (arXiv 2512.24880, equations 5 to 9). All weights depend on the token.
 
-Forms of it differ, and a model trained in one is another model in the next. This is the form of
-Megatron's branch dev, at d48bd6be0a the same as since d8b71082ea (#6172), and of #6401 for 0.20, at
-2651afeebe:
+Variants differ, and a model trained in one is a different model in another. This is the variant of
+Megatron's branch dev, at d48bd6be0a and unchanged since d8b71082ea (#6172), and of #6401 for 0.20,
+at 2651afeebe:
 
 - The mapping reads the streams in fp32, with fp32 parameters, and its norm is
-  `r = 1 / (|x| / sqrt(nC) + 1e-6)`: no weight, and the epsilon outside of the root.
+  `r = 1 / (|x| / sqrt(nC) + 1e-6)`, without a weight, and with the epsilon outside the root.
 - `h_pre` is a sigmoid plus 1e-6, `h_post` twice a sigmoid.
-- Sinkhorn begins with a softmax over the last axis plus 1e-6, then divides columns, then rows and
-  columns in turn, each time by the sum plus 1e-6: the columns are those that sum to one.
+- Sinkhorn begins with a softmax over the last axis plus 1e-6, then normalizes columns, then rows
+  and columns in turn, each time dividing by the sum plus 1e-6: columns are those that sum to one.
 - The streams are mixed by the transpose of `h_res`.
 
-The weights stay in fp32, where dev rounds them to the type of the streams. For streams in fp32
-that is nothing, and there weights, aggregation and update were found equal to both to the bit.
-Elsewhere results are computed in fp32 and rounded once; in fp64 everything is fp64. Gradients come
+The weights stay in fp32, where dev rounds them to the type of the streams. For fp32 streams this
+makes no difference, and weights, aggregation and update were found bitwise identical to both.
+Otherwise results are computed in fp32 and rounded once; in fp64 everything is fp64. Gradients come
 from autograd.
 """
 
@@ -32,18 +32,18 @@ from torch import Tensor
 from cppmega.ops.dsa_indexer_reference import wide
 
 EPS = 1e-6
-"""In the norm, in `h_pre` and in every step of Sinkhorn."""
+"""Epsilon of the norm, of `h_pre` and of every step of Sinkhorn."""
 
 
 class Parameters(NamedTuple):
-    """What a site learns, in fp32; shapes and order of outputs as in Megatron's state dict.
+    """The parameters of a site, in fp32; shapes and output order as in Megatron's state dict.
 
     Attributes:
         phi: `[n * n + 2 * n, n * C]`, `mapping_proj.weight`: rows of `h_pre`, `h_post`, `h_res`.
         alpha_pre: `[1]`, the scale of the logits of `h_pre`.
-        alpha_post: `[1]`, of `h_post`.
-        alpha_res: `[1]`, of `h_res`.
-        bias: `[n * n + 2 * n]`, of all logits.
+        alpha_post: `[1]`, the scale of the logits of `h_post`.
+        alpha_res: `[1]`, the scale of the logits of `h_res`.
+        bias: `[n * n + 2 * n]`, the bias of all logits.
     """
 
     phi: Tensor
@@ -57,9 +57,9 @@ class Weights(NamedTuple):
     """The weights of a site for each token, in fp32 (fp64 for streams in fp64).
 
     Attributes:
-        h_pre: `[s, b, n]`, of the streams in the input of the sub-layer.
-        h_post: `[s, b, n]`, of the sub-layer's output in the streams.
-        h_res: `[s, b, n, n]`, of stream i (before) in stream j (after).
+        h_pre: `[s, b, n]`, weights of the streams in the input of the sub-layer.
+        h_post: `[s, b, n]`, weights of the sub-layer's output in the streams.
+        h_res: `[s, b, n, n]`, weights of stream i (before) in stream j (after).
     """
 
     h_pre: Tensor
@@ -68,10 +68,10 @@ class Weights(NamedTuple):
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Nearly doubly stochastic matrices of `logits` `[..., n, n]`, in their type.
+    """Nearly doubly stochastic matrices from `logits` `[..., n, n]`, in their type.
 
-    The sums over the last axis but one are 1; those over the last approach it with `iterations`,
-    of which there is at least one.
+    Sums over the second-to-last axis are 1; those over the last axis approach 1 with `iterations`,
+    of which there must be at least one.
     """
     out = logits.softmax(-1) + EPS
     out = out / (out.sum(-2, keepdim=True) + EPS)
@@ -119,7 +119,7 @@ def update(
         h_res: `[s, b, n, n]`; stream j receives `h_res[i, j]` of stream i.
         h_post: `[s, b, n]`.
         out: `[s, b, C]`, output of the sub-layer.
-        bias: `[C]`, which the sub-layer left to its caller.
+        bias: `[C]`, which the sub-layer left for its caller to add.
     """
     x = wide(streams)
     h_res, h_post = h_res.to(x.dtype), h_post.to(x.dtype).unsqueeze(-1)

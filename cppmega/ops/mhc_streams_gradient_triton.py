@@ -1,17 +1,18 @@
-"""One pass over the streams for the gradients of projection and aggregation, and phi's.
+"""One pass over the streams for the gradients of projection and aggregation, and that of phi.
 
-The gradient of the streams has four parts: what the update of the site began, the aggregation's,
-the projection's and the norm's. They are added in fp32 and rounded once, in the storage of the
-first. The same programs sum up the gradient of phi: each has some columns of one stream and a range
-of tokens, and phi's columns stay with it. What they found is added in one order, straight into
-Megatron's fp32 buffer if there is one. The workspace is `RANGES` times the size of phi at most.
+The gradient of the streams has four parts: the one begun by the site's update, and those of the
+aggregation, the projection and the norm. They are added in fp32 and rounded once, in the storage of
+the first. The same programs sum the gradient of phi: each processes some columns of one stream and
+a range of tokens, and keeps its columns of phi. Their results are summed in a fixed order, directly
+into Megatron's fp32 buffer if there is one. The workspace is at most `RANGES` times the size of
+phi.
 
-What is added to the product with phi is read as its accumulator is laid out: two columns to a
-thread. The copy engine (TMA; before Hopper Triton replaces it by plain copies) swizzles tiles in
-shared memory so that this is without bank conflicts, which make the whole pass 1.4 times as long
-(`benchmarks/results/mhc_designs.md`).
+The values added to the product with phi are read in the layout of its accumulator, two columns per
+thread. The copy engine (TMA; before Hopper, Triton replaces it with plain copies) swizzles tiles in
+shared memory so that these reads have no bank conflicts, which would make the entire pass 1.4 times
+as long (`benchmarks/results/mhc_designs.md`).
 
-`cppmega.ops.mhc_reference` has the plain forms, whose gradient this is.
+`cppmega.ops.mhc_reference` has the functions of which this is the gradient.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from cppmega.ops.mhc_parts_triton import PART, product
 from cppmega.ops.mhc_projection_triton import padded
 
 RANGES = 8
-"""Ranges into which the tokens are split at most."""
+"""Maximum number of ranges into which the tokens are split."""
 
 ELEMENTS = 1024
-"""Of phi, for a program that adds up its gradient."""
+"""Elements of phi per program that sums its gradient."""
 
 WARPS = 4
 
 
 def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Tokens of one step of a program, its columns, and the steps that are under way.
+    """Tokens per step of a program, its columns, and pipeline stages.
 
-    The fastest on an H200 of those that fit in the 99 KiB of sm_120.
+    These are the fastest on an H200 of those that fit in the 99 KiB of sm_120.
     """
     bf16 = dtype == torch.bfloat16
     if n == 8:
@@ -52,7 +53,8 @@ def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
     AGGREGATED: tl.constexpr, PHI: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     IN_PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The streams of the same columns run beside each other: they share the aggregate's gradient.
+    # Programs for the same columns of different streams are adjacent, as they share the aggregate's
+    # gradient.
     i = tl.program_id(0) % N
     near = (tl.program_id(0) // N) * COLUMNS
     c = near + tl.arange(0, COLUMNS)
@@ -70,7 +72,7 @@ def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
     for begin in tl.range(first, tl.minimum(first + each, tokens), TOKENS, num_stages=STAGES):
         token = tl.cast(begin, tl.int64) + tl.arange(0, TOKENS)
         here = token < tokens
-        # Beyond C are columns of the next stream, of which nothing is stored.
+        # Columns beyond C belong to the next stream, and are not stored.
         x = streams.load([begin, i * C + near])
         of_norm = tl.load(d_values + token * PADDED + V, mask=here, other=0.0)
         total = of_norm[:, None] * x.to(tl.float32)
@@ -85,7 +87,7 @@ def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
             high = tl.load(d_parts + each_d, mask=of_d, other=0.0)
             middle = tl.load(d_parts + size + each_d, mask=of_d, other=0.0)
             low = tl.load(d_parts + 2 * size + each_d, mask=of_d, other=0.0)
-            # Two parts of both, without the product of the second ones: it is rounded to bf16.
+            # Two parts of each, without the product of the second: the result is rounded to bf16.
             total = tl.dot(high.to(PART), w.to(PART), total)
             total = tl.dot(middle.to(PART), w.to(PART), total)
             total = tl.dot(high.to(PART), w_middle.to(PART), total)
@@ -122,7 +124,7 @@ def _phi_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def ranges(tokens: int, n: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Into how many ranges the tokens are split, and the tokens of each."""
+    """The number of ranges into which the tokens are split, and the tokens of each."""
     step = tile(n, dtype)[0]
     each = max(1, triton.cdiv(tokens, step * RANGES)) * step
     return triton.cdiv(tokens, each), each
@@ -140,18 +142,17 @@ def streams_gradient(
     parts: Tensor,
     begun: bool,
 ) -> None:
-    """The gradient of the streams, and the parts of phi's.
+    """Compute the gradient of the streams, and the partial sums of that of phi.
 
     Args:
         streams: `[T, n, C]`.
         phi: `[n * n + 2 * n, n * C]`, fp32, or its parts; see `mhc_parts_triton.factor`.
         d_values: `[T, padded(n)]`, of `mhc_weights_triton.weights_backward`.
         d_parts: `[3, T, padded(n)]`, of the same, if phi is in parts.
-        h_pre: `[T, n]`, fp32, and
-        gradient: `[T, C]`, of the aggregate, both None if nothing was aggregated.
-        d_streams: `[T, n, C]`; with `begun`, what it contains is a part of the gradient.
-        parts: `[ranges(T, n, type), n * n + 2 * n, n * C]`, fp32; without elements if it is not
-            wanted.
+        h_pre: `[T, n]`, fp32; None if nothing was aggregated.
+        gradient: `[T, C]`, of the aggregate; None if nothing was aggregated.
+        d_streams: `[T, n, C]`; with `begun`, its contents are a part of the gradient.
+        parts: `[ranges(T, n, type), n * n + 2 * n, n * C]`, fp32; without elements if not needed.
     """
     tokens, n, c = streams.shape
     if tokens:
@@ -170,14 +171,14 @@ def streams_gradient(
 
 
 def _tiles(x: Tensor, shape: list[int]) -> TensorDescriptor:
-    """Tokens and columns in tiles for the copy engine, which wants them aligned to 16 bytes."""
+    """A descriptor of tiles of tokens and columns for TMA, which requires 16-byte alignment."""
     x = x.flatten(1)
     return TensorDescriptor.from_tensor(x if x.data_ptr() % 16 == 0 else x.clone(), shape)
 
 
 @torch.library.custom_op("cppmega::mhc_phi_gradient", mutates_args=("out",))
 def phi_gradient(parts: Tensor, out: Tensor, add: bool) -> None:
-    """The sum of `parts` into `out`, or with `add` to what it contains; fp32, contiguous."""
+    """Write the sum of `parts` to `out` or, with `add`, add it there; fp32, contiguous."""
     size = out.numel()
     _phi_gradient_kernel[(triton.cdiv(size, ELEMENTS),)](
         parts, out, size, len(parts), ADD=add, ELEMENTS=ELEMENTS, num_warps=WARPS

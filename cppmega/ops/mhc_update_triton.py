@@ -1,11 +1,12 @@
-"""The streams after a sub-layer: mixed, with its output added; and all gradients of that.
+"""The streams after a sub-layer, mixed and with its output added, and all gradients of this.
 
 The forward reads and writes each element once. The backward reads the streams, their gradient and
-the output once, and writes the gradients of streams and output; a program has a whole token, and
-keeps the n * n + n sums over its columns in registers, so that they are summed in one order. The
-gradient of a bias is another pass over the streams' gradient: its sum is over tokens.
+the output once, and writes the gradients of streams and output; a program processes an entire token
+and keeps the n * n + n sums over its columns in registers, so that they are summed in a fixed
+order. The gradient of a bias needs another pass over the streams' gradient, because its sum is over
+tokens.
 
-`cppmega.ops.mhc_reference.update` is the plain form.
+`cppmega.ops.mhc_reference.update` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from torch import Tensor
 from cppmega.ops.mhc_sinkhorn_triton import empty
 
 COLUMNS = 1024
-"""Columns of one program of the forward."""
+"""Columns per program of the forward."""
 
 TOKENS = 4096
-"""Most tokens that one program of the bias's gradient sums up."""
+"""Maximum number of tokens that a program of the bias's gradient sums."""
 
 WARPS = 4
 
 STAGES = 3
-"""Steps of the backward and of the bias's gradient that are under way."""
+"""Pipeline stages of the backward and of the bias's gradient."""
 
 
 def _tile_backward(n: int) -> tuple[int, int]:
-    """Columns of one step of the backward, whose n * n + n sums stay in registers, and warps."""
+    """Columns per step of the backward, whose n * n + n sums stay in registers, and its warps."""
     return (512, 2) if n < 8 else (64, 1)
 
 
@@ -64,7 +65,7 @@ def _update_backward_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    # Before the loop, whose stores could change them for all the compiler knows.
+    # Loaded before the loop: the compiler cannot exclude that its stores change them.
     mix, post, sums = empty(), empty(), empty()
     for e in tl.static_range(N * N):
         mix = mix + (tl.load(h_res + token * (N * N) + e),)
@@ -127,7 +128,7 @@ def _bias_gradient_kernel(  # type: ignore[no-untyped-def]
 def update(
     streams: Tensor, h_res: Tensor, h_post: Tensor, output: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """`H_res` transposed times streams `[T, n, C]`, plus `h_post` times output, into `out`."""
+    """Write `h_res` transposed times streams `[T, n, C]`, plus `h_post` times output, to `out`."""
     tokens, n, c = streams.shape
     if tokens:
         _update_kernel[(tokens * triton.cdiv(c, COLUMNS),)](
@@ -151,7 +152,7 @@ def update_backward(
     d_post: Tensor,
     d_output: Tensor,
 ) -> None:
-    """The gradients of `update`, except the bias's, into tensors of their shapes."""
+    """Write the gradients of `update`, except the bias's, to tensors of their shapes."""
     tokens, n, c = streams.shape
     if tokens:
         columns, warps = _tile_backward(n)
@@ -163,14 +164,14 @@ def update_backward(
 
 
 def bias_parts(tokens: int) -> tuple[int, int]:
-    """Into how many parts the bias's gradient is split, and the tokens of each."""
+    """The number of parts into which the bias's gradient is split, and the tokens of each."""
     most = min(TOKENS, max(1, triton.cdiv(tokens, 64)))
     return triton.cdiv(tokens, most), most
 
 
 @torch.library.custom_op("cppmega::mhc_bias_gradient", mutates_args=("parts",))
 def bias_gradient(h_post: Tensor, gradient: Tensor, parts: Tensor) -> None:
-    """The sums of the bias's gradient over the tokens of each part, into `parts` `[parts, C]`."""
+    """Write the sums of the bias's gradient over each part's tokens to `parts` `[parts, C]`."""
     tokens, n, c = gradient.shape
     if tokens:
         _bias_gradient_kernel[(triton.cdiv(c, COLUMNS), len(parts))](

@@ -1,10 +1,10 @@
-"""Norm, sigmoids and Sinkhorn after the projection, in one launch each way.
+"""Norm, sigmoids and Sinkhorn after the projection, in one launch per direction.
 
-The forward adds up the parts of the projection and keeps their sum, `[T, padded(n)]`, from which
-the backward computes everything else anew. The gradients of the scales and of the bias are sums
-over tokens: first of each program's, then of all programs in one order.
+The forward sums the parts of the projection and keeps the result, `[T, padded(n)]`, from which the
+backward recomputes everything else. The gradients of the scales and of the bias are sums over
+tokens, first within each program, then over all programs in a fixed order.
 
-`cppmega.ops.mhc_reference.weights` is the plain form.
+`cppmega.ops.mhc_reference.weights` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cppmega.ops.mhc_sinkhorn_triton import (
 )
 
 ROWS = 64
-"""Programs whose sums are added up at a time."""
+"""Programs whose sums are added at a time."""
 
 EPS = SINKHORN_EPS  # the same in the norm and in `h_pre`
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _length(squares, ROOT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The norm of the streams over the root of their number, plus epsilon."""
+    """The norm of the streams over the root of their number of elements, plus epsilon."""
     return tl.sqrt_rn(squares) * (1.0 / ROOT) + EPS
 
 
@@ -112,7 +112,7 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     at = token[None, None, :] * (N * N) + places(N)
     given = tl.load(d_res + at, mask=matrix, other=0.0)
     res = gradient_of_logits(res, given, iterations, STEPS, WHOLE)
-    # Sums over the tokens: of the bias, then of the scales by column.
+    # Sums over the tokens: those of the bias, then those of the scales by column.
     own = sums + tl.program_id(0).to(tl.int64) * (2 * V)
     column, square = tl.arange(0, N), tl.reshape(places(N), (N, N))
     tl.store(own + column, tl.sum(pre, 1))
@@ -137,7 +137,7 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(d_values + of_pre, pre, mask=vector)
         tl.store(d_values + of_pre + N, post, mask=vector)
         tl.store(d_values + of_res, res, mask=matrix)
-    # Of x itself: the norm's gradient is x over the norm, and nothing where there is no norm.
+    # The factor of x itself: the norm's gradient is x over the norm, and zero where the norm is 0.
     dr = tl.sum(p_pre, 0) * by_pre + tl.sum(p_post, 0) * by_post
     dr += tl.sum(tl.sum(p_res, 0), 0) * by_res
     norm = tl.sqrt_rn(squares)
@@ -169,7 +169,7 @@ def _parameters_kernel(  # type: ignore[no-untyped-def]
 
 
 def programs(tokens: int, n: int) -> int:
-    """How many programs have a sum of their own."""
+    """The number of programs, each of which has its own sums."""
     return -(-tokens // tile(n).tokens)
 
 
@@ -189,15 +189,15 @@ def weights(
     width: int,
     iterations: int,
 ) -> None:
-    """The weights of a site; all fp32 and contiguous.
+    """Compute the weights of a site; all tensors are fp32 and contiguous.
 
     Args:
         parts: `[parts, T, padded(n)]`, of `mhc_projection_triton.projection`.
         alpha_pre, alpha_post, alpha_res, bias: as in `mhc_reference.Parameters`.
-        values: `[T, padded(n)]`, becomes the sum of the parts.
-        h_pre, h_post, h_res: `[T, n]`, `[T, n]`, `[T, n, n]`, become the weights.
+        values: `[T, padded(n)]`, receives the sum of the parts.
+        h_pre, h_post, h_res: `[T, n]`, `[T, n]`, `[T, n, n]`, receive the weights.
         width: columns of all streams, n * C.
-        iterations: of Sinkhorn.
+        iterations: Sinkhorn iterations.
     """
     tokens, n = h_pre.shape
     if tokens:
@@ -227,14 +227,14 @@ def weights_backward(
     width: int,
     iterations: int,
 ) -> None:
-    """The gradient of the products, and each program's sums for bias and scales.
+    """Compute the gradient of the products, and each program's sums for bias and scales.
 
     Args:
-        values: of `weights`.
-        alpha_pre, alpha_post, alpha_res, bias, width, iterations: as of `weights`.
+        values: those of `weights`.
+        alpha_pre, alpha_post, alpha_res, bias, width, iterations: as for `weights`.
         d_pre, d_post, d_res: gradients of the weights.
-        d_values: `[T, padded(n)]`, becomes the gradient of the products, and beside it the factor
-            of the streams in their own gradient.
+        d_values: `[T, padded(n)]`, receives the gradient of the products and, in the next column,
+            the factor of the streams in their own gradient.
         d_parts: `[3, T, padded(n)]`, bf16, receives the former instead, in parts; or without
             elements.
         sums: `[programs(T, n), 2, n * n + 2 * n]`, for `parameters`.
@@ -255,7 +255,7 @@ def weights_backward(
 def parameters(
     sums: Tensor, d_pre: Tensor, d_post: Tensor, d_res: Tensor, d_bias: Tensor, n: int
 ) -> None:
-    """The gradients of the scales, `[1]`, and the bias, from the programs' sums."""
+    """Compute the gradients of the scales, `[1]`, and the bias from the programs' sums."""
     _parameters_kernel[(1,)](
         sums, d_pre, d_post, d_res, d_bias, len(sums), N=n, PADDED=padded(n), ROWS=ROWS, num_warps=4
     )

@@ -1,9 +1,9 @@
-"""Hashed n-grams: the rows of their tables, and a lookup whose gradient repeats to the bit.
+"""Hashed n-grams: the rows of their tables, and a lookup with a bitwise reproducible gradient.
 
 A table has a prime number of rows p and one multiplier in [1, p) per token of its n-gram; an n-gram
 hashes to the sum of tokens times multipliers, modulo p (Carter and Wegman, "Universal classes of
 hash functions", 1979): two different n-grams share a row of one table with probability 1/p.
-`ngram_hash_reference` has the same in plain Python.
+`ngram_hash_reference` does the same in plain Python.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 
 
 def hashing(orders: Sequence[int], heads: int, sizes: Sequence[int], seed: int) -> Tensor:
-    """Draw the multipliers of all tables, which depend on nothing but the arguments.
+    """Draw the multipliers of all tables, which depend only on the arguments.
 
     Args:
-        orders: tokens of an n-gram, one number for every `heads` tables.
-        heads: tables of each order.
-        sizes: rows of each table, the heads of the first order first.
-        seed: chooses the multipliers; torch's generators are neither read nor advanced.
+        orders: tokens per n-gram, one number for every `heads` tables.
+        heads: tables per order.
+        sizes: rows of each table, starting with the heads of the first order.
+        seed: selects the multipliers; torch's generators are neither read nor advanced.
 
     Returns:
-        int64 [tables, 1 + max(orders)]: the rows of a table; the multiplier of an n-gram's last
-        token, of the one before it, and so on; 0 where the order has no such token.
+        int64 [tables, 1 + max(orders)]: the number of rows of a table; the multiplier of an
+        n-gram's last token, of the one before it, and so on; 0 where the order has no such token.
 
     Raises:
-        ValueError: the number of sizes is not that of orders times heads.
+        ValueError: the number of sizes is not the number of orders times heads.
     """
     if len(sizes) != len(orders) * heads:
         raise ValueError(f"{len(sizes)} tables for {len(orders)} orders of {heads} heads")
@@ -38,7 +38,7 @@ def hashing(orders: Sequence[int], heads: int, sizes: Sequence[int], seed: int) 
     rows = [
         [
             size,
-            *(_drawn(seed, table, place, size) for place in range(order)),
+            *(_drawn(seed, table, back, size) for back in range(order)),
             *([0] * (max(orders) - order)),
         ]
         for table, (order, size) in enumerate(zip(table_orders, sizes, strict=True))
@@ -46,23 +46,23 @@ def hashing(orders: Sequence[int], heads: int, sizes: Sequence[int], seed: int) 
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _drawn(seed: int, table: int, place: int, size: int) -> int:
+def _drawn(seed: int, table: int, back: int, size: int) -> int:
     """A number in [1, size), the same on every machine and in every version of Python and torch."""
-    digest = hashlib.sha256(f"{seed} {table} {place}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {table} {back}".encode()).digest()
     return 1 + int.from_bytes(digest) % max(size - 1, 1)
 
 
 def table_rows(tokens: Tensor, starts: Tensor, hashed_with: Tensor) -> Tensor:
-    """Which row of each table the n-gram that ends at a token has.
+    """The row in each table of the n-gram that ends at each token.
 
     Args:
-        tokens: int64 [b, s], each below 2^20, so that no product leaves 63 bits.
+        tokens: int64 [b, s], each below 2^20, so that no product exceeds 63 bits.
         starts: bool [b, s], whether a document begins at the token.
-        hashed_with: what `hashing` returned, on the same device.
+        hashed_with: the result of `hashing`, on the same device.
 
     Returns:
-        int64 [tables, b, s]: rows of the tables laid one after the other, counted from 1; 0 where
-        the document has begun less than n tokens before.
+        int64 [tables, b, s]: rows of the concatenated tables, numbered from 1; 0 where the document
+        has begun less than n tokens before.
     """
     sizes, multipliers = hashed_with[:, 0], hashed_with[:, 1:]
     longest = multipliers.size(1)
@@ -79,7 +79,7 @@ def table_rows(tokens: Tensor, starts: Tensor, hashed_with: Tensor) -> Tensor:
 
 
 def _before(values: Tensor, back: int, fill: bool = False) -> Tensor:
-    """The value some places earlier in [b, s]."""
+    """The value some positions earlier in [b, s]."""
     here = values[:, : max(values.size(1) - back, 0)]
     return torch.nn.functional.pad(here, (min(back, values.size(1)), 0), value=fill)
 
@@ -87,16 +87,16 @@ def _before(values: Tensor, back: int, fill: bool = False) -> Tensor:
 def lookup(tables: Tensor, rows: Tensor) -> Tensor:
     """Read rows of a table; row 0 is not in it, reads as zeros and has no gradient.
 
-    The gradient is summed in fp32 (fp64 for such a table) and in a fixed order, on a GPU too:
-    `torch.nn.functional.embedding` promises neither, and a frequent n-gram occurs thousands of
-    times in a batch. It is as large as the tables, in four bytes each, until it is rounded.
+    The gradient is summed in fp32 (fp64 for an fp64 table) and in a fixed order, also on a GPU:
+    `torch.nn.functional.embedding` guarantees neither, and a frequent n-gram occurs thousands of
+    times in a batch. Until it is rounded, it has the size of the tables at four bytes per element.
 
     Args:
-        tables: [rows, dim] of a floating-point type.
+        tables: [rows, dim], of a floating-point type.
         rows: int64 of any shape, from 0 to the number of rows.
 
     Returns:
-        [*rows, dim] of the tables' type.
+        [*rows, dim], of the tables' type.
     """
     return cast(Tensor, _Lookup.apply(tables, rows))  # type: ignore[no-untyped-call]
 
@@ -114,6 +114,6 @@ class _Lookup(torch.autograd.Function):
         (count, dim), dtype = ctx.tables
         wide = torch.promote_types(dtype, torch.float32)
         sums = torch.zeros(count + 1, dim, dtype=wide, device=gradient.device)
-        # With accumulation, CUDA's kernel sorts stably and adds in that order.
+        # With accumulate=True, the CUDA kernel sorts stably and adds in that order.
         sums.index_put_((rows.flatten(),), gradient.reshape(-1, dim).to(wide), accumulate=True)
         return sums[1:].to(dtype), None

@@ -11,16 +11,16 @@ from torch import Tensor
 def embedding(
     documents: Sequence[Sequence[int]], hashed_with: Tensor, tables: Tensor, projection: Tensor
 ) -> Tensor:
-    """The n-gram embedding of every token, one document after the other.
+    """The n-gram embedding of every token, document by document.
 
     Args:
-        documents: their tokens.
-        hashed_with: what `ngram_hash.hashing` returned.
-        tables: [rows, dim] of all tables, one after the other.
+        documents: the tokens of each document.
+        hashed_with: the result of `ngram_hash.hashing`.
+        tables: [rows, dim], all tables concatenated.
         projection: [hidden, tables * dim].
 
     Returns:
-        [tokens, hidden] of the tables' type.
+        [tokens, hidden], of the tables' type.
     """
     vectors = [
         torch.cat(_parts(document[: place + 1], hashed_with, tables)) @ projection.t()
@@ -31,7 +31,7 @@ def embedding(
 
 
 def _parts(tokens: Sequence[int], hashed_with: Tensor, tables: Tensor) -> list[Tensor]:
-    """What each table has for the n-gram at the end of a text."""
+    """The rows of each table for the n-gram at the end of a text."""
     parts, first = [], 0
     for size, *multipliers in hashed_with.tolist():
         used = [number for number in multipliers if number]

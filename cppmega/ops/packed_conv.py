@@ -1,10 +1,10 @@
-"""A depthwise causal convolution with SiLU, none of whose taps reaches into another document.
+"""A depthwise causal convolution with SiLU whose taps do not cross document boundaries.
 
-`packed_conv_reference` defines it; the results are those, computed in fp32 and rounded once. They
-are the same to the bit in every run, gradients included. The backward needs `4 * s * b * C` bytes.
+`packed_conv_reference` defines it; the results are the same, computed in fp32 and rounded once.
+They are bitwise reproducible, including gradients. The backward needs `4 * s * b * C` bytes.
 
-On CPU the reference does it, except in Triton's interpreter; on a GPU there is no other path. The
-tiles were chosen without a GPU, and none is tuned.
+On a CPU the reference is used, except in Triton's interpreter; on a GPU there is no fallback. The
+tiles were chosen without a GPU and are not tuned.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
         x: `[s, b, C]`, bf16, fp16 or fp32.
         weight: `[C, taps]`, bf16, fp16 or fp32.
         bias: `[C]`, bf16, fp16 or fp32.
-        bounds: as of `cppmega.ops.m2rnn.m2rnn`.
+        bounds: as for `cppmega.ops.m2rnn.m2rnn`.
 
     Returns:
         `[s, b, C]` in the type of x.
 
     Raises:
         CppmegaError: `packed-conv-no-kernel`.
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes do not match.
     """
     if (
         x.ndim != 3
@@ -87,9 +87,9 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
     if why is not None:
         raise CppmegaError(
             "packed-conv-no-kernel",
-            f"No kernel of the convolution can do this: {why}.",
+            f"No kernel of the convolution supports this: {why}.",
             "Plain torch would keep an fp32 copy of the input for every tap.",
-            "change what is named, or call cppmega.ops.packed_conv_reference",
+            "change the unsupported property, or call cppmega.ops.packed_conv_reference",
         )
     position = reference.positions(len(x), bounds, x.device)
     found: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]

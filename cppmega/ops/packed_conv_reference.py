@@ -1,10 +1,10 @@
-"""A depthwise causal convolution with SiLU that respects documents, in plain torch, any device.
+"""A depthwise causal convolution with SiLU within documents, in plain torch, on any device.
 
-The convolution of a column and what comes before it, as of Mamba and its relatives:
+It is the causal convolution of each channel used by Mamba and related models:
 
     y[t] = silu(bias + sum over j of weight[taps - 1 - j] * x[t - j])
 
-where j goes from 0 to `taps - 1`, but not beyond the beginning of the token's document.
+where j runs from 0 to `taps - 1`, but not beyond the beginning of the token's document.
 
 Everything is computed in fp32 and rounded once; in fp64 everything is fp64. Gradients come from
 autograd.
@@ -23,7 +23,7 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
 
     Args:
         x: any floating-point type.
-        weight: `[C, taps]`; the last tap is of the token itself, as in `torch.nn.Conv1d`.
+        weight: `[C, taps]`; the last tap is that of the token itself, as in `torch.nn.Conv1d`.
         bias: `[C]`.
         bounds: `[documents + 1]`, where documents begin and the last one ends, ascending; None:
             each of the b sequences is one document.
@@ -41,7 +41,7 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
 
 
 def positions(length: int, bounds: Tensor | None, device: torch.device) -> Tensor:
-    """How many tokens of its document are before each token, int32 `[length]`."""
+    """The position of each token in its document, from 0, int32 `[length]`."""
     at = torch.arange(length, dtype=torch.int32, device=device)
     if bounds is None:
         return at

@@ -1,11 +1,11 @@
 """The depthwise causal convolution of packed documents, forward and backward.
 
-A program has a tile of tokens and columns; a tap is one more load of the tile, shifted. The
-backward goes over the tokens twice: first to the gradient of the sums before SiLU, in fp32, with
-the parts of each tile in the gradients of weight and bias; then back along the taps to that of x.
-Nothing is added atomically.
+A program processes a tile of tokens and channels; each tap is one more, shifted load of the tile.
+The backward makes two passes over the tokens: the first computes the gradient of the sums before
+SiLU, in fp32, and each tile's contribution to the gradients of weight and bias; the second goes
+back along the taps to the gradient of x. There are no atomics.
 
-`cppmega.ops.packed_conv_reference` is the plain form.
+`cppmega.ops.packed_conv_reference` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARPS = 4
 
 
 def tiles(tokens: int) -> int:
-    """Tiles along the tokens."""
+    """The number of tiles along the tokens."""
     return -(-tokens // TOKENS)
 
 
@@ -107,7 +107,7 @@ def _grid(x: Tensor) -> tuple[int, int]:
 
 @torch.library.custom_op("cppmega::packed_conv", mutates_args=("out",))
 def forward(x: Tensor, weight: Tensor, bias: Tensor, position: Tensor, out: Tensor) -> None:
-    """Convolve `[s, b, C]`, whose rows are equally far apart, into `out`."""
+    """Convolve `[s, b, C]`, whose rows have a constant stride, into `out`."""
     s, b, c = x.shape
     if x.numel():
         _forward_kernel[_grid(x)](
@@ -127,11 +127,11 @@ def backward(
     parts: Tensor,
     d_x: Tensor,
 ) -> None:
-    """Write the gradients, from a contiguous one of the result.
+    """Write the gradients, from a contiguous gradient of the result.
 
     Args:
-        d_sums: fp32 `[s, b, C]`, of the sums before SiLU.
-        parts: fp32 `[tiles, taps + 1, C]`, each tile's part of the taps' and the bias's.
+        d_sums: fp32 `[s, b, C]`, the gradient of the sums before SiLU.
+        parts: fp32 `[tiles, taps + 1, C]`, each tile's part of the taps' and the bias's gradients.
         d_x: `[s, b, C]`.
     """
     s, b, c = x.shape

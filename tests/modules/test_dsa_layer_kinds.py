@@ -69,7 +69,7 @@ def test_a_stage_is_refused_where_it_begins_with_a_shared_layer(
 
 def test_options_whose_source_is_no_dsa_layer_are_refused() -> None:
     sources = kinds.from_options(4, 2, [3, 6])
-    with pytest.raises(CppmegaError, match=r"3 are Shared .* layer 2, which is no DSA layer"):
+    with pytest.raises(CppmegaError, match=r"3 are Shared .* layer 2, which is not a DSA layer"):
         kinds.check_stage(sources, [3, 6])
 
 

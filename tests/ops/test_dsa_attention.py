@@ -89,7 +89,7 @@ def test_obstacles_are_named() -> None:
     assert absorbed_obstacle(128, 576, 512, gpu) is None
     assert absorbed_obstacle(24, 96, 80, gpu) is None
     assert absorbed_obstacle(8, 448, 384, gpu) == (
-        "keys of 384+64 columns are not powers of two from 16 on"
+        "keys of 384+64 columns are not powers of two of at least 16"
     )
     assert "shared memory for 8 heads of 4096+64" in str(absorbed_obstacle(8, 4160, 4096, gpu))
 

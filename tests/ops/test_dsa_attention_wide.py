@@ -43,11 +43,11 @@ def test_there_are_tiles_for_every_gpu(arch: int, heads: int) -> None:
 def test_a_shape_without_tiles_is_refused_by_name() -> None:
     small = Gpu((12, 1), 99 * 1024)
     assert wide_obstacle(8, 4096, 64, small) == (
-        "sm_121 has not the shared memory for 8 heads of 4096+64"
+        "sm_121 lacks the shared memory for 8 heads of 4096+64"
     )
     for r in (8, 48):
         assert wide_obstacle(8, 512, r, small) == (
-            f"keys of 512+{r} columns are not powers of two from 16 on"
+            f"keys of 512+{r} columns are not powers of two of at least 16"
         )
 
 

@@ -148,7 +148,7 @@ def _check_declined(dsa: Any, theirs: Any) -> None:
 
     reasons = {
         rotation: "rotate_activation is not the Hadamard transform",
-        rope: "_apply_rope is not the method of a class",
+        rope: "_apply_rope is not a method of a class",
         scaled_rope: "_apply_rope computes no rotary embedding",
         kernel: "it is too wide",
     }
