@@ -172,7 +172,7 @@ def _arguments(
     if "E" in recipe.layout.letters:
         yield from _experts(recipe)
     yield from _states(recipe, line)
-    yield from _connections(recipe)
+    yield from _connections(recipe, line)
     yield from _parallel(recipe)
     yield from _training(recipe)
     yield from _recompute(recipe, line)
@@ -270,8 +270,8 @@ def _states(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
     yield "--mamba-num-heads", (str(sizes.heads(recipe.hidden_size)),)
 
 
-def _connections(recipe: Recipe) -> Iterator[Argument]:
-    if not recipe.uses_mhc:
+def _connections(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+    if not recipe.uses_mhc or line < (0, 19):
         return
     yield "--enable-mhc-connections", ()
     yield from _values(recipe, "mhc_num_residual_streams", "mhc_sinkhorn_iterations")

@@ -73,6 +73,8 @@ print("ANSWER" + json.dumps(out))
 GRAPHS = recipes_index.load("nam56r_h200_slice").with_(
     cuda_graph_impl="transformer_engine", cuda_graph_modules=("attn", "moe_router")
 )
+UNFUSED = "--no-rope-fusion"
+"""Without Transformer Engine there is no fused kernel for a GPT's RoPE."""
 DENSE = Recipe(
     name="dense",
     purpose="grouped-query attention and a sharded head",
@@ -91,7 +93,7 @@ DENSE = Recipe(
     tensor_model_parallel_size=2,
     packed_documents=True,
     global_batch_size=2,
-).plus("--log-params-norm", "--no-rope-fusion")  # the fused kernel is not there on CPU
+).plus("--log-params-norm", UNFUSED)
 STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 VIRTUAL = DENSE.with_(
     name="virtual",
@@ -107,6 +109,7 @@ def recipes() -> dict[str, Recipe]:
     """Every shipped recipe that Megatron trains, and three that use what those do not."""
     shipped = [recipes_index.load(name) for name in recipes_index.shipped()]
     found = {recipe.name: recipe for recipe in shipped if recipe.kind != "loop"}
+    found["gpt_mhc_h200"] = found["gpt_mhc_h200"].plus(UNFUSED)
     return {**found, "graphs": GRAPHS, "dense": DENSE, "virtual": VIRTUAL}
 
 
@@ -119,9 +122,9 @@ def parsed(version: str) -> dict[str, Any]:
     }
     other = "0.19.2" if version != "0.19.2" else "0.17.1"
     cases["for another release"] = (1, render(GRAPHS, other, RUN, 256).argv)
-    # A recipe may ask for `linear` or have a letter `R`, which are known with these pages alone.
-    letters = ("own_mixers",) if version == "0.19.2" else ()
-    root = patched(version, "cross_entropy_fusion_linear", *letters)
+    # A recipe may ask for `linear` or mHC, or have a letter `R`, known with these pages alone.
+    added = ("own_mixers", "mhc_connections") if version == "0.19.2" else ()
+    root = patched(version, "cross_entropy_fusion_linear", *added)
     done = python(root, PARSE, env={"CASES": json.dumps(cases)})
     assert "ANSWER" in done.stdout, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.partition("ANSWER")[2])
@@ -209,6 +212,7 @@ def test_what_a_release_lacks_is_left_out_and_said() -> None:
     streams = recipe.with_(mhc_num_residual_streams=4)
     assert not missing(streams, "0.19.2")
     assert "hyper-connections (mHC)" in [gap.part for gap in missing(streams, "0.18.2")]
+    assert not [word for word in render(streams, "0.18.2").argv if "mhc" in word]
 
 
 def test_streams_are_rendered_under_the_names_of_0_20() -> None:
