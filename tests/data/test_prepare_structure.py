@@ -216,7 +216,7 @@ def test_ids_of_other_tokens_are_refused(tmp_path: Path, made: Path) -> None:
     data.prepare(byte_wise, [made / "sources"], BYTES, structure=True, suffixes=[".py"])
     for suffix in (".bin", ".idx"):
         shutil.copy2(with_suffix(byte_wise, COLUMN + suffix), with_suffix(prefix, COLUMN + suffix))
-    assert "does not belong" in refused("data-broken", prefix).what
+    assert "does not match the tokens" in refused("data-broken", prefix).what
 
 
 def test_lengths_are_compared_where_the_rest_is_not_read(tmp_path: Path, made: Path) -> None:
