@@ -11,6 +11,7 @@ from typing import Any
 from slice_turns_report import FACTOR
 
 from cppmega.recipe.memory import GIB
+from cppmega.runs import plotting
 
 REFERENCES = ("reference on the CPU", "reference", "again", "nudged")
 """Runs of plain torch, whose largest difference is the noise."""
@@ -128,11 +129,6 @@ def kept(name: str, run: Mapping[str, Any], base: Mapping[str, Any], together: i
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
     """Draw the losses of all runs, and how far each is from the first reference."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     groups = {
         f"small {model}": {run: found[model] for run, found in report["small"].items()}
         for model in ("GPT", "hybrid")
@@ -141,6 +137,7 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
     shown = {title: runs for title, runs in groups.items() if runs}
     if not shown:
         return
+    pyplot = plotting.pyplot()
     figure, axes = pyplot.subplots(2, len(shown), figsize=(5 * len(shown), 6), squeeze=False)
     for column, (title, runs) in enumerate(shown.items()):
         first = next((runs[name] for name in REFERENCES if name in runs), None)
@@ -155,5 +152,4 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
         axes[1][column].set_yscale("symlog", linthresh=1e-7)
         axes[0][column].legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)
+    plotting.write(figure, target, "mhc_training", [])

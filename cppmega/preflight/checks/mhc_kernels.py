@@ -15,8 +15,8 @@ from cppmega.preflight.findings import NotApplicable
 from cppmega.preflight.messages import ConnectionsAnswer, ConnectionsOrder
 
 AFTER: tuple[str, ...] = ("gpus", "line_parses")
-DEV = "hyper_connections"
-"""The branch dev's name for mHC in its options; it also has `num_residual_streams`."""
+ENABLED = ("enable_mhc_connections", "enable_hyper_connections")
+"""The switch in 0.20 and in dev, where the number of streams is `num_residual_streams`."""
 
 
 def check(context: Context) -> str:
@@ -27,8 +27,7 @@ def check(context: Context) -> str:
         NotApplicable: the launch uses no fused kernels of mHC, or no GPU.
     """
     args = context.megatron_args
-    enabled = (getattr(args, f"enable_{name}", False) for name in ("mhc_connections", DEV))
-    if not any(enabled):
+    if not any(getattr(args, name, False) for name in ENABLED):
         raise NotApplicable("the model has one residual stream")
     if not getattr(args, "use_fused_mhc", False):
         raise NotApplicable("the hyper-connections are not fused")
