@@ -8,6 +8,8 @@
     gpt     the recipe gpt_mhc_h200 (8 layers, C 4096): without streams, by the kernels, recomputed
             as one block and by blocks of 2 layers, and twice by the reference
     slice   the recipe nam56r_h200_slice_mhc, and the same without streams
+    dev     forward and backward of the GPT in Megatron's branch dev: without streams, by dev's
+            kernels and by ours, in one process (`mhc_dev_step.py`; needs --dev)
 
 Every run is a process, after which DIR/mhc_training_DEVICE.json and .md are written; at the end, a
 .png with the curves. A run that is in there is not repeated (`--again` does), so a call that came
@@ -24,10 +26,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -50,7 +53,7 @@ from tests.support import command_of, free_port  # noqa: E402
 PAGES = ("mhc_connections", "float16_keep_fp32")
 """Of the small models, beside which no other page may bend a curve."""
 _FOLDER = click.Path(path_type=Path)
-_FIRST_GUESS = {"small": 60.0, "gpt": 120.0, "slice": 150.0}
+_FIRST_GUESS = {"small": 60.0, "gpt": 120.0, "slice": 150.0, "dev": 120.0}
 """Seconds that a run may take, until one of its part has shown how many."""
 _ONE_STREAM = ("mhc_num_residual_streams=1",)
 _RECOMPUTED = ("recompute_modules=('mhc',)",)
@@ -74,6 +77,12 @@ SMALL = {
 }
 """Run -> its way, and the device where that is not the best there is."""
 ON_CPU = ("reference", "again", "nudged", "fused")
+LABELS = {
+    "small": tuple(SMALL),
+    **{part: tuple(runs) for part, runs in RUNS.items()},
+    "dev": ("step",),
+}
+"""Part -> its runs, in their order."""
 
 
 @dataclass
@@ -87,6 +96,8 @@ class Training:
     steps: int
     deadline: float
     again: bool = False
+    dev: Path | None = None
+    """A pristine checkout of Megatron's branch dev."""
 
     def __post_init__(self) -> None:
         has_gpu = torch.cuda.is_available()
@@ -96,7 +107,8 @@ class Training:
         file = self.stem.with_suffix(".json")
         kept = json.loads(file.read_text()) if file.is_file() and not self.again else {}
         self.report: dict[str, Any] = {
-            **{"small": {}, "gpt": {}, "slice": {}, **kept},
+            **{part: {} for part in LABELS},
+            **kept,
             **{"benchmark": "mhc_training", "date": date.today().isoformat()},
             **{"device": self.device, "torch": torch.__version__, "triton": version("triton")},
             "megatron-core": version("megatron-core"),
@@ -106,12 +118,12 @@ class Training:
         """The runs of each part that this machine can do."""
         if self.device == "CPU":
             return {"small": ON_CPU}
-        return {"small": tuple(SMALL), **{part: tuple(runs) for part, runs in RUNS.items()}}
+        return {part: runs for part, runs in LABELS.items() if part != "dev" or self.dev}
 
     def part(self, name: str) -> None:
         """Run what is left of a part, and write after each run."""
-        run: Callable[[str], dict[str, Any]]
-        run = self.small if name == "small" else lambda label: self.trained(name, label)
+        runs: dict[str, Callable[[str], dict[str, Any]]] = {"small": self.small, "dev": self.step}
+        run = runs.get(name) or (lambda label: self.trained(name, label))
         for label in self.wanted().get(name, ()):
             if label in self.report[name]:
                 continue
@@ -129,28 +141,46 @@ class Training:
     def small(self, label: str) -> dict[str, Any]:
         """The curves of both small models, trained one way."""
         way, device = SMALL[label]
-        root = self.work / "trees" / "small"
-        if not root.is_dir():
-            sides.copy(self.site, root)
-            apply(root, PAGES)
+        root = self.tree("small", self.site, PAGES)
         sizes = "TINY" if self.device == "CPU" else "SIZES"
         code = f"from benchmarks import mhc_curves as c\nc.main({way!r}, {self.steps}, c.{sizes})"
-        ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        variables = {**environment(), **ranks, "MASTER_PORT": str(free_port())}
+        variables = {}
         if self.device == "CPU" and way == "fused":
             variables["TRITON_INTERPRET"] = "1"
         if device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
+        return self.said(f"small {label}", root, code, variables)
+
+    def step(self, label: str) -> dict[str, Any]:
+        """A step of the GPT of dev by each implementation."""
+        assert self.dev is not None
+        root = self.tree("dev", self.dev, ("mhc_fused_kernels",))
+        return self.said(f"dev {label}", root, "from benchmarks import mhc_dev_step as s\ns.main()")
+
+    def tree(self, name: str, pristine: Path, pages: Sequence[str]) -> Path:
+        """A copy of a pristine Megatron with these pages alone."""
+        root = self.work / "trees" / name
+        if not root.is_dir():
+            sides.copy(pristine, root)
+            apply(root, pages)
+        return root
+
+    def said(
+        self, label: str, root: Path, code: str, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """What code prints as JSON, in a process that runs a tree."""
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        ranks["MASTER_PORT"] = str(free_port())
         done = subprocess.run(
             command_of(root, code, fresh=True),
-            env=variables,
+            env={**environment(), **ranks, **variables},
             capture_output=True,
             text=True,
             timeout=max(1.0, self.deadline - time.monotonic()),
         )
         if done.returncode:
-            raise click.ClickException(f"small {label}: {done.stderr[-3000:]}")
-        (line,) = (each for each in done.stdout.splitlines() if each.startswith('{"GPT"'))
+            raise click.ClickException(f"{label}: {done.stderr[-3000:]}")
+        line = [each for each in done.stdout.splitlines() if each.startswith("{")][-1]
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -186,18 +216,15 @@ class Training:
 
     def lines(self) -> Iterator[str]:
         """The report, and what of it was not run."""
-        parts = {"small": tuple(SMALL), **{part: tuple(runs) for part, runs in RUNS.items()}}
         missing = [
             f"{part}, {label}"
-            for part, labels in parts.items()
+            for part, labels in LABELS.items()
             for label in labels
             if label not in self.report[part]
         ]
         yield from table(self.report)
-        yield ""
-        yield (
-            "Not run: " + ("; ".join(missing) + "; " if missing else "") + "dev's kernels in a GPT."
-        )
+        if missing:
+            yield from ("", f"Not run: {'; '.join(missing)}.")
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -214,7 +241,8 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 @click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
 @click.option("--out", type=_FOLDER, required=True, help="Results and logs.")
 @click.option("--data", type=_FOLDER, help="Prepared dataset [Python's own sources].")
-@click.option("--only", help="Parts, in this order [small,gpt,slice].")
+@click.option("--dev", type=_FOLDER, help="Pristine checkout of Megatron's branch dev.")
+@click.option("--only", help=f"Parts, in this order [{','.join(LABELS)}].")
 @click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
 @click.option("--steps", default=50, show_default=True, help="Of every run.")
 @click.option("--again", is_flag=True, help="Repeat the runs that have a result.")
@@ -223,6 +251,7 @@ def main(
     work: Path,
     out: Path,
     data: Path | None,
+    dev: Path | None,
     only: str | None,
     minutes: float,
     steps: int,
@@ -230,13 +259,14 @@ def main(
 ) -> None:
     """Run what is left of the parts, and print the report."""
     deadline = time.monotonic() + 60 * minutes
-    chosen = only.split(",") if only else ["small", *RUNS]
-    unknown = sorted(set(chosen) - {"small", *RUNS})
+    chosen = only.split(",") if only else list(LABELS)
+    unknown = sorted(set(chosen) - set(LABELS))
     if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}: the parts are small, {', '.join(RUNS)}")
+        raise click.BadParameter(f"{', '.join(unknown)}: the parts are {', '.join(LABELS)}")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    training = Training(site.resolve(), work.resolve(), out.resolve(), data, steps, deadline, again)
+    folders = (site.resolve(), work.resolve(), out.resolve())
+    training = Training(*folders, data, steps, deadline, again, dev and dev.resolve())
     failed = False
     for name in chosen:
         try:

@@ -1,0 +1,139 @@
+"""A step of a GPT with hyper-connections in Megatron's branch dev, by its kernels and by ours.
+
+The part `dev` of `mhc_training.py`; imported in the process that runs a tree of dev with the page
+`mhc_fused_kernels`. A step is forward and backward in bf16, with layers of Transformer Engine,
+without an optimizer, which is the same for all. All ways begin from one seed and see one batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import on_gpu
+from megatron.core.fusions import fused_mhc_kernels
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.hyper_connection import HyperConnectionModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from cppmega.modules import mhc_in_megatron
+from cppmega.proof import cpu_shims
+
+SIZES = {"layers": 8, "width": 4096, "heads": 32, "length": 4096, "batch": 2, "words": 65536}
+"""Those of the recipe gpt_mhc_h200."""
+STREAMS = 4
+WAYS = ("without", "dev", "ours")
+CLOSE = {"loss": 2e-3, "grad norm": 2e-2}
+"""How far two ways in bf16 may be from each other, relative to the value."""
+
+
+def main() -> None:
+    """Measure all ways, and print what was found as JSON on the last line."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    importlib.import_module("transformer_engine.pytorch")
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    cpu_shims.init_distributed()
+    found = {way: measured(way, SIZES) for way in WAYS}
+    for what, bound in CLOSE.items():
+        ours, other = (found[way][what] for way in ("ours", "dev"))
+        if not abs(ours - other) <= bound * abs(other):
+            raise SystemExit(f"another model: {what} is {ours} by our kernels, {other} by dev's")
+    print(json.dumps(found | {"backends": fused_mhc_kernels._mhc_backend_selection()}))
+
+
+def measured(way: str, sizes: dict[str, int]) -> dict[str, float]:
+    """Milliseconds and peak bytes of a step, its loss and its gradient's norm."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = built(way, sizes)
+    given = batch(sizes)
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(**given).float().mean()
+        loss.backward()
+        return loss
+
+    milliseconds = on_gpu.median(step)
+    peak = torch.cuda.max_memory_allocated()
+    loss = step().item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients).item()
+    return {"milliseconds": milliseconds, "peak_bytes": peak, "loss": loss, "grad norm": norm}
+
+
+def built(way: str, sizes: dict[str, int]) -> Any:
+    """The GPT without streams, or with those whose kernels are dev's or ours."""
+    streams = way != "without"
+    settings = TransformerConfig(
+        num_layers=sizes["layers"],
+        hidden_size=sizes["width"],
+        ffn_hidden_size=4 * sizes["width"],
+        num_attention_heads=sizes["heads"],
+        activation_func=squared_relu,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        cross_entropy_loss_fusion=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        enable_hyper_connections=streams,
+        num_residual_streams=STREAMS,
+        use_fused_mhc=streams,
+    )
+    torch.manual_seed(1)
+    random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        enable_hyper_connection=streams
+    )
+    # Without this call of the page, a module keeps the ops that dev has chosen for this GPU.
+    kept = mock.patch.object(mhc_in_megatron, "use_kernels", lambda module: None)
+    if way == "dev":
+        kept.start()
+    model = GPTModel(
+        settings,
+        transformer_layer_spec=spec,
+        vocab_size=sizes["words"],
+        max_sequence_length=sizes["length"],
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).cuda()
+    if way == "dev":
+        kept.stop()
+        for site in model.modules():
+            if isinstance(site, HyperConnectionModule):
+                site.config.use_fused_mhc = False  # read by the page alone, once a site is built
+    return model
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The recipe's activation."""
+    return torch.nn.functional.relu(x).square()
+
+
+def batch(sizes: dict[str, int]) -> dict[str, Any]:
+    """One microbatch; the layers make their causal mask themselves."""
+    shape = sizes["batch"], sizes["length"] + 1
+    drawn = torch.Generator("cuda").manual_seed(2)
+    tokens = torch.randint(sizes["words"], shape, generator=drawn, device="cuda")
+    positions = torch.arange(sizes["length"], device="cuda").expand(sizes["batch"], -1)
+    return {
+        "input_ids": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "position_ids": positions,
+        "attention_mask": None,
+    }
