@@ -2,8 +2,9 @@
 
     python benchmarks/slice_turns.py SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
-SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels; `graphs`, CUDA
-graphs of everything in these layers that Megatron can capture; or `arguments`, Megatron's own
+SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels; `earlier`, both;
+`graphs`, CUDA graphs of everything in these layers that Megatron can capture; `sharing`, the same
+with nine DSA layers, of which six share the keys of the others; or `arguments`, Megatron's own
 arguments that `upstream_patches/NOT.md` names. Parts, on one GPU:
 
     fused8, fused2   the backend tilelang, sparse loss, micro-batch 8 and 2: tokens/s of the
@@ -13,6 +14,10 @@ arguments that `upstream_patches/NOT.md` names. Parts, on one GPU:
     curves_sparse    ("ours"), dense and sparse loss: whether ours is within the noise of the others
     graphs8, 2, 1    the fused slice without CUDA graphs ("before") and with them ("after")
     curves_graphs    50 steps without them, twice ("stock", "again"), and with them ("ours")
+    curves_shared    the same with nine layers, also with Transformer Engine's graphs ("te")
+    shared1          these nine layers without CUDA graphs ("before") and with them ("after")
+    earlier8         the fused slice without the pages of the kernels ("before") and with them
+    earlier2         ("after"), at micro-batch 2 also with CUDA graphs
     fp8_gather8      FP8 with bf16 parameters ("before") and with FP8 ones ("after")
     experts_wgrad8   the experts' weight gradients, immediate ("before") and delayed ("after")
     mla_down8        MLA's two down projections, separate ("before") and fused ("after")
@@ -20,20 +25,22 @@ arguments that `upstream_patches/NOT.md` names. Parts, on one GPU:
 Every run is a process; the sides of a part take turns (before, after, after, before), and the last
 run of each side is profiled after its measured steps. After each run DIR/PART.json is written. A
 run that it already contains is not repeated (except with `--again`), so the same command continues
-a call that reached the end of --minutes. At the end, all parts are written as one .json and .md in
-DIR, and the slower run with all patches becomes the result of the recipe that has its settings.
+a call that reached the end of --minutes. A run that fails ends its side, and not the others. At the
+end, all parts are written as one .json and .md in DIR, and the slower run with all patches becomes
+the result of the recipe that has its settings.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
-copied and never changed.
+copied into SCRATCH, where subjects must not share a folder, and never changed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,11 +60,13 @@ from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.runs.profile import SUMMARY  # noqa: E402
 
 _KERNELS = ("fused8", "fused2", "dense8", "curves_dense", "curves_sparse")
+_INDEXER = ("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store")
+_ATTENTION = ("dsa_attention_kernels",)
 SUBJECTS = {
     "indexer": Subject(
         title="The DSA indexer's kernels",
         name="dsa_indexer_slices_h200",
-        pages=("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store"),
+        pages=_INDEXER,
         curves=("dsa_indexer_kernels", "dsa_indexer_prologue"),
         targets={"fused8": 1.25, "fused2": 1.4},
         parts=_KERNELS,
@@ -65,10 +74,18 @@ SUBJECTS = {
     "attention": Subject(
         title="The kernels of DSA's attention",
         name="dsa_attention_slices_h200",
-        pages=("dsa_attention_kernels",),
-        curves=("dsa_attention_kernels",),
+        pages=_ATTENTION,
+        curves=_ATTENTION,
         targets={},
         parts=_KERNELS,
+    ),
+    "earlier": Subject(
+        title="All of DSA's kernels and graphs against the overlay before them",
+        name="dsa_earlier_slices_h200",
+        pages=_INDEXER + _ATTENTION,
+        curves=(),
+        targets={"earlier8": 1.45, "earlier2": 2.0},
+        parts=("earlier8", "earlier2"),
     ),
     "graphs": Subject(
         title="CUDA graphs",
@@ -77,6 +94,15 @@ SUBJECTS = {
         curves=(),
         targets={"graphs2": 1.3, "graphs1": 1.3},
         parts=("graphs8", "graphs2", "graphs1", "curves_graphs"),
+    ),
+    "sharing": Subject(
+        title="CUDA graphs of layers that share keys",
+        name="dsa_sharing_graph_slices_h200",
+        pages=(),
+        curves=(),
+        targets={},
+        parts=("curves_shared", "shared1"),
+        switches={"CPPMEGA_INDEX_CACHE": "1"},
     ),
     "arguments": Subject(
         title="Megatron's own arguments",
@@ -93,6 +119,11 @@ _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
 _FUSED = _TILELANG + _SPARSE
 _GRAPHS = ("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "moe_router")
+_TE_GRAPHS = (
+    *("--cuda-graph-impl", "transformer_engine"),
+    *("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"),
+)
+_SHARED = (("pattern", "DDDE+DDDEDDDE/D-/D-"), ("dsa_index_pattern", "FSSFSSFSS"))
 _WGRAD = ("--overlap-dispatch-backward-with-experts-wgrad",)
 _TURNS = ("before", "after", "after", "before")
 _CURVES = ("stock", "again", "ours")
@@ -109,8 +140,8 @@ class Part:
     batch: int
     arguments: tuple[str, ...] = ()
     """Megatron's own: as fields, they would make the recipe ask for the pages left out."""
-    only_after: tuple[str, ...] = ()
-    """Arguments of the sides `after` and `ours` only."""
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Arguments of single sides."""
     fields: tuple[tuple[str, str], ...] = ()
     """Changes to the recipe, for settings that an argument would contradict."""
     turns: tuple[str, ...]
@@ -120,6 +151,11 @@ class Part:
     """The heads' losses without logits, which a micro-batch of 8 needs."""
     recipe: str = ""
     """The recipe that has these settings."""
+
+    @property
+    def is_curve(self) -> bool:
+        """Whether losses are compared, and not speeds."""
+        return "stock" in self.turns
 
 
 PARTS = {
@@ -131,21 +167,36 @@ PARTS = {
     "curves_dense": Part(batch=1, turns=_CURVES, linear=False),
     "curves_sparse": Part(batch=1, arguments=_SPARSE, turns=_CURVES, linear=False),
     **{
-        f"graphs{batch}": Part(batch=batch, arguments=_FUSED, only_after=_GRAPHS, turns=_TURNS)
+        f"graphs{batch}": Part(batch=batch, arguments=_FUSED, also={"after": _GRAPHS}, turns=_TURNS)
         for batch in (8, 2, 1)
     },
     "fp8_gather8": Part(
         batch=8,
         arguments=_SPARSE,
         fields=(("precision", "fp8"),),
-        only_after=("--fp8-param-gather",),
+        also={"after": ("--fp8-param-gather",)},
         turns=_TURNS,
     ),
-    "experts_wgrad8": Part(batch=8, arguments=_SPARSE, only_after=_WGRAD, turns=_TURNS),
+    "experts_wgrad8": Part(batch=8, arguments=_SPARSE, also={"after": _WGRAD}, turns=_TURNS),
     "mla_down8": Part(
-        batch=8, arguments=_SPARSE, only_after=("--mla-down-proj-fusion",), turns=_TURNS
+        batch=8, arguments=_SPARSE, also={"after": ("--mla-down-proj-fusion",)}, turns=_TURNS
     ),
-    "curves_graphs": Part(batch=1, arguments=_FUSED, only_after=_GRAPHS, turns=_CURVES, steps=50),
+    "curves_graphs": Part(
+        batch=1, arguments=_FUSED, also={"ours": _GRAPHS}, turns=_CURVES, steps=50
+    ),
+    "curves_shared": Part(
+        batch=1,
+        arguments=_FUSED,
+        also={"ours": _GRAPHS, "te": _TE_GRAPHS},
+        fields=_SHARED,
+        turns=(*_CURVES, "te"),
+        steps=50,
+    ),
+    "shared1": Part(
+        batch=1, arguments=_FUSED, also={"after": _GRAPHS}, fields=_SHARED, turns=_TURNS
+    ),
+    "earlier8": Part(batch=8, arguments=_FUSED, turns=_TURNS),
+    "earlier2": Part(batch=2, arguments=_FUSED, also={"after": _GRAPHS}, turns=_TURNS),
 }
 
 
@@ -167,21 +218,28 @@ class Turns:
         """Run what is left of a part.
 
         Raises:
-            ClickException: a run has failed; it is repeated by the next call.
+            ClickException: runs have failed; the next call repeats them.
         """
         target = self.bench.out / f"{name}.json"
         result = {} if self.again or not target.is_file() else json.loads(target.read_text())
         result = {**result, **self.facts, "part": name}
         runs = result.setdefault("runs", {})
+        failed: dict[str, str] = {}
         for run, side, last in _runs(PARTS[name]):
-            if run in runs or _full(runs, side):
+            if run in runs or side in failed or _full(runs, side):
                 continue
             left = self.deadline - time.monotonic()
             if left < 1.2 * max(self.taken, default=_FIRST_GUESS):
                 print(f"{name} {run}: {left:.0f} s are left, it is not started", file=sys.stderr)
                 break
-            runs[run] = {"side": side, **self.run(name, run, side, last)}
-            target.write_text(json.dumps(result, indent=1) + "\n")
+            try:
+                runs[run] = {"side": side, **self.run(name, run, side, last)}
+            except click.ClickException as error:
+                failed[side] = error.message
+            else:
+                target.write_text(json.dumps(result, indent=1) + "\n")
+        if failed:
+            raise click.ClickException("\n".join(failed.values()))
 
     def run(self, name: str, run: str, side: str, last: bool) -> dict[str, Any]:
         """One run, measured."""
@@ -190,8 +248,7 @@ class Turns:
         self.bench.timeout = max(1.0, self.deadline - time.monotonic())
         started = time.monotonic()
         options = [*self.options(part, label, last), "--", *part.arguments]
-        if side in ("after", "ours"):
-            options += part.only_after
+        options += part.also.get(side, ())
         try:
             self.bench.wait(label, self.bench.start(label, self.tree(side), *options))
         except MemoryError:
@@ -199,7 +256,7 @@ class Turns:
         finally:
             self.taken.append(time.monotonic() - started)
         rows = self.bench.rows(label)
-        if part.turns == _CURVES:
+        if part.is_curve:
             return {"losses": _losses(rows)}
         found = measured(rows)
         found["seconds"] = [row["seconds"] for row in rows if _counts(row)]
@@ -207,10 +264,9 @@ class Turns:
 
     def options(self, part: Part, label: str, last: bool) -> Iterator[str]:
         """The trainer's options of a run."""
-        curve = part.turns == _CURVES
         # The profiler starts one step before the first profiled one.
         measured_steps = WARM + self.steps + (1 + _PROFILED) * last
-        steps = (part.steps or self.curve_steps) if curve else measured_steps
+        steps = (part.steps or self.curve_steps) if part.is_curve else measured_steps
         batch = str(part.batch)
         changes = {"micro_batch_size": batch, "global_batch_size": batch, "train_iters": str(steps)}
         changes |= dict(part.fields)
@@ -218,7 +274,7 @@ class Turns:
             changes["cross_entropy_fusion_impl"] = "linear"
         for key, value in changes.items():
             yield from ("--set", f"{key}={value}")
-        if last and not curve:
+        if last and not part.is_curve:
             yield from ("--profile", str(_PROFILED), "--profile-after", str(steps - _PROFILED))
             yield from ("--profile-folder", str(self.bench.out / f"{label}-profile"))
 
@@ -355,6 +411,7 @@ def main(
     again: bool,
 ) -> None:
     """Run what is left of the parts, and print the report."""
+    os.environ.update(SUBJECTS[subject].switches)  # trees and runs are made by other processes
     deadline = time.monotonic() + 60 * minutes
     parts = SUBJECTS[subject].parts
     chosen = only.split(",") if only else parts

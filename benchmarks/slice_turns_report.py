@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from cppmega.runs.profile import Profile
 
 FACTOR = 2.0
 """Times the largest difference of the two stock runs that ours may differ from them."""
+_REFERENCES = ("stock", "again")
 DENSE = 0.9
 """tokens/s with the dense loss over those with the sparse one."""
 
@@ -29,6 +30,7 @@ class Subject:
         curves: the pages that `ours` has in addition to those of stock in the curves.
         targets: tokens/s of `after` over `before`, by part.
         parts: what is run, in this order.
+        switches: variables of the environment in which patches are applied and runs are started.
     """
 
     title: str
@@ -37,6 +39,7 @@ class Subject:
     curves: tuple[str, ...]
     targets: Mapping[str, float]
     parts: tuple[str, ...]
+    switches: Mapping[str, str] = field(default_factory=dict)
 
 
 def report(
@@ -152,19 +155,21 @@ def _literally(lines: Iterator[str]) -> Iterator[str]:
 
 def _curves(part: Mapping[str, Any]) -> Iterator[str]:
     runs = {run["side"]: run["losses"] for run in part["runs"].values() if "losses" in run}
-    if not {"stock", "again", "ours"} <= runs.keys():
+    sides = [side for side in runs if side not in _REFERENCES]
+    if not sides or not runs.keys() >= set(_REFERENCES):
         yield "Not all curves have a result."
         return
     yield (
         "A curve is within the noise where it is not further from the nearer stock run than "
         f"{FACTOR:g} times the largest difference of the two stock runs."
     )
-    yield ""
-    yield "| loss | first | last | noise of two stock runs | ours from stock | verdict |"
-    yield "|---|---|---|---|---|---|"
-    for name in sorted(runs["stock"]):
-        curves = [_by_step(runs[side].get(name, {})) for side in ("stock", "again", "ours")]
-        yield f"| {name} | {' | '.join(_verdict(*curves))} |"
+    for side in sides:
+        yield ""
+        yield f"| loss | first | last | noise of two stock runs | {side} from stock | verdict |"
+        yield "|---|---|---|---|---|---|"
+        for name in sorted(runs["stock"]):
+            curves = [_by_step(runs[each].get(name, {})) for each in (*_REFERENCES, side)]
+            yield f"| {name} | {' | '.join(_verdict(*curves))} |"
 
 
 def _by_step(curve: Mapping[str, float]) -> dict[int, float]:

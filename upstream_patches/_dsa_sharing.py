@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-from cppmega.catalogue.megatron_args import cuda_graphs, layer_pattern, variables
+from cppmega.catalogue.megatron_args import cuda_graphs, has_experts, layer_pattern, variables
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.modules import dsa_layer_kinds as kinds
@@ -42,18 +42,34 @@ def ignored(args: Any) -> Iterator[CppmegaError]:
         )
 
 
-def outside_stacks(args: Any) -> Iterator[CppmegaError]:
-    """Reject options that run the layers of a stack without calling it, if layers share keys."""
+def outside_stacks(args: Any, refused_graphs: Container[str]) -> Iterator[CppmegaError]:
+    """Reject options that run the layers of a stack without calling it, if layers share keys.
+
+    Args:
+        args: of the launch.
+        refused_graphs: the values of `--cuda-graph-impl` with which layers that are captured one by
+            one would not find the keys of other layers.
+    """
     switch = f"unset {env.INDEX_CACHE.name}"
     alone = switch if is_asked(args) else "--dsa-indexer-topk-freq 1"
-    if _captures_attention(args):
+    if cuda_graphs(args) in refused_graphs and _captures_attention(args):
         yield CppmegaError(
             "dsa-index-share-in-graphs",
             "DSA layers that share keys do not support CUDA graphs of single attention layers "
             f"({cuda_graphs(args)}).",
-            "Megatron reuses the memory of a graph for later ones, and it has not been shown that "
-            "the keys which a replayed layer reads are kept.",
+            "They are captured without their stack, through which a Shared layer finds the keys of "
+            "its Full layer.",
             f"train without CUDA graphs, or {_option_of_parts(args)} without attn, or {alone}",
+        )
+    elif _captures_some_layers(args):
+        yield CppmegaError(
+            "dsa-index-share-in-graphs-of-some-layers",
+            "DSA layers share keys, and Megatron's local CUDA graphs of "
+            f"{', '.join(sorted(_parts(args)))} capture the attention of only some of them: dense "
+            "layers and MoE layers are captured differently.",
+            "A replayed layer cannot pass its keys to one that is not captured, nor take them "
+            "from it.",
+            f"--cuda-graph-impl transformer_engine, or train without CUDA graphs, or {alone}",
         )
     if getattr(args, "overlap_moe_expert_parallel_comm", False):
         yield CppmegaError(
@@ -65,13 +81,33 @@ def outside_stacks(args: Any) -> Iterator[CppmegaError]:
         )
 
 
+def _parts(args: Any) -> set[str]:
+    """The parts of layers that are captured; empty for whole layers."""
+    parts = getattr(args, _PARTS, None) or getattr(args, _PARTS_UP_TO_0_17, None) or ()
+    parts = (parts,) if isinstance(parts, str) else parts
+    names = {getattr(part, "name", part) for part in parts}
+    return set() if "full" in names else names
+
+
 def _captures_attention(args: Any) -> bool:
     """Whether attention layers are captured in separate CUDA graphs."""
-    if cuda_graphs(args) not in ("local", "transformer_engine"):
+    parts = _parts(args)
+    return not parts or "attn" in parts
+
+
+def _captures_some_layers(args: Any) -> bool:
+    """Whether local CUDA graphs hold either the dense layers of a GPT model or its MoE layers.
+
+    Given `attn` or `mlp`, they hold dense layers as a whole, and given `moe`, MoE layers; of other
+    MoE layers, they hold the router without the attention. Transformer Engine's hold the attention
+    of all layers.
+    """
+    if cuda_graphs(args) != "local" or layer_pattern(args) or not has_experts(args):
         return False
-    parts = getattr(args, _PARTS, None) or getattr(args, _PARTS_UP_TO_0_17, None) or ("attn",)
-    parts = (parts,) if isinstance(parts, str) else parts
-    return bool({getattr(part, "name", part) for part in parts} & {"attn", "full"})
+    frequency = getattr(args, "moe_layer_freq", 1)
+    both = len(set(frequency)) > 1 if isinstance(frequency, list) else frequency > 1
+    parts = _parts(args)
+    return both and ("moe" in parts) != bool(parts & {"attn", "mlp"})
 
 
 def _option_of_parts(args: Any) -> str:

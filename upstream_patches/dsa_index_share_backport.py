@@ -8,7 +8,8 @@ What: With `CPPMEGA_INDEX_CACHE=1` at apply, a Shared layer attends to the keys 
     attends to the keys of its own forward pass, whatever ran in between. The object is released
     together with the autograd graph of its microbatch, or, if nothing is recomputed, at the end of
     the stack. MTP depths share nothing. CUDA graphs of attention layers and the schedule of
-    `--overlap-moe-expert-parallel-comm` are refused, since neither calls a stack. Selective
+    `--overlap-moe-expert-parallel-comm` are refused, since neither calls a stack (from 0.19 on,
+    `dsa_index_share_holder` finds the keys of captured layers). Selective
     recomputation of the attention (`core_attn`) is not possible here: in these releases it omits
     arguments that DSA needs.
 Why: In 0.16 to 0.18 every DSA layer runs an indexer, and no layer can use the selection of another
@@ -62,7 +63,7 @@ def _cppmega_keys():
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
     """Reject options that run the layers of a stack without calling the stack."""
     if uses_dsa(args):
-        yield from outside_stacks(args)
+        yield from outside_stacks(args, refused_graphs=("local", "transformer_engine"))
 
 
 PATCH = Patch(

@@ -10,21 +10,23 @@ What: With `--dsa-indexer-topk-freq` above 1, a Shared layer uses the keys that 
     upstream's numbering for GPT models, and not those of the decoder: on the dev branch, which
     continues the decoder's numbers, a depth that shares with a decoder layer raises the error for a
     Full layer that did not run. The schedule of `--overlap-moe-expert-parallel-comm`, which does
-    not call a stack, is refused. CUDA graphs of attention layers are refused as well. Layers that
-    are captured one by one find the latest selection of their Full layer: captured by torch alone,
-    the replays of a Full and a Shared layer on an H200 are bitwise identical to their runs without
-    graphs, with two microbatches in flight. Megatron's own capture of them, which reuses the memory
-    of its graphs for later ones, has not been run. Recomputation then keeps the indices of each
-    Full layer for every microbatch in flight. A Full layer that is recomputed computes the gradient
-    of its sparse loss over keys that it selects again, as it does without sharing.
+    not call a stack, is refused. CUDA graphs capture layers one by one, without calling a stack,
+    with `--cuda-graph-impl` local and transformer_engine: a layer that is captured reads the keys
+    that the latest capture of its Full layer writes, in memory that no later graph may reuse. Every
+    microbatch in flight has graphs of its own, and so keys of its own. Local graphs of parts of
+    layers (`--cuda-graph-modules attn`) hold the attention of dense layers and not that of MoE
+    layers, so a GPT model that has both is refused. Recomputation keeps the indices of each Full
+    layer for every microbatch in flight. A Full layer that is recomputed computes the gradient of
+    its sparse loss over keys that it selects again, as it does without sharing.
 Why: Stock attaches the keys to the packed-sequence parameters, to the attention mask or, without
     either, to the configuration of the model. Without a mask, as in most training, a layer that is
     recomputed uses the keys of the latest forward pass, so with a second microbatch in between
     (pipeline stages, or evaluation) gradients are wrong, without an error. With a mask, the
     recomputation receives a different tensor and stops with a RuntimeError. Layers of MTP depths
     are numbered from 1 again and overwrite the keys of the decoder's first layers, so one
-    microbatch is enough. The last keys stay on the configuration indefinitely. All of this was seen
-    on CPU with GPT and hybrid models.
+    microbatch is enough. The last keys stay on the configuration indefinitely, and no others do:
+    with several microbatches in CUDA graphs, those that earlier graphs read are freed, and later
+    graphs may use their memory. All of this was seen on CPU with GPT and hybrid models.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6793 (open)
 Remove: when the keys that layers share are kept separately for each forward pass, MTP depths
     included.
@@ -85,7 +87,7 @@ AFTER_NORM = in_order(
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
     """Reject options that run the layers of a stack without calling the stack."""
     if shares_dsa_keys(args):
-        yield from outside_stacks(args)
+        yield from outside_stacks(args, refused_graphs=())
 
 
 PATCH = Patch(

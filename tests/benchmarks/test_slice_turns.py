@@ -31,19 +31,23 @@ training = importlib.import_module("slice_training")
 slices = importlib.import_module("slice_turns")
 report = importlib.import_module("slice_turns_report")
 INDEXER = slices.SUBJECTS["indexer"]
-MILLISECONDS = {"before": 1000, "after": 700, "stock": 300, "again": 300, "ours": 300}
+MILLISECONDS = {
+    "before": 1000,
+    "after": 700,
+    **dict.fromkeys(("stock", "again", "ours", "te"), 300),
+}
 TRAINER = """
 import json, sys
-metrics, side, out_of_memory, steps, milliseconds, profiled = json.loads(sys.argv[1])
-if out_of_memory:
-    sys.exit("torch.OutOfMemoryError: CUDA out of memory.")
+metrics, side, failure, steps, milliseconds, profiled = json.loads(sys.argv[1])
+if failure:
+    sys.exit(failure)
 with open(metrics, "a") as file:
     def write(row):
         print(json.dumps(row), file=file)
     write({"start": "nam56r_h200_slice", "overlay": side, "mock_data": False})
     for step in range(1, steps + 1):
         seconds = (milliseconds + step % 3) / 1000
-        loss = 11 - step / 100 + {"again": 1e-4, "ours": 1.5e-4}.get(side, 0)
+        loss = 11 - step / 100 + {"again": 1e-4, "ours": 1.5e-4, "te": 1e-3}.get(side, 0)
         indexer = 1 + {"again": 1e-6, "ours": 1e-3}.get(side, 0)
         write({"step": step, "seconds": seconds, "tokens_per_second": 4096 / seconds,
                "tflops_per_gpu": 1.0, "tflops_per_gpu_by_megatron": 1.0, "peak_gib": 50.0,
@@ -57,6 +61,7 @@ class Bench(training.Bench):  # type: ignore[misc, name-defined]
     """Runs a stand-in for the trainer; keeps the options that it was started with."""
 
     full: tuple[str, ...] = ()
+    failing: str = ""
     started: dict[str, RunOptions]
     passed: dict[str, tuple[str, ...]]
 
@@ -72,7 +77,9 @@ class Bench(training.Bench):  # type: ignore[misc, name-defined]
             json_file.write(file, json_file.plain(made_profile()))
         recipe = recipes_index.with_text(self.recipe, parsed.changes)
         check_profile(recipe, parsed)
-        call = [str(self.metrics(name)), side, name.split("-")[0] in self.full and side == "before"]
+        out_of_memory = name.split("-")[0] in self.full and side == "before"
+        failure = "torch.OutOfMemoryError: CUDA out of memory." if out_of_memory else ""
+        call = [str(self.metrics(name)), side, failure or "it broke" * (side == self.failing)]
         call += [int(changes["train_iters"]), MILLISECONDS[side], 3 * bool(parsed.profile)]
         log = (self.out / f"{name}.log").open("ab")
         with log:
@@ -164,6 +171,52 @@ def test_the_sides_may_differ_in_their_arguments_alone(tmp_path: Path) -> None:
     del made.tree
     made.bench.tree = lambda name: tmp_path / name
     assert made.tree("before") == made.tree("ours") == tmp_path / "after"
+
+
+def test_layers_that_share_keys_are_compared_with_both_kinds_of_graphs(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.subject = slices.SUBJECTS["sharing"]
+    made.part("curves_shared")
+    graphs = {"ours": "local", "te": "transformer_engine"}
+    for run, arguments in made.bench.passed.items():
+        side = run.split("-")[1][:-1]
+        assert graphs.get(side) in (*arguments, None) and ("attn" in arguments) is (side in graphs)
+        recipe = recipes_index.with_text(made.bench.recipe, made.bench.started[run].changes)
+        assert dict(recipe.wanted_gates) == made.subject.switches
+        assert recipe.layout.trunk.count("D") == len(recipe.dsa_index_pattern) == 9
+    assert list(made.bench.passed) == [f"curves_shared-{x}1" for x in ("stock", "again", *graphs)]
+    text = slices.write_report(tmp_path, made.subject)
+    ours, te = (line for line in text.splitlines() if line.startswith("| lm loss"))
+    assert "ours from stock" in text and "5.00e-05 | within the noise" in ours
+    assert "te from stock" in text and "9.00e-04 | **beyond the noise**" in te
+
+
+def test_a_side_that_fails_leaves_the_others_their_results(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.bench.failing = "ours"
+    with pytest.raises(click.ClickException, match="it broke"):
+        made.part("curves_shared")
+    assert list(part(tmp_path, "curves_shared")["runs"]) == ["stock1", "again1", "te1"]
+    text = slices.write_report(tmp_path, slices.SUBJECTS["sharing"])
+    assert "te from stock" in text and "ours from stock" not in text
+    made.bench.failing = "after"
+    with pytest.raises(click.ClickException, match="it broke"):
+        made.part("shared1")
+    assert list(part(tmp_path, "shared1")["runs"]) == ["before1", "before2"]
+    assert list(made.bench.started)[4:] == [
+        f"shared1-{x}" for x in ("before1", "after1", "before2")
+    ]
+
+
+def test_only_the_side_after_has_graphs_at_the_small_micro_batch(tmp_path: Path) -> None:
+    made = turns(tmp_path)
+    made.subject = slices.SUBJECTS["earlier"]
+    for name in made.subject.parts:
+        made.part(name)
+    graphs = [run for run, words in made.bench.passed.items() if "--cuda-graph-impl" in words]
+    assert graphs == ["earlier2-after1", "earlier2-after2"]
+    text = slices.write_report(tmp_path, made.subject)
+    assert "the target of 1.45 is missed" in text and "the target of 2.0 is missed" in text
 
 
 def test_a_call_continues_where_the_last_one_ended(tmp_path: Path) -> None:

@@ -37,25 +37,41 @@ def test_stock_uses_the_keys_of_another_forward() -> None:
     assert "chosen keys" in found["gpt: full"]["left"] and len(found["gpt: full"]["left"]) > 2
 
 
-GRAPHS, SCHEDULE = "dsa-index-share-in-graphs", "dsa-index-share-in-combined-schedule"
+SOME_LAYERS = "dsa-index-share-in-graphs-of-some-layers"
+SCHEDULE = "dsa-index-share-in-combined-schedule"
+LOCAL, TE = {"cuda_graph_impl": "local"}, {"cuda_graph_impl": "transformer_engine"}
+MIXED = {"num_experts": 8, "moe_layer_freq": [0, 1, 1]}
+HYBRID = {"hybrid_layer_pattern": "D-DE", "num_experts": 8, "moe_layer_freq": [0, 1, 1]}
 
 
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
         ({}, []),
-        ({"cuda_graph_impl": "local"}, [GRAPHS]),
-        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, [GRAPHS]),
-        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]}, []),
+        (LOCAL, []),
+        ({**TE, "cuda_graph_modules": ["attn"]}, []),
         ({"cuda_graph_impl": "full_iteration"}, []),
-        ({"cuda_graph_impl": "none", "enable_cuda_graph": True}, [GRAPHS]),
-        ({"external_cuda_graph": True, "cuda_graph_scope": "full"}, [GRAPHS]),
-        ({"external_cuda_graph": False, "enable_cuda_graph": False}, []),
+        ({"cuda_graph_impl": "none", "enable_cuda_graph": True}, []),
+        ({"external_cuda_graph": True, "cuda_graph_scope": "full"}, []),
+        ({**LOCAL, **MIXED}, []),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": "full"}, []),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["moe_router"]}, []),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["attn"]}, [SOME_LAYERS]),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["attn", "moe_router"]}, [SOME_LAYERS]),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["mlp"]}, [SOME_LAYERS]),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["moe"]}, [SOME_LAYERS]),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["attn", "moe"]}, []),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["attn"], "moe_layer_freq": 2}, [SOME_LAYERS]),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["attn"], "moe_layer_freq": 1}, []),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["attn"], "moe_layer_freq": [1, 1]}, []),
+        ({**LOCAL, **MIXED, "cuda_graph_modules": ["attn"], "num_experts": None}, []),
+        ({**LOCAL, **HYBRID, "cuda_graph_modules": ["attn", "moe_router"]}, []),
+        ({**TE, **MIXED, "cuda_graph_modules": ["attn"]}, []),
         ({"overlap_moe_expert_parallel_comm": True}, [SCHEDULE]),
         ({"overlap_moe_expert_parallel_comm": True, "dsa_indexer_topk_freq": 1}, []),
     ],
 )
-def test_what_calls_no_stack_is_refused(
+def test_keys_that_a_layer_could_not_find_are_refused(
     given: dict[str, object], refused: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = patch_of(PAGE)
