@@ -58,6 +58,7 @@ def measured(way: str, sizes: dict[str, int]) -> dict[str, float]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    print(f"{way}: the first step compiles its kernels", file=sys.stderr, flush=True)
     model = built(way, sizes)
     given = batch(sizes)
 
@@ -67,6 +68,8 @@ def measured(way: str, sizes: dict[str, int]) -> dict[str, float]:
         loss.backward()
         return loss
 
+    step()
+    print(f"{way}: compiled", file=sys.stderr, flush=True)
     milliseconds = on_gpu.median(step)
     peak = torch.cuda.max_memory_allocated()
     loss = step().item()

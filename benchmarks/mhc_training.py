@@ -148,7 +148,8 @@ class Training:
         if self.device == "CPU" and way == "fused":
             variables["TRITON_INTERPRET"] = "1"
         if device == "cpu":
-            variables["CUDA_VISIBLE_DEVICES"] = ""
+            # With more threads than idle cores, each small product would wait for the last one.
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
         return self.said(f"small {label}", root, code, variables)
 
     def step(self, label: str) -> dict[str, Any]:
@@ -171,15 +172,18 @@ class Training:
         """What code prints as JSON, in a process that runs a tree."""
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         ranks["MASTER_PORT"] = str(free_port())
-        done = subprocess.run(
-            command_of(root, code, fresh=True),
-            env={**environment(), **ranks, **variables},
-            capture_output=True,
-            text=True,
-            timeout=max(1.0, self.deadline - time.monotonic()),
-        )
+        log = self.out / f"{label.replace(' ', '-')}.log"
+        with log.open("w") as errors:
+            done = subprocess.run(
+                command_of(root, code, fresh=True),
+                env={**environment(), **ranks, **variables},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                timeout=max(1.0, self.deadline - time.monotonic()),
+            )
         if done.returncode:
-            raise click.ClickException(f"{label}: {done.stderr[-3000:]}")
+            raise click.ClickException(f"{label}: {log.read_text(errors='replace')[-3000:]}")
         line = [each for each in done.stdout.splitlines() if each.startswith("{")][-1]
         found: dict[str, Any] = json.loads(line)
         return found
