@@ -24,6 +24,8 @@ from cppmega.ops import mhc as kernels
 from cppmega.ops import mhc_reference as reference
 from cppmega.ops.dsa_indexer_reference import wide
 
+PART = 2**27
+"""Bytes in fp32 of the tokens that are contracted at a time, of which the backward needs six."""
 HEAD = ("hc_head_fn", "hc_head_base", "hc_head_scale")
 """Parameters of the learned contraction at the end of a stack."""
 
@@ -216,7 +218,8 @@ def contract(module: Any, streams: Tensor, block: mhc_recompute.Block | None = N
     A weight is a sigmoid of a projection of all streams, divided by their root mean square, plus
     the layer norm's epsilon, which 0.20 adds in both places. The sum is computed in fp32 and
     rounded once to the type of the streams; the backward recomputes it, so that no fp32 copy is
-    kept for it, nor the streams, if a block recomputes them.
+    kept for it, nor the streams, if a block recomputes them. Tokens are taken in parts, because
+    the fp32 copies would otherwise set the peak of a step.
 
     Args:
         module: the module with the parameters.
@@ -225,9 +228,14 @@ def contract(module: Any, streams: Tensor, block: mhc_recompute.Block | None = N
     """
     contraction = partial(_contracted, module.config.layernorm_epsilon)
     learned = [getattr(module, name) for name in HEAD]
+    tokens = streams.flatten(0, -2)
+    rows = max(1, PART // (4 * tokens.size(-1)))
     with mhc_recompute.around(block):
-        out: Tensor = mhc_recompute.again(contraction, streams, *learned)
-    return out
+        parts = [
+            mhc_recompute.again(contraction, part, *learned) for part in torch.split(tokens, rows)
+        ]
+    out: Tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return out.view(*streams.shape[:-1], -1)
 
 
 def _contracted(eps: float, streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor) -> Tensor:

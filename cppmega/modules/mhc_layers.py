@@ -128,7 +128,12 @@ def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
     mhc_recompute.begin([sites(layer) for layer in stack.layers], config, stack.training)
     if not stack.pre_process or getattr(stack, "is_mtp_layer", False):
         return hidden_states  # already the streams, of the previous stage or of the depth
-    return mhc.expand(hidden_states, config.mhc_num_residual_streams)
+    streams = mhc.expand(hidden_states, config.mhc_num_residual_streams)
+    first = [site for layer in stack.layers for site in sites(layer)][:1]
+    if first and first[0].block is not None:
+        kept = hidden_states.detach()
+        first[0].block.know(streams, lambda: mhc.expand(kept, config.mhc_num_residual_streams))
+    return streams
 
 
 def with_head(stack: Any, ends: bool) -> None:
@@ -139,12 +144,15 @@ def with_head(stack: Any, ends: bool) -> None:
 
 def contracted(stack: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
     """Hidden states for the final norm, and the streams if MTP depths read them."""
+    inner = getattr(stack, "mtp_model_layer", stack)  # in an MTP depth: a stack or a layer
+    found = [site for layer in getattr(inner, "layers", [inner]) for site in sites(layer)]
     if getattr(stack, mhc.HEAD[0], None) is None:
+        if not getattr(stack, "is_mtp_layer", False):  # otherwise its depth contracts
+            mhc_recompute.end(found)
         return hidden_states, None
     depths = bool(stack.config.mtp_num_layers)
-    inner = getattr(stack, "mtp_model_layer", stack)  # in an MTP depth: a stack or a layer
-    last = [site for layer in getattr(inner, "layers", [inner]) for site in sites(layer)][-1:]
-    out = mhc.contract(stack, hidden_states, last[0].block if last else None)
+    out = mhc.contract(stack, hidden_states, found[-1].block if found else None)
+    mhc_recompute.end(found)
     return out, hidden_states if depths else None
 
 

@@ -1,16 +1,17 @@
 """Selective recomputation of hyper-connections (`mhc` among the recompute modules).
 
-A block of layers keeps the streams at its start and, for every site, its weights and the output of
-its sub-layer. All streams in between, and the inputs of the sub-layers, are recomputed from those
-in the backward pass. To this end, the tensors that autograd saves inside a site pass through a hook
-that replaces a recomputable one with its recipe; all others are saved unchanged. A recipe repeats
-the exact operations of the forward, so results do not depend on recomputation.
+A block of layers keeps the streams at its start (of which the first in a model are copies of one
+tensor, which is kept instead) and, for every site, its weights and the output of its sub-layer. All
+streams in between, and the inputs of the sub-layers, are recomputed from those in the backward
+pass, and released as it proceeds. To this end, the tensors that autograd saves inside a site pass
+through a hook that replaces a recomputable one with its recipe; all others are saved unchanged. A
+recipe repeats the exact operations of the forward, so results do not depend on recomputation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,10 @@ class Block:
         """The recipe of a tensor; a tensor that is not known is kept."""
         kept = tensor.detach()
         return self._find(tensor) or Recipe(lambda: kept)
+
+    def close(self) -> None:
+        """End the forward: only what autograd has saved keeps recipes, and the values of these."""
+        self._known.clear()
 
     def _find(self, tensor: Tensor) -> Recipe | None:
         known = self._known.get(tensor.untyped_storage()._cdata)
@@ -134,6 +139,14 @@ def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:
             block = Block()
         for site in of_layer:
             site.block = block
+
+
+def end(sites: Iterable[Any]) -> None:
+    """Close the blocks of a forward pass, so that no value outlives its use in the backward."""
+    for site in sites:
+        if site.block is not None:
+            site.block.close()
+            site.block = None
 
 
 def scope(site: Any) -> contextlib.AbstractContextManager[Any]:

@@ -134,8 +134,10 @@ def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
     tokens, layout = recipe.micro_batch_size * recipe.seq_length, recipe.layout
     kept = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
     stages = []
-    for letters, shared in _stages(recipe, rank):
-        stage = sum(kept[letter] for letter in letters) + _blocks(recipe, len(letters), tokens)
+    for number, (letters, shared) in enumerate(_stages(recipe, rank)):
+        begins = rank == number == 0
+        stage = sum(kept[letter] for letter in letters)
+        stage += _blocks(recipe, len(letters), tokens, begins)
         stages.append(stage - shared * _indexer_scores(recipe, tokens, fused))
     if rank == recipe.pipeline_model_parallel_size - 1:
         depth = sum(kept[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
@@ -210,13 +212,16 @@ def _kept_by_site(recipe: Recipe, tokens: int) -> int:
     return 2 * tokens * recipe.hidden_size * (recipe.mhc_num_residual_streams + 1)
 
 
-def _blocks(recipe: Recipe, letters: int, tokens: int) -> int:
-    """The input streams of blocks of recomputed layers; a GPT's layer has two letters."""
+def _blocks(recipe: Recipe, letters: int, tokens: int, begins: bool) -> int:
+    """The input streams of blocks of recomputed layers; a GPT's layer has two letters.
+
+    Those at the start of a model are recomputed from one hidden state, which any model keeps.
+    """
     if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
         return 0
     layers = letters // (1 if recipe.kind == "hybrid" else 2)
     blocks = -(-layers // (recipe.mhc_recompute_layer_num or layers))
-    return blocks * 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
+    return (blocks - begins) * 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
 
 
 def _mlp_width(recipe: Recipe, width: int, module: str) -> int:

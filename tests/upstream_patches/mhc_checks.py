@@ -110,6 +110,13 @@ def recomputed() -> Any:
             value, gradients, kept[how] = stepped(make(**models.MHC, **options))
             pairs = zip(gradients, plain[1], strict=True)
             apart[how] = [abs(value - plain[0]), max((a - b).abs().max().item() for a, b in pairs)]
+        with mock.patch("cppmega.modules.mhc.PART", 1):  # each token by itself
+            value, gradients, _ = stepped(make(**models.MHC))
+        pairs = zip(gradients, plain[1], strict=True)
+        apart["in parts"] = [
+            abs(value - plain[0]),
+            max((a - b).abs().max().item() for a, b in pairs),
+        ]
         found[name] = {"apart": apart, "kept": kept}
     return found
 
@@ -139,7 +146,7 @@ class _Made(TorchDispatchMode):
 
 
 def memory() -> Any:
-    """Values per token that wait for the backward, by recomputation; a GPT of 4 layers, C 64."""
+    """Values per token after the forward and after the backward of a GPT of 4 layers, C 64."""
     found = {}
     for how, options in {
         "without": {},
@@ -148,10 +155,12 @@ def memory() -> Any:
         "mhc by 2": {**models.MHC, **models.SELECTIVE, "mhc_recompute_layer_num": 2},
     }.items():
         model = models.gpt(4, hidden_size=64, add_bias_linear=False, **options)
+        tokens = 4 * models.LENGTH * models.BATCH
         with _Made() as made:
             value = models.loss(model)
-        found[how] = made.alive(model) / (4 * models.LENGTH * models.BATCH)
-        value.backward()
+            found[how] = {"forward": made.alive(model) / tokens}
+            value.backward()
+        found[how]["backward"] = made.alive(model) / tokens
     return found
 
 
