@@ -1,9 +1,9 @@
 """Find the first layer whose output or gradient is not finite.
 
-A forward hook on every layer keeps its output until the pass has ended. That costs no kernel, no
-synchronisation and no collective: most outputs are kept for the backward pass anyway. They are
-inspected only when a run has already failed, on the rank that failed and without communicating with
-the others.
+A forward hook on every layer notes its output until the pass has ended. That costs no kernel, no
+synchronisation, no collective and no memory: the output is inspected if something else, such as the
+backward pass, still keeps it. That happens only when a run has already failed, on the rank that
+failed and without communicating with the others.
 """
 
 from __future__ import annotations
@@ -19,12 +19,30 @@ _OWN = ("embedding",)
 tensor of a run, and must not live longer because of this check."""
 
 
+class _Output:
+    """A tensor that is not kept from being released."""
+
+    def __init__(self, tensor: Any) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._like = tensor.new_empty(0)
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def value(self) -> Any | None:
+        """The tensor; None if its memory has been released."""
+        import torch
+
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # type: ignore[attr-defined]
+        return None if storage is None else self._like.set_(storage, *self._place)
+
+
 class Watch:
     """The outputs of one forward pass, layer by layer."""
 
     def __init__(self) -> None:
         self._watched: set[int] = set()
-        self._outputs: list[tuple[str, Any, Any]] = []
+        self._outputs: list[tuple[str, Any, _Output | None]] = []
         self._passing = False
 
     def begin(self, model: Any) -> None:
@@ -53,31 +71,46 @@ class Watch:
         """Describe where the values of the last pass stopped being finite."""
         import torch
 
+        released: list[str] = []
         for name, module, output in self._outputs:
             bad = [key for key, p in module.named_parameters() if not _finite(p)]
             if bad:
                 return f"the weights of {name} are not finite ({bad[0]})"
-            tensor = _tensor(output)
-            if tensor is not None and not _finite(tensor):
-                with torch.no_grad():
-                    count = int((~torch.isfinite(tensor)).sum())
+            tensor = None if output is None else output.value()
+            if tensor is None:
+                released += [name] if output is not None else []
+            elif _finite(tensor):
+                released.clear()  # what came before was finite, too
+            else:
+                count = int((~torch.isfinite(tensor)).sum())
                 return (
                     f"{name} is the first layer whose output is not finite "
-                    f"({count} of {tensor.numel()} values)"
+                    f"({count} of {tensor.numel()} values){_unless(released)}"
                 )
         if not self._outputs:
             return (
                 "no layer was watched, since CUDA graphs allow no hooks; "
                 "--set cuda_graph_impl=none would name it"
             )
-        return f"every layer up to {self._outputs[-1][0]} is finite: the head or the loss is not"
+        last = self._outputs[-1][0]
+        return f"every layer up to {last} is finite: the head or the loss is not{_unless(released)}"
 
     def _hook(self, name: str) -> Callable[..., None]:
         def keep(module: Any, inputs: Any, output: Any) -> None:
             if self._passing:
-                self._outputs.append((name, module, output))
+                tensor = _tensor(output)
+                noted = None if tensor is None else _Output(tensor.detach())
+                self._outputs.append((name, module, noted))
 
         return keep
+
+
+def _unless(released: list[str]) -> str:
+    """What is not known of layers whose outputs are recomputed in the backward pass."""
+    if not released:
+        return ""
+    names = released[0] if len(released) == 1 else f"{released[0]} to {released[-1]}"
+    return f", unless that began in {names}: recomputation has released what they returned"
 
 
 def layers(model: Any) -> Iterator[tuple[str, Any]]:
