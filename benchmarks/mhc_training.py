@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -104,6 +104,8 @@ class Training:
         self.device = torch.cuda.get_device_name() if has_gpu else "CPU"
         self.stem = self.out / f"mhc_training_{self.device.split()[-1].lower()}"
         self.taken: dict[str, list[float]] = {}
+        self.call = datetime.now(UTC).isoformat(timespec="minutes")
+        """When this call began: hosts differ, so times of two calls have no ratio."""
         file = self.stem.with_suffix(".json")
         kept = json.loads(file.read_text()) if file.is_file() and not self.again else {}
         self.report: dict[str, Any] = {
@@ -134,7 +136,7 @@ class Training:
                 return
             print(f"{name}: {label}", file=sys.stderr, flush=True)
             started = time.monotonic()
-            self.report[name][label] = run(label)
+            self.report[name][label] = run(label) | {"call": self.call}
             taken.append(time.monotonic() - started)
             self.write()
 

@@ -107,7 +107,9 @@ def _speed(runs: Mapping[str, Any]) -> Iterator[str]:
         more = ["", ""]
         if name != "without" and "milliseconds" in base:
             time = run["milliseconds"] / base["milliseconds"] - 1
-            more = [f"{time:+.1%}", f"{(run['peak_bytes'] - base['peak_bytes']) / GIB:+.2f}"]
+            on_one_host = run["call"] == base["call"]
+            memory = (run["peak_bytes"] - base["peak_bytes"]) / GIB
+            more = [f"{time:+.1%}" if on_one_host else "another call", f"{memory:+.2f}"]
         yield (
             f"| {name} | {run['milliseconds']:.1f} | {more[0]} | {run['tokens_per_second']:.0f} "
             f"| {run['peak_bytes'] / GIB:.2f} | {more[1]} |"
@@ -167,12 +169,12 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
     figure, axes = pyplot.subplots(2, len(shown), figsize=(5 * len(shown), 6), squeeze=False)
     for column, (title, runs) in enumerate(shown.items()):
         first = next((runs[name] for name in REFERENCES if name in runs), None)
-        for name, run in runs.items():
-            steps = range(1, len(run["loss"]) + 1)
-            axes[0][column].plot(steps, run["loss"], label=name)
+        for number, (name, run) in enumerate(runs.items()):
+            steps, color = range(1, len(run["loss"]) + 1), f"C{number}"
+            axes[0][column].plot(steps, run["loss"], color, label=name)
             if first is not None and run is not first:
                 apart = [abs(a - b) for a, b in zip(run["loss"], first["loss"], strict=False)]
-                axes[1][column].plot(steps[: len(apart)], apart, label=name)
+                axes[1][column].plot(steps[: len(apart)], apart, color)
         axes[0][column].set(title=title, ylabel="loss, nats")
         axes[1][column].set(xlabel="step", ylabel="from the first reference", yscale="symlog")
         axes[1][column].set_yscale("symlog", linthresh=1e-7)

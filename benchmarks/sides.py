@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cppmega.tree import links
+
+BESIDE = "transformer_engine"
 
 
 def copy(site: Path, root: Path) -> None:
-    """Copy `megatron/` and its dist-info, as pip or an unpacked wheel leave them, into ROOT."""
+    """Copy `megatron/` and its dist-info, as pip or an unpacked wheel leave them, into ROOT.
+
+    Transformer Engine is linked, if SITE has it, so that its pages are applied as well.
+    """
     shutil.copytree(site / "megatron", root / "megatron")
     for info in site.glob("megatron_core-*.dist-info"):
         shutil.copytree(info, root / info.name)
+    for folder in (*site.glob(BESIDE), *site.glob(f"{BESIDE}-*.dist-info")):
+        links.link(folder, root / folder.name)

@@ -37,6 +37,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import time
@@ -249,15 +251,21 @@ class Turns:
         started = time.monotonic()
         options = [*self.options(part, label, last), "--", *part.arguments]
         options += part.also.get(side, ())
+        failure = ""
         try:
             self.bench.wait(label, self.bench.start(label, self.tree(side), *options))
         except MemoryError:
             return {"out_of_memory": True}
+        except click.ClickException as error:
+            # A run that ends with an error after its last step still has a curve.
+            if not (part.is_curve and len(_steps(self.bench.rows(label))) == self.length(part)):
+                raise
+            failure = _said(error.message)
         finally:
             self.taken.append(time.monotonic() - started)
         rows = self.bench.rows(label)
         if part.is_curve:
-            return {"losses": _losses(rows)}
+            return curve(rows, failure)
         found = measured(rows)
         found["seconds"] = [row["seconds"] for row in rows if _counts(row)]
         return found | ({"profile": f"{label}-profile"} if last else {})
@@ -265,8 +273,7 @@ class Turns:
     def options(self, part: Part, label: str, last: bool) -> Iterator[str]:
         """The trainer's options of a run."""
         # The profiler starts one step before the first profiled one.
-        measured_steps = WARM + self.steps + (1 + _PROFILED) * last
-        steps = (part.steps or self.curve_steps) if part.is_curve else measured_steps
+        steps = self.length(part) + (1 + _PROFILED) * (last and not part.is_curve)
         batch = str(part.batch)
         changes = {"micro_batch_size": batch, "global_batch_size": batch, "train_iters": str(steps)}
         changes |= dict(part.fields)
@@ -277,6 +284,10 @@ class Turns:
         if last and not part.is_curve:
             yield from ("--profile", str(_PROFILED), "--profile-after", str(steps - _PROFILED))
             yield from ("--profile-folder", str(self.bench.out / f"{label}-profile"))
+
+    def length(self, part: Part) -> int:
+        """Steps of a run, without those that only a profile needs."""
+        return (part.steps or self.curve_steps) if part.is_curve else WARM + self.steps
 
     def tree(self, side: str) -> Path:
         """A copy of the pristine megatron with a side's patches."""
@@ -331,10 +342,34 @@ def _counts(row: dict[str, Any]) -> bool:
     return row.get("step", 0) > WARM and not row.get("profiled", False)
 
 
-def _losses(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+def curve(rows: list[dict[str, Any]], failure: str = "") -> dict[str, Any]:
+    """The losses of a run, the speed of its second half, and how it failed after its last step."""
+    steps = _steps(rows)
+    second_half = [row["tokens_per_second"] for row in steps[len(steps) // 2 :]]
+    return {
+        "losses": _losses(steps),
+        "tokens_per_second": statistics.median(second_half),
+        "peak_gib": max(row["peak_gib"] for row in steps),
+        **({"failed": failure} if failure else {}),
+    }
+
+
+def _said(message: str) -> str:
+    """The line of a failed run that says what happened (of our own errors, or else the last one),
+    without the paths of a machine."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    line = next((line for line in lines if line.startswith("what:")), lines[-1])
+    return re.sub(r" \(/[^)]*\)", "", line)
+
+
+def _steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "step" in row]
+
+
+def _losses(steps: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
     """Each logged loss by step, the gradient's norm among them."""
     found: dict[str, dict[int, float]] = {}
-    for row in (row for row in rows if "step" in row):
+    for row in steps:
         for name, value in {**row["losses"], "grad norm": row["grad_norm"]}.items():
             found.setdefault(name, {})[row["step"]] = value
     return found

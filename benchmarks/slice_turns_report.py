@@ -171,6 +171,25 @@ def _curves(part: Mapping[str, Any]) -> Iterator[str]:
             curves = [_by_step(runs[each].get(name, {})) for each in (*_REFERENCES, side)]
             yield f"| {name} | {' | '.join(_verdict(*curves))} |"
 
+    yield ""
+    yield from _speed_of_curves(part)
+
+
+def _speed_of_curves(part: Mapping[str, Any]) -> Iterator[str]:
+    """What the runs of the curves also show, and which of them failed at their end."""
+    runs = {name: run for name, run in part["runs"].items() if "tokens_per_second" in run}
+    speeds = (
+        f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB)"
+        for name, run in runs.items()
+    )
+    if runs:
+        what = "tokens/s, medians of the second half of each run (peak memory)"
+        yield f"{what}: {', '.join(speeds)}."
+    for name, run in runs.items():
+        if "failed" in run:
+            yield ""
+            yield f"{name} failed after its last step: {run['failed']}"
+
 
 def _by_step(curve: Mapping[str, float]) -> dict[int, float]:
     return {int(step): value for step, value in curve.items()}

@@ -161,7 +161,7 @@ def test_runs_are_written_one_by_one_and_continued(made: Made, tmp_path: Path) -
         first.part("slice")
     kept = json.loads((tmp_path / "mhc_training_h200.json").read_text())
     assert list(kept["gpt"]) == list(training.RUNS["gpt"]) and list(kept["slice"]) == ["without"]
-    assert kept["gpt"]["reference"] == {"out_of_memory": True}
+    assert kept["gpt"]["reference"]["out_of_memory"] is True
     assert kept["gpt"]["ours"]["stream_bytes"] * 4 == SAVED
     text = (tmp_path / "mhc_training_h200.md").read_text()
     assert "Not run: slice, ours; dev, step." in text
@@ -169,6 +169,8 @@ def test_runs_are_written_one_by_one_and_continued(made: Made, tmp_path: Path) -
     assert "| reference |  |  |  | out of memory |  |" in text
     assert "| ours | 500.0 | +0.0% | 9 | 61.00 | +1.00 |" in text
     assert "fewer than two references" in text
+    kept["gpt"]["without"]["call"] = "of another day"
+    assert "| ours | 500.0 | another call | 9 | 61.00 | +1.00 |" in "\n".join(report.table(kept))
     report.draw(kept, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     Stub.seen.clear()

@@ -38,7 +38,7 @@ MILLISECONDS = {
 }
 TRAINER = """
 import json, sys
-metrics, side, failure, steps, milliseconds, profiled = json.loads(sys.argv[1])
+metrics, side, failure, late, steps, milliseconds, profiled = json.loads(sys.argv[1])
 if failure:
     sys.exit(failure)
 with open(metrics, "a") as file:
@@ -54,6 +54,7 @@ with open(metrics, "a") as file:
                "loss": loss, "grad_norm": 1.0, "mock_data": False,
                "losses": {"lm loss": loss, "indexer loss": indexer},
                "profiled": step > steps - profiled})
+sys.exit(late)
 """
 
 
@@ -62,6 +63,7 @@ class Bench(training.Bench):  # type: ignore[misc, name-defined]
 
     full: tuple[str, ...] = ()
     failing: str = ""
+    failing_late: str = ""
     started: dict[str, RunOptions]
     passed: dict[str, tuple[str, ...]]
 
@@ -80,6 +82,7 @@ class Bench(training.Bench):  # type: ignore[misc, name-defined]
         out_of_memory = name.split("-")[0] in self.full and side == "before"
         failure = "torch.OutOfMemoryError: CUDA out of memory." if out_of_memory else ""
         call = [str(self.metrics(name)), side, failure or "it broke" * (side == self.failing)]
+        call += ["    what: it ended badly\n    next: look" * (side == self.failing_late) or 0]
         call += [int(changes["train_iters"]), MILLISECONDS[side], 3 * bool(parsed.profile)]
         log = (self.out / f"{name}.log").open("ab")
         with log:
@@ -206,6 +209,20 @@ def test_a_side_that_fails_leaves_the_others_their_results(tmp_path: Path) -> No
     assert list(made.bench.started)[4:] == [
         f"shared1-{x}" for x in ("before1", "after1", "before2")
     ]
+
+
+def test_a_curve_whose_run_fails_at_its_end_is_judged_and_the_failure_is_stated(
+    tmp_path: Path,
+) -> None:
+    made = turns(tmp_path)
+    made.bench.failing_late = "te"
+    made.part("curves_shared")
+    text = slices.write_report(tmp_path, slices.SUBJECTS["sharing"])
+    assert "te from stock" in text and "\nte1 failed after its last step: what: it ended" in text
+    assert "tokens/s, medians of the second half of each run (peak memory): stock1 " in text
+    made.bench.failing_late = "after"  # a speed needs a run that ended well
+    with pytest.raises(click.ClickException, match="it ended badly"):
+        made.part("shared1")
 
 
 def test_only_the_side_after_has_graphs_at_the_small_micro_batch(tmp_path: Path) -> None:
