@@ -42,7 +42,7 @@ def check(context: Context) -> str:
             "CUDA graphs would capture complete MoE layers, whose experts drop no tokens.",
             "The number of tokens per expert changes from step to step, and is known only to the "
             "GPU; the host has to wait for it, which no graph can do. The capture would fail.",
-            "--set cuda_graph_modules=attn,moe_router, which leaves the experts out",
+            "--set \"cuda_graph_modules=('attn', 'moe_router')\", which leaves the experts out",
         )
     if recipe is None or recipe.graph_pool is None:
         return "the pool was not measured for this model"
