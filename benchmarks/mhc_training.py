@@ -36,8 +36,9 @@ from typing import Any
 import click
 import sides
 import torch
-from slice_report import measured
-from slice_training import Bench, environment, prepare
+from slice_report import headline, measured
+from slice_report import table as of_recipe
+from slice_training import Bench, environment, header, prepare
 from slice_turns import apply
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -77,6 +78,11 @@ SMALL = {
 }
 """Run -> its way, and the device where that is not the best there is."""
 ON_CPU = ("reference", "again", "nudged", "fused")
+OF_RECIPE = (
+    *("overlay", "steps", "milliseconds", "tokens_per_second", "tflops_per_gpu"),
+    *("tflops_per_gpu_by_megatron", "peak_gib", "first_loss", "last_loss"),
+)
+"""What a recipe's result has of its run; the curves are in the log."""
 LABELS = {
     "small": tuple(SMALL),
     **{part: tuple(runs) for part, runs in RUNS.items()},
@@ -206,7 +212,9 @@ class Training:
         rows = bench.rows(file)
         changed = recipes_index.with_text(recipe, changes)
         tokens = changed.micro_batch_size * changed.seq_length
+        facts = {"facts": header(bench)} if label == "ours" else {}
         return {
+            **facts,
             **{k: v for k, v in measured(rows).items() if k not in ("curve", "mtp")},
             **_curves(rows),
             "peak_bytes": max(row["peak_gib"] for row in rows if "step" in row) * memory.GIB,
@@ -219,6 +227,24 @@ class Training:
         """Write what there is."""
         self.stem.with_suffix(".json").write_text(json.dumps(self.report, indent=1) + "\n")
         self.stem.with_suffix(".md").write_text("\n".join(self.lines()) + "\n")
+        for part, recipe in RECIPES.items():
+            if "facts" in (run := self.report[part].get("ours", {})):
+                self.write_recipe(recipe, run)
+
+    def write_recipe(self, recipe: str, run: dict[str, Any]) -> None:
+        """Write a run of a recipe as `slice_training.py` writes a recipe's result."""
+        kept = {key: value for key, value in run.items() if key in OF_RECIPE}
+        log = self.stem.with_suffix(".json").name
+        result = {
+            **run["facts"],
+            "benchmark": "mhc_training",
+            "log": log,
+            "runs": {"overlay": kept},
+        }
+        result["headline"] = headline(result)
+        target = self.out / f"{recipe}.json"
+        target.write_text(json.dumps(result, indent=1) + "\n")
+        target.with_suffix(".md").write_text(of_recipe(result))
 
     def lines(self) -> Iterator[str]:
         """The report, and what of it was not run."""

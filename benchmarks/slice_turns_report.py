@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from slice_subjects import Subject
 
 from cppmega.runs import json_file
 from cppmega.runs import profile as run_profile
@@ -17,29 +18,6 @@ FACTOR = 2.0
 _REFERENCES = ("stock", "again")
 DENSE = 0.9
 """tokens/s with the dense loss over those with the sparse one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is compared.
-
-    Attributes:
-        title: of the report.
-        name: of the files with the results.
-        pages: those that `before` lacks; empty: the sides differ only in their arguments.
-        curves: the pages that `ours` has in addition to those of stock in the curves.
-        targets: tokens/s of `after` over `before`, by part.
-        parts: what is run, in this order.
-        switches: variables of the environment in which patches are applied and runs are started.
-    """
-
-    title: str
-    name: str
-    pages: tuple[str, ...]
-    curves: tuple[str, ...]
-    targets: Mapping[str, float]
-    parts: tuple[str, ...]
-    switches: Mapping[str, str] = field(default_factory=dict)
 
 
 def report(

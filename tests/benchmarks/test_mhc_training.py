@@ -139,6 +139,10 @@ def made_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(training, "Bench", Stub)
     monkeypatch.setattr(training.sides, "copy", lambda site, root: None)
     monkeypatch.setattr(training, "apply", lambda root, pages: None)
+    facts: dict[str, Any] = {"recipe": "gpt_mhc_h200", "changes": [], "date": "d", "gpus": 1}
+    facts |= {"stack": {"gpu": "NVIDIA H200"}, "data": dict.fromkeys(("fingerprint", "documents"))}
+    facts["data"]["tokens"] = 1
+    monkeypatch.setattr(training, "header", lambda bench: facts)
     said = json.dumps({"GPT": CURVE, "hybrid": CURVE})
     command = [sys.executable, "-c", f"print({said!r})"]
     monkeypatch.setattr(training, "command_of", lambda *given, **named: command)
@@ -169,6 +173,9 @@ def test_runs_are_written_one_by_one_and_continued(made: Made, tmp_path: Path) -
     assert "| reference |  |  |  | out of memory |  |" in text
     assert "| ours | 500.0 | +0.0% | 9 | 61.00 | +1.00 |" in text
     assert "fewer than two references" in text
+    result = json.loads((tmp_path / "gpt_mhc_h200.json").read_text())
+    assert result["headline"] == "1 x NVIDIA H200: overlay 9 tokens/s, 61.0 GiB"
+    assert (tmp_path / result["log"]).is_file() and "loss" not in result["runs"]["overlay"]
     kept["gpt"]["without"]["call"] = "of another day"
     assert "| ours | 500.0 | another call | 9 | 61.00 | +1.00 |" in "\n".join(report.table(kept))
     report.draw(kept, tmp_path / "curves.png")
