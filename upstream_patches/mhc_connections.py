@@ -8,15 +8,17 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     `cppmega/ops/mhc_reference.py`, which also computes it, unless `--use-fused-mhc` selects the
     kernels of `cppmega/ops/mhc.py`; a run that requests the kernels and cannot use them stops.
     `--recompute-modules mhc` keeps the streams with which a block of layers begins
-    (`--mhc-recompute-layer-num`) and recomputes the others. Features that mHC does not support
-    (dropout, graphs, fp32 residuals, FP8, context parallelism, FSDP, offloading, interleaved
-    stages, shared keys of DSA) are refused by name. In the first step no gradient of the mapping is
-    exactly zero; the gradients that are zero are the same as without mHC: those of embeddings of
-    tokens that the batch lacks (and of parts of the bias of all keys, whose gradient is rounding
-    error). The gradient of the first site's mixing matrix has the size of rounding errors, because
-    its streams are still equal and its columns sum to 1; where a norm follows, the gradient of its
-    input's weights is small, because the norm cancels their common scale. Parameters of the mapping
-    stay in fp32, which `float16_keep_fp32` enables the optimizers to save.
+    (`--mhc-recompute-layer-num`; of a model's first block the embeddings, of which its streams are
+    copies) and recomputes the others. A block needs all its streams at once in the backward pass,
+    so several blocks lower the peak of a deep model. Features that mHC does not support (dropout,
+    graphs, fp32 residuals, FP8, context parallelism, FSDP, offloading, interleaved stages, shared
+    keys of DSA) are refused by name. In the first step no gradient of the mapping is exactly zero;
+    the gradients that are zero are the same as without mHC: those of embeddings of tokens that the
+    batch lacks (and of parts of the bias of all keys, whose gradient is rounding error). The
+    gradient of the first site's mixing matrix has the size of rounding errors, because its streams
+    are still equal and its columns sum to 1; where a norm follows, the gradient of its input's
+    weights is small, because the norm cancels their common scale. Parameters of the mapping stay in
+    fp32, which `float16_keep_fp32` enables the optimizers to save.
 Why: No release has them: 0.20 is announced with them, for hybrid models, but without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),

@@ -84,7 +84,9 @@ def estimate(recipe: Recipe, widened: Iterable[Widths] = (), attends: bool = Fal
 def _of_rank(recipe: Recipe, rank: int, fused: bool) -> Estimate:
     is_last = rank == recipe.pipeline_model_parallel_size - 1
     logits = _logits(recipe) if is_last else 0
-    return Estimate(_states(recipe, rank), _activations(recipe, rank, fused), logits)
+    # A block is recomputed once the backward pass has left the losses.
+    again = max(_recomputed_streams(recipe, rank) - logits, 0)
+    return Estimate(_states(recipe, rank), _activations(recipe, rank, fused) + again, logits)
 
 
 def _stages(recipe: Recipe, rank: int) -> list[tuple[str, int]]:
@@ -213,15 +215,33 @@ def _kept_by_site(recipe: Recipe, tokens: int) -> int:
 
 
 def _blocks(recipe: Recipe, letters: int, tokens: int, begins: bool) -> int:
-    """The input streams of blocks of recomputed layers; a GPT's layer has two letters.
+    """The input streams of blocks of recomputed layers.
 
     Those at the start of a model are recomputed from one hidden state, which any model keeps.
     """
     if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
         return 0
-    layers = letters // (1 if recipe.kind == "hybrid" else 2)
-    blocks = -(-layers // (recipe.mhc_recompute_layer_num or layers))
-    return (blocks - begins) * 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
+    blocks = -(-letters // _sites(recipe, letters))
+    return (blocks - begins) * _streams(recipe, tokens)
+
+
+def _recomputed_streams(recipe: Recipe, rank: int) -> int:
+    """The streams of one block, all of which its backward pass computes before it begins."""
+    if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
+        return 0
+    tokens = recipe.micro_batch_size * recipe.seq_length
+    sites = max(_sites(recipe, len(letters)) for letters, _ in _stages(recipe, rank))
+    return sites * _streams(recipe, tokens)
+
+
+def _sites(recipe: Recipe, letters: int) -> int:
+    """Sites of a block of recomputed layers; a GPT's layer has two letters, and two sites."""
+    of_layer = 1 if recipe.kind == "hybrid" else 2
+    return min(of_layer * (recipe.mhc_recompute_layer_num or letters), letters)
+
+
+def _streams(recipe: Recipe, tokens: int) -> int:
+    return 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
 
 
 def _mlp_width(recipe: Recipe, width: int, module: str) -> int:

@@ -240,10 +240,23 @@ def test_a_model_with_hyper_connections_counts_as_it_is_built() -> None:
         contractions = 1 + recipe.layout.depths
         again = 2 * contractions * recipe.mhc_num_residual_streams**2 * recipe.hidden_size
         assert whole + again == pytest.approx(built[name]["counted"], rel=1e-12), name
-        more = recipe.with_(recompute_modules=("mhc",))
-        less = more.with_(mhc_recompute_layer_num=1)
-        kept = [estimate(each).activations for each in (more, less, recipe)]
-        assert kept == sorted(kept) and kept[0] < kept[2], name
+        whole_stack = recipe.with_(recompute_modules=("mhc",))
+        by_layer = whole_stack.with_(mhc_recompute_layer_num=1)
+        kept = [estimate(each).activations for each in (whole_stack, by_layer, recipe)]
+        assert max(kept[:2]) < kept[2], name
+
+
+def test_one_block_of_a_deep_model_is_not_the_cheapest() -> None:
+    recipe = recipes_index.load("gpt_mhc_h200").with_(num_layers=32, recompute_modules=("mhc",))
+    blocks = (None, 1, 4)
+    one, each, some = (
+        estimate(recipe.with_(mhc_recompute_layer_num=n)).activations for n in blocks
+    )
+    assert some < each < one < estimate(recipe.with_(recompute_modules=())).activations
+    stream = 2 * 2 * 4096 * 4096 * 4
+    logits = estimate(recipe).logits
+    # 64 sites at once, when the logits are gone; 8 blocks of 8 sites, the first without streams.
+    assert one - some == (64 * stream - logits) - 7 * stream
 
 
 @pytest.mark.megatron
