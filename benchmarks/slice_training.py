@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 import psutil
@@ -68,6 +68,8 @@ class Bench:
     out: Path
     data: Path
     timeout: float
+    period: ClassVar[float] = 0.5
+    """Seconds between two looks at a run."""
 
     def tree(self, name: str) -> Path:
         """A copy of the pristine megatron with that variant's patches."""
@@ -127,7 +129,7 @@ class Bench:
             if time.monotonic() > deadline:
                 kill(process)
                 raise click.ClickException(f"{name} ran for more than {self.timeout:.0f} s")
-            time.sleep(0.5)
+            time.sleep(self.period)
         if process.returncode:
             if _FULL in (self.out / f"{name}.log").read_text(errors="replace"):
                 raise MemoryError(name)

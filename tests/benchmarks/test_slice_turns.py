@@ -62,6 +62,7 @@ class Bench(training.Bench):  # type: ignore[misc, name-defined]
     """Runs a stand-in for the trainer; keeps the options that it was started with."""
 
     full: tuple[str, ...] = ()
+    period = 0.05
     failing: str = ""
     failing_late: str = ""
     started: dict[str, RunOptions]
