@@ -7,6 +7,7 @@ without an optimizer, which is the same for all. All ways begin from one seed an
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -21,19 +22,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import on_gpu
+from megatron.core.activations import squared_relu
 from megatron.core.fusions import fused_mhc_kernels
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.hyper_connection import HyperConnectionModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from cppmega.modules import mhc_in_megatron
 from cppmega.proof import cpu_shims
+from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
 
-SIZES = {"layers": 8, "width": 4096, "heads": 32, "length": 4096, "batch": 2, "words": 65536}
-"""Those of the recipe gpt_mhc_h200."""
-STREAMS = 4
+RECIPE = recipes_index.load("gpt_mhc_h200")
 WAYS = ("without", "dev", "ours")
 CLOSE = {"loss": 2e-3, "grad norm": 2e-2}
 """How far two ways in bf16 may be from each other, relative to the value."""
@@ -45,7 +46,7 @@ def main() -> None:
     importlib.import_module("transformer_engine.pytorch")
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
     cpu_shims.init_distributed()
-    found = {way: measured(way, SIZES) for way in WAYS}
+    found = {way: measured(way, RECIPE) for way in WAYS}
     for what, bound in CLOSE.items():
         ours, other = (found[way][what] for way in ("ours", "dev"))
         if not abs(ours - other) <= bound * abs(other):
@@ -53,14 +54,14 @@ def main() -> None:
     print(json.dumps(found | {"backends": fused_mhc_kernels._mhc_backend_selection()}))
 
 
-def measured(way: str, sizes: dict[str, int]) -> dict[str, float]:
+def measured(way: str, recipe: Recipe) -> dict[str, float]:
     """Milliseconds and peak bytes of a step, its loss and its gradient's norm."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     print(f"{way}: the first step compiles its kernels", file=sys.stderr, flush=True)
-    model = built(way, sizes)
-    given = batch(sizes)
+    model = built(way, recipe)
+    given = batch(recipe)
 
     def step() -> torch.Tensor:
         model.zero_grad()
@@ -78,14 +79,14 @@ def measured(way: str, sizes: dict[str, int]) -> dict[str, float]:
     return {"milliseconds": milliseconds, "peak_bytes": peak, "loss": loss, "grad norm": norm}
 
 
-def built(way: str, sizes: dict[str, int]) -> Any:
+def built(way: str, recipe: Recipe) -> Any:
     """The GPT without streams, or with those whose kernels are dev's or ours."""
     streams = way != "without"
     settings = TransformerConfig(
-        num_layers=sizes["layers"],
-        hidden_size=sizes["width"],
-        ffn_hidden_size=4 * sizes["width"],
-        num_attention_heads=sizes["heads"],
+        num_layers=recipe.num_layers,
+        hidden_size=recipe.hidden_size,
+        ffn_hidden_size=recipe.ffn_hidden_size,
+        num_attention_heads=recipe.num_attention_heads,
         activation_func=squared_relu,
         normalization="RMSNorm",
         add_bias_linear=False,
@@ -95,7 +96,7 @@ def built(way: str, sizes: dict[str, int]) -> Any:
         bf16=True,
         params_dtype=torch.bfloat16,
         enable_hyper_connections=streams,
-        num_residual_streams=STREAMS,
+        num_residual_streams=recipe.mhc_num_residual_streams,
         use_fused_mhc=streams,
     )
     torch.manual_seed(1)
@@ -103,37 +104,32 @@ def built(way: str, sizes: dict[str, int]) -> Any:
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         enable_hyper_connection=streams
     )
-    # Without this call of the page, a module keeps the ops that dev has chosen for this GPU.
-    kept = mock.patch.object(mhc_in_megatron, "use_kernels", lambda module: None)
+    with devs_ops() if way == "dev" else contextlib.nullcontext():
+        model = GPTModel(
+            settings,
+            transformer_layer_spec=spec,
+            vocab_size=recipe.vocab_size,
+            max_sequence_length=recipe.seq_length,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        ).cuda()
     if way == "dev":
-        kept.start()
-    model = GPTModel(
-        settings,
-        transformer_layer_spec=spec,
-        vocab_size=sizes["words"],
-        max_sequence_length=sizes["length"],
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).cuda()
-    if way == "dev":
-        kept.stop()
-        for site in model.modules():
-            if isinstance(site, HyperConnectionModule):
-                site.config.use_fused_mhc = False  # read by the page alone, once a site is built
+        settings.use_fused_mhc = False  # read by the page alone, once the sites are built
     return model
 
 
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """The recipe's activation."""
-    return torch.nn.functional.relu(x).square()
+def devs_ops() -> Any:
+    """A context in which sites keep the ops that dev has chosen for this GPU: the page's call that
+    replaces them does nothing."""
+    return mock.patch.object(mhc_in_megatron, "use_kernels", lambda module: None)
 
 
-def batch(sizes: dict[str, int]) -> dict[str, Any]:
+def batch(recipe: Recipe) -> dict[str, Any]:
     """One microbatch; the layers make their causal mask themselves."""
-    shape = sizes["batch"], sizes["length"] + 1
+    shape = recipe.micro_batch_size, recipe.seq_length + 1
     drawn = torch.Generator("cuda").manual_seed(2)
-    tokens = torch.randint(sizes["words"], shape, generator=drawn, device="cuda")
-    positions = torch.arange(sizes["length"], device="cuda").expand(sizes["batch"], -1)
+    tokens = torch.randint(recipe.vocab_size, shape, generator=drawn, device="cuda")
+    positions = torch.arange(recipe.seq_length, device="cuda").expand(recipe.micro_batch_size, -1)
     return {
         "input_ids": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),

@@ -30,13 +30,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
 import sides
 import torch
-from slice_report import headline, measured
+from slice_report import headline, measured, steps_of
 from slice_report import table as of_recipe
 from slice_training import Bench, environment, header, prepare
 from slice_turns import apply
@@ -164,7 +163,8 @@ class Training:
         """A step of the GPT of dev by each implementation."""
         assert self.dev is not None
         root = self.tree("dev", self.dev, ("mhc_fused_kernels",))
-        return self.said(f"dev {label}", root, "from benchmarks import mhc_dev_step as s\ns.main()")
+        code = "from benchmarks import mhc_dev_step as s\ns.main()"
+        return self.said(f"dev {label}", root, code, {})
 
     def tree(self, name: str, pristine: Path, pages: Sequence[str]) -> Path:
         """A copy of a pristine Megatron with these pages alone."""
@@ -175,7 +175,7 @@ class Training:
         return root
 
     def said(
-        self, label: str, root: Path, code: str, variables: Mapping[str, str] = MappingProxyType({})
+        self, label: str, root: Path, code: str, variables: Mapping[str, str]
     ) -> dict[str, Any]:
         """What code prints as JSON, in a process that runs a tree."""
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -217,7 +217,7 @@ class Training:
             **facts,
             **{k: v for k, v in measured(rows).items() if k not in ("curve", "mtp")},
             **_curves(rows),
-            "peak_bytes": max(row["peak_gib"] for row in rows if "step" in row) * memory.GIB,
+            "peak_bytes": max(row["peak_gib"] for row in steps_of(rows)) * memory.GIB,
             "states_bytes": memory.estimate(changed).states,
             "stream_bytes": 2 * tokens * changed.hidden_size,
             "layers": changed.num_layers or len(changed.layout.main),
@@ -261,7 +261,7 @@ class Training:
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Loss and gradient norm by step, as those of the small models."""
-    steps = [row for row in rows if "step" in row]
+    steps = steps_of(rows)
     return {
         "loss": [row["loss"] for row in steps],
         "grad norm": [row["grad_norm"] for row in steps],

@@ -31,7 +31,7 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ClickException: a loss or gradient is not finite, so the throughput means nothing.
     """
     start = next(row for row in rows if "start" in row)
-    steps = [row for row in rows if "step" in row]
+    steps = steps_of(rows)
     if start["mock_data"] or any(row["mock_data"] for row in steps):
         raise click.ClickException(
             "the run trained on mock data, which must not appear in a result"
@@ -59,6 +59,11 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def steps_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of steps, without those of starts."""
+    return [row for row in rows if "step" in row]
+
+
 def mtp(row: dict[str, Any]) -> list[float]:
     """The MTP losses of a step, by depth."""
     return [value for key, value in sorted(row["losses"].items()) if key.startswith("mtp")]
@@ -66,7 +71,7 @@ def mtp(row: dict[str, Any]) -> list[float]:
 
 def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
     """The loss by step."""
-    return {row["step"]: row["loss"] for row in rows if "step" in row}
+    return {row["step"]: row["loss"] for row in steps_of(rows)}
 
 
 def compared(

@@ -50,7 +50,7 @@ from typing import Any
 import click
 import sides
 import slice_training
-from slice_report import WARM, headline, measured, table
+from slice_report import WARM, headline, measured, steps_of, table
 from slice_subjects import PARTS, SUBJECTS, Part, Subject
 from slice_training import STARTS, Bench, environment, prepare
 
@@ -126,7 +126,7 @@ class Turns:
             return {"out_of_memory": True}
         except click.ClickException as error:
             # A run that ends with an error after its last step still has a curve.
-            if not (part.is_curve and len(_steps(self.bench.rows(label))) == self.length(part)):
+            if not (part.is_curve and len(steps_of(self.bench.rows(label))) == self.length(part)):
                 raise
             failure = _said(error.message)
         finally:
@@ -212,7 +212,7 @@ def _counts(row: dict[str, Any]) -> bool:
 
 def curve(rows: list[dict[str, Any]], failure: str = "") -> dict[str, Any]:
     """The losses of a run, the speed of its second half, and how it failed after its last step."""
-    steps = _steps(rows)
+    steps = steps_of(rows)
     second_half = [row["tokens_per_second"] for row in steps[len(steps) // 2 :]]
     return {
         "losses": _losses(steps),
@@ -228,10 +228,6 @@ def _said(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     line = next((line for line in lines if line.startswith("what:")), lines[-1])
     return re.sub(r" \(/[^)]*\)", "", line)
-
-
-def _steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if "step" in row]
 
 
 def _losses(steps: list[dict[str, Any]]) -> dict[str, dict[int, float]]:

@@ -125,14 +125,15 @@ def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
     config = stack.config
     if not getattr(config, "enable_mhc_connections", False):
         return hidden_states
-    mhc_recompute.begin([sites(layer) for layer in stack.layers], config, stack.training)
+    of_layers = [sites(layer) for layer in stack.layers]
+    mhc_recompute.begin(of_layers, config, stack.training)
     if not stack.pre_process or getattr(stack, "is_mtp_layer", False):
         return hidden_states  # already the streams, of the previous stage or of the depth
     streams = mhc.expand(hidden_states, config.mhc_num_residual_streams)
-    first = [site for layer in stack.layers for site in sites(layer)][:1]
-    if first and first[0].block is not None:
+    block = next((site.block for of_layer in of_layers for site in of_layer), None)
+    if block is not None:
         kept = hidden_states.detach()
-        first[0].block.know(streams, lambda: mhc.expand(kept, config.mhc_num_residual_streams))
+        block.know(streams, lambda: mhc.expand(kept, config.mhc_num_residual_streams))
     return streams
 
 
@@ -144,6 +145,8 @@ def with_head(stack: Any, ends: bool) -> None:
 
 def contracted(stack: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
     """Hidden states for the final norm, and the streams if MTP depths read them."""
+    if not getattr(stack.config, "enable_mhc_connections", False):
+        return hidden_states, None
     inner = getattr(stack, "mtp_model_layer", stack)  # in an MTP depth: a stack or a layer
     found = [site for layer in getattr(inner, "layers", [inner]) for site in sites(layer)]
     if getattr(stack, mhc.HEAD[0], None) is None:

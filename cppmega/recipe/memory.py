@@ -209,9 +209,13 @@ def _kept_by_mamba3(recipe: Recipe) -> int:
 
 def _kept_by_site(recipe: Recipe, tokens: int) -> int:
     """The streams and the sub-layer's output; recomputed: the output in place of the input."""
-    if not recipe.uses_mhc or "mhc" in recipe.recompute_modules:
+    if not recipe.uses_mhc or _recomputes_streams(recipe):
         return 0
-    return 2 * tokens * recipe.hidden_size * (recipe.mhc_num_residual_streams + 1)
+    return _streams(recipe, tokens) + 2 * tokens * recipe.hidden_size
+
+
+def _recomputes_streams(recipe: Recipe) -> bool:
+    return recipe.uses_mhc and "mhc" in recipe.recompute_modules
 
 
 def _blocks(recipe: Recipe, letters: int, tokens: int, begins: bool) -> int:
@@ -219,7 +223,7 @@ def _blocks(recipe: Recipe, letters: int, tokens: int, begins: bool) -> int:
 
     Those at the start of a model are recomputed from one hidden state, which any model keeps.
     """
-    if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
+    if not _recomputes_streams(recipe):
         return 0
     blocks = -(-letters // _sites(recipe, letters))
     return (blocks - begins) * _streams(recipe, tokens)
@@ -227,7 +231,7 @@ def _blocks(recipe: Recipe, letters: int, tokens: int, begins: bool) -> int:
 
 def _recomputed_streams(recipe: Recipe, rank: int) -> int:
     """The streams of one block, all of which its backward pass computes before it begins."""
-    if not recipe.uses_mhc or "mhc" not in recipe.recompute_modules:
+    if not _recomputes_streams(recipe):
         return 0
     tokens = recipe.micro_batch_size * recipe.seq_length
     sites = max(_sites(recipe, len(letters)) for letters, _ in _stages(recipe, rank))

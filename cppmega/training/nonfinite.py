@@ -76,9 +76,11 @@ class Watch:
             bad = [key for key, p in module.named_parameters() if not _finite(p)]
             if bad:
                 return f"the weights of {name} are not finite ({bad[0]})"
-            tensor = None if output is None else output.value()
+            if output is None:
+                continue
+            tensor = output.value()
             if tensor is None:
-                released += [name] if output is not None else []
+                released.append(name)
             elif _finite(tensor):
                 released.clear()  # what came before was finite, too
             else:
@@ -99,8 +101,7 @@ class Watch:
         def keep(module: Any, inputs: Any, output: Any) -> None:
             if self._passing:
                 tensor = _tensor(output)
-                noted = None if tensor is None else _Output(tensor.detach())
-                self._outputs.append((name, module, noted))
+                self._outputs.append((name, module, None if tensor is None else _Output(tensor)))
 
         return keep
 

@@ -107,16 +107,10 @@ def recomputed() -> Any:
             "mhc": models.SELECTIVE,
             "mhc by 2": {**models.SELECTIVE, "mhc_recompute_layer_num": 2},
         }.items():
-            value, gradients, kept[how] = stepped(make(**models.MHC, **options))
-            pairs = zip(gradients, plain[1], strict=True)
-            apart[how] = [abs(value - plain[0]), max((a - b).abs().max().item() for a, b in pairs)]
+            step = stepped(make(**models.MHC, **options))
+            apart[how], kept[how] = distances(step, plain), step[2]
         with mock.patch("cppmega.modules.mhc.PART", 1):  # each token by itself
-            value, gradients, _ = stepped(make(**models.MHC))
-        pairs = zip(gradients, plain[1], strict=True)
-        apart["in parts"] = [
-            abs(value - plain[0]),
-            max((a - b).abs().max().item() for a, b in pairs),
-        ]
+            apart["in parts"] = distances(stepped(make(**models.MHC)), plain)
         found[name] = {"apart": apart, "kept": kept}
     return found
 
@@ -174,9 +168,16 @@ def other_site() -> None:
     site.bias_dropout_add(True, False)((x, None), x, 0.0)
 
 
-def stepped(
-    model: Any, then: Callable[[], None] = lambda: None
-) -> tuple[float, list[torch.Tensor], int]:
+Step = tuple[float, list[torch.Tensor], int]
+
+
+def distances(one: Step, other: Step) -> list[float]:
+    """How far apart the losses of two steps are, and their gradients at most."""
+    pairs = zip(one[1], other[1], strict=True)
+    return [abs(one[0] - other[0]), max((a - b).abs().max().item() for a, b in pairs)]
+
+
+def stepped(model: Any, then: Callable[[], None] = lambda: None) -> Step:
     """Loss and gradients of a step, and how many tensors of streams wait for its backward."""
     from cppmega.modules import mhc
 
@@ -200,12 +201,10 @@ def fused() -> Any:
     """Distances between the kernels, which are interpreted here, and the reference."""
     importlib.import_module("tests.ops.interpreted")
     options = {**models.MHC, "mhc_num_residual_streams": 2}
-    value, gradients, _ = stepped(models.gpt(1, **options))
+    plain = stepped(models.gpt(1, **options))
     kernels = {"use_fused_mhc": True, **models.SELECTIVE}
-    other, others, kept = stepped(models.gpt(1, **options, **kernels), other_site)
-    pairs = zip(gradients, others, strict=True)
-    apart = [abs(value - other), max((a - b).abs().max().item() for a, b in pairs)]
-    return {"apart": apart, "kept": kept}
+    step = stepped(models.gpt(1, **options, **kernels), other_site)
+    return {"apart": distances(plain, step), "kept": step[2]}
 
 
 def refusal(**options: Any) -> str:
