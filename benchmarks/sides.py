@@ -21,5 +21,5 @@ def copy(site: Path, root: Path) -> None:
     shutil.copytree(site / "megatron", root / "megatron")
     for info in site.glob("megatron_core-*.dist-info"):
         shutil.copytree(info, root / info.name)
-    for folder in (*site.glob(BESIDE), *site.glob(f"{BESIDE}-*.dist-info")):
+    for folder in (*site.glob(BESIDE), *site.glob(f"{BESIDE}*.dist-info")):
         links.link(folder, root / folder.name)

@@ -130,6 +130,8 @@ class _Judge:
         spec = vars(module).get("__spec__")  # an attribute of a lazy module may trigger imports
         file = spec.origin if spec is not None and spec.has_location else None
         file = file or vars(module).get("__file__")
+        if spec is None and file is not None and _is_of_extension(name, module, file):
+            return
         if name.partition(".")[0] in self._packages:
             if spec is None or spec.name == name or sys.modules.get(spec.name) is not module:
                 self.judged.problems += self._named(name, module, file)  # else: an alias
@@ -282,6 +284,21 @@ def _refuse_differing(everyone: Iterable[tuple[str, dict[str, str]]]) -> None:
                     "install the same files on every host; copy an extension built on one, "
                     "or build it on each with the same compiler",
                 )
+
+
+def _is_of_extension(name: str, module: ModuleType, file: str) -> bool:
+    """Whether the code of an extension created this module inside its own, which is judged.
+
+    pybind11 gives such a submodule the file of the extension, and neither a spec nor a loader.
+    """
+    outer, _, attribute = name.rpartition(".")
+    extension = sys.modules.get(outer)
+    spec = getattr(extension, "__spec__", None)
+    return (
+        type(getattr(spec, "loader", None)) is ExtensionFileLoader
+        and getattr(spec, "origin", None) == file
+        and vars(extension).get(attribute) is module
+    )
 
 
 def _paths(base: str) -> Iterator[str]:

@@ -490,6 +490,27 @@ def test_a_built_extension_is_hashed(site: Site) -> None:
     assert "1 of built here" in found.summary()
 
 
+def test_a_module_inside_an_extension_is_the_extension(site: Site) -> None:
+    """As pybind11 makes them: the file of the extension, and neither a spec nor a loader."""
+    import _bisect
+
+    if not hasattr(_bisect, "__file__"):
+        pytest.skip("this Python has the module built in")
+    there = Path(_bisect.__file__)
+    site.write(f"megatron/core/{there.name}", there.read_bytes())
+    site.write("megatron/core/Makefile", b"")
+    site.load("megatron.core._bisect")
+    outer = sys.modules["megatron.core._bisect"]
+    inner = types.ModuleType("megatron.core._bisect.inner")
+    inner.__file__ = outer.__file__
+    sys.modules[inner.__name__] = inner
+    assert site.problems() == {"other-file"}, "the extension does not have it"
+    vars(outer)["inner"] = inner
+    assert not site.problems()
+    inner.__file__ = str(site.root / A)
+    assert site.problems() == {"other-file"}
+
+
 def test_ranks_are_compared_file_by_file(site: Site) -> None:
     """Pipeline stages import different files; what two of them share must be the same."""
     site.load()
