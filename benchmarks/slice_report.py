@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from cppmega.host.wording import counted
+
 WARM = 10
 """Steps left out of the medians."""
 SAVE, KILL, END = 20, 25, 40
@@ -127,7 +129,7 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
     changes = f" ({', '.join(result['changes'])})" if result["changes"] else ""
     yield f"# {result['recipe']}{changes}, {result['date']}"
     yield ""
-    yield f"{result['gpus']} GPUs; {stack}."
+    yield f"{counted(result['gpus'], 'GPU')}; {stack}."
     data = result["data"]
     yield f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens."
     yield ""

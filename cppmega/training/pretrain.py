@@ -17,6 +17,7 @@ from msgspec import UNSET
 from cppmega import guard
 from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
 from cppmega.live import live_code
 from cppmega.modules import dsa_loss_schedule
 from cppmega.overlay import receipt
@@ -138,7 +139,8 @@ def _check_gpus(torch: Any) -> None:
     if found < wanted:
         raise CppmegaError(
             "no-gpu",
-            f"{wanted} processes were started on this host and it has {found} usable GPUs.",
+            f"The launch has {counted(wanted, 'process', 'processes')} on this host, which has "
+            f"{counted(found, 'usable GPU')}.",
             "Megatron's training loop and optimizer require CUDA.",
             "nvidia-smi; cppmega recipes lists the recipes that run on CPU",
         )

@@ -97,6 +97,7 @@ def result() -> dict[str, Any]:
 def test_the_table_and_the_headline_name_both_runs() -> None:
     text = report.table(result())
     assert "| tokens/s | 8192.0 | 8192.0 |" in text
+    assert "\n1 GPU; gpu H200, torch 2.11.\n" in text
     assert "stock, made to start" in text and "resumed from step 20" in text
     line = report.headline(result())
     assert "stock 8192 tokens/s, 60.2 GiB; overlay 8192" in line
