@@ -11,10 +11,14 @@ from typing import Any
 
 import click
 
+from cppmega.host.wording import counted
+
 WARM = 10
 """Steps left out of the medians."""
 SAVE, KILL, END = 20, 25, 40
 """The resumed run saves every so many steps, is killed after that one, and ends at that one."""
+GRAPH_POOLS = "reserved for CUDA graphs, GiB"
+"""Title of `graph_pool_gib`; tables of runs without graphs leave it out."""
 COLUMNS = {
     "stock": "stock, made to start",
     "stock-tilelang": "stock, made to start, TileLang",
@@ -52,6 +56,7 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tflops_per_gpu": round(middle["tflops_per_gpu"], 1),
         "tflops_per_gpu_by_megatron": middle["tflops_per_gpu_by_megatron"],
         "peak_gib": round(max(row["peak_gib"] for row in steps), 2),
+        **graph_pools(steps),
         "first_loss": steps[0]["loss"],
         "last_loss": steps[-1]["loss"],
         "curve": [[row["step"], row["loss"], row["grad_norm"], row["seconds"]] for row in steps],
@@ -62,6 +67,12 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def steps_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of steps, without those of starts."""
     return [row for row in rows if "step" in row]
+
+
+def graph_pools(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The most that a run's CUDA graphs kept reserved, GiB; empty for a run without."""
+    found = [row["graph_pool_gib"] for row in steps if row.get("graph_pool_gib") is not None]
+    return {"graph_pool_gib": round(max(found), 2)} if found else {}
 
 
 def mtp(row: dict[str, Any]) -> list[float]:
@@ -118,7 +129,7 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
     changes = f" ({', '.join(result['changes'])})" if result["changes"] else ""
     yield f"# {result['recipe']}{changes}, {result['date']}"
     yield ""
-    yield f"{result['gpus']} GPUs; {stack}."
+    yield f"{counted(result['gpus'], 'GPU')}; {stack}."
     data = result["data"]
     yield f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens."
     yield ""
@@ -132,12 +143,13 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
         ("TFLOP/s per GPU, every layer counted", "tflops_per_gpu"),
         ("TFLOP/s per GPU, as Megatron reports", "tflops_per_gpu_by_megatron"),
         ("peak memory, GiB", "peak_gib"),
+        (GRAPH_POOLS, "graph_pool_gib"),
         ("first loss", "first_loss"),
         ("last loss", "last_loss"),
     ):
         if key != "tokens_per_second" and all(key not in result["runs"][name] for name in names):
             continue
-        cells = (str(result["runs"][name].get(key, "out of memory")) for name in names)
+        cells = (_cell(result["runs"][name], key) for name in names)
         yield f"| {label} | " + " | ".join(cells) + " |"
     if "resume" in result:
         row = result["resume"]
@@ -149,6 +161,10 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
             f"{row['largest_difference']:.2e} (it spans {row['loss_span']:.2f}; before the kill "
             f"the two differ by {row['unkilled_difference']:.2e}, the noise of equal runs)."
         )
+
+
+def _cell(row: dict[str, Any], key: str) -> str:
+    return str(row.get(key, "out of memory" if "out_of_memory" in row else ""))
 
 
 def draw(result: Path) -> Path:

@@ -50,7 +50,7 @@ from typing import Any
 import click
 import sides
 import slice_training
-from slice_report import WARM, headline, measured, steps_of, table
+from slice_report import WARM, graph_pools, headline, measured, steps_of, table
 from slice_subjects import PARTS, SUBJECTS, Part, Subject
 from slice_training import STARTS, Bench, environment, prepare
 
@@ -218,6 +218,7 @@ def curve(rows: list[dict[str, Any]], failure: str = "") -> dict[str, Any]:
         "losses": _losses(steps),
         "tokens_per_second": statistics.median(second_half),
         "peak_gib": max(row["peak_gib"] for row in steps),
+        **graph_pools(steps),
         **({"failed": failure} if failure else {}),
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slice_report import GRAPH_POOLS
 from slice_subjects import Subject
 
 from cppmega.runs import json_file
@@ -72,10 +73,13 @@ def ratio(above: list[float], below: list[float]) -> tuple[float, float, float] 
 
 
 def _speed(part: Mapping[str, Any], target: float | None) -> Iterator[str]:
-    yield "| run | overlay | step, ms | lowest | highest | tokens/s | peak memory, GiB |"
-    yield "|---|---|---|---|---|---|---|"
+    pools = any("graph_pool_gib" in row for row in part["runs"].values())
+    last = f" {GRAPH_POOLS} |" * pools
+    yield f"| run | overlay | step, ms | lowest | highest | tokens/s | peak memory, GiB |{last}"
+    yield "|" + "---|" * (7 + pools)
     for run, row in part["runs"].items():
-        yield f"| {run} | {' | '.join(_cells(row))} |"
+        cells = [*_cells(row), *[_pools(row)] * pools]
+        yield f"| {run} | {' | '.join(cells)} |"
     found = ratio(speeds(part, "after"), speeds(part, "before"))
     yield ""
     if found is None:
@@ -92,6 +96,10 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     steps = [1000 * second for second in row["seconds"]]
     times = [f"{time:.1f}" for time in (row["milliseconds"], min(steps), max(steps))]
     return [row["overlay"], *times, f"{row['tokens_per_second']:.0f}", f"{row['peak_gib']:.2f}"]
+
+
+def _pools(row: Mapping[str, Any]) -> str:
+    return f"{row['graph_pool_gib']:.2f}" if "graph_pool_gib" in row else ""
 
 
 def _shown(found: tuple[float, float, float]) -> str:
@@ -157,7 +165,7 @@ def _speed_of_curves(part: Mapping[str, Any]) -> Iterator[str]:
     """What the runs of the curves also show, and which of them failed at their end."""
     runs = {name: run for name, run in part["runs"].items() if "tokens_per_second" in run}
     speeds = (
-        f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB)"
+        f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB{_and_pools(run)})"
         for name, run in runs.items()
     )
     if runs:
@@ -167,6 +175,10 @@ def _speed_of_curves(part: Mapping[str, Any]) -> Iterator[str]:
         if "failed" in run:
             yield ""
             yield f"{name} failed after its last step: {run['failed']}"
+
+
+def _and_pools(run: Mapping[str, Any]) -> str:
+    return f", CUDA graphs {run['graph_pool_gib']:.1f}" if "graph_pool_gib" in run else ""
 
 
 def _by_step(curve: Mapping[str, float]) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import Any
 from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift
 from cppmega.authoring.statements import StatementChange
 from cppmega.host.console import ENVELOPE, Style, styled
+from cppmega.host.wording import counted
 from cppmega.overlay.verdict import NEEDED
 from cppmega.page import Page
 from cppmega.tree.resolve import label_of, requirement
@@ -238,7 +239,7 @@ def _counted(changes: Sequence[StatementChange]) -> str:
     for change in changes:
         if change.meets in counts:
             counts[change.meets] += 1
-    places = f"changed in {len(changes)} place{'s' if len(changes) > 1 else ''}"
+    places = f"changed in {counted(len(changes), 'place')}"
     if all(change.meets == "unknown" for change in changes):
         return places
     if not any(counts.values()):

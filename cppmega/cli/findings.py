@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from cppmega.host.console import Style
 from cppmega.host.table import Row, table
+from cppmega.host.wording import counted
 from cppmega.preflight.findings import Finding
 
 _STYLES: dict[str, Style] = {"ok": "good", "failed": "bad", "not-run": "waiting"}
@@ -48,16 +49,12 @@ def _summary(findings: list[Finding], not_applicable: tuple[str, str]) -> Iterat
         names.setdefault(one.state, []).append(one.check)
     if ok := names.get("ok"):
         verb = "holds" if len(ok) == 1 else "hold"
-        yield Row(("ok", f"{_count(ok)} {verb}: {', '.join(ok)}"), _STYLES["ok"])
+        yield Row(("ok", f"{counted(len(ok), 'check')} {verb}: {', '.join(ok)}"), _STYLES["ok"])
     if other := names.get("not-applicable"):
         verb = not_applicable[len(other) > 1]
-        text = f"{_count(other)} {verb} (-v lists them)"
+        text = f"{counted(len(other), 'check')} {verb} (-v lists them)"
         yield Row(("not-applicable", text))
     if waiting := names.get("not-run"):
         verb = "waits" if len(waiting) == 1 else "wait"
-        text = f"{_count(waiting)} {verb} for those that fail: {', '.join(waiting)}"
+        text = f"{counted(len(waiting), 'check')} {verb} for those that fail: {', '.join(waiting)}"
         yield Row(("not-run", text), _STYLES["not-run"])
-
-
-def _count(names: list[str]) -> str:
-    return f"{len(names)} check{'s' if len(names) > 1 else ''}"

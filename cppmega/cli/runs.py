@@ -145,6 +145,7 @@ def runs(
     crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console
+    from cppmega.host.wording import counted
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file, listing
 
@@ -168,7 +169,7 @@ def runs(
         if not found:
             console.say(f"there is no run in {root.absolute()}: cppmega launch RECIPE starts one")
         if len(found) > len(shown):
-            console.say(f"and {len(found) - len(shown)} older ones: cppmega runs --all")
+            console.say(f"and {counted(len(found) - len(shown), 'older one')}: cppmega runs --all")
     if plot is not None:
         from cppmega.runs import curves
 

@@ -16,6 +16,7 @@ from cppmega.cli import completion
 from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.errors import CppmegaError, did_you_mean
+from cppmega.host.wording import counted
 
 if TYPE_CHECKING:
     from cppmega.catalogue.decisions import Decision
@@ -70,7 +71,7 @@ def apply(
     gc.freeze()  # nor are the syntax trees of every file searched for cycles at the end
     ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
     verb = "would change" if check else "changed"
-    closing = f"{state.summary(outcome.verdicts)}; {verb} {len(outcome.changed)} files"
+    closing = f"{state.summary(outcome.verdicts)}; {verb} {counted(len(outcome.changed), 'file')}"
     if outcome.plan.failures:
         closing = f"{state.summary(outcome.verdicts)}; nothing was changed"
     elif outcome.digest:
@@ -334,5 +335,5 @@ def revert(names: Sequence[str], root: Path | None, patches: Sequence[Path], as_
     session = session_of(root, patches)
     outcome = overlay.revert(session, names)
     ok = not outcome.plan.failures and (outcome.ok or not names)
-    closing = f"{state.summary(outcome.verdicts)}; changed {len(outcome.changed)} files"
+    closing = f"{state.summary(outcome.verdicts)}; changed {counted(len(outcome.changed), 'file')}"
     answer(session, outcome, as_json, ok, closing)

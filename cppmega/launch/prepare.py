@@ -10,6 +10,7 @@ from pathlib import Path
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, console
+from cppmega.host.wording import counted
 from cppmega.launch import resume as launch_resume
 from cppmega.launch.request import LaunchRequest, ValidatedLaunch
 from cppmega.preflight.context import Context
@@ -93,7 +94,7 @@ def _ranks(request: LaunchRequest, recipe: Recipe) -> int:
         world = request.nproc * request.nodes
         raise CppmegaError(
             "wrong-world-size",
-            f"Recipe {recipe.name} takes {recipe.gpus} GPUs, not {world}.",
+            f"Recipe {recipe.name} takes {counted(recipe.gpus, 'GPU')}, not {world}.",
             "A different number of replicas means another batch and another layout.",
             f"leave --nproc out, or --set gpus={world} with a batch that fits",
         )
@@ -101,7 +102,8 @@ def _ranks(request: LaunchRequest, recipe: Recipe) -> int:
     if rest or not each:
         raise CppmegaError(
             "wrong-world-size",
-            f"The {recipe.gpus} GPUs of {recipe.name} cannot be spread over {request.nodes} hosts.",
+            f"The {counted(recipe.gpus, 'GPU')} of {recipe.name} cannot be spread over "
+            f"{counted(request.nodes, 'host')}.",
             "torchrun starts the same number of processes on each.",
             f"--nnodes with a divisor of {recipe.gpus}",
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cppmega.errors import CppmegaError
 from cppmega.host import gpus
 from cppmega.host.gpus import Gpu
+from cppmega.host.wording import counted
 from cppmega.preflight.ask import ask
 from cppmega.preflight.messages import Device, DevicesAnswer, DevicesOrder
 
@@ -68,7 +69,7 @@ def look(
 def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:
     return CppmegaError(
         "no-gpu",
-        f"Recipe {recipe.name} takes {recipe.gpus} GPUs, and {why}.",
+        f"Recipe {recipe.name} takes {counted(recipe.gpus, 'GPU')}, and {why}.",
         "Megatron's training loop and optimizer require CUDA.",
         "nvidia-smi; cppmega recipes lists the recipes that run on CPU",
     )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
 from cppmega.modules import dsa_layer_kinds
 from cppmega.recipe.fields import Fields, invalid
 
@@ -59,7 +60,8 @@ def check_schedule(recipe: Fields) -> None:
         more = recipe.global_batch_size // count * (count + ranks - count % ranks)
         raise invalid(
             recipe,
-            f"{count} micro-batches per step on {ranks} ranks with virtual stages.",
+            f"{counted(count, 'micro-batch', 'micro-batches')} per step on {ranks} ranks with "
+            "virtual stages.",
             "Megatron's interleaved schedule needs groups of as many as there are ranks.",
             f"--set global_batch_size={more}",
         )

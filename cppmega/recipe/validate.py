@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
 from cppmega.modules import dsa_layer_kinds, mixer_sizes
 from cppmega.recipe import pipeline
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
@@ -264,7 +265,7 @@ def _parallel(recipe: Fields) -> None:
     if max(recipe.gpus, 1) % model:
         raise invalid(
             recipe,
-            f"{recipe.gpus} GPUs cannot be split into TP x PP = {model}.",
+            f"{counted(recipe.gpus, 'GPU')} cannot be split into TP x PP = {model}.",
             "Every replica of the model needs TP x PP of them.",
         )
     replicas = recipe.data_parallel_size

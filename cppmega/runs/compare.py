@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from cppmega.host import table as host_table
+from cppmega.host.wording import counted
 from cppmega.overlay import record as overlay_record
 from cppmega.runs import json_file
 from cppmega.runs.curves import Curve, curve, held_out
@@ -40,7 +41,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> str:
         """One line of text."""
         mock = ", MOCK DATA" if self.mock_data else ""
-        mock += f", {self.profiled_steps} steps profiled" if self.profiled_steps else ""
+        mock += f", {counted(self.profiled_steps, 'step')} profiled" if self.profiled_steps else ""
         return (
             f"{self.name} ({self.state}): recipe {self.recipe}, overlay {self.overlay}, "
             f"megatron-core {self.megatron}{mock}"

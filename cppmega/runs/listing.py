@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from cppmega.host import console
 from cppmega.host import table as host_table
+from cppmega.host.wording import counted
 from cppmega.runs import failures, liveness, metrics
 from cppmega.runs.folder import LIVE, Run, RunState
 from cppmega.runs.metrics import HeldOutLoss
@@ -102,7 +103,9 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
             losses = ", ".join(f"{name} {loss:.4f}" for name, loss in row.held_out.losses.items())
             yield f"{'':<{_WIDTHS[0]}}  held out after step {row.held_out.evaluated}: {losses}"
         if row.profiled_steps:
-            profiled = f"profiled: {row.profiled_steps} steps, see cppmega profile {row.name}"
+            profiled = (
+                f"profiled: {counted(row.profiled_steps, 'step')}, see cppmega profile {row.name}"
+            )
             yield f"{'':<{_WIDTHS[0]}}  {profiled}"
 
 

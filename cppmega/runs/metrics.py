@@ -48,6 +48,8 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Slowed down by the profiler: not a throughput to quote."""
     peak_gib: float | None = None
     """Most GPU memory that the rank has allocated so far; None without a GPU."""
+    graph_pool_gib: float | None = None
+    """GPU memory that the rank's CUDA graphs keep reserved; None without graphs."""
 
 
 class HeldOutLoss(msgspec.Struct, frozen=True, kw_only=True):

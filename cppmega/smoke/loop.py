@@ -18,6 +18,7 @@ from typing import Any
 from cppmega import guard
 from cppmega.errors import CppmegaError
 from cppmega.host import env
+from cppmega.host.wording import counted
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
@@ -214,8 +215,9 @@ def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> 
         return
     digest, data = _record().digest, corpus.fingerprint(loop.data)
     print(
-        f"cppmega: recipe {recipe.name}, {recipe.precision}, {world} ranks on CPU, overlay "
-        f"{digest}, data {data}, " + (f"resuming at step {first + 1}" if first else "from scratch"),
+        f"cppmega: recipe {recipe.name}, {recipe.precision}, {counted(world, 'rank')} on CPU, "
+        f"overlay {digest}, data {data}, "
+        + (f"resuming at step {first + 1}" if first else "from scratch"),
         flush=True,
     )
     if loop.metrics is not None:

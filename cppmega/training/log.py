@@ -59,6 +59,7 @@ class Log:
         peak: Callable[[], float],
         metrics: Path | None,
         profiled: Callable[[], bool] = lambda: False,
+        graph_pools: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Create the log.
 
@@ -70,8 +71,9 @@ class Log:
             peak: most GPU memory allocated so far on this rank, GiB.
             metrics: file for one JSON object per step; None: none.
             profiled: whether a step since the last line was slower for the profiler.
+            graph_pools: what the pools of CUDA graphs reserve on this rank, see `GraphPools.gib`.
         """
-        self._profiled = profiled
+        self._profiled, self._graph_pools = profiled, graph_pools
         self.recipe, self.world_size, self.mock = recipe, world_size, mock
         self._squares, self._peak, self._metrics = squares, peak, metrics
         self._spikes = Spikes()
@@ -115,6 +117,7 @@ class Log:
             tflops_per_gpu=work / 1e12,
             tflops_per_gpu_by_megatron=values.get(_REPORTED),
             peak_gib=self._peak(),
+            graph_pool_gib=self._graph_pools(),
             loss=values.get("lm loss"),
             grad_norm=values.get("grad norm"),
             losses={key: value for key, value in values.items() if key.endswith("loss")},
@@ -129,6 +132,8 @@ class Log:
             f" tokens/s: {step.tokens_per_second:.0f} |"
             f" peak memory (GiB): {step.peak_gib:.1f} |"
         )
+        if step.graph_pool_gib is not None:
+            numbers += f" CUDA graphs (GiB): {step.graph_pool_gib:.1f} |"
         numbers += f" {PROFILED} |" * step.profiled
         spike = self._spikes.remark(step.loss, step.grad_norm)
         numbers += f" SPIKE: {spike} |" if spike else ""

@@ -15,7 +15,9 @@ from typing import Any
 from msgspec import UNSET
 
 from cppmega import guard
+from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
 from cppmega.live import live_code
 from cppmega.modules import dsa_loss_schedule
 from cppmega.overlay import receipt
@@ -26,6 +28,7 @@ from cppmega.training import nonfinite, requirements, saving
 from cppmega.training.batch import dataset_provider
 from cppmega.training.completeness import Completeness
 from cppmega.training.evaluation import Evaluation, HeldOut
+from cppmega.training.graph_pools import GraphPools
 from cppmega.training.log import CUT, MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
 from cppmega.training.plan import TrainingPlan
@@ -48,7 +51,8 @@ def pretrain(plan: TrainingPlan) -> None:
     import megatron.training
     from megatron.training import arguments, checkpointing, set_startup_timestamps, training
 
-    requirements.check_arguments(plan.recipe, plan.options, parse(arguments, plan))
+    args = parse(arguments, plan)
+    requirements.check_arguments(plan.recipe, plan.options, args)
     _announce(plan)
     set_startup_timestamps(program_start=started, main_entry=time.time())
 
@@ -58,7 +62,7 @@ def pretrain(plan: TrainingPlan) -> None:
     step = ForwardStep(plan.recipe, plan.data.eod, device, fresh=plan.options.load is None)
     cache = str(plan.options.data_cache) if plan.options.data_cache is not None else None
     held_out = HeldOut(plan.recipe, plan.data, plan.options.held_out, cache)
-    _install_hooks(training, checkpointing, plan, step, held_out, torch)
+    _install_hooks(training, checkpointing, plan, step, held_out, args)
     saves = _saves(plan)
     saving.install(training, checkpointing, saves)
     data = dataset_provider(plan.recipe, plan.data, plan.options.data, cache, held_out.build)
@@ -135,7 +139,8 @@ def _check_gpus(torch: Any) -> None:
     if found < wanted:
         raise CppmegaError(
             "no-gpu",
-            f"{wanted} processes were started on this host and it has {found} usable GPUs.",
+            f"The launch has {counted(wanted, 'process', 'processes')} on this host, which has "
+            f"{counted(found, 'usable GPU')}.",
             "Megatron's training loop and optimizer require CUDA.",
             "nvidia-smi; cppmega recipes lists the recipes that run on CPU",
         )
@@ -147,12 +152,13 @@ def _install_hooks(
     plan: TrainingPlan,
     step: ForwardStep,
     held_out: HeldOut,
-    torch: Any,
+    args: Any,
 ) -> None:
     """Wrap Megatron's logging, train_step and checkpoint-argument check, and replace evaluation.
 
     Megatron looks these functions up in their modules at each call.
     """
+    import torch
 
     def last_rank() -> bool:
         return bool(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
@@ -164,6 +170,7 @@ def _install_hooks(
         mock=plan.options.mock_data,
         squares=step.taken_squares,
         peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
+        graph_pools=GraphPools(megatron_args.cuda_graphs(args), torch.cuda.memory_snapshot).gib,
         metrics=plan.options.metrics,
         profiled=profiler.took_disturbed,
     )

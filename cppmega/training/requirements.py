@@ -16,6 +16,7 @@ from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, env
+from cppmega.host.wording import counted
 from cppmega.modules import input_embedding_sizes, mixer_sizes
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
@@ -195,7 +196,8 @@ def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
     if world != recipe.gpus:
         raise CppmegaError(
             "wrong-world-size",
-            f"Recipe {recipe.name} takes {recipe.gpus} GPUs; {world} processes were started.",
+            f"Recipe {recipe.name} takes {counted(recipe.gpus, 'GPU')}; the launch has "
+            f"{counted(world, 'process', 'processes')}.",
             "A different number of replicas means another batch and another layout.",
             f"torchrun --nproc_per_node {recipe.gpus} -m cppmega.run -m cppmega.trainer "
             f"{recipe.name} ..., or --set gpus={world} with a batch that fits",

@@ -97,12 +97,27 @@ def result() -> dict[str, Any]:
 def test_the_table_and_the_headline_name_both_runs() -> None:
     text = report.table(result())
     assert "| tokens/s | 8192.0 | 8192.0 |" in text
+    assert "\n1 GPU; gpu H200, torch 2.11.\n" in text
     assert "stock, made to start" in text and "resumed from step 20" in text
     line = report.headline(result())
     assert "stock 8192 tokens/s, 60.2 GiB; overlay 8192" in line
     alone = {**result(), "runs": {"overlay": report.measured(rows())}}
     del alone["resume"]
     assert "| tokens/s | 8192.0 |\n" in report.table(alone)
+
+
+def test_the_pools_of_cuda_graphs_are_a_row_only_where_a_run_has_them() -> None:
+    made = rows()
+    for row in made[1:]:
+        row["graph_pool_gib"] = 3.2109375 if row["step"] > 3 else None  # captured in step 4
+    graphs = report.measured(made)
+    assert graphs["graph_pool_gib"] == 3.21
+    plain = result()
+    assert "graph_pool_gib" not in plain["runs"]["stock"]
+    assert "CUDA graphs" not in report.table(plain)
+    runs = {"stock": report.measured(rows()), "overlay": graphs, "linear": {"out_of_memory": True}}
+    text = report.table({**plain, "runs": runs})
+    assert "| reserved for CUDA graphs, GiB |  | 3.21 | out of memory |" in text
 
 
 def a_bench(tmp_path: Path) -> Any:

@@ -291,6 +291,36 @@ def test_ours_is_not_within_the_noise_by_accident(value: float) -> None:
     assert "other steps" in report._verdict(stock, again, {1: 11.0})[-1]
 
 
+def test_the_pools_of_cuda_graphs_are_a_column_only_where_a_run_has_them() -> None:
+    row = {"side": "after", "overlay": "abc", "seconds": [0.4, 0.6], "milliseconds": 500.0}
+    row |= {"tokens_per_second": 8192.0, "peak_gib": 50.0}
+    full = {"side": "before", "out_of_memory": True}
+    plain = {"before1": full, "after1": row}
+    head, line, *cells = report._speed({"runs": plain}, None)
+    assert head.endswith("| peak memory, GiB |") and line == "|" + "---|" * 7
+    assert cells[1].endswith("| 8192 | 50.00 |")
+    graphs = {"before1": full, "before2": row, "after1": row | {"graph_pool_gib": 3.21}}
+    head, line, *cells = report._speed({"runs": graphs}, None)
+    assert head.endswith("| peak memory, GiB | reserved for CUDA graphs, GiB |")
+    assert line == "|" + "---|" * 8
+    assert [each.count("|") for each in cells[:3]] == [9, 9, 9]
+    assert cells[1].endswith("| 50.00 |  |") and cells[2].endswith("| 50.00 | 3.21 |")
+
+
+def test_curves_state_the_pools_of_cuda_graphs() -> None:
+    steps = [
+        {"step": step, "tokens_per_second": 8192.0, "peak_gib": 50.0, "grad_norm": 1.0}
+        | {"losses": {"lm loss": 11.0}, "graph_pool_gib": 3.2109375 if step > 3 else None}
+        for step in range(1, 9)
+    ]
+    found = slices.curve(steps)
+    assert found["graph_pool_gib"] == 3.21
+    (text,) = report._speed_of_curves({"runs": {"ours1": found}})
+    assert text.endswith("(peak memory): ours1 8192 (50.0 GiB, CUDA graphs 3.2).")
+    (text,) = report._speed_of_curves({"runs": {"stock1": slices.curve([steps[0]])}})
+    assert text.endswith("(peak memory): stock1 8192 (50.0 GiB).")
+
+
 def test_a_ratio_has_the_spread_of_any_two_runs() -> None:
     middle, low, high = report.ratio([130.0, 120.0], [100.0, 90.0])
     assert (middle, low, high) == pytest.approx((125 / 95, 1.2, 130 / 90))

@@ -364,7 +364,7 @@ def test_what_the_kernel_says_of_this_host() -> None:
 
 def test_a_machine_without_a_gpu() -> None:
     found = refuses("gpus", "no-gpu", launch(SLICE))
-    assert "cppmega recipes" in found.next
+    assert "cppmega recipes" in found.next and "takes 1 GPU, and" in found.what
     for name in ("gpus", "gpus_free", "kernels", "shared_memory_flag"):
         assert "CPU" in says_nothing(name, launch(SMOKE))
     says_nothing("gpus", launch())
@@ -375,7 +375,8 @@ def test_gpus() -> None:
     assert holds("gpus", on(H200)) == "1 x NVIDIA H200 (sm_90, 140.0 GiB)"
     two = SLICE.with_(gpus=2, global_batch_size=2)
     hidden = on(H200, recipe=two, environ={"CUDA_VISIBLE_DEVICES": "0"})
-    assert "CUDA_VISIBLE_DEVICES=0" in refuses("gpus", "too-few-gpus", hidden).what
+    said = refuses("gpus", "too-few-gpus", hidden).what
+    assert "takes 2 GPUs on this host, which has 1 usable one (CUDA_VISIBLE_DEVICES=0)." in said
     holds("gpus", on(H200, recipe=two, nodes=2))
     refuses("gpus", "architecture-differs", on(GB10))
     any_gpu = SLICE.with_(architectures=())

@@ -110,7 +110,7 @@ class Loop:
         plan, recipe = self.plan, self.plan.recipe
         step = ForwardStep(recipe, plan.data.eod, torch.device("cpu"), fresh=False)
         held_out = HeldOut(recipe, plan.data, plan.options.held_out, None)
-        pretrain._install_hooks(training, checkpointing, plan, step, held_out, torch)
+        pretrain._install_hooks(training, checkpointing, plan, step, held_out, self.args)
         saves = pretrain._saves(plan)
         saving.install(training, checkpointing, saves)
         chunks = [self.ddp]

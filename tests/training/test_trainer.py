@@ -15,6 +15,7 @@ import torch
 from cppmega.errors import CppmegaError
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops, parameters
+from cppmega.runs import metrics
 from cppmega.training.log import MOCK, Log
 from cppmega.training.packing import Packed, pack
 from cppmega.training.step import check_first_loss, expected_first_loss
@@ -172,6 +173,22 @@ def test_a_profiled_step_is_marked(tmp_path: Path) -> None:
     assert [line.endswith(" PROFILED |") for line in said] == [True, False]
     rows = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
     assert [row["profiled"] for row in rows] == [True, False]
+
+
+def test_a_line_ends_with_the_pools_of_cuda_graphs_where_there_are_any(tmp_path: Path) -> None:
+    said: list[str] = []
+    pools = iter([None, 3.2109375])
+    own = Log(
+        SLICE, 1, mock=False, squares=lambda: None, peak=lambda: 61.5,
+        metrics=tmp_path / "m.jsonl", graph_pools=lambda: next(pools),
+    )  # fmt: skip
+    say = own.around(said.append, lambda: True)
+    say(LINE)
+    say(LINE)
+    assert said[0].endswith(" peak memory (GiB): 61.5 |")
+    assert said[1].endswith(" peak memory (GiB): 61.5 | CUDA graphs (GiB): 3.2 |")
+    rows = metrics.steps(tmp_path / "m.jsonl")
+    assert [row.graph_pool_gib for row in rows] == [None, 3.2109375]
 
 
 def test_a_spike_is_marked_in_its_line(tmp_path: Path) -> None:

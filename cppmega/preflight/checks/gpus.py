@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import Devices, gib, smallest
 from cppmega.preflight.findings import NotApplicable, refuse
@@ -34,8 +35,8 @@ def _unfit_gpus(context: Context, devices: Devices) -> Iterator[CppmegaError]:
         shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         yield CppmegaError(
             "too-few-gpus",
-            f"Recipe {recipe.name} takes {context.gpus_here} GPUs on this host, which has "
-            f"{len(here)} usable ones{shown}.",
+            f"Recipe {recipe.name} takes {counted(context.gpus_here, 'GPU')} on this host, which "
+            f"has {counted(len(here), 'usable one')}{shown}.",
             "torchrun would start ranks without a device.",
             f"--set gpus={len(here)} with a batch that fits, or --nnodes with more hosts",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, Remark
 
@@ -25,7 +26,8 @@ def check(context: Context) -> str:
     if context.nodes < 1 or recipe.gpus % context.nodes:
         raise CppmegaError(
             "gpus-do-not-divide",
-            f"{recipe.gpus} GPUs of {recipe.name} do not divide into {context.nodes} hosts.",
+            f"{counted(recipe.gpus, 'GPU')} of {recipe.name} cannot be divided among "
+            f"{counted(context.nodes, 'host')}.",
             "torchrun starts the same number of ranks on each.",
             "--set gpus=... with a batch that fits, or another --nnodes",
         )
@@ -45,7 +47,8 @@ def check(context: Context) -> str:
             "give the name its real address in /etc/hosts, or export GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME and the real name",
         )
-    return f"{recipe.gpus // context.nodes} GPUs on each of {context.nodes} hosts, {name} {address}"
+    each = counted(recipe.gpus // context.nodes, "GPU")
+    return f"{each} on each of {context.nodes} hosts, {name} {address}"
 
 
 def _single_host(name: str, *, launched: bool) -> Remark:

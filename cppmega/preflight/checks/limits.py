@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
 from cppmega.preflight.findings import NotApplicable, refuse
@@ -82,8 +83,8 @@ def shortages(host: Host, ranks: int) -> Iterator[CppmegaError]:
     if host.memory < _PER_RANK * ranks:
         yield CppmegaError(
             "host-memory-too-small",
-            f"The host has {gib(host.memory)} of memory free for {ranks} ranks; each takes about "
-            f"{gib(_PER_RANK)}.",
+            f"The host has {gib(host.memory)} of memory free for {counted(ranks, 'rank')}; each "
+            f"takes about {gib(_PER_RANK)}.",
             "The OOM killer would kill a rank, and the others would hang in a collective.",
             "end other processes on this host, or give the container more memory",
         )
