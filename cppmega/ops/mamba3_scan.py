@@ -2,7 +2,8 @@
 
 In the forward, one program scans a head of a sequence from its first chunk to its last. In the
 backward, one launch scans every head in both directions at once and stores the states at the chunk
-boundaries and their gradients; from these, all chunks are computed in parallel.
+boundaries and their gradients; from these, all chunks are computed in parallel, the gradients of
+values, gates and decays by head, and those of keys and queries by the groups that share them.
 """
 
 from __future__ import annotations
@@ -10,30 +11,28 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
 from cppmega.ops.dsa_indexer_device import gpu_of
 from cppmega.ops.mamba3_operands import Operands, dense
 from cppmega.ops.mamba3_reference import Inputs, Parameters
-from cppmega.ops.mamba3_scan_angles_triton import angles_backward_kernel, angles_kernel
-from cppmega.ops.mamba3_scan_backward_triton import backward_kernel
+from cppmega.ops.mamba3_scan_angles_triton import (
+    angles_backward_kernel,
+    angles_kernel,
+    later_kernel,
+)
 from cppmega.ops.mamba3_scan_forward_triton import forward_kernel
+from cppmega.ops.mamba3_scan_rows_triton import rows_kernel
 from cppmega.ops.mamba3_scan_states_triton import states_kernel
+from cppmega.ops.mamba3_scan_values_triton import values_kernel
 
 ROWS = 64
 """Rows of a chunk: its tokens times the rank."""
 
-CHUNKS = 8
-"""Chunks per program of the backward, which share one partial sum of the parameters' gradients."""
-
-STATES = 1 << 31
-"""Bytes of states and their gradients that the backward allocates at a time: it takes as many
-sequences at once as fit, and at least one."""
-
-SIDES = ("d_queries", "d_z", "d_keys", "d_x")
-"""Results that only the queries' launch of the backward writes (two), or only that of the keys."""
+SCRATCH = 1 << 31
+"""Bytes that the backward allocates at a time for states, their gradients and sums over chunks: it
+takes as many sequences at once as fit, and at least one."""
 
 LAUNCH = {"num_warps": 4, "num_stages": 2}
 """For the kernels that multiply matrices of 64 rows: one warp group on Hopper."""
@@ -177,7 +176,6 @@ class _Found(NamedTuple):
     d_next: Tensor
     d_dt: Tensor
     d_angles: Tensor
-    d_theta: Tensor
     d_skip: Tensor
 
 
@@ -203,10 +201,10 @@ def backward(
         fp32(b, heads, length),
         fp32(b, heads, length),
         fp32(b, groups, length, inputs.angles.size(2)),
-        fp32(b, problem.chunks, heads, inputs.angles.size(2)),
         fp32(b, problem.chunks, heads),
     )
-    at_a_time = max(1, STATES // (2 * 2 * problem.chunks * heads * width * state))
+    of_chunk = 2 * 2 * width * state + 4 * rank * (state + 3 * width)
+    at_a_time = max(1, SCRATCH // (problem.chunks * heads * of_chunk))
     sums = []
     for first in range(0, b, at_a_time):
         own = slice(first, first + at_a_time)
@@ -215,11 +213,12 @@ def backward(
             inputs=Inputs(*(each[own] for each in inputs)),
         )
         into = _Found(*(each[own] for each in found))
-        sums.append(torch.stack(_backward(part, given[own].contiguous(), into)))
-    of_queries, of_keys = torch.stack(sums).sum(0)
-    widths = [rank * state, rank * width, rank * width]
-    query_bias, rank_z, rank_out = (_ranks(each, rank) for each in of_queries.split(widths, -1))
-    key_bias, rank_x, _ = (_ranks(each, rank) for each in of_keys.split(widths, -1))
+        sums.append(torch.cat(_backward(part, given[own].contiguous(), into), 1))
+    learned = torch.stack(sums).sum(0)
+    widths = [rank * width] * 3 + [rank * state] * 2
+    rank_out, rank_z, rank_x, query_bias, key_bias = (
+        each.reshape(heads, -1, rank).transpose(1, 2) for each in torch.split(learned, widths, 1)
+    )
     share = torch.sigmoid(made.trap.float())
     from_before = functional.pad(found.d_next[..., :-1], (1, 0))
     return Gradients(
@@ -240,34 +239,40 @@ def backward(
     )
 
 
-def _ranks(x: Tensor, rank: int) -> Tensor:
-    """`[h, R, ...]` from `[h, R * ...]`."""
-    return x.reshape(len(x), rank, -1)
-
-
 def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
-    """Write `found`; return gradients of parameters, `[h, ...]`: queries' side, then keys'."""
+    """Write `found`; return gradients of parameters, `[h, ...]`: of values, queries and keys."""
     b, _, heads, width = problem.inputs.x.shape
     groups, rank, state = problem.inputs.keys.shape[2:]
+    chunks, fp32 = problem.chunks, problem.made.dt.new_empty
     named = {**problem.given(), "theta": problem.theta(), "given": given}
-    states, gradients = (given.new_empty(b, problem.chunks, heads, state * width) for _ in range(2))
+    states, gradients = (given.new_empty(b, chunks, heads, state * width) for _ in range(2))
     states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **LAUNCH)
-    blocks = triton.cdiv(problem.chunks, CHUNKS)
-    both = {name: value for name, value in found._asdict().items() if name not in SIDES}
-    sums = []
-    for of_keys, own in enumerate((states, gradients)):
-        parts = given.new_zeros(
-            *(b, groups, blocks, heads // groups, rank * (state + 2 * width)), dtype=torch.float32
-        )
-        d_rows, d_values = (getattr(found, name) for name in SIDES[2 * of_keys : 2 * of_keys + 2])
-        backward_kernel[(blocks, groups, b)](
-            **named, **both, skip=problem.parameters.d, states=own, of_queries=states,
-            d_rows=d_rows, d_values=d_values, sums=parts, KEYS=bool(of_keys), CHUNKS=CHUNKS,
-            **LAUNCH,
-        )  # fmt: skip
-        sums.append(parts.sum((0, 2)).flatten(0, 1))
-    angles_backward_kernel[(groups, b)](
-        **problem.angled(), starts=named["starts"], PACKED=named["PACKED"], d_theta=found.d_theta,
-        d_angles=found.d_angles, d_dt=found.d_dt, num_warps=4,
+    sums = fp32(b, chunks, heads, 3 * rank * width)
+    values_kernel[(heads, chunks, b)](
+        **named, skip=problem.parameters.d, states=states, gradients=gradients, d_x=found.d_x,
+        d_z=found.d_z, d_log_a=found.d_log_a, d_at_once=found.d_at_once, d_next=found.d_next,
+        d_skip=found.d_skip, sums=sums, **LAUNCH,
     )  # fmt: skip
-    return sums
+    learned = [sums.sum((0, 1))]
+    # Of both sides: queries, then keys.
+    of_dt, of_angles = fp32(2, *found.d_dt.shape), fp32(2, *found.d_angles.shape)
+    of_theta = fp32(2, *named["theta"].shape)
+    sums = fp32(b, chunks, heads, rank * state)
+    for side, (own, d_rows) in enumerate(((states, found.d_queries), (gradients, found.d_keys))):
+        rows_kernel[(chunks, groups, b)](
+            **named, states=own, d_rows=d_rows, d_dt=of_dt[side], d_angles=of_angles[side],
+            d_theta=of_theta[side], sums=sums, KEYS=bool(side), **LAUNCH,
+        )  # fmt: skip
+        learned.append(sums.sum((0, 1)))
+    from_later = torch.empty_like(named["theta"])
+    angled, packed = problem.angled(), {name: named[name] for name in ("starts", "PACKED")}
+    later_kernel[(heads, b)](
+        of_theta, packed["starts"], from_later, angled["length"], chunks, from_later.numel(),
+        packed["PACKED"], heads, angled["K"], angled["T"], num_warps=1,
+    )  # fmt: skip
+    angles_backward_kernel[(chunks, groups, b)](
+        **angled, **packed, from_later=from_later, of_angles=of_angles, of_dt=of_dt,
+        d_angles=found.d_angles, d_dt=found.d_dt, side_of_angles=found.d_angles.numel(),
+        side_of_dt=found.d_dt.numel(), num_warps=4,
+    )  # fmt: skip
+    return learned

@@ -12,14 +12,16 @@ from cppmega.ops.mamba3_scan_tiles_triton import (
     at_rows,
     begins,
     between,
-    by_rank,
+    by_column,
+    columns_of,
     decays,
     gated,
+    plain_rows,
+    put_values,
     rates,
-    rows,
     shares,
     turned,
-    values,
+    turned_rows,
     weighed,
 )
 
@@ -36,10 +38,11 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     group = b * length * (R * G * 4 * K) + (h // (H // G)) * (4 * K)
     of_head = (b * H + h) * length
     weight_x, weight_z, weight_out = (
-        by_rank(rank_x + h * (R * P), R, P),
-        by_rank(rank_z + h * (R * P), R, P),
-        by_rank(rank_out + h * (R * P), R, P),
+        by_column(rank_x + h * (R * P), R, P),
+        by_column(rank_z + h * (R * P), R, P),
+        by_column(rank_out + h * (R * P), R, P),
     )
+    of_q, of_k = query_bias + h * (R * 4 * K), key_bias + h * (R * 4 * K)
     direct = tl.load(skip + h)
     turning, plain = tl.zeros((P, 2 * K), tl.float32), tl.zeros((P, 2 * K), tl.float32)
     for chunk in tl.range(chunks, disable_licm=True):
@@ -49,27 +52,22 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         since, into, out_of, across = decays(log_a, of_head, first, length, begin, last, T)
         rate = rates(angles + b * angles_b, angles_l, first, length, K, T)
         cos, sin = turned(rate, step, theta + ((b * chunks + chunk) * H + h) * K, K)
-        q, q_plain = rows(
-            queries + group, query_bias + h * (R * 4 * K), cos, sin, first, length,
-            R * G * 4 * K, G * 4 * K, R, K, T,
-        )  # fmt: skip
-        k, k_plain = rows(
-            keys + group, key_bias + h * (R * 4 * K), cos, sin, first, length,
-            R * G * 4 * K, G * 4 * K, R, K, T,
-        )  # fmt: skip
-        v = values(x + b * x_b + h * P, first, length, x_l, P, T) * weight_x
-        v = tl.reshape(v, (R * T, P))
+        q = turned_rows(queries + group, of_q, cos, sin, first, length, G, R, K, T)
+        k = turned_rows(keys + group, of_k, cos, sin, first, length, G, R, K, T)
+        q_plain = plain_rows(queries + group, of_q, first, length, G, R, K, T)
+        k_plain = plain_rows(keys + group, of_k, first, length, G, R, K, T)
+        v = columns_of(x + b * x_b + h * P, first, length, x_l, P, T) * weight_x
+        v = tl.reshape(v, (P, R * T))
         decay, itself = between(since, begin, first, T)
-        weight = tl.where(itself, at_once[None, :], decay * later[None, :])
-        scores = tl.dot(q_plain, tl.trans(k_plain), tl.dot(q, tl.trans(k)))
-        y = tl.dot(q_plain, tl.trans(plain.to(kind)), tl.dot(q, tl.trans(turning.to(kind))))
-        y = y * at_rows(into, R, T)[:, None] + direct * v
-        y = tl.dot(weighed(scores, weight, R, T).to(kind), v.to(kind), y)
-        gate, _ = gated(values(z + b * z_b + h * P, first, length, z_l, P, T), weight_z)
-        y = tl.sum(tl.reshape(y, (R, T, P)) * gate * weight_out, 0)
-        t, p = tl.arange(0, T)[:, None], tl.arange(0, P)[None, :]
-        place = out + ((b * length + first) * H + h) * P + t * (H * P) + p
-        tl.store(place, y.to(kind), mask=first + t < length)
-        left = tl.trans((v * at_rows(out_of * later, R, T)[:, None]).to(kind))
+        weight = tl.trans(tl.where(itself, at_once[None, :], decay * later[None, :]))
+        # With a row for each key, so that the output has a column for each query.
+        scores = tl.dot(k_plain, tl.trans(q_plain), tl.dot(k, tl.trans(q)))
+        y = tl.dot(plain.to(kind), tl.trans(q_plain), tl.dot(turning.to(kind), tl.trans(q)))
+        y = y * at_rows(into, R, T)[None, :] + direct * v
+        y = tl.dot(v.to(kind), weighed(scores, weight, R, T).to(kind), y)
+        gate, _ = gated(columns_of(z + b * z_b + h * P, first, length, z_l, P, T), weight_z)
+        y = tl.sum(tl.reshape(y, (P, R, T)) * gate * weight_out, 1)
+        put_values(out + (b * length * H + h) * P, y, first, length, H * P, P, T)
+        left = (v * at_rows(out_of * later, R, T)[None, :]).to(kind)
         turning = tl.dot(left, k, turning * across)
         plain = tl.dot(left, k_plain, plain * across)

@@ -14,21 +14,23 @@ import triton.language as tl
 from cppmega.ops.mamba3_scan_tiles_triton import (
     at_rows,
     begins,
-    by_rank,
+    by_column,
+    columns_of,
     decays,
     gated,
+    plain_rows,
     rates,
-    rows,
     shares,
+    state_tile,
     turned,
-    values,
+    turned_rows,
 )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _put(states, turning, plain, K: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store both tiles `[P, 2 K]` of a state."""
-    at = tl.arange(0, P)[:, None] * (2 * K) + tl.arange(0, 2 * K)[None, :]
+    at = state_tile(P, K)
     tl.store(states + at, turning.to(states.dtype.element_ty))
     tl.store(states + P * 2 * K + at, plain.to(states.dtype.element_ty))
 
@@ -41,7 +43,7 @@ def _scan(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
 ):  # fmt: skip
     kind = v.dtype.element_ty
-    weight, weight_z = by_rank(weight, R, P), by_rank(weight_z, R, P)
+    weight, weight_z = by_column(weight, R, P), by_column(weight_z, R, P)
     turning, plain = tl.zeros((P, 2 * K), tl.float32), tl.zeros((P, 2 * K), tl.float32)
     for number in tl.range(chunks, disable_licm=True):
         chunk = chunks - 1 - number if BACKWARD else number
@@ -53,16 +55,13 @@ def _scan(  # type: ignore[no-untyped-def]
         _, into, out_of, across = decays(log_a, of_head, first, length, begin, last, T)
         rate = rates(angles, angles_l, first, length, K, T)
         cos, sin = turned(rate, step, theta + of_chunk * K, K)
-        one, other = rows(
-            tiles, bias, cos, sin, first, length, R * G * 4 * K, G * 4 * K, R, K, T
-        )  # fmt: skip
-        found = values(v, first, length, v_l, P, T) * weight
+        one = turned_rows(tiles, bias, cos, sin, first, length, G, R, K, T)
+        other = plain_rows(tiles, bias, first, length, G, R, K, T)
+        found, share = columns_of(v, first, length, v_l, P, T) * weight, out_of * later
         if BACKWARD:
-            gate, _ = gated(values(z, first, length, z_l, P, T), weight_z)
-            found = tl.reshape(found * gate, (R * T, P)) * at_rows(into, R, T)[:, None]
-        else:
-            found = tl.reshape(found, (R * T, P)) * at_rows(out_of * later, R, T)[:, None]
-        left = tl.trans(found.to(kind))
+            gate, _ = gated(columns_of(z, first, length, z_l, P, T), weight_z)
+            found, share = found * gate, into
+        left = (tl.reshape(found, (P, R * T)) * at_rows(share, R, T)[None, :]).to(kind)
         turning = tl.dot(left, one, turning * across)
         plain = tl.dot(left, other, plain * across)
 

@@ -1,8 +1,10 @@
 """Device functions of Mamba-3's scan: the weights between the tokens of a chunk, and its tiles.
 
 A chunk has T tokens and R * T rows; row `r * T + t` is rank r of token t. The n columns of keys,
-queries and states are split into two tiles of n / 2: the 2 K that are rotated, with the elements of
-a pair next to each other, and the others, in their order.
+queries and states are split into two tiles of n / 2: the 2 K that are rotated, and the others, in
+their order. Of the rotated ones, eight first elements of pairs are followed by their eight second
+ones: in the transposed product of two tiles, which has ranks and tokens in its columns, a thread
+then has both elements of a pair, and all ranks of a token, and adds without its neighbors.
 """
 
 from __future__ import annotations
@@ -133,27 +135,82 @@ def turned(rate, step, theta, K: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rows(  # type: ignore[no-untyped-def]
-    x, bias, cos, sin, first, length, per_token, per_rank, R: tl.constexpr, K: tl.constexpr,
+def biased(  # type: ignore[no-untyped-def]
+    x, bias, columns, first, length, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Both tiles of keys or queries in their type; bias and rotation are applied in fp32."""
-    r = tl.arange(0, R)[:, None, None]
-    t = tl.arange(0, T)[None, :, None]
-    j = tl.arange(0, K)[None, None, :]
-    here = first + t < length
+    """`[R, T, columns]` of keys or queries of a group with a head's bias, in fp32, unrotated."""
+    r, t = tl.arange(0, R)[:, None, None], tl.arange(0, T)[None, :, None]
+    place = x + tl.cast(first, tl.int64) * (R * G * 4 * K)
+    place += t * (R * G * 4 * K) + r * (G * 4 * K) + columns[None, None, :]
+    found = tl.load(place, mask=first + t < length, other=0.0).to(tl.float32)
+    return found + tl.load(bias + r * (4 * K) + columns[None, None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def turned_rows(  # type: ignore[no-untyped-def]
+    x, bias, cos, sin, first, length, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """The rotated tile `[R * T, 2 K]` of keys or queries in their type; rotated in fp32."""
     kind = x.dtype.element_ty
-    x += tl.cast(first, tl.int64) * per_token
-    x += t * per_token + r * per_rank
-    bias += r * (4 * K)
-    one = tl.load(x + j, mask=here, other=0.0).to(tl.float32) + tl.load(bias + j)
-    other = tl.load(x + 2 * K + j, mask=here, other=0.0).to(tl.float32)
-    other += tl.load(bias + 2 * K + j)
+    one = biased(x, bias, tl.arange(0, K), first, length, G, R, K, T)
+    other = biased(x, bias, tl.arange(0, K) + 2 * K, first, length, G, R, K, T)
     c, s = cos[None, :, :], sin[None, :, :]
-    turned = tl.join((one * c - other * s).to(kind), (one * s + other * c).to(kind))
-    i = plain_columns(K)[None, None, :]
-    plain = tl.load(x + i, mask=here, other=0.0).to(tl.float32) + tl.load(bias + i)
-    return tl.reshape(turned, (R * T, 2 * K)), tl.reshape(plain.to(kind), (R * T, 2 * K))
+    found = tl.join((one * c - other * s).to(kind), (one * s + other * c).to(kind))
+    found = tl.permute(tl.reshape(found, (R, T, K // 8, 8, 2)), (0, 1, 2, 4, 3))
+    return tl.reshape(found, (R * T, 2 * K))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def plain_rows(  # type: ignore[no-untyped-def]
+    x, bias, first, length, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """The other tile `[R * T, 2 K]`, in the same type."""
+    found = biased(x, bias, plain_columns(K), first, length, G, R, K, T)
+    return tl.reshape(found.to(x.dtype.element_ty), (R * T, 2 * K))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def state_tile(P: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of a tile `[P, 2 K]` of a stored state."""
+    return tl.arange(0, P)[:, None] * (2 * K) + tl.arange(0, 2 * K)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def pairs(x, R: tl.constexpr, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First and second elements of the pairs of a rotated tile's transpose, `[K, R, T]` each."""
+    found = tl.permute(tl.reshape(x, (K // 8, 2, 8, R, T)), (0, 2, 3, 4, 1))
+    return tl.split(tl.reshape(found, (K, R, T, 2)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def by_column(weight, R: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[P, R, 1]` of a head's `[R, P]`."""
+    p, r = tl.arange(0, P)[:, None, None], tl.arange(0, R)[None, :, None]
+    return tl.load(weight + r * P + p)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def columns_of(x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[P, 1, T]` of a head's values, in fp32."""
+    p, t = tl.arange(0, P)[:, None, None], tl.arange(0, T)[None, None, :]
+    place = x + tl.cast(first, tl.int64) * per_token + t * per_token + p
+    return tl.load(place, mask=first + t < length, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_values(place, x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store `[P, T]` of a head."""
+    p, t = tl.arange(0, P)[:, None], tl.arange(0, T)[None, :]
+    place += tl.cast(first, tl.int64) * per_token + t * per_token + p
+    tl.store(place, x.to(place.dtype.element_ty), mask=first + t < length)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_sum(sums, x, columns, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the sum over tokens of `[columns, R, T]` in a part of `[columns, R]`."""
+    tl.store(sums + columns[:, None] * R + tl.arange(0, R)[None, :], tl.sum(x, 2))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -164,23 +221,8 @@ def plain_columns(K: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def by_rank(weight, R: tl.constexpr, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`[R, 1, P]` of a head's `[R, P]`."""
-    r, p = tl.arange(0, R), tl.arange(0, P)
-    return tl.load(weight + r[:, None, None] * P + p[None, None, :])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def values(x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`[1, T, P]` of a head, in fp32."""
-    t, p = tl.arange(0, T)[None, :, None], tl.arange(0, P)[None, None, :]
-    place = x + tl.cast(first, tl.int64) * per_token + t * per_token + p
-    return tl.load(place, mask=first + t < length, other=0.0).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def gated(z, weight):  # type: ignore[no-untyped-def]
-    """SiLU of the gate `[R, T, P]`, and its derivative."""
+    """SiLU of the gate, z times a rank's weight, and its derivative."""
     gate = z * weight
     share = _sigmoid(gate)
     return gate * share, share * (1.0 + gate * (1.0 - share))
