@@ -5,6 +5,9 @@ server imports it, and forks for every command that it is sent. The client takes
 `python`; its environment, working folder and open files become those of the fork, and it ends as
 the fork does.
 
+The server knows what is to be known of the code of the pages, too, which is kept by the bytes of a
+file: most forks load all pages, and each would parse and compile them again.
+
 A fork does not show what a process imports, nor what Python and OpenMP read from the environment
 when they start. Tests of those run `sys.executable`.
 """
@@ -18,6 +21,7 @@ import fcntl
 import gc
 import importlib
 import os
+import pickle
 import runpy
 import select
 import shutil
@@ -34,6 +38,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cppmega.host import compiled
+from cppmega.rewriting import code_text
 from tests import huge_pages
 
 PRELOADED = (
@@ -56,6 +62,9 @@ PRELOADED = (
 )
 """Slow to import, and the same whatever tree is tested."""
 CLIENT = Path(__file__).with_name("forkclient.py")
+COLLECT_AFTER = 100_000
+"""New objects in a fork. With Python's own number, collections were about 7 % of what a sample of
+the tests did: forks import, and build syntax trees and models, of which little is garbage."""
 STDIN = 0
 MOST_FILES = 16
 STATUS: list[int] = []
@@ -115,7 +124,9 @@ def serve(listener: int, folder: str) -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, (
         "a process with threads cannot be forked"
     )
+    learn()
     gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 5, 20)
     huge_pages.gather()
     order = Server(socket.socket(fileno=listener)).order_of_a_fork()
     if order:
@@ -123,6 +134,25 @@ def serve(listener: int, folder: str) -> None:
             become(order)
     else:
         shutil.rmtree(folder)
+
+
+def learn() -> None:
+    """Have a fork load all pages, and adopt what it has found of their code, but not the pages."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        from cppmega.catalogue import loader
+
+        loader.load()
+        with os.fdopen(writer, "wb") as file:
+            pickle.dump((compiled.known(), code_text.known()), file)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        pages, facts = pickle.load(file)
+    os.waitpid(child, 0)
+    compiled.adopt(pages)
+    code_text.remember(facts)
 
 
 class Server:

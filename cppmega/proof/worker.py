@@ -33,6 +33,7 @@ def main() -> None:
     """Execute one order."""
     process.end_with_parent(number=signal.SIGKILL)
     process.adopt_orphans()
+    gc.disable()  # imports and syntax trees leave little to collect, and much to walk through
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     os.set_inheritable(order.answers, False)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles on import
@@ -47,6 +48,7 @@ def main() -> None:
     _import_targets(edits for _, edits in pages)
     texts = hash_seeds.execute(order.texts) if order.texts else None
     gc.freeze()  # a collection in a fork would walk through all that was imported, and copy it
+    gc.enable()
     frames.send(order.answers, Ready(texts))
     for page, _ in pages:
         run = _forked(page, order.answers, order.limit) if order.forks else _here(page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ def save(folder: Path, model: Any, optimizer: Any, step: int, record: OverlayRec
     """
     import torch
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    if filesystem_async._results_queue is None:
+        # Each rank would start a process for it, which imports torch and Megatron again. Only a
+        # save that goes on in another process needs that, and this one waits for its end.
+        filesystem_async._results_queue = queue.Queue()
     place, unfinished = folder / f"iter_{step:07d}", folder / f"iter_{step:07d}.unfinished"
     first = torch.distributed.get_rank() == 0
     if first:

@@ -77,7 +77,7 @@ GIVEN: dict[str, Any] = {
     "jobs": 2,
     "limit": 0,
     "file_seconds": 600,
-    "test_seconds": 15,  # which one test runs into, and no other even on a slow machine
+    "test_seconds": 8,  # which one test runs into on each side, and no other on a slow machine
     "reruns": 1,
     "fresh": False,
     "only": None,

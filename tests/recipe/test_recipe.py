@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -397,3 +398,19 @@ def test_a_page_that_cannot_say_whether_it_is_wanted_stops_the_launch(
     with pytest.raises(CppmegaError) as caught:
         wanted_patches(SLICE, {"unsure": page})
     assert caught.value.name == "bad-wanted-by"
+
+
+def test_the_page_that_changes_the_process_with_its_answer_is_named(tmp_path: Path) -> None:
+    """What it changed is found when all have answered, and is not the last one's."""
+    text = (catalogue.builtin_folder() / "log_second_line.py").read_text()
+    pages = {}
+    for name, answer in (("harmful", "not os.environ.update(CHANGED='1')"), ("last", "True")):
+        asked = f"    wanted_by=lambda recipe: {answer},\n    reached="
+        path = tmp_path / f"{name}.py"
+        imported = text.replace("from cppmega.edits", "import os\n\nfrom cppmega.edits")
+        path.write_text(imported.replace("    reached=", asked))
+        pages[name] = catalogue.load_page(name, path, "tests")
+    with pytest.raises(CppmegaError, match="changes the environment") as caught:
+        wanted_patches(SLICE, pages)
+    assert "`wanted_by` of harmful " in caught.value.what
+    assert "CHANGED" not in os.environ

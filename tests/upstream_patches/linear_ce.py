@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import queue
 import sys
 import warnings
 from collections.abc import Iterator
@@ -305,7 +306,9 @@ def check_mtp_without_labels(ranks: int) -> None:
 
 def save_checkpoint(model: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    filesystem_async._results_queue = queue.Queue()  # it would start a process
     folder.mkdir()
     dist_checkpointing.save(model.sharded_state_dict(metadata=metadata()), str(folder))
 
