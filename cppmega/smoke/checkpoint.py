@@ -22,7 +22,7 @@ def save(folder: Path, model: Any, optimizer: Any, step: int, record: OverlayRec
 
     if filesystem_async._results_queue is None:
         # Each rank would start a process for it, which imports torch and Megatron again. Only a
-        # save that goes on in another process needs that, and this one waits for its end.
+        # save that continues in another process needs that, and this one waits for its end.
         filesystem_async._results_queue = queue.Queue()
     place, unfinished = folder / f"iter_{step:07d}", folder / f"iter_{step:07d}.unfinished"
     first = torch.distributed.get_rank() == 0
