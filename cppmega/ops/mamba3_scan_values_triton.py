@@ -96,6 +96,7 @@ def values_kernel(  # type: ignore[no-untyped-def]
     tl.store(d_at_once + of_head + t, of_at_once + of_later, mask=here)
     tl.store(d_next + of_head + t, of_later, mask=here)
     # The gradient of the values. After a store, tensors are loaded again instead of being held.
+    # Loads that come after the product would make Triton add in their layout, across warps.
     own, direct = sums + of_chunk * (3 * R * P), tl.load(skip + h)
     of_x, by_x = columns_of(at_x, first, length, x_l, P, T), by_column(weight_x, R, P)
     of_value = tl.dot(dy, tl.trans(mixing), of_value * at_rows(out_of * later, R, T)[None, :])
