@@ -37,9 +37,9 @@ def at_rows(x, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def of_tokens(x, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums `[T]` over the rows of a token, from `[R * T]`."""
-    return tl.sum(tl.reshape(x, (R, T)), 0)
+def of_tokens(x, R: tl.constexpr, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums `[T]` over everything of a token, from `[P, R * T]`."""
+    return tl.sum(tl.sum(tl.reshape(x, (P, R, T)), 1), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -87,8 +87,8 @@ def values_kernel(  # type: ignore[no-untyped-def]
     of_value = tl.dot(after_plain, tl.trans(k_plain), tl.dot(after, tl.trans(k)))
     of_across = tl.sum(state.to(tl.float32) * after.to(tl.float32))
     of_across += tl.sum(state_plain.to(tl.float32) * after_plain.to(tl.float32))
-    of_since += into * of_tokens(tl.sum(dy.to(tl.float32) * y, 0), R, T)
-    of_share = out_of * of_tokens(tl.sum(v.to(tl.float32) * of_value, 0), R, T)
+    of_since += into * of_tokens(dy.to(tl.float32) * y, R, P, T)
+    of_share = out_of * of_tokens(v.to(tl.float32) * of_value, R, P, T)
     of_later += of_share
     of_since -= later * of_share
     of_whole = tl.sum(later * of_share, 0) + of_across * across
