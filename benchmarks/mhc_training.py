@@ -141,9 +141,16 @@ class Training:
                 return
             print(f"{name}: {label}", file=sys.stderr, flush=True)
             started = time.monotonic()
-            self.report[name][label] = run(label) | {"call": self.call}
+            self.report[name][label] = {**run(label), "call": self.call, **self.beside(name)}
             taken.append(time.monotonic() - started)
             self.write()
+
+    def beside(self, part: str) -> dict[str, float]:
+        """The step without streams of this call, whose ratio stays when that run is repeated."""
+        base = self.report[part].get("without", {})
+        if base.get("call") != self.call or "milliseconds" not in base:
+            return {}
+        return {"milliseconds_without": base["milliseconds"]}
 
     def small(self, label: str) -> dict[str, Any]:
         """The curves of both small models, trained one way."""

@@ -176,7 +176,10 @@ def test_runs_are_written_one_by_one_and_continued(made: Made, tmp_path: Path) -
     result = json.loads((tmp_path / "gpt_mhc_h200.json").read_text())
     assert result["headline"] == "1 x NVIDIA H200: overlay 9 tokens/s, 61.0 GiB"
     assert (tmp_path / result["log"]).is_file() and "loss" not in result["runs"]["overlay"]
-    kept["gpt"]["without"]["call"] = "of another day"
+    repeated = {**kept, "gpt": {**kept["gpt"]}}
+    repeated["gpt"]["without"] = kept["gpt"]["without"] | {"milliseconds": 400.0}
+    assert "| ours | 500.0 | +0.0% | 9 |" in "\n".join(report.table(repeated))
+    del kept["gpt"]["ours"]["milliseconds_without"]
     assert "| ours | 500.0 | another call | 9 | 61.00 | +1.00 |" in "\n".join(report.table(kept))
     report.draw(kept, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
