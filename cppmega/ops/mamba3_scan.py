@@ -243,8 +243,8 @@ def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
     """Write `found`; return gradients of parameters, `[h, ...]`: of values, queries and keys."""
     b, _, heads, width = problem.inputs.x.shape
     groups, rank, state = problem.inputs.keys.shape[2:]
-    chunks, fp32 = problem.chunks, problem.made.dt.new_empty
-    named = {**problem.given(), "theta": problem.theta(), "given": given}
+    chunks, fp32, theta = problem.chunks, problem.made.dt.new_empty, problem.theta()
+    named = {**problem.given(), "theta": theta, "given": given}
     states, gradients = (given.new_empty(b, chunks, heads, state * width) for _ in range(2))
     states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **LAUNCH)
     sums = fp32(b, chunks, heads, 3 * rank * width)
@@ -256,7 +256,7 @@ def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
     learned = [sums.sum((0, 1))]
     # Of both sides: queries, then keys.
     of_dt, of_angles = fp32(2, *found.d_dt.shape), fp32(2, *found.d_angles.shape)
-    of_theta = fp32(2, *named["theta"].shape)
+    of_theta = fp32(2, *theta.shape)
     sums = fp32(b, chunks, heads, rank * state)
     for side, (own, d_rows) in enumerate(((states, found.d_queries), (gradients, found.d_keys))):
         rows_kernel[(chunks, groups, b)](
@@ -264,14 +264,15 @@ def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
             d_theta=of_theta[side], sums=sums, KEYS=bool(side), **LAUNCH,
         )  # fmt: skip
         learned.append(sums.sum((0, 1)))
-    from_later = torch.empty_like(named["theta"])
-    angled, packed = problem.angled(), {name: named[name] for name in ("starts", "PACKED")}
+    from_later = torch.empty_like(theta)
+    packed = {name: named[name] for name in ("starts", "PACKED")}
+    sizes = {name: named[name] for name in ("length", "chunks", "H", "K", "T")}
     later_kernel[(heads, b)](
-        of_theta, packed["starts"], from_later, angled["length"], chunks, from_later.numel(),
-        packed["PACKED"], heads, angled["K"], angled["T"], num_warps=1,
+        **packed, **sizes, d_theta=of_theta, from_later=from_later, of_side=theta.numel(),
+        num_warps=1,
     )  # fmt: skip
     angles_backward_kernel[(chunks, groups, b)](
-        **angled, **packed, from_later=from_later, of_angles=of_angles, of_dt=of_dt,
+        **problem.angled(), **packed, from_later=from_later, of_angles=of_angles, of_dt=of_dt,
         d_angles=found.d_angles, d_dt=found.d_dt, side_of_angles=found.d_angles.numel(),
         side_of_dt=found.d_dt.numel(), num_warps=4,
     )  # fmt: skip

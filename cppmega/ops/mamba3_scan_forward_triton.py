@@ -58,8 +58,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         k_plain = plain_rows(keys + group, of_k, first, length, G, R, K, T)
         v = columns_of(x + b * x_b + h * P, first, length, x_l, P, T) * weight_x
         v = tl.reshape(v, (P, R * T))
-        decay, itself = between(since, begin, first, T)
-        weight = tl.trans(tl.where(itself, at_once[None, :], decay * later[None, :]))
+        weight, _, _ = between(since, begin, first, at_once, later, T)
         # With a row for each key, so that the output has a column for each query.
         scores = tl.dot(k_plain, tl.trans(q_plain), tl.dot(k, tl.trans(q)))
         y = tl.dot(plain.to(kind), tl.trans(q_plain), tl.dot(turning.to(kind), tl.trans(q)))

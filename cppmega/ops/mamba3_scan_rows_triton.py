@@ -18,10 +18,8 @@ from cppmega.ops.mamba3_scan_tiles_triton import (
     begins,
     between,
     biased,
-    by_column,
-    columns_of,
     decays,
-    gated,
+    factors,
     pairs,
     plain_columns,
     plain_rows,
@@ -66,14 +64,12 @@ def rows_kernel(  # type: ignore[no-untyped-def]
         since, into, out_of, _ = decays(log_a, of_head, first, length, begin, last, T)
         cos, sin = turned(rate, step, theta + of_chunk * K, K)
         of_q, of_k = query_bias + h * (R * N), key_bias + h * (R * N)
-        v = columns_of(x + b * x_b + h * P, first, length, x_l, P, T)
-        v = tl.reshape((v * by_column(rank_x + h * (R * P), R, P)).to(kind), (P, R * T))
-        of_z = columns_of(z + b * z_b + h * P, first, length, z_l, P, T)
-        gate, _ = gated(of_z, by_column(rank_z + h * (R * P), R, P))
-        dy = columns_of(given + (b * length * H + h) * P, first, length, H * P, P, T) * gate
-        dy = tl.reshape((dy * by_column(rank_out + h * (R * P), R, P)).to(kind), (P, R * T))
-        decay, itself = between(since, begin, first, T)
-        weight = tl.trans(tl.where(itself, at_once[None, :], decay * later[None, :]))
+        v, dy = factors(
+            x + b * x_b + h * P, z + b * z_b + h * P, given + (b * length * H + h) * P,
+            rank_x + h * (R * P), rank_z + h * (R * P), rank_out + h * (R * P), first, length,
+            x_l, z_l, H * P, R, P, T,
+        )  # fmt: skip
+        weight, _, _ = between(since, begin, first, at_once, later, T)
         d_scores = weighed(tl.dot(tl.trans(v), dy), weight, R, T).to(kind)  # a row for each key
         if KEYS:
             own, of_own, mine, share = keys + group, of_k, v, out_of * later

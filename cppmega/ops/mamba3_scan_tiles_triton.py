@@ -83,15 +83,18 @@ def decays(log_a, of_head, first, length, begin, last, T: tl.constexpr):  # type
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def between(since, begin, first, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decays `[T, T]` to a row's token from an earlier one, the column's; and the diagonal.
+def between(since, begin, first, at_once, later, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights `[T, T]` of a token, the row's, in the output of one, the column's; their decays, and
+    the diagonal.
 
-    They are 0 if the column's token is not earlier, or is of another document.
+    Weights and decays are 0 if the row's token is not earlier, or is of another document; the
+    diagonal has a weight, but no decay.
     """
     t = tl.arange(0, T)
-    seen = (t[None, :] < t[:, None]) & ((first + t)[None, :] >= begin[:, None])
-    decay = _exp(tl.minimum(since[:, None] - since[None, :], 0.0))
-    return tl.where(seen, decay, 0.0), t[None, :] == t[:, None]
+    seen = (t[:, None] < t[None, :]) & ((first + t)[:, None] >= begin[None, :])
+    decay = tl.where(seen, _exp(tl.minimum(since[None, :] - since[:, None], 0.0)), 0.0)
+    itself = t[:, None] == t[None, :]
+    return tl.where(itself, at_once[:, None], decay * later[:, None]), decay, itself
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -197,6 +200,22 @@ def columns_of(x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  
     p, t = tl.arange(0, P)[:, None, None], tl.arange(0, T)[None, None, :]
     place = x + tl.cast(first, tl.int64) * per_token + t * per_token + p
     return tl.load(place, mask=first + t < length, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def factors(  # type: ignore[no-untyped-def]
+    x, z, given, rank_x, rank_z, rank_out, first, length, x_l, z_l, given_l, R: tl.constexpr,
+    P: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Of a head, `[P, R * T]` in its type: values, and the gradients of the output before the gate.
+
+    Both are what the products within a chunk multiply.
+    """
+    kind = x.dtype.element_ty
+    v = columns_of(x, first, length, x_l, P, T) * by_column(rank_x, R, P)
+    gate, _ = gated(columns_of(z, first, length, z_l, P, T), by_column(rank_z, R, P))
+    dy = columns_of(given, first, length, given_l, P, T) * by_column(rank_out, R, P) * gate
+    return tl.reshape(v.to(kind), (P, R * T)), tl.reshape(dy.to(kind), (P, R * T))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -17,6 +17,7 @@ from cppmega.ops.mamba3_scan_tiles_triton import (
     by_column,
     columns_of,
     decays,
+    factors,
     gated,
     of_tokens,
     plain_rows,
@@ -62,12 +63,11 @@ def values_kernel(  # type: ignore[no-untyped-def]
         rank_z + h * (R * P),
         rank_out + h * (R * P),
     )
-    v = columns_of(at_x, first, length, x_l, P, T) * by_column(weight_x, R, P)
-    gate, _ = gated(columns_of(at_z, first, length, z_l, P, T), by_column(weight_z, R, P))
-    dy = columns_of(given + of_h, first, length, H * P, P, T) * by_column(weight_out, R, P) * gate
-    v, dy = tl.reshape(v.to(kind), (P, R * T)), tl.reshape(dy.to(kind), (P, R * T))
-    decay, itself = between(since, begin, first, T)
-    weight = tl.trans(tl.where(itself, at_once[None, :], decay * later[None, :]))
+    v, dy = factors(
+        at_x, at_z, given + of_h, weight_x, weight_z, weight_out, first, length, x_l, z_l, H * P,
+        R, P, T,
+    )  # fmt: skip
+    weight, decay, itself = between(since, begin, first, at_once, later, T)
     # The weights between tokens, with a row for each key, and the gradients of their parts.
     scores = tl.dot(k_plain, tl.trans(q_plain), tl.dot(k, tl.trans(q)))
     products = tl.dot(tl.trans(v), dy)
@@ -76,7 +76,7 @@ def values_kernel(  # type: ignore[no-untyped-def]
     tl.store(d_skip + of_chunk, tl.sum(tl.sum(tl.where(row == column, products, 0.0), 1), 0))
     of_weight = tl.sum(tl.sum(tl.reshape(products * scores, (R, T, R, T)), 2), 0)  # [T, T]
     of_at_once = tl.sum(tl.where(itself, of_weight, 0.0), 1)
-    of_weight *= tl.trans(decay)
+    of_weight *= decay
     of_later = tl.sum(of_weight, 1)
     of_since = tl.sum(of_weight * later[:, None], 0) - later * of_later
     # What crosses the chunk's boundaries.
