@@ -11,6 +11,18 @@ from cppmega.overlay import record as overlay_record
 from cppmega.overlay.record import OverlayRecord
 
 
+def keep_saves_here() -> None:
+    """Let Megatron's saves give their results to a queue of this process.
+
+    For its own queue, each rank would start a process, which imports torch and Megatron again. Only
+    a save that continues in another process needs that, and no save of ours on CPU does.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
 def save(folder: Path, model: Any, optimizer: Any, step: int, record: OverlayRecord) -> None:
     """Write a checkpoint next to the others; it is valid once the tracker file names it.
 
@@ -18,12 +30,8 @@ def save(folder: Path, model: Any, optimizer: Any, step: int, record: OverlayRec
     """
     import torch
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    if filesystem_async._results_queue is None:
-        # Each rank would start a process for it, which imports torch and Megatron again. Only a
-        # save that continues in another process needs that, and this one waits for its end.
-        filesystem_async._results_queue = queue.Queue()
+    keep_saves_here()
     place, unfinished = folder / f"iter_{step:07d}", folder / f"iter_{step:07d}.unfinished"
     first = torch.distributed.get_rank() == 0
     if first:

@@ -13,7 +13,6 @@ import importlib
 import json
 import logging
 import os
-import queue
 import select
 import signal
 import sys
@@ -28,6 +27,7 @@ from cppmega.host import process
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.rank import swaps
+from cppmega.smoke.checkpoint import keep_saves_here
 from tests.configurations.settings import Configuration
 
 LATE = (
@@ -65,8 +65,6 @@ def _import(root: Path) -> None:
     edits = session.plan(None, applied.gates).edits
     for name in applied.pages:
         swaps.arm(session.pages[name], edits[name])
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     from tests.configurations import stand_ins, training
 
     assert training
@@ -75,8 +73,7 @@ def _import(root: Path) -> None:
             importlib.import_module(name)
     stand_ins.install()
     swaps.check()
-    # It would start a process for the results of writers that are other processes.
-    filesystem_async._results_queue = queue.Queue()
+    keep_saves_here()
     logging.disable(logging.CRITICAL)
     gc.freeze()  # a collection in a rank would walk through all of it, and copy its pages
 

@@ -119,12 +119,14 @@ LINE = (
 )
 
 
-def log(tmp_path: Path, mock: bool = False, recipe: Any = SLICE) -> tuple[list[str], Any]:
+def log(
+    tmp_path: Path, mock: bool = False, recipe: Any = SLICE, **options: Any
+) -> tuple[list[str], Any]:
     """A log around a list, and the function that Megatron would print with."""
     said: list[str] = []
-    own = Log(
-        recipe, 1, mock=mock, squares=lambda: None, peak=lambda: 61.5, metrics=tmp_path / "m.jsonl"
-    )
+    file = tmp_path / "m.jsonl"
+    given = {"squares": lambda: None, "peak": lambda: 61.5, "metrics": file, **options}
+    own = Log(recipe, 1, mock=mock, **given)
     return said, own.around(said.append, lambda: True)
 
 
@@ -161,13 +163,8 @@ def test_every_line_of_a_part_of_a_model_says_so(tmp_path: Path) -> None:
 
 
 def test_a_profiled_step_is_marked(tmp_path: Path) -> None:
-    said: list[str] = []
     disturbed = iter([True, False])
-    own = Log(
-        SLICE, 1, mock=False, squares=lambda: None, peak=lambda: 61.5,
-        metrics=tmp_path / "m.jsonl", profiled=lambda: next(disturbed),
-    )  # fmt: skip
-    say = own.around(said.append, lambda: True)
+    said, say = log(tmp_path, profiled=lambda: next(disturbed))
     say(LINE)
     say(LINE)
     assert [line.endswith(" PROFILED |") for line in said] == [True, False]
@@ -176,13 +173,8 @@ def test_a_profiled_step_is_marked(tmp_path: Path) -> None:
 
 
 def test_a_line_ends_with_the_pools_of_cuda_graphs_where_there_are_any(tmp_path: Path) -> None:
-    said: list[str] = []
     pools = iter([None, 3.2109375])
-    own = Log(
-        SLICE, 1, mock=False, squares=lambda: None, peak=lambda: 61.5,
-        metrics=tmp_path / "m.jsonl", graph_pools=lambda: next(pools),
-    )  # fmt: skip
-    say = own.around(said.append, lambda: True)
+    said, say = log(tmp_path, graph_pools=lambda: next(pools))
     say(LINE)
     say(LINE)
     assert said[0].endswith(" peak memory (GiB): 61.5 |")

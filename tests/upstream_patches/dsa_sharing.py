@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
 import tempfile
 import warnings
@@ -16,6 +15,7 @@ from unittest import mock
 import torch
 
 from cppmega.errors import CppmegaError
+from cppmega.smoke.checkpoint import keep_saves_here
 from tests.upstream_patches import dsa_models as models
 
 SHARE = {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
@@ -73,10 +73,8 @@ def second_stage(pattern: str, how: str, **options: Any) -> Any:
 
 def saved(model: Any, folder: str) -> None:
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # It would start a process for the results of writers that are other processes.
-    filesystem_async._results_queue = queue.Queue()
+    keep_saves_here()
     Path(folder).mkdir()
     dist_checkpointing.save(model.sharded_state_dict(), folder)
 

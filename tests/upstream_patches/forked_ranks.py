@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import pickle
-import queue
 import sys
 import tempfile
 import traceback
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from cppmega.errors import CppmegaError
+from cppmega.smoke.checkpoint import keep_saves_here
 from tests.configurations import models, stand_ins
 from tests.configurations.settings import Configuration
 from tests.upstream_patches.distributed_optimizer import on_cpu
@@ -38,7 +37,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True
     stand_ins.install()
-    filesystem_async._results_queue = queue.Queue()  # it would start a process
+    keep_saves_here()
 
 
 def on_ranks(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core import optimizer as optimizers
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
@@ -27,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 
 from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import arguments
+from cppmega.smoke.checkpoint import keep_saves_here
 from tests.upstream_patches import mhc_models as models
 from tests.upstream_patches.distributed_optimizer import on_cpu
 
@@ -63,8 +62,7 @@ def main(folder: str) -> None:
     """Print the losses of each case on one rank and on two, and how far weights differ."""
     cpu_shims.shim()
     torch.distributed.init_process_group("gloo")
-    # It would start a process for the results of writers that are other processes.
-    filesystem_async._results_queue = queue.Queue()
+    keep_saves_here()
     parallel_state.initialize_model_parallel()
     models.start()
     found = {}
