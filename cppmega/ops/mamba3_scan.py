@@ -3,7 +3,8 @@
 In the forward, one program scans a head of a sequence from its first chunk to its last. In the
 backward, one launch scans every head in both directions at once and stores the states at the chunk
 boundaries and their gradients; from these, all chunks are computed in parallel, the gradients of
-values, gates and decays by head, and those of keys and queries by the groups that share them.
+values, gates and decays by head, and those of keys and queries by the groups that share them
+(`benchmarks/results/mamba3_scan_designs.md` has the designs that were tried).
 """
 
 from __future__ import annotations
