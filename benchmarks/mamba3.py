@@ -21,6 +21,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,19 @@ def imported_from(root: Path) -> Iterator[None]:
 def both_ways(way: Way, *given: Any) -> list[Tensor]:
     """The output and all gradients, for a non-uniform upstream gradient."""
     out = way(*given)
-    upstream = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
-    return [out, *torch.autograd.grad(out, [*leaves(*given[:2]).values()], upstream)]
+    return [
+        out,
+        *torch.autograd.grad(
+            out, [*leaves(*given[:2]).values()], upstream_of(out.shape, out.dtype)
+        ),
+    ]
+
+
+@cache
+def upstream_of(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The gradient of the output, made once so that no timed call makes it."""
+    values = torch.linspace(-1, 1, shape.numel(), device="cuda")
+    return values.view(shape).to(dtype)
 
 
 def kept(way: Way, *given: Any) -> int:
