@@ -39,6 +39,8 @@ LATE = (
 """What every rank would import for itself, when it first needs it."""
 GRACE = 15.0
 """Seconds for the other ranks after one has failed: they may wait for it for ever."""
+SHORT = 1.0
+"""Seconds for their errors, once they have told as many stages as the one that failed."""
 LIMIT = 900.0
 """Seconds for a configuration."""
 
@@ -159,8 +161,10 @@ def _forked(setting: Configuration, order: dict[str, Any], store: Path) -> list[
         for rank in running:
             if rank.reader in ready:
                 rank.read()
-        if any(rank.error for rank in ranks):
-            deadline = min(deadline, time.monotonic() + GRACE)
+        failed = max((len(rank.rows) for rank in ranks if rank.error), default=None)
+        if failed is not None:
+            level = all(len(rank.rows) >= failed for rank in ranks)
+            deadline = min(deadline, time.monotonic() + (SHORT if level else GRACE))
     for rank in ranks:
         rank.end()
     if running and not any(rank.error for rank in ranks):
