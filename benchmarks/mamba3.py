@@ -1,17 +1,16 @@
 """Mamba-3 on one GPU: the core of our mixer against mamba-ssm's module, its main branch, and SISO.
 
-usage: python benchmarks/mamba3.py [--main ROOT] [--out benchmarks/results] [--only NAME]
-                                   [--scan-alone]
+usage: python benchmarks/mamba3.py [--main ROOT] [--out benchmarks/results] [--only NAME] [--alone]
 
-Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc; with --scan-alone, which
-measures only our own scan, none of them. ROOT is a checkout of mamba-ssm's main branch, whose
-kernels are measured in the same process. The core is everything between the two projections of a
-layer: norms, dt, A, angles, scan, gate and the sum over ranks. Its glue is the part before the
-scan, with our kernels or in plain torch. Before anything is timed, our results and gradients are
-compared with plain torch in fp32 on short sequences. Times are medians of 10 with CUDA events, of
-forward plus backward; bytes are those of the distinct tensors that the core saves for its backward.
-Writes mamba3_DEVICE.json and .md, or mamba3_scan_DEVICE.json and .md, with the time of every
-kernel.
+Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc; with --alone, which measures
+only our mixer's MIMO, none of them. ROOT is a checkout of mamba-ssm's main branch, whose kernels
+are measured in the same process. The core is everything between the two projections of a layer:
+norms, dt, A, angles, scan, gate and the sum over ranks. mamba-ssm's is its kernels, with what
+surrounds them in plain torch, as in its module. Before anything is timed, our results and gradients
+are compared with plain torch in fp32 on short sequences. Times are medians of 10 with CUDA events,
+of forward plus backward; bytes are those of the distinct tensors that the core saves for its
+backward; what is outside the scan is all kernels but those that multiply matrices. Writes
+mamba3_DEVICE.json and .md, with the time of every kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from cppmega.ops import mamba3
 from cppmega.ops import mamba3_kernels as kernels
 from cppmega.ops import mamba3_operands as operands
 from cppmega.ops import mamba3_reference as reference
-from cppmega.ops import mamba3_scan_autograd as scan
 from tests.ops.mamba3_checks import Shape, drawn, leaves
 
 WHOLE = Shape(8, 4096, 128, 8, 4, 128, 64)
@@ -46,6 +44,13 @@ CASES: dict[str, tuple[Shape, int]] = {
     "MIMO, 16 documents of 2048": (WHOLE._replace(batch=1, length=32768), 16),
     "SISO, 8 x 4096": (WHOLE._replace(rank=1), 1),
 }
+RIVALS = ("MIMO, 8 x 4096", "SISO, 8 x 4096")
+"""Cases in which mamba-ssm is measured too; its MIMO kernels compile for minutes for each."""
+SCANS = (
+    *("mamba_mimo", "mamba3_siso"),
+    *("forward_kernel", "states_kernel", "values_kernel", "rows_kernel"),
+)
+"""How the names of the kernels that multiply matrices begin."""
 CHUNK = {4: 16, 1: 64}
 TOLERANCE = 2e-2
 """Largest relative L2 distance of results in bf16 from plain torch in fp32."""
@@ -63,32 +68,10 @@ def ours(
 def eager(
     inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
 ) -> Tensor:
-    """The same kernels, with everything around them in plain torch, as in mamba-ssm's module."""
+    """mamba-ssm's kernels, with everything around them in plain torch, as in its module."""
     made = operands.plain(inputs, parameters, "softplus")
     scan = kernels._siso if parameters.rank_x is None else kernels._mimo
     return scan(made, inputs, parameters, bounds, chunk)
-
-
-def scanned(
-    inputs: mamba3.Inputs, parameters: mamba3.Parameters, bounds: Tensor | None, chunk: int
-) -> Tensor:
-    """The core with our own scan, which no mixer uses yet."""
-    return scan.mixed(inputs, parameters, "softplus", bounds)
-
-
-def ways_of(shape: Shape, alone: bool) -> dict[str, Way]:
-    """Ours, and our own scan for MIMO."""
-    own: dict[str, Way] = {"own scan": scanned} if shape.rank > 1 else {}
-    return own if alone else {"ours": ours, **own}
-
-
-def glue(
-    make: Callable[..., operands.Operands], inputs: mamba3.Inputs, parameters: mamba3.Parameters
-) -> list[Tensor]:
-    """The operands of the scan, and the gradients of the tensors from which they are computed."""
-    made = make(inputs, parameters, "softplus")
-    read, upstream = operands.sources(inputs, parameters), [torch.ones_like(each) for each in made]
-    return [*made, *torch.autograd.grad(made, read, upstream)]
 
 
 def recomputed(*given: Any) -> Tensor:
@@ -161,8 +144,8 @@ def given_for(shape: Shape, documents: int) -> tuple[Any, ...]:
     return inputs, parameters, bounds, CHUNK[shape.rank]
 
 
-def check(shape: Shape, documents: int, alone: bool) -> None:
-    """Compare ours, and our own scan, with plain torch; SystemExit if they differ."""
+def check(shape: Shape, documents: int) -> None:
+    """Compare ours with plain torch; SystemExit if they differ."""
     inputs, parameters, bounds, chunk = given_for(
         shape._replace(length=128, batch=1, heads=16), min(documents, 4)
     )
@@ -173,34 +156,34 @@ def check(shape: Shape, documents: int, alone: bool) -> None:
 
     names = ["out", *leaves(inputs, parameters)]
     wanted = both_ways(plain, inputs, parameters, bounds, chunk)
-    for of, way in ways_of(shape, alone).items():
-        found = both_ways(way, inputs, parameters, bounds, chunk)
-        for name, mine, exact in zip(names, found, wanted, strict=True):
-            distance = float((mine.float() - exact.float()).norm() / exact.float().norm())
-            if not distance < TOLERANCE:
-                raise SystemExit(f"{shape}, {of}: {name} differs by {distance:.2e}")
+    found = both_ways(ours, inputs, parameters, bounds, chunk)
+    for name, mine, exact in zip(names, found, wanted, strict=True):
+        mine, exact = mine.detach().float(), exact.detach().float()
+        distance = float((mine - exact).norm() / exact.norm())
+        if not distance < TOLERANCE:
+            raise SystemExit(f"{shape}: {name} differs by {distance:.2e}")
 
 
 def measure(
-    shape: Shape, documents: int, main: Path | None, alone: bool
+    shape: Shape, documents: int, main: Path | None, rivals: bool
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Milliseconds and saved KB per token of every way, and milliseconds by kernel of ours."""
+    """Milliseconds and saved KB per token of every way, and milliseconds by kernel."""
     given = given_for(shape, documents)
-    mine = ways_of(shape, alone)
-    ways = mine if alone else mine | {"eager": eager, "recomputed": recomputed}
+    ways: dict[str, Way] = {"ours": ours, **({"mamba-ssm": eager} if rivals else {})}
     row = {name: median(both_ways, way, *given) for name, way in ways.items()}
-    row |= {f"{name}, forward": median(way, *given) for name, way in mine.items()}
-    if not alone:
-        for name, make in (("ours", operands.differentiable), ("eager", operands.plain)):
-            row[f"glue, {name}"] = median(glue, make, *given[:2])
-    if main is not None:
+    if main is not None and rivals:
         with imported_from(main):
-            row["main, eager"] = median(both_ways, eager, *given)
+            row["main"] = median(both_ways, eager, *given)
+    row["recomputed"] = median(both_ways, recomputed, *given)
+    row |= {f"{name}, forward": median(way, *given) for name, way in ways.items()}
     tokens = shape.batch * shape.length
+    profiles = {name: by_kernel(both_ways, way, *given) for name, way in ways.items()}
     for name, way in ways.items():
-        if name != "recomputed":
-            row[f"{name}, KB kept per token"] = kept(way, *given) / tokens / 1e3
-    return row, {name: by_kernel(both_ways, way, *given) for name, way in mine.items()}
+        row[f"{name}, KB per token"] = kept(way, *given) / tokens / 1e3
+        row[f"{name}, outside the scan"] = sum(
+            time for kernel, time in profiles[name].items() if not kernel.startswith(SCANS)
+        )
+    return row, profiles
 
 
 def kernel_table(name: str, found: dict[str, float]) -> list[str]:
@@ -220,48 +203,52 @@ def kernel_table(name: str, found: dict[str, float]) -> list[str]:
     ]
 
 
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    rows: dict[str, dict[str, float]] = report["rows"]
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    yield "# Mamba-3's core, bf16, forward plus backward, milliseconds"
+    yield ""
+    yield "Written by `benchmarks/mamba3.py`, after a comparison of results and gradients."
+    yield ""
+    yield from (f"- {name}: {value}" for name, value in report["stack"].items())
+    yield ""
+    yield "| case | " + " | ".join(columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for name, row in rows.items():
+        cells = (f"{row[column]:.2f}" if column in row else "" for column in columns)
+        yield f"| {name} | {' | '.join(cells)} |"
+    for name, found in report["kernels"].items():
+        for way, times in found.items():
+            yield from kernel_table(f"{name}, {way}", times)
+    yield ""
+
+
 def main() -> None:
-    """Check, measure and write."""
+    """Check, measure, and write after each case."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--main", type=Path, help="a checkout of mamba-ssm's main branch")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", default="", help="only cases whose names begin with this")
-    parser.add_argument("--scan-alone", action="store_true", help="measure only our own scan")
+    parser.add_argument("--alone", action="store_true", help="measure only our MIMO")
     options = parser.parse_args()
-    alone = options.scan_alone
-    rows, profiles = {}, {}
-    for name, (shape, documents) in CASES.items():
-        if name.startswith(options.only) and ways_of(shape, alone):
-            check(shape, documents, alone)
-            rows[name], profiles[name] = measure(shape, documents, options.main, alone)
-            print(name, rows[name], profiles[name], flush=True)
-    device = torch.cuda.get_device_name()
-    report = stack("triton", "tilelang", "mamba-ssm")
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    lines = [
-        "# Mamba-3's core, bf16, forward plus backward, milliseconds",
-        "",
-        "Written by `benchmarks/mamba3.py`, after a comparison of results and gradients.",
-        "",
-        *(f"- {name}: {value}" for name, value in report.items()),
-        "",
-        "| case | " + " | ".join(columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-        *(
-            f"| {name} | " + " | ".join(f"{row[c]:.2f}" if c in row else "" for c in columns) + " |"
-            for name, row in rows.items()
-        ),
-    ]
-    for name, found in profiles.items():
-        for way, times in found.items():
-            lines += kernel_table(f"{name}, {way}", times)
-    lines.append("")
     options.out.mkdir(parents=True, exist_ok=True)
-    stem = ("mamba3_scan_" if alone else "mamba3_") + device.split()[-1].lower()
-    whole = report | {"rows": rows, "kernels": profiles}
-    (options.out / f"{stem}.json").write_text(json.dumps(whole, indent=1) + "\n")
-    (options.out / f"{stem}.md").write_text("\n".join(lines))
-    print("\n".join(lines))
+    target = options.out / f"mamba3_{torch.cuda.get_device_name().split()[-1].lower()}.json"
+    report: dict[str, Any] = {
+        "stack": stack("triton", "tilelang", "mamba-ssm"),
+        "rows": {},
+        "kernels": {},
+    }
+    for name, (shape, documents) in CASES.items():
+        if name.startswith(options.only) and not (options.alone and shape.rank == 1):
+            check(shape, documents)
+            rivals = name in RIVALS and not options.alone
+            main = options.main if shape.rank > 1 else None
+            report["rows"][name], report["kernels"][name] = measure(shape, documents, main, rivals)
+            print(name, report["rows"][name], flush=True)
+            target.write_text(json.dumps(report, indent=1) + "\n")
+            target.with_suffix(".md").write_text("\n".join(table(report)))
+    print(target.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

@@ -70,9 +70,6 @@ RECIPE = Recipe(
     cross_entropy_fusion_impl="linear",
     patches=("dataset_helpers_prebuilt", "dsa_hadamard_transform", "dsa_attention_kernels"),
     architectures=("sm_90",),
-    stack=(
-        *(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
-        *(("mamba-ssm", "==2.3.2.post1"), ("tilelang", ">=0.1.8")),
-    ),
+    stack=(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
     environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
 )

@@ -12,9 +12,9 @@ DISTRIBUTION = "mamba-ssm"
 
 
 def runs_mimo(args: Any) -> bool:
-    """Whether a run trains Mamba-3 mixers whose rank is above 1."""
+    """Whether a run trains Mamba-3 mixers whose rank is above 1, and not by cppmega's own scan."""
     sizes = mixer_sizes.mamba3(variables(args))
-    return sizes is not None and sizes.rank > 1
+    return sizes is not None and sizes.rank > 1 and bool(sizes.scan_obstacle(args.hidden_size))
 
 
 def loaded(*files: str) -> Any:

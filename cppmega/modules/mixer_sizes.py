@@ -14,6 +14,7 @@ from typing import Any, Literal
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.modules.stated_sizes import Positive, read
+from cppmega.ops import mamba3_scan_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,18 @@ class Mamba3:
     def heads(self, hidden: int) -> int:
         """The number of heads in a model of that width."""
         return self.expand * hidden // self.head_dim
+
+    def scan_obstacle(self, hidden: int) -> str:
+        """Why cppmega's own scan does not support a model of that width, as half a sentence, so
+        that mamba-ssm's kernels do the work; empty if it does."""
+        return mamba3_scan_sizes.obstacle(
+            heads_per_group=self.heads(hidden) // self.groups,
+            rank=self.rank,
+            state=self.state_dim,
+            width=self.head_dim,
+            angles=self.angles,
+            out_norm=self.out_norm,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Mamba-3 over a sequence: mamba-ssm's kernels on a GPU, plain torch on a CPU."""
+"""Mamba-3 over a sequence: our scan or mamba-ssm's kernels on a GPU, plain torch on a CPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def mixed(
     """Compute `mamba3_reference.mixed` of `[b, l, h, p]`.
 
     Args:
-        inputs: all of one type; on a GPU bf16.
+        inputs: all of one type; on a GPU of 16 bits, and bf16 for mamba-ssm's kernels.
         parameters: on the same device; on a GPU fp32, except the norms.
         definition: the definition of A.
         boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, whose b is 1 and whose
             last document ends with the sequence; None: every sequence is one document.
-        chunk: tokens that are computed together.
+        chunk: tokens that are computed together, except by our scan, which takes 64 rows.
 
     Raises:
         CppmegaError: `mixer-no-kernel`, only on a GPU, where there is no fallback for a kernel.
@@ -36,12 +36,17 @@ def mixed(
         bounds = None if boundaries is None else boundaries.tolist()
         return reference.mixed(inputs, parameters, definition, bounds, chunk)
     from cppmega.ops import mamba3_kernels as kernels
+    from cppmega.ops import mamba3_scan, mamba3_scan_autograd
 
+    unscanned = mamba3_scan.obstacle(inputs, parameters)
+    if not unscanned:
+        return mamba3_scan_autograd.mixed(inputs, parameters, definition, boundaries)
     if why := kernels.obstacle(device, inputs, parameters, chunk):
         raise CppmegaError(
             "mixer-no-kernel",
-            f"No kernel computes these Mamba-3 mixers: {why}.",
+            f"No kernel computes these Mamba-3 mixers. cppmega's scan: {unscanned}. "
+            f"mamba-ssm's kernels: {why}.",
             "Plain torch would take many times as long, and keep every product in memory.",
-            "install mamba-ssm 2.3.2.post1 and tilelang, or change the unsupported property",
+            "sizes that the scan supports, or mamba-ssm 2.3.2.post1 and tilelang",
         )
     return kernels.mixed(inputs, parameters, definition, boundaries, chunk)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cppmega.ops.dsa_indexer_device import gpu_of
+from cppmega.ops import mamba3_scan_sizes
+from cppmega.ops.dsa_indexer_device import LEAST_SHARED, gpu_of
 from cppmega.ops.mamba3_operands import Operands, dense
 from cppmega.ops.mamba3_reference import Inputs, Parameters
 from cppmega.ops.mamba3_scan_angles_triton import (
@@ -37,6 +38,9 @@ takes as many sequences at once as fit, and at least one."""
 
 LAUNCH = {"num_warps": 4, "num_stages": 2}
 """For the kernels that multiply matrices of 64 rows: one warp group on Hopper."""
+
+ROOMY = 160 * 1024
+"""Shared memory with which a kernel that walks along a sequence loads two chunks in advance."""
 
 
 class Gradients(NamedTuple):
@@ -62,20 +66,22 @@ def obstacle(inputs: Inputs, parameters: Parameters) -> str:
     """Why the kernels do not support this, as half a sentence; empty if they do."""
     heads, width = inputs.x.shape[2:]
     groups, rank, state = inputs.keys.shape[2:]
-    if inputs.x.device.type == "cuda" and gpu_of(inputs.x.device).capability != (9, 0):
-        return "they are written for sm_90, and Triton 3.6 fails to compile them for sm_100"
-    if rank not in (2, 4) or parameters.out_norm is not None:
-        norm = " with an output norm" if parameters.out_norm is not None else ""
-        return f"they support ranks 2 and 4 without an output norm, not rank {rank}{norm}"
-    if any(each & each - 1 for each in (state, width, heads // groups)):
-        return f"{heads // groups} heads per group, {state} or {width} is not a power of two"
-    if state < 32 or width < 16:
-        return f"states of {state} x {width} are smaller than 32 x 16, which Triton's products need"
-    if state > 256 or state * width > 256 * 64:
-        return f"states of {state} x {width} need more shared memory than sm_90 has"
-    if 4 * inputs.angles.size(2) != state:
-        return f"{inputs.angles.size(2)} angles are not a quarter of states of {state}"
-    return ""
+    device, kind = inputs.x.device, inputs.x.dtype
+    if device.type == "cuda" and kind not in (torch.bfloat16, torch.float16):
+        return f"the tensors are {kind}, not of 16 bits"
+    gpu = gpu_of(device)
+    if gpu.capability < (8, 0):
+        return f"its products of 16 bits need sm_80, not sm_{gpu.capability[0]}{gpu.capability[1]}"
+    if gpu.shared < LEAST_SHARED or (gpu.shared < ROOMY and state * width > 128 * 64):
+        return f"states of {state} x {width} need more shared memory than {gpu.shared >> 10} KiB"
+    return mamba3_scan_sizes.obstacle(
+        heads_per_group=heads // groups,
+        rank=rank,
+        state=state,
+        width=width,
+        angles=inputs.angles.size(2),
+        out_norm=parameters.out_norm is not None,
+    )
 
 
 class _Problem(NamedTuple):
@@ -111,6 +117,13 @@ class _Problem(NamedTuple):
             "T": self.tokens,
         }
 
+    def packed(self) -> dict[str, Any]:
+        # Without a pack, the first document's start is any pointer, which is not read.
+        return {
+            "starts": self.made.dt if self.starts is None else self.starts,
+            "PACKED": self.starts is not None,
+        }
+
     def given(self) -> dict[str, Any]:
         made, inputs, learned = self.made, self.inputs, self.parameters
         x, z = dense(inputs.x, 2), dense(inputs.z, 2)
@@ -118,8 +131,7 @@ class _Problem(NamedTuple):
         return {
             **self.angled(),
             **{"queries": made.queries, "keys": made.keys, "log_a": made.log_a, "trap": made.trap},
-            "starts": made.dt if self.starts is None else self.starts,
-            "PACKED": self.starts is not None,
+            **self.packed(),
             **{"x": x, "x_b": x.stride(0), "x_l": x.stride(1)},
             **{"z": z, "z_b": z.stride(0), "z_l": z.stride(1)},
             "query_bias": learned.query_bias.contiguous(),
@@ -145,6 +157,11 @@ def starts_of(boundaries: Tensor | None, length: int) -> Tensor | None:
     return boundaries[document].to(torch.int32)
 
 
+def _walking(device: torch.device) -> dict[str, int]:
+    """Launch options of the kernels that walk along a sequence."""
+    return {**LAUNCH, "num_stages": 3 if gpu_of(device).shared >= ROOMY else 2}
+
+
 def forward(
     made: Operands, inputs: Inputs, parameters: Parameters, boundaries: Tensor | None
 ) -> Tensor:
@@ -160,8 +177,9 @@ def forward(
     b, _, heads, _ = inputs.x.shape
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     forward_kernel[(heads, b)](
-        theta=problem.theta(), skip=parameters.d, out=out, **problem.given(), **LAUNCH
-    )
+        theta=problem.theta(), skip=parameters.d, out=out, **problem.given(),
+        **_walking(inputs.x.device),
+    )  # fmt: skip
     return out
 
 
@@ -175,9 +193,15 @@ class _Found(NamedTuple):
     d_log_a: Tensor
     d_at_once: Tensor
     d_next: Tensor
+    d_skip: Tensor
+
+
+class _Turning(NamedTuple):
+    """Parts of the gradients of angles and dt, of queries or of keys: `[b, ...]` each."""
+
     d_dt: Tensor
     d_angles: Tensor
-    d_skip: Tensor
+    d_theta: Tensor
 
 
 def backward(
@@ -191,19 +215,15 @@ def backward(
     problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
     b, length, heads, width = inputs.x.shape
     groups, rank, state = inputs.keys.shape[2:]
-    fp32 = made.dt.new_empty
+    fp32, theta = made.dt.new_empty, problem.theta()
     found = _Found(
         torch.empty_like(made.queries),
         torch.empty_like(made.keys),
-        given.new_empty(b, length, heads, width),
-        given.new_empty(b, length, heads, width),
-        fp32(b, heads, length),
-        fp32(b, heads, length),
-        fp32(b, heads, length),
-        fp32(b, heads, length),
-        fp32(b, groups, length, inputs.angles.size(2)),
-        fp32(b, problem.chunks, heads),
+        *(given.new_empty(b, length, heads, width) for _ in range(2)),
+        *(fp32(b, heads, length) for _ in range(4)),
     )
+    of_angles = (b, groups, length, inputs.angles.size(2))
+    turning = _Turning(fp32(2, b, heads, length), fp32(2, *of_angles), fp32(2, *theta.shape))
     of_chunk = 2 * 2 * width * state + 4 * rank * (state + 3 * width)
     at_a_time = max(1, SCRATCH // (problem.chunks * heads * of_chunk))
     sums = []
@@ -214,7 +234,9 @@ def backward(
             inputs=Inputs(*(each[own] for each in inputs)),
         )
         into = _Found(*(each[own] for each in found))
-        sums.append(torch.cat(_backward(part, given[own].contiguous(), into), 1))
+        sides = [_Turning(*(each[side, own] for each in turning)) for side in range(2)]
+        sums.append(torch.cat(_parts(part, theta[own], given[own].contiguous(), into, sides), 1))
+    d_angles, d_dt = _turned_back(problem, turning)
     learned = torch.stack(sums).sum(0)
     widths = [rank * width] * 3 + [rank * state] * 2
     rank_out, rank_z, rank_x, query_bias, key_bias = (
@@ -226,28 +248,36 @@ def backward(
         found.d_queries,
         found.d_keys,
         found.d_log_a,
-        found.d_dt + share * found.d_at_once + (1 - share) * from_before,
+        d_dt + share * found.d_at_once + (1 - share) * from_before,
         (found.d_at_once - from_before) * made.dt * share * (1 - share),
-        found.d_angles.sum(1),
+        d_angles.sum(1),
         found.d_x,
         found.d_z,
         query_bias,
         key_bias,
-        found.d_skip.sum((0, 1)),
+        found.d_skip.sum((0, 2)),
         rank_x,
         rank_z,
         rank_out,
     )
 
 
-def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
-    """Write `found`; return gradients of parameters, `[h, ...]`: of values, queries and keys."""
+def _parts(
+    problem: _Problem, theta: Tensor, given: Tensor, found: _Found, turning: list[_Turning]
+) -> list[Tensor]:
+    """Write `found` and both sides of `turning`.
+
+    Returns:
+        Gradients of parameters, `[h, ...]`: of values, queries and keys.
+    """
     b, _, heads, width = problem.inputs.x.shape
     groups, rank, state = problem.inputs.keys.shape[2:]
-    chunks, fp32, theta = problem.chunks, problem.made.dt.new_empty, problem.theta()
+    chunks, fp32 = problem.chunks, problem.made.dt.new_empty
     named = {**problem.given(), "theta": theta, "given": given}
     states, gradients = (given.new_empty(b, chunks, heads, state * width) for _ in range(2))
-    states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **LAUNCH)
+    states_kernel[(heads, b, 2)](
+        **named, states=states, gradients=gradients, **_walking(given.device)
+    )
     sums = fp32(b, chunks, heads, 3 * rank * width)
     values_kernel[(heads, chunks, b)](
         **named, skip=problem.parameters.d, states=states, gradients=gradients, d_x=found.d_x,
@@ -255,26 +285,30 @@ def _backward(problem: _Problem, given: Tensor, found: _Found) -> list[Tensor]:
         d_skip=found.d_skip, sums=sums, **LAUNCH,
     )  # fmt: skip
     learned = [sums.sum((0, 1))]
-    # Of both sides: queries, then keys.
-    of_dt, of_angles = fp32(2, *found.d_dt.shape), fp32(2, *found.d_angles.shape)
-    of_theta = fp32(2, *theta.shape)
     sums = fp32(b, chunks, heads, rank * state)
-    for side, (own, d_rows) in enumerate(((states, found.d_queries), (gradients, found.d_keys))):
+    for keys, (own, d_rows) in enumerate(((states, found.d_queries), (gradients, found.d_keys))):
         rows_kernel[(chunks, groups, b)](
-            **named, states=own, d_rows=d_rows, d_dt=of_dt[side], d_angles=of_angles[side],
-            d_theta=of_theta[side], sums=sums, KEYS=bool(side), **LAUNCH,
+            **named, **turning[keys]._asdict(), states=own, d_rows=d_rows, sums=sums,
+            KEYS=bool(keys), **LAUNCH,
         )  # fmt: skip
         learned.append(sums.sum((0, 1)))
-    from_later = torch.empty_like(theta)
-    packed = {name: named[name] for name in ("starts", "PACKED")}
-    sizes = {name: named[name] for name in ("length", "chunks", "H", "K", "T")}
-    later_kernel[(heads, b)](
-        **packed, **sizes, d_theta=of_theta, from_later=from_later, of_side=theta.numel(),
-        num_warps=1,
-    )  # fmt: skip
-    angles_backward_kernel[(chunks, groups, b)](
-        **problem.angled(), **packed, from_later=from_later, of_angles=of_angles, of_dt=of_dt,
-        d_angles=found.d_angles, d_dt=found.d_dt, side_of_angles=found.d_angles.numel(),
-        side_of_dt=found.d_dt.numel(), num_warps=4,
-    )  # fmt: skip
     return learned
+
+
+def _turned_back(problem: _Problem, turning: _Turning) -> tuple[Tensor, Tensor]:
+    """The gradients of the angles, `[b, g, l, k]`, and of dt, from the parts of both sides."""
+    b, _, heads, _ = problem.inputs.x.shape
+    angled = problem.angled()
+    packed = problem.packed()
+    d_dt, d_angles, from_later = (torch.empty_like(each[0]) for each in turning)
+    sizes = {name: angled[name] for name in ("length", "chunks", "H", "K", "T")}
+    later_kernel[(heads, b)](
+        **packed, **sizes, d_theta=turning.d_theta, from_later=from_later,
+        of_side=from_later.numel(), num_warps=1,
+    )  # fmt: skip
+    angles_backward_kernel[(problem.chunks, angled["G"], b)](
+        **angled, **packed, from_later=from_later, of_angles=turning.d_angles, of_dt=turning.d_dt,
+        d_angles=d_angles, d_dt=d_dt, side_of_angles=d_angles.numel(), side_of_dt=d_dt.numel(),
+        num_warps=4,
+    )  # fmt: skip
+    return d_angles, d_dt

@@ -73,7 +73,8 @@ def values_kernel(  # type: ignore[no-untyped-def]
     products = tl.dot(tl.trans(v), dy)
     mixing = weighed(scores, weight, R, T).to(kind)
     row, column = tl.arange(0, R * T)[:, None], tl.arange(0, R * T)[None, :]
-    tl.store(d_skip + of_chunk, tl.sum(tl.sum(tl.where(row == column, products, 0.0), 1), 0))
+    of_skip = tl.reshape(tl.sum(tl.where(row == column, products, 0.0), 1), (R, T))
+    tl.store(d_skip + of_head + t, tl.sum(of_skip, 0), mask=here)
     of_weight = tl.sum(tl.sum(tl.reshape(products * scores, (R, T, R, T)), 2), 0)  # [T, T]
     of_at_once = tl.sum(tl.where(itself, of_weight, 0.0), 1)
     of_weight *= decay
@@ -91,8 +92,10 @@ def values_kernel(  # type: ignore[no-untyped-def]
     of_share = out_of * of_tokens(v.to(tl.float32) * of_value, R, P, T)
     of_later += of_share
     of_since -= later * of_share
-    of_whole = tl.sum(later * of_share, 0) + of_across * across
-    tl.store(d_log_a + of_head + t, tl.cumsum(of_since, 0, reverse=True) + of_whole, mask=here)
+    # Scans, since Triton 3.6 cannot compile a sum to a scalar after a product for sm_100.
+    of_whole = later * of_share
+    of_log = tl.cumsum(of_since + of_whole, 0, reverse=True) + tl.cumsum(of_whole, 0) - of_whole
+    tl.store(d_log_a + of_head + t, of_log + of_across * across, mask=here)
     tl.store(d_at_once + of_head + t, of_at_once + of_later, mask=here)
     tl.store(d_next + of_head + t, of_later, mask=here)
     # The gradient of the values. After a store, tensors are loaded again instead of being held.

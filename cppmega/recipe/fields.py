@@ -324,9 +324,15 @@ class Fields:
         return (*shares, *self.gates)
 
     @property
+    def uses_mamba_ssm(self) -> bool:
+        """Whether mamba-ssm's kernels compute Mamba-3 layers, which our scan does not support."""
+        own = self.mamba3 if "M" in self.layout.letters else None
+        return own is not None and bool(own.scan_obstacle(self.hidden_size))
+
+    @property
     def uses_mimo(self) -> bool:
         """Whether any layer runs mamba-ssm's MIMO kernels of Mamba-3, which are TileLang's."""
-        return "M" in self.layout.letters and self.mamba3 is not None and self.mamba3.rank > 1
+        return self.uses_mamba_ssm and self.mamba3 is not None and self.mamba3.rank > 1
 
     @property
     def uses_tilelang(self) -> bool:

@@ -213,7 +213,7 @@ def check_packages(recipe: Recipe, options: RunOptions) -> None:
     needed = {"transformer_engine": ("the layers of every recipe for GPUs", "")}
     if recipe.uses_tilelang:
         needed["tilelang"] = ("the recipe's DSA kernels", "--set dsa_kernel_backend=none")
-    if "M" in recipe.layout.letters:
+    if recipe.uses_mamba_ssm:
         needed["mamba_ssm"] = ("the recipe's Mamba-3 layers", "")
     if recipe.uses_mimo:
         needed["tilelang"] = ("the recipe's Mamba-3 layers", "")

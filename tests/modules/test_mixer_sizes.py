@@ -47,6 +47,22 @@ def test_older_releases_say_which_one_has_them() -> None:
         assert reasons[part] == "cppmega adds it to megatron-core 0.19, and not to 0.18.2"
 
 
+@pytest.mark.parametrize(
+    ("mamba3", "mamba_ssm", "mimo"),
+    [
+        (sizes.Mamba3(), False, False),
+        (sizes.Mamba3(rank=1), True, False),
+        (sizes.Mamba3(out_norm=True), True, True),
+        (sizes.Mamba3(rope_fraction=1.0), True, True),
+    ],
+)
+def test_mamba_ssm_is_needed_for_what_our_scan_does_not_support(
+    mamba3: sizes.Mamba3, mamba_ssm: bool, mimo: bool
+) -> None:
+    recipe = recipes_index.load("nam56r_h200_slice").with_(pattern="DEM-", mamba3=mamba3)
+    assert (recipe.uses_mamba_ssm, recipe.uses_mimo) == (mamba_ssm, mimo)
+
+
 @pytest.mark.parametrize("text", ["1", "{", '{"groups": 0}', '{"rope_fraction": 0.3}'])
 def test_a_text_without_sense_is_refused(text: str) -> None:
     with pytest.raises(CppmegaError) as caught:

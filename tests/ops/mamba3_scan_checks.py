@@ -1,4 +1,4 @@
-"""Error bounds of the Triton scan of Mamba-3."""
+"""Error bounds of Mamba-3's kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from cppmega.ops.mamba3_reference import Inputs
 from cppmega.ops.mamba3_scan_autograd import mixed
 from tests.ops.mamba3_checks import Shape
-from tests.ops.mamba3_errors import by_kernels, errors, given_for
+from tests.ops.mamba3_errors import Mix, by_kernels, errors, given_for
 
 
-def check(shape: Shape, dtype: torch.dtype, *args: Any, **kwargs: Any) -> None:
+def check(shape: Shape, dtype: torch.dtype, *args: Any, mix: Mix = mixed, **kwargs: Any) -> None:
     """Compare with plain torch; the arguments are those of `mamba3_errors.errors`.
 
     An error is at most 1.5 times that of plain torch with matrix products in the type of the
@@ -21,7 +21,7 @@ def check(shape: Shape, dtype: torch.dtype, *args: Any, **kwargs: Any) -> None:
     result.
     """
     narrow = dtype != torch.float32
-    found = errors(mixed, shape, dtype, *args, **kwargs, products=dtype if narrow else None)
+    found = errors(mix, shape, dtype, *args, **kwargs, products=dtype if narrow else None)
     for name, error in found.items():
         floor = max(error.plain, error.size * torch.finfo(dtype).eps / 2)
         most = 1.5 * floor if narrow else 1e-5 * error.size

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from cppmega.ops import mamba3_operands as operands  # noqa: E402
 from cppmega.ops import mamba3_scan as scan  # noqa: E402
+from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402
@@ -36,17 +37,25 @@ def test_in_the_interpreter() -> None:
     run(INTERPRETED)
 
 
+WHOLE = Shape(2, 64, 128, 8, 4, 128, 64)
+
+
 @pytest.mark.parametrize(
-    ("shape", "programs"),
+    ("shape", "arch", "programs"),
     [
-        (Shape(2, 64, 128, 8, 4, 128, 64), 2),
-        (Shape(1, 64, 2, 2, 4, 256, 64), 1),  # the largest states and the smallest
-        (Shape(1, 64, 2, 2, 4, 32, 16), 2),
+        (WHOLE, 90, 2),
+        (Shape(1, 64, 2, 2, 4, 256, 64), 90, 1),  # the largest states and the smallest
+        (Shape(1, 64, 2, 2, 4, 32, 16), 90, 2),
+        (WHOLE, 80, 1),
+        (WHOLE, 100, 2),
+        (WHOLE, 120, 1),
     ],
 )
 def test_programs_fit_a_multiprocessor(
-    shape: Shape, programs: int, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, arch: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gpu = Gpu(divmod(arch, 10), LIMITS[arch] << 10)
+    monkeypatch.setattr(scan, "gpu_of", lambda device: gpu)
     launches = record(monkeypatch, [scan])
     inputs, parameters = drawn(shape, torch.bfloat16)
     assert not scan.obstacle(inputs, parameters)
@@ -55,13 +64,23 @@ def test_programs_fit_a_multiprocessor(
     scan.backward(made, inputs, parameters, None, upstream)
     assert len(launches) == 9
     for kernel, arguments in launches:
-        assert programs * shared_memory(kernel, arguments, 90) <= LIMITS[90] << 10
+        assert programs * shared_memory(kernel, arguments, arch) <= LIMITS[arch] << 10
+
+
+def test_a_gpu_that_is_too_old_or_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, parameters = drawn(WHOLE._replace(length=2), torch.bfloat16)
+    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((7, 5), 64 << 10))
+    assert "need sm_80, not sm_75" in scan.obstacle(inputs, parameters)
+    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((12, 0), 99 << 10))
+    assert not scan.obstacle(inputs, parameters)
+    wide = drawn(WHOLE._replace(length=2, state=256), torch.bfloat16)
+    assert "states of 256 x 64 need more shared memory than 99 KiB" in scan.obstacle(*wide)
 
 
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        (Shape(rank=3), "they support ranks 2 and 4 without an output norm, not rank 3"),
+        (Shape(rank=3), "it supports ranks 2 and 4 without an output norm, not rank 3"),
         (Shape(rank=4, out_norm=True), "without an output norm, not rank 4 with an output norm"),
         (Shape(rank=4), "2 heads per group, 8 or 5 is not a power of two"),
         (Shape(rank=2, width=16), "states of 8 x 16 are smaller than 32 x 16"),

@@ -274,7 +274,9 @@ def test_packages_and_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     here["environ"] = environ
     holds("packages", launch(SLICE, **here))
     assert "nvcc" in refuses("packages", "compiler-missing", launch(V32, **here)).what
-    mixers = SLICE.with_(pattern="D-EM", mamba3=Mamba3())
+    scanned = SLICE.with_(pattern="D-EM", mamba3=Mamba3())
+    holds("packages", launch(scanned, **here))
+    mixers = scanned.with_(mamba3=Mamba3(out_norm=True))  # which only mamba-ssm's kernels support
     assert "mamba_ssm" in refuses("packages", "package-missing", launch(mixers, **here)).what
     (tmp_path / "mamba_ssm.py").write_text("")
     said = refuses("packages", "compiler-missing", launch(mixers, **here))

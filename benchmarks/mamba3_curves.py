@@ -1,0 +1,205 @@
+"""Small models with Mamba-3 layers in bf16: 50 steps by plain torch on a CPU, and by the kernels.
+
+    python benchmarks/mamba3_curves.py --site SITE --work SCRATCH [--out benchmarks/results]
+
+One model has MIMO mixers of rank 4, which cppmega's scan computes on a GPU, and one has SISO
+mixers, which mamba-ssm's kernels compute where mamba-ssm is installed. Every run is a process and
+begins from the same weights, with the same batches and with Adam on fp32 copies of the weights: on
+the CPU, on the CPU from weights that are one rounding away, and on the GPU. A curve of the GPU is
+within the noise where it is not further from the nearest of the first two than a few times their
+largest distance. Writes mamba3_curves_DEVICE.json, .md and .png.
+
+SITE holds a pristine `megatron/` with its dist-info; it is copied into SCRATCH and never changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import sides
+import torch
+from on_gpu import stack
+from slice_training import environment
+from slice_turns import apply
+from slice_turns_report import FACTOR
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mhc_training_report import verdict
+
+from cppmega.modules import mixer_sizes, stated_sizes
+from cppmega.proof import cpu_shims, small_models
+from cppmega.runs import plotting
+from tests.support import command_of, free_port
+
+MIMO = mixer_sizes.Mamba3(head_dim=32, state_dim=64, groups=2)
+MODELS = {"MIMO": MIMO, "SISO": replace(MIMO, rank=1, chunk=64)}
+PATTERN = "M*M-"
+WIDTH, LENGTH, BATCH, BATCHES, RATE = 128, 72, 2, 4, 1e-3
+WAYS = ("reference", "nudged", "kernels")
+NUDGE = 2.0**-8
+"""The distance of 1 to the next number in bf16."""
+PAGES = ("own_mixers",)
+
+
+def trained(way: str, steps: int) -> None:
+    """Train one model in this process, which runs a tree; print its curves as JSON, last."""
+    device = "cuda" if way == "kernels" else "cpu"
+    if device == "cuda":
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+    cpu_shims.init_distributed()
+    if device == "cuda":
+        from megatron.core.tensor_parallel import random
+
+        random.model_parallel_cuda_manual_seed(1)
+    model = small_models.hybrid(
+        pattern=PATTERN,
+        hidden_size=WIDTH,
+        ffn_hidden_size=4 * WIDTH,
+        num_attention_heads=WIDTH // 32,
+        init_method_std=0.02,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    model = model.bfloat16().to(device)
+    parameters = list(model.parameters())
+    copies = [p.detach().float().cpu() for p in parameters]
+    if way == "nudged":
+        drawn = torch.Generator().manual_seed(3)
+        for each in copies:
+            each *= 1 + NUDGE * (torch.randint(2, each.shape, generator=drawn) * 2 - 1)
+    optimizer = torch.optim.Adam(copies, RATE)
+    found: dict[str, list[float]] = {"loss": [], "grad norm": []}
+    for step in range(steps):
+        with torch.no_grad():
+            for parameter, copy in zip(parameters, copies, strict=True):
+                parameter.copy_(copy)
+                parameter.grad = None
+        value = model(**{name: each.to(device) for name, each in batch(step % BATCHES).items()})
+        value = value.float().mean()
+        value.backward()
+        for parameter, copy in zip(parameters, copies, strict=True):
+            assert parameter.grad is not None, "a parameter has no gradient"
+            copy.grad = parameter.grad.float().cpu()
+        found["loss"].append(value.item())
+        found["grad norm"].append(float(torch.nn.utils.get_total_norm([c.grad for c in copies])))
+        optimizer.step()
+    print(json.dumps(found))
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    """Tokens, and the ones that follow them."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(small_models.V, (BATCH, LENGTH + 1), generator=drawn)
+    return {
+        "input_ids": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(LENGTH).expand(BATCH, LENGTH),
+        "attention_mask": torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None],
+    }
+
+
+def said(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
+    """The curves of a run in a process of its own."""
+    code = f"from benchmarks import mamba3_curves as c\nc.trained({way!r}, {steps})"
+    variables = {
+        **environment(Path(__file__).parent),
+        **{"CPPMEGA_MAMBA3": stated_sizes.text(MODELS[model])},
+        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
+        **{"MASTER_PORT": str(free_port())},
+    }
+    if way != "kernels":
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    with log.open("w") as errors:
+        done = subprocess.run(
+            command_of(root, code, fresh=True),
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    if done.returncode:
+        raise click.ClickException(f"{model}, {way}:\n{log.read_text()[-3000:]}")
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    versions = ", ".join(f"{name} {value}" for name, value in report["stack"].items())
+    yield "# Mamba-3 in training: kernels and reference"
+    yield ""
+    yield f"Written by `benchmarks/mamba3_curves.py`: {versions}."
+    yield ""
+    yield (
+        f"Models {PATTERN} of width {WIDTH}, {BATCH} x {LENGTH} tokens, bf16. The noise is the "
+        f"largest distance of two runs by plain torch on the CPU, the second from weights one "
+        f"rounding away; a curve is within it up to {FACTOR:g} times."
+    )
+    for model, runs in report["runs"].items():
+        yield from ("", f"## {model}", "")
+        yield "| run | first | last | noise | from the nearest reference | verdict |"
+        yield "|---" * 6 + "|"
+        for way, run in runs.items():
+            for what, curve in run.items():
+                cells = ["", "", "reference"]
+                if way == "kernels":
+                    cells = verdict(curve, [runs[name][what] for name in WAYS[:2]])
+                ends = f"{curve[0]:.5g} | {curve[-1]:.5g}"
+                yield f"| {way}, {what} | {ends} | {' | '.join(cells)} |"
+    yield ""
+
+
+def draw(report: dict[str, Any], file: Path) -> None:
+    """Losses by step, a panel for each model."""
+    pyplot = plotting.pyplot()
+    figure, panels = pyplot.subplots(1, len(report["runs"]), squeeze=False, figsize=(10, 4))
+    for panel, (model, runs) in zip(panels[0], report["runs"].items(), strict=True):
+        for way, run in runs.items():
+            panel.plot(range(1, len(run["loss"]) + 1), run["loss"], label=way)
+        panel.set(title=model, xlabel="step", ylabel="loss")
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+@click.command()
+@click.option("--site", type=click.Path(path_type=Path), required=True)
+@click.option("--work", type=click.Path(path_type=Path), required=True)
+@click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
+@click.option("--steps", default=50, show_default=True)
+def main(site: Path, work: Path, out: Path, steps: int) -> None:
+    """Train every model every way, and compare."""
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    root = work / "trees" / "mamba3_curves"
+    if not root.is_dir():
+        sides.copy(site.resolve(), root)
+        apply(root, PAGES)
+    models = [m for m in MODELS if m == "MIMO" or importlib.util.find_spec("mamba_ssm")]
+    report: dict[str, Any] = {"stack": stack("triton", "megatron-core", "mamba-ssm"), "runs": {}}
+    for model in models:
+        runs = report["runs"].setdefault(model, {})
+        for way in WAYS:
+            started = time.monotonic()
+            runs[way] = said(model, way, steps, root, work / f"{model}-{way}.log")
+            print(f"{model}, {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+    target = out / f"mamba3_curves_{torch.cuda.get_device_name().split()[-1].lower()}.md"
+    target.write_text("\n".join(table(report)))
+    target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, target.with_suffix(".png"))
+    print(target.read_text())
+
+
+if __name__ == "__main__":
+    main()
