@@ -61,6 +61,9 @@ PRELOADED = (
     "yaml",
 )
 """Slow to import, and the same whatever tree is tested."""
+FOR_KERNELS = ("torch", "triton", "numpy", "pytest", "tests.ops.interpreted")
+"""What a server imports whose forks interpret Triton's kernels; they import no Megatron."""
+INTERPRETS = "TRITON_INTERPRET"
 CLIENT = Path(__file__).with_name("forkclient.py")
 COLLECT_AFTER = 100_000
 """New objects in a fork. With Python's own number, collections were about 7 % of what a sample of
@@ -72,8 +75,12 @@ STATUS: list[int] = []
 
 
 @cache
-def executable() -> str:
-    """The file to run in place of `sys.executable`; the server is started with the first call."""
+def executable(interprets: bool = False) -> str:
+    """The file to run in place of `sys.executable`; the server is started with the first call.
+
+    Args:
+        interprets: whether Triton, which decides at its import, interprets kernels in the forks.
+    """
     if Path("/dev/nvidiactl").exists():
         return sys.executable  # an import may look for GPUs, and CUDA does not survive a fork
     folder = Path(tempfile.mkdtemp(prefix="forks-", dir="/tmp"))  # a socket's path must be short
@@ -81,11 +88,11 @@ def executable() -> str:
     here = f"'{sys.executable}' -IS '{CLIENT}' '{folder}/socket'"
     client.write_text(f'#!/bin/sh\nexec {here} "$@"\n')
     client.chmod(0o700)
-    _start(folder)
+    _start(folder, {INTERPRETS: "1"} if interprets else {})
     return str(client)
 
 
-def _start(folder: Path) -> None:
+def _start(folder: Path, more: dict[str, str]) -> None:
     """Start the server, which ends when this process does and closes its standard input."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/socket")
@@ -98,7 +105,7 @@ def _start(folder: Path) -> None:
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-            | {"OMP_NUM_THREADS": "1"},
+            | {"OMP_NUM_THREADS": "1", **more},
             cwd=Path(__file__).parent.parent,
             start_new_session=True,
         )
@@ -117,14 +124,17 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 def serve(listener: int, folder: str) -> None:
     """Fork for every order, until the process that started the server ends."""
     atexit.register(leave)
+    interprets = INTERPRETS in os.environ
     with warnings.catch_warnings(action="ignore"):
-        for name in PRELOADED:
+        for name in FOR_KERNELS if interprets else PRELOADED:
             importlib.import_module(name)
-        sys.modules["torch"].compile(leave)  # it reads most of what it needs at its first call
+        if not interprets:
+            sys.modules["torch"].compile(leave)  # it reads most of what it needs at its first call
     assert len(list(Path("/proc/self/task").iterdir())) == 1, (
         "a process with threads cannot be forked"
     )
-    learn()
+    if not interprets:
+        learn()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 5, 20)
     huge_pages.gather()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+
+from tests import forkserver
 
 
 def run(code: str, warnings: str = "default") -> str:
@@ -12,11 +13,17 @@ def run(code: str, warnings: str = "default") -> str:
 
     Args:
         code: the text of a module.
-        warnings: the value of Python's option `-W`.
+        warnings: what becomes of them, and of which (of all), as in Python's option `-W`.
     """
+    action, _, category = warnings.partition("::")
+    start = f"import warnings\nwarnings.simplefilter({action!r}, {category or 'Warning'})"
     done = subprocess.run(
-        [sys.executable, "-W", warnings, "-c", f"import tests.ops.interpreted\n{code}"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        [
+            forkserver.executable(interprets=True),
+            "-c",
+            f"{start}\nimport tests.ops.interpreted\n{code}",
+        ],
+        env={**os.environ, forkserver.INTERPRETS: "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
