@@ -118,7 +118,7 @@ class _Problem(NamedTuple):
         }
 
     def packed(self) -> dict[str, Any]:
-        # Without a pack, the first document's start is any pointer, which is not read.
+        """Where documents start; without a pack, any pointer, which is not read."""
         return {
             "starts": self.made.dt if self.starts is None else self.starts,
             "PACKED": self.starts is not None,
