@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ import click
 import sides
 import torch
 from on_gpu import stack
-from slice_training import environment
+from slice_training import environment, said
 from slice_turns import apply
 from slice_turns_report import FACTOR
 
@@ -40,7 +39,6 @@ from mhc_training_report import verdict
 from cppmega.modules import mixer_sizes, stated_sizes
 from cppmega.proof import cpu_shims, small_models
 from cppmega.runs import plotting
-from tests.support import command_of, free_port
 
 MIMO = mixer_sizes.Mamba3(head_dim=32, state_dim=64, groups=2)
 MODELS = {"MIMO": MIMO, "SISO": replace(MIMO, rank=1, chunk=64)}
@@ -109,29 +107,14 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def said(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
+def curves(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
     """The curves of a run in a process of its own."""
     code = f"from benchmarks import mamba3_curves as c\nc.trained({way!r}, {steps})"
-    variables = {
-        **environment(Path(__file__).parent),
-        **{"CPPMEGA_MAMBA3": stated_sizes.text(MODELS[model])},
-        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
-        **{"MASTER_PORT": str(free_port())},
-    }
+    variables = environment(Path(__file__).parent)  # this module imports its neighbors
+    variables["CPPMEGA_MAMBA3"] = stated_sizes.text(MODELS[model])
     if way != "kernels":
         variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    with log.open("w") as errors:
-        done = subprocess.run(
-            command_of(root, code, fresh=True),
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    if done.returncode:
-        raise click.ClickException(f"{model}, {way}:\n{log.read_text()[-3000:]}")
-    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return said(root, code, variables, log)
 
 
 def table(report: dict[str, Any]) -> Iterator[str]:
@@ -192,7 +175,7 @@ def main(site: Path, work: Path, out: Path, steps: int) -> None:
         runs = report["runs"].setdefault(model, {})
         for way in WAYS:
             started = time.monotonic()
-            runs[way] = said(model, way, steps, root, work / f"{model}-{way}.log")
+            runs[way] = curves(model, way, steps, root, work / f"{model}-{way}.log")
             print(f"{model}, {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     target = out / f"mamba3_curves_{torch.cuda.get_device_name().split()[-1].lower()}.md"
     target.write_text("\n".join(table(report)))

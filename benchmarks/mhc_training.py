@@ -37,7 +37,7 @@ import sides
 import torch
 from slice_report import headline, measured, steps_of
 from slice_report import table as of_recipe
-from slice_training import Bench, environment, header, prepare
+from slice_training import Bench, header, prepare, said
 from slice_turns import apply
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -48,7 +48,6 @@ from mhc_training_report import draw, table  # noqa: E402
 from cppmega.host.packages import version  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.recipe import memory  # noqa: E402
-from tests.support import command_of, free_port  # noqa: E402
 
 PAGES = ("mhc_connections", "float16_keep_fp32")
 """Of the small models, beside which no other page may bend a curve."""
@@ -185,23 +184,8 @@ class Training:
         self, label: str, root: Path, code: str, variables: Mapping[str, str]
     ) -> dict[str, Any]:
         """What code prints as JSON, in a process that runs a tree."""
-        ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        ranks["MASTER_PORT"] = str(free_port())
         log = self.out / f"{label.replace(' ', '-')}.log"
-        with log.open("w") as errors:
-            done = subprocess.run(
-                command_of(root, code, fresh=True),
-                env={**environment(), **ranks, **variables},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                timeout=max(1.0, self.deadline - time.monotonic()),
-            )
-        if done.returncode:
-            raise click.ClickException(f"{label}: {log.read_text(errors='replace')[-3000:]}")
-        line = [each for each in done.stdout.splitlines() if each.startswith("{")][-1]
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return said(root, code, variables, log, max(1.0, self.deadline - time.monotonic()))
 
     def trained(self, part: str, label: str) -> dict[str, Any]:
         """A recipe's run with some changes, measured; out of memory is a result, too."""

@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,7 @@ sys.path.insert(0, str(REPOSITORY))
 from cppmega.data import corpus  # noqa: E402
 from cppmega.recipe import Recipe  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
+from tests.support import command_of, free_port  # noqa: E402
 
 STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
 """Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""
@@ -220,6 +222,39 @@ def environment(*first: Path) -> dict[str, str]:
     """This environment, with the repository and then these folders first in PYTHONPATH."""
     path = os.pathsep.join([str(REPOSITORY), *map(str, first), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def said(
+    root: Path, code: str, variables: Mapping[str, str], log: Path, timeout: float | None = None
+) -> dict[str, Any]:
+    """What code prints as JSON on a line of its own, in a process of one rank that runs a tree.
+
+    Args:
+        root: the tree.
+        code: the text of a module.
+        variables: in addition to this environment.
+        log: where its standard error goes.
+        timeout: seconds after which it is stopped.
+
+    Raises:
+        ClickException: it has failed; with the end of the log.
+    """
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    rank["MASTER_PORT"] = str(free_port())
+    with log.open("w") as errors:
+        done = subprocess.run(
+            command_of(root, code, fresh=True),
+            env={**environment(), **rank, **variables},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=timeout,
+        )
+    if done.returncode:
+        raise click.ClickException(f"{log.stem}: {log.read_text(errors='replace')[-3000:]}")
+    line = [each for each in done.stdout.splitlines() if each.startswith("{")][-1]
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
 def header(bench: Bench) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import attrgetter, ne
+from operator import attrgetter, is_not, ne
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -99,7 +99,7 @@ class Footprint:
             if getattr(sys, name) is not value:
                 setattr(sys, name, value)
                 yield f"replaces sys.{name}"
-        if not self._has_modules():
+        if any(map(is_not, map(sys.modules.get, self.modules), self.modules.values())):
             yield from self._restored_modules()
         if any(vars(self.modules[name]) != before for name, before in self.names.items()):
             yield from self._restored_names()
@@ -111,12 +111,6 @@ class Footprint:
             sys.setprofile(self.traced[0])
             sys.settrace(self.traced[1])
             yield "watches what the process calls (sys.setprofile, sys.settrace)"
-
-    def _has_modules(self) -> bool:
-        """Whether all modules are still there; those that were imported come after them."""
-        many = len(self.modules)
-        names, modules = [*sys.modules][:many], [*sys.modules.values()][:many]
-        return names == [*self.modules] and modules == [*self.modules.values()]
 
     def _restored_modules(self) -> Iterator[str]:
         for name, module in self.modules.items():
@@ -157,11 +151,12 @@ def _code(functions: list[FunctionType]) -> list[CodeType]:
     """The code objects of functions.
 
     Python announces each reading of `__code__` to audit hooks, of which we have one, and what the
-    garbage collector reads, once for all functions. Lists of the same objects are equal without a
-    look at them, so that what was found last is found again in a tenth of the time.
+    garbage collector reads, once for all functions. What was found last is found again in less time
+    if every object is the same one: what is only equal may be a page's own idea of equality.
     """
     referents = gc.get_referents(*functions)
-    if referents != _last.referents:
+    same = len(referents) == len(_last.referents)
+    if not same or any(map(is_not, referents, _last.referents)):
         code = [held for held in referents if type(held) is CodeType]
         exact = len(code) == len(functions)
         _last.code = code if exact else [*map(attrgetter("__code__"), functions)]

@@ -35,12 +35,13 @@ def mixed(
     if device.type == "cpu":
         bounds = None if boundaries is None else boundaries.tolist()
         return reference.mixed(inputs, parameters, definition, bounds, chunk)
-    from cppmega.ops import mamba3_kernels as kernels
     from cppmega.ops import mamba3_scan, mamba3_scan_autograd
 
     unscanned = mamba3_scan.obstacle(inputs, parameters)
     if not unscanned:
         return mamba3_scan_autograd.mixed(inputs, parameters, definition, boundaries)
+    from cppmega.ops import mamba3_kernels as kernels
+
     if why := kernels.obstacle(device, inputs, parameters, chunk):
         raise CppmegaError(
             "mixer-no-kernel",

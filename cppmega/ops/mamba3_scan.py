@@ -197,7 +197,8 @@ class _Found(NamedTuple):
 
 
 class _Turning(NamedTuple):
-    """Parts of the gradients of angles and dt, of queries or of keys: `[b, ...]` each."""
+    """Parts of the gradients of angles and dt: those of queries, then of keys, `[2, b, ...]`, or
+    those of one of the two, `[b, ...]`."""
 
     d_dt: Tensor
     d_angles: Tensor
@@ -298,8 +299,7 @@ def _parts(
 def _turned_back(problem: _Problem, turning: _Turning) -> tuple[Tensor, Tensor]:
     """The gradients of the angles, `[b, g, l, k]`, and of dt, from the parts of both sides."""
     b, _, heads, _ = problem.inputs.x.shape
-    angled = problem.angled()
-    packed = problem.packed()
+    angled, packed = problem.angled(), problem.packed()
     d_dt, d_angles, from_later = (torch.empty_like(each[0]) for each in turning)
     sizes = {name: angled[name] for name in ("length", "chunks", "H", "K", "T")}
     later_kernel[(heads, b)](

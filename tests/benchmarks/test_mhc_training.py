@@ -145,7 +145,9 @@ def made_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(training, "header", lambda bench: facts)
     said = json.dumps({"GPT": CURVE, "hybrid": CURVE})
     command = [sys.executable, "-c", f"print({said!r})"]
-    monkeypatch.setattr(training, "command_of", lambda *given, **named: command)
+    monkeypatch.setattr(
+        sys.modules["slice_training"], "command_of", lambda *given, **named: command
+    )
     monkeypatch.setattr(Stub, "seen", [], raising=False)
 
     def make(seconds: float = 600.0, **how: Any) -> Any:

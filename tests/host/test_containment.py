@@ -73,6 +73,12 @@ ACTS = {
     "path": ("import sys; sys.path.insert(0, '/x')", "changes sys.path"),
     "stderr": ("import sys; sys.stderr = None", "replaces sys.stderr"),
     "module": ("import sys, json; sys.modules['json'] = None", "replaces the module json"),
+    "equal module": (
+        "import sys, json\n"
+        "class Equal:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+        "sys.modules['json'] = Equal()",
+        "replaces the module json",
+    ),
     "engine": (
         "from cppmega.rewriting import rewrite; rewrite._check = lambda *a: None",
         "changes cppmega.rewriting.rewrite._check",
