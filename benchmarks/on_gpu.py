@@ -6,10 +6,12 @@ import statistics
 import sys
 from collections.abc import Callable
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -53,6 +55,12 @@ def by_kernel(work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
         torch.cuda.synchronize()
     times = {event.key: event.self_device_time_total / 1e3 for event in seen.key_averages()}
     return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+@cache
+def upstream_of(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A gradient of an output that is not uniform, made once so that no timed call makes it."""
+    return torch.linspace(-1, 1, shape.numel(), device="cuda").view(shape).to(dtype)
 
 
 def stack(*packages: str) -> dict[str, str]:

@@ -34,9 +34,9 @@ def check_layouts(shape: Shape) -> None:
     others = (each.detach().transpose(-1, -2).contiguous().transpose(-1, -2) for each in inputs)
     turned = Inputs(*(each.requires_grad_() for each in others))
     assert not any(each.stride(-1) == 1 for each in turned)
-    upstream = torch.randn(inputs.x.shape)
+    upstream = torch.randn(1, *inputs.x.shape)
     want = by_kernels(mixed, inputs, parameters, upstream, "softplus", None)
-    upstream = upstream.transpose(1, 2).contiguous().transpose(1, 2)
+    upstream = upstream.transpose(2, 3).contiguous().transpose(2, 3)
     found = by_kernels(mixed, turned, parameters, upstream, "softplus", None)
     different = [name for name, each in want.items() if not torch.equal(found[name], each)]
     assert not different, different
