@@ -59,9 +59,14 @@ def load(module: str = "distributed") -> Any:
     assert spec is not None and spec.loader is not None
     loaded = module_from_spec(spec)
     sys.modules[name] = loaded
-    with mock.patch.object(sys, "meta_path", [_Absent(), *sys.meta_path]):
+    with importing():
         spec.loader.exec_module(loaded)
     return loaded
+
+
+def importing() -> Any:
+    """A context in which stand-ins are imported, for functions that import when they are called."""
+    return mock.patch.object(sys, "meta_path", [_Absent(), *sys.meta_path])
 
 
 @contextlib.contextmanager
@@ -74,10 +79,9 @@ def on_cpu(te: Any, device: Generator, capturing: bool = False) -> Iterator[None
         capturing: whether a CUDA graph is captured.
     """
     calls = {"has_te_modules": lambda network: True, "graph_safe_rng_available": lambda: True}
-    finders = [_Absent(), *sys.meta_path]  # some functions import when they are called
     with (
         _generators.on_cpu(te, device, capturing),
         mock.patch.multiple(te, create=True, **calls),
-        mock.patch.object(sys, "meta_path", finders),
+        importing(),
     ):
         yield
