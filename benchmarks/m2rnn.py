@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from on_gpu import median, stack
+from on_gpu import by_kernel, median, stack, upstream_of
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -48,6 +48,13 @@ def of_authors(root: Path) -> Way:
     return call
 
 
+def both_ways(way: Way, given: list[Tensor]) -> list[Tensor]:
+    """The output and all gradients."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    out = way(*leaves, None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream_of(out.shape, out.dtype))]
+
+
 def main() -> None:
     """Check, measure and write."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -60,14 +67,14 @@ def main() -> None:
     if options.xma is not None:
         ways["authors"] = of_authors(options.xma)
     given = checks.drawn(SHAPE, torch.bfloat16, "cuda")
-    ours = checks.both_ways(m2rnn, given, None)
+    ours = both_ways(m2rnn, given)
     device = torch.cuda.get_device_name()
     report: dict[str, object] = {
         **stack("triton"),
         "shape": SHAPE._asdict(),
     }
     for name, way in ways.items():
-        found = checks.both_ways(way, given, None)
+        found = both_ways(way, given)
         apart = [
             float((a.float() - b.float()).norm() / a.float().norm())
             for a, b in zip(ours, found, strict=True)
@@ -75,8 +82,16 @@ def main() -> None:
         del found
         with torch.no_grad():
             forward = median(way, *given, None)
-        both = median(checks.both_ways, way, given, None)
-        report[name] = {"forward, ms": forward, "both, ms": both, "apart from ours": apart}
+        report[name] = {
+            "forward, ms": forward,
+            "both, ms": median(both_ways, way, given),
+            "apart from ours": apart,
+            "kernels, ms": {
+                kernel[:60]: time
+                for kernel, time in by_kernel(both_ways, way, given).items()
+                if time >= 0.1
+            },
+        }
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
     (options.out / f"m2rnn_{device.split()[-1].lower()}.json").write_text(text)

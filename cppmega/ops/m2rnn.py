@@ -3,16 +3,18 @@
 `m2rnn_reference` defines it; the results are the same, computed in fp32 and rounded once. They are
 bitwise reproducible, including gradients.
 
-Each pair of a head and a sequence or document has its own program, which iterates over time with
-its state in registers. The backward needs, in bytes, with the constants of the kernels:
+Programs of one warp iterate over time with 32 rows of a state each in registers, those of one head
+in one sequence or document. The backward needs, in bytes, with the constants of the kernels:
 
 - saved: `4 * K * V * heads * tokens / 64`, the states at every 64th step;
 - during the backward: at most `4 * K * V * heads * 64 * 16` for the states in between, and
   `8 * K * heads * tokens` for each head's contribution to the gradients of q and k.
 
+A head of more than 32 rows needs `4 * V * heads * tokens` for every 32 of them besides, for their
+contributions to the output, and in the backward to the gradient of v.
+
 On a CPU the reference is used, except in Triton's interpreter. On a GPU there is no fallback: what
-the kernels do not support raises `m2rnn-no-kernel` with the reason that `obstacle` returns. The
-tiles were chosen without a GPU and are not tuned.
+the kernels do not support raises `m2rnn-no-kernel` with the reason that `obstacle` returns.
 """
 
 from __future__ import annotations

@@ -26,11 +26,12 @@ class Recurrence(torch.autograd.Function):
         bounds: Tensor | None,
     ) -> Tensor:
         decay, fresh = log_decay.exp(), -torch.expm1(log_decay)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        parts = forwards.parts(k.size(-1))
+        out = torch.empty(parts, *v.shape, dtype=_of_parts(parts, v), device=v.device)
         states = forwards.saved_states(v, k.size(-1)) if any(ctx.needs_input_grad) else None
         forwards.forward(q, k, v, transition, decay, fresh, bounds, states, out)
         ctx.save_for_backward(q, k, v, transition, log_decay, bounds, states)
-        return out
+        return _sum(out, v.dtype)
 
     @staticmethod
     @once_differentiable
@@ -39,12 +40,13 @@ class Recurrence(torch.autograd.Function):
         s, b, heads, width = v.shape
         key_dim = k.size(-1)
         count = backwards.programs(b if bounds is None else len(bounds) - 1)
+        parts = forwards.parts(key_dim)
         like: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
         d_q, d_k = (torch.empty(s, b, heads, key_dim, **like) for _ in range(2))
-        d_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        d_weight = torch.empty(count, *transition.shape, **like)
-        d_log_decay = torch.empty_like(log_decay)
-        within = torch.empty(count, heads, forwards.CHUNK, key_dim, width, **like)
+        d_v = torch.empty(parts, *v.shape, dtype=_of_parts(parts, v), device=v.device)
+        d_weight = torch.empty(count * parts, *transition.shape, **like)
+        d_log_decay = torch.empty(parts, *log_decay.shape, **like)
+        within = backwards.memory_within(count * parts, heads, key_dim, width, v.device)
         backwards.backward(
             *(q, k, v, transition, log_decay.exp(), -torch.expm1(log_decay), bounds, states),
             *(gradient.contiguous(), within, d_q, d_k, d_v, d_weight, d_log_decay),
@@ -52,8 +54,18 @@ class Recurrence(torch.autograd.Function):
         return (
             d_q.sum(2).to(q.dtype),
             d_k.sum(2).to(k.dtype),
-            d_v,
+            _sum(d_v, v.dtype),
             d_weight.sum(0).to(transition.dtype),
-            d_log_decay,
+            _sum(d_log_decay, torch.float32),
             None,
         )
+
+
+def _of_parts(parts: int, v: Tensor) -> torch.dtype:
+    """The type of sums over some rows; rounded here if they are all of the rows."""
+    return v.dtype if parts == 1 else torch.float32
+
+
+def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of the contributions of all rows."""
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)

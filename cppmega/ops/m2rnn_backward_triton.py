@@ -1,13 +1,18 @@
 """The backward of M2RNN's recurrence: the chunks of a document from the last to the first.
 
-A program recomputes the states of a chunk, from the state that the forward saved before it, into
-its own memory, and then iterates backwards through the chunk. The programs of a head divide the
-documents: program n of `programs` processes documents n, n + programs, and so on, so that this
-memory is bounded for any number of documents.
+As in the forward, a program of one warp processes some rows of a head's state. It recomputes the
+states of a chunk, from the state that the forward saved before it, into its own memory, and then
+iterates backwards through the chunk; what a step reads is loaded a step ahead. The programs of a
+head's rows divide the documents: program n of `programs` processes documents n, n + programs, and
+so on, so that this memory is bounded for any number of documents.
 
 There are no atomics. Each head writes its contribution to the gradients of q and k, which all heads
-share, and each program its contribution to a transition's gradient; both are summed afterwards, in
-a fixed order.
+share, each program its contribution to a transition's gradient, and the programs of some rows
+theirs to those of v and of the decay, which are sums over rows; all are summed afterwards, in a
+fixed order.
+
+With 16-bit inputs, states and their gradients are multiplied as the sums of two tensors of the
+transition's type each.
 
 `cppmega.ops.m2rnn_reference` is the reference implementation.
 """
@@ -20,35 +25,65 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops import m2rnn_forward_triton as forwards
-from cppmega.ops.m2rnn_forward_triton import candidate, extent, tile
+from cppmega.ops.m2rnn_forward_triton import candidate, extent, is_narrow, tile, tile_rows, weights
 
 PROGRAMS = 16
-"""Maximum number of programs per head."""
+"""Maximum number of programs per head and part of its rows."""
 
 
 def programs(documents: int) -> int:
-    """The number of programs per head."""
+    """The number of programs per head and part of its rows."""
     return max(1, min(documents, PROGRAMS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def halves(x, like):  # type: ignore[no-untyped-def]
+    """A tensor in fp32 as the sum of two of a 16-bit type."""
+    high = x.to(like.dtype)
+    return high, (x - high.to(tl.float32)).to(like.dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def products(h, d_x, turned, d_w, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A product's gradient with respect to the state, and `d_w` plus that for the transition."""
+    if NARROW:
+        h_high, h_low = halves(tl.trans(h), turned)
+        high, low = halves(d_x, turned)
+        d_w = tl.dot(h_high, high, tl.dot(h_low, high, tl.dot(h_high, low, d_w)))
+        return tl.dot(high, turned, tl.dot(low, turned)), d_w
+    else:
+        # A sum of its own: to add each row to that of all steps would round as many times.
+        d_w += tl.dot(tl.trans(h), d_x, input_precision="ieee")
+        return tl.dot(d_x, turned, input_precision="ieee"), d_w
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, weight, decay, fresh, bounds, states, gradient, within, d_q, d_k, d_v, d_weight,
-    d_log_decay, s, b, q_rows, k_rows, v_rows, heads, documents, programs,
-    K: tl.constexpr, V: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
-    CHUNK: tl.constexpr, PACKED: tl.constexpr,
+    d_log_decay, s, b, q_rows, k_rows, v_rows, heads, documents, programs, parts,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % heads
-    i, j = tl.arange(0, TILE_K), tl.arange(0, TILE_V)
+    part, place = tl.program_id(0) % parts, tl.program_id(0) // parts
+    head = place % heads
+    r, j = tl.arange(0, ROWS), tl.arange(0, TILE_V)
+    i = part * ROWS + r
     has_i, has_j = i < K, j < V
     at_w, has_w = (head * V + j[:, None]) * V + j[None, :], has_j[:, None] & has_j[None, :]
-    w = tl.load(weight + at_w, mask=has_w, other=0.0).to(tl.float32)
+    w = weights(weight, at_w, has_w, NARROW)
+    at_turned = (head * V + j[None, :]) * V + j[:, None]
+    turned = tl.load(weight + at_turned, mask=has_w, other=0.0)
+    if not NARROW:
+        turned = turned.to(tl.float32)
     at_h, has_h = i[:, None] * V + j[None, :], has_i[:, None] & has_j[None, :]
-    within += tl.cast(tl.program_id(0), tl.int64) * (CHUNK * K * V)
+    at_kept = r[:, None] * TILE_V + j[None, :]
+    within += tl.cast(tl.program_id(0), tl.int64) * (CHUNK * ROWS * TILE_V)
+    d_v += tl.cast(part, tl.int64) * s * b * heads * V
+    d_log_decay += tl.cast(part, tl.int64) * s * b * heads
     d_w = tl.zeros((TILE_V, TILE_V), tl.float32)
-    for document in range(tl.program_id(0) // heads, documents, programs):
+    for document in range(place // heads, documents, programs):
         sequence, first, end = extent(bounds, document, s, PACKED)
-        d_h = tl.zeros((TILE_K, TILE_V), tl.float32)
+        d_h = tl.zeros((ROWS, TILE_V), tl.float32)
         chunks = (end - first + CHUNK - 1) // CHUNK
         for back in range(0, chunks):
             begin = first + (chunks - 1 - back) * CHUNK
@@ -56,41 +91,58 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             chunk = tl.cast(sequence, tl.int64) * ((s + CHUNK - 1) // CHUNK) + begin // CHUNK
             saved = states + (chunk * heads + head) * (K * V) + at_h
             h = tl.load(saved, mask=has_h & (begin > first), other=0.0)
-            for t in range(begin, stop):
-                tl.store(within + (t - begin) * (K * V) + at_h, h, mask=has_h)
-                row = tl.cast(t, tl.int64) * b + sequence
-                at_v = row * v_rows + head * V + j
-                k_t = tl.load(k + row * k_rows + i, mask=has_i, other=0.0).to(tl.float32)
-                v_t = tl.load(v + at_v, mask=has_j, other=0.0).to(tl.float32)
-                f, u = tl.load(decay + row * heads + head), tl.load(fresh + row * heads + head)
-                h = f * h + u * candidate(h, w, k_t, v_t)
+            row = tl.cast(begin, tl.int64) * b + sequence
+            k_t = tl.load(k + row * k_rows + i, mask=has_i, other=0.0)
+            v_t = tl.load(v + row * v_rows + head * V + j, mask=has_j, other=0.0)
+            f, u = tl.load(decay + row * heads + head), tl.load(fresh + row * heads + head)
+            for t in range(begin, stop - 1):
+                tl.store(within + (t - begin) * (ROWS * TILE_V) + at_kept, h)
+                row += b
+                next_k = tl.load(k + row * k_rows + i, mask=has_i, other=0.0)
+                next_v = tl.load(v + row * v_rows + head * V + j, mask=has_j, other=0.0)
+                next_f = tl.load(decay + row * heads + head)
+                next_u = tl.load(fresh + row * heads + head)
+                h = f * h + u * candidate(h, w, k_t, v_t, NARROW)
+                k_t, v_t, f, u = next_k, next_v, next_f, next_u
             tl.debug_barrier()  # other threads may read what a thread has written
+            q_t = tl.load(q + row * q_rows + i, mask=has_i, other=0.0)
+            d_y = tl.load(gradient + (row * heads + head) * V + j, mask=has_j, other=0.0)
             for again in range(begin, stop):
                 t = begin + stop - 1 - again
-                row = tl.cast(t, tl.int64) * b + sequence
-                at_v = row * v_rows + head * V + j
-                at_y = (row * heads + head) * V + j
+                more = t > begin
+                ahead = row - b
+                before_h = tl.load(
+                    within + (t - 1 - begin) * (ROWS * TILE_V) + at_kept, mask=more, other=0.0
+                )
+                next_q = tl.load(q + ahead * q_rows + i, mask=has_i & more, other=0.0)
+                next_k = tl.load(k + ahead * k_rows + i, mask=has_i & more, other=0.0)
+                next_v = tl.load(v + ahead * v_rows + head * V + j, mask=has_j & more, other=0.0)
+                next_d_y = tl.load(
+                    gradient + (ahead * heads + head) * V + j, mask=has_j & more, other=0.0
+                )
+                next_f = tl.load(decay + ahead * heads + head, mask=more, other=0.0)
+                next_u = tl.load(fresh + ahead * heads + head, mask=more, other=0.0)
+
+                z = candidate(h, w, k_t, v_t, NARROW)
+                wide_d_y = d_y.to(tl.float32)[None, :]
                 at_k = (row * heads + head) * K + i
-                h = tl.load(within + (t - begin) * (K * V) + at_h, mask=has_h, other=0.0)
-                q_t = tl.load(q + row * q_rows + i, mask=has_i, other=0.0).to(tl.float32)
-                k_t = tl.load(k + row * k_rows + i, mask=has_i, other=0.0).to(tl.float32)
-                v_t = tl.load(v + at_v, mask=has_j, other=0.0).to(tl.float32)
-                d_y = tl.load(gradient + at_y, mask=has_j, other=0.0).to(tl.float32)
-                f, u = tl.load(decay + row * heads + head), tl.load(fresh + row * heads + head)
-                z = candidate(h, w, k_t, v_t)
-                of_q = tl.sum((f * h + u * z) * d_y[None, :], 1)
+                of_q = tl.sum((f * h + u * z) * wide_d_y, 1)
                 tl.store(d_q + at_k, of_q, mask=has_i)
-                d_h += q_t[:, None] * d_y[None, :]
+                d_h += q_t.to(tl.float32)[:, None] * wide_d_y
                 of_decay = tl.sum(d_h * (h - z))
                 tl.store(d_log_decay + row * heads + head, f * of_decay)
                 d_x = u * d_h * (1.0 - z * z)
-                tl.store(d_k + at_k, tl.sum(d_x * v_t[None, :], 1), mask=has_i)
-                of_v = tl.sum(d_x * k_t[:, None], 0)
-                tl.store(d_v + at_y, of_v.to(d_v.dtype.element_ty), mask=has_j)
-                d_w += tl.dot(tl.trans(h), d_x, input_precision="ieee")
-                d_h = f * d_h + tl.dot(d_x, tl.trans(w), input_precision="ieee")
+                of_k = tl.sum(d_x * v_t.to(tl.float32)[None, :], 1)
+                tl.store(d_k + at_k, of_k, mask=has_i)
+                of_v = tl.sum(d_x * k_t.to(tl.float32)[:, None], 0)
+                at_v = (row * heads + head) * V + j
+                tl.store(d_v + at_v, of_v.to(d_v.dtype.element_ty), mask=has_j)
+                before, d_w = products(h, d_x, turned, d_w, NARROW)
+                d_h = f * d_h + before
+                h, q_t, k_t, v_t, d_y = before_h, next_q, next_k, next_v, next_d_y
+                f, u, row = next_f, next_u, ahead
             tl.debug_barrier()  # the next chunk overwrites this one
-    d_weight += (tl.program_id(0) // heads) * (heads * V * V)
+    d_weight += tl.cast(place // heads * parts + part, tl.int64) * (heads * V * V)
     tl.store(d_weight + at_w, d_w, mask=has_w)
 
 
@@ -118,19 +170,26 @@ def backward(
     """Write the gradients; inputs are those of `forward`, and everything else is contiguous.
 
     Args:
-        within: fp32 `[programs, heads, CHUNK, K, V]`, the states of a chunk.
+        within: fp32, as `memory_within` allocates it.
         d_q: fp32 `[s, b, heads, K]`, the contribution of each head.
         d_k: as `d_q`.
-        d_v: `[s, b, heads, V]`.
-        d_weight: fp32 `[programs, heads, V, V]`, the contribution of each program.
-        d_log_decay: fp32 `[s, b, heads]`.
+        d_v: `[parts, s, b, heads, V]`, the contribution of each part of the rows.
+        d_weight: fp32 `[programs * parts, heads, V, V]`, the contribution of each program.
+        d_log_decay: fp32 `[parts, s, b, heads]`.
     """
     s, b, heads, width = v.shape
     documents = b if bounds is None else len(bounds) - 1
     _backward_kernel[(len(d_weight) * heads,)](
         q, k, v, weight, decay, fresh, q if bounds is None else bounds, states, gradient, within,
         d_q, d_k, d_v, d_weight, d_log_decay, s, b, q.stride(1), k.stride(1), v.stride(1), heads,
-        documents, len(d_weight), K=k.size(-1), V=width, TILE_K=tile(k.size(-1)),
-        TILE_V=tile(width), CHUNK=forwards.CHUNK, PACKED=bounds is not None,
+        documents, len(d_weight) // len(d_v), len(d_v), K=k.size(-1), V=width,
+        ROWS=tile_rows(k.size(-1)), TILE_V=tile(width), CHUNK=forwards.CHUNK,
+        PACKED=bounds is not None, NARROW=is_narrow(v, weight),
         num_warps=forwards.WARPS, num_stages=1,  # more need more shared memory than sm_120 has
     )  # fmt: skip
+
+
+def memory_within(count: int, heads: int, key_dim: int, width: int, device: torch.device) -> Tensor:
+    """Memory for the states of a chunk, of each of `count` programs of a head, fp32."""
+    size = (count, heads, forwards.CHUNK, tile_rows(key_dim), tile(width))
+    return torch.empty(size, dtype=torch.float32, device=device)

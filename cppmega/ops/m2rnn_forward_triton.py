@@ -1,8 +1,13 @@
-"""The forward of M2RNN's recurrence: one program per document and head, its state in registers.
+"""The forward of M2RNN's recurrence: states in registers, a few of their rows to a program.
 
-A program keeps its state in fp32 and multiplies it in fp32. The states before every `CHUNK`-th step
-of a document, except the first, are saved for the backward, which recomputes the states in between;
-nothing else is saved.
+A row of a state depends on the same row of the state before it and on no other, so that programs of
+one warp keep `ROWS` rows of a head's state each and never wait for one another; only the output
+sums over rows, of which each program writes its part. What a step reads is loaded a step ahead.
+
+States are kept in fp32. With 16-bit inputs, a state is multiplied by the transition as the sum of
+two fp16 tensors, which hold 22 bits of it, since a state is never larger than 1; with fp32 inputs
+everything is multiplied in fp32. The states before every `CHUNK`-th step of a document, except the
+first, are saved for the backward, which recomputes the states in between; nothing else is saved.
 
 `cppmega.ops.m2rnn_reference` is the reference implementation.
 """
@@ -17,12 +22,25 @@ from torch import Tensor
 CHUNK = 64
 """Steps from one saved state to the next."""
 
-WARPS = 4
+ROWS = 32
+"""Rows of a state per program."""
+
+WARPS = 1
 
 
 def tile(size: int) -> int:
     """A size padded for registers; a product needs at least 16."""
     return max(16, int(triton.next_power_of_2(size)))
+
+
+def tile_rows(key_dim: int) -> int:
+    """Rows of a state per program, for states of `key_dim` rows."""
+    return min(ROWS, tile(key_dim))
+
+
+def parts(key_dim: int) -> int:
+    """The number of programs among which the rows of a state are divided."""
+    return int(triton.cdiv(key_dim, tile_rows(key_dim)))
 
 
 def saved_states(v: Tensor, key_dim: int) -> Tensor:
@@ -36,22 +54,42 @@ def saved_states(v: Tensor, key_dim: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=v.device)
 
 
+def is_narrow(v: Tensor, weight: Tensor) -> bool:
+    """Whether products are those of 16-bit tensors."""
+    return v.dtype.itemsize == 2 and weight.dtype.itemsize == 2
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def tanh(x):  # type: ignore[no-untyped-def]
-    """tanh in fp32, by its series near 0, where the quotient would cancel."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
+def tanh(x, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """tanh in fp32, by its series near 0, where the difference would cancel."""
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # 2 / ln 2
+    if NARROW:
+        root = tl.rsqrt(1.0 + e)  # one instruction where a quotient takes eight
+        far = (1.0 - e) * (root * root)
+    else:
+        far = (1.0 - e) / (1.0 + e)
     xx = x * x
-    series = -1382.0 / 155925.0 + xx * (21844.0 / 6081075.0)
-    series = -17.0 / 315.0 + xx * (62.0 / 2835.0 + xx * series)
-    series = x * (1.0 + xx * (-1.0 / 3.0 + xx * (2.0 / 15.0 + xx * series)))
-    return tl.where(tl.abs(x) < 0.4, series, tl.where(x < 0, -far, far))
+    near = xx * (-17.0 / 315.0 + xx * (62.0 / 2835.0 - xx * (1382.0 / 155925.0)))
+    near = x + x * xx * (-1.0 / 3.0 + xx * (2.0 / 15.0) + xx * near)
+    return tl.where(tl.abs(x) < 0.35, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def candidate(h, weight, k, v):  # type: ignore[no-untyped-def]
+def weights(weight, at, mask, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A transition as `candidate` multiplies by it."""
+    found = tl.load(weight + at, mask=mask, other=0.0)
+    return found.to(tl.float16) if NARROW else found.to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def candidate(h, weight, k, v, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """The candidate that a step mixes into its state."""
-    return tanh(tl.dot(h, weight, input_precision="ieee") + k[:, None] * v[None, :])
+    if NARROW:
+        high = h.to(tl.float16)
+        moved = tl.dot(high, weight, tl.dot((h - high.to(tl.float32)).to(tl.float16), weight))
+    else:
+        moved = tl.dot(h, weight, input_precision="ieee")
+    return tanh(moved + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :], NARROW)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -65,31 +103,52 @@ def extent(bounds, document, s, PACKED: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, weight, decay, fresh, bounds, states, out, s, b, q_rows, k_rows, v_rows, heads,
-    K: tl.constexpr, V: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
-    CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr,
+    q, k, v, weight, decay, fresh, bounds, states, out, s, b, q_rows, k_rows, v_rows, heads, parts,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % heads
-    sequence, first, end = extent(bounds, tl.program_id(0) // heads, s, PACKED)
-    i, j = tl.arange(0, TILE_K), tl.arange(0, TILE_V)
+    part, place = tl.program_id(0) % parts, tl.program_id(0) // parts
+    head = place % heads
+    sequence, first, end = extent(bounds, place // heads, s, PACKED)
+    i, j = part * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE_V)
     has_i, has_j = i < K, j < V
-    at_w = (head * V + j[:, None]) * V + j[None, :]
-    w = tl.load(weight + at_w, mask=has_j[:, None] & has_j[None, :], other=0.0).to(tl.float32)
+    at_w, has_w = (head * V + j[:, None]) * V + j[None, :], has_j[:, None] & has_j[None, :]
+    w = weights(weight, at_w, has_w, NARROW)
     at_h, has_h = i[:, None] * V + j[None, :], has_i[:, None] & has_j[None, :]
-    h = tl.zeros((TILE_K, TILE_V), tl.float32)
+    row = tl.cast(first, tl.int64) * b + sequence
+    q += row * q_rows + i
+    k += row * k_rows + i
+    v += row * v_rows + head * V + j
+    decay += row * heads + head
+    fresh += row * heads + head
+    out += ((tl.cast(part, tl.int64) * s * b + row) * heads + head) * V + j
+    h = tl.zeros((ROWS, TILE_V), tl.float32)
+    more = first < end
+    q_t = tl.load(q, mask=has_i & more, other=0.0)
+    k_t = tl.load(k, mask=has_i & more, other=0.0)
+    v_t = tl.load(v, mask=has_j & more, other=0.0)
+    f, u = tl.load(decay, mask=more, other=0.0), tl.load(fresh, mask=more, other=0.0)
     for t in range(first, end):
-        row = tl.cast(t, tl.int64) * b + sequence
         if SAVE:  # noqa: SIM102
             if (t > first) & ((t - first) % CHUNK == 0):
                 chunk = tl.cast(sequence, tl.int64) * ((s + CHUNK - 1) // CHUNK) + t // CHUNK
                 tl.store(states + (chunk * heads + head) * (K * V) + at_h, h, mask=has_h)
-        q_t = tl.load(q + row * q_rows + i, mask=has_i, other=0.0).to(tl.float32)
-        k_t = tl.load(k + row * k_rows + i, mask=has_i, other=0.0).to(tl.float32)
-        v_t = tl.load(v + row * v_rows + head * V + j, mask=has_j, other=0.0).to(tl.float32)
-        f, u = tl.load(decay + row * heads + head), tl.load(fresh + row * heads + head)
-        h = f * h + u * candidate(h, w, k_t, v_t)
-        y = tl.sum(q_t[:, None] * h, 0).to(out.dtype.element_ty)
-        tl.store(out + (row * heads + head) * V + j, y, mask=has_j)
+        q += b * q_rows
+        k += b * k_rows
+        v += b * v_rows
+        decay += b * heads
+        fresh += b * heads
+        more = t + 1 < end
+        next_q = tl.load(q, mask=has_i & more, other=0.0)
+        next_k = tl.load(k, mask=has_i & more, other=0.0)
+        next_v = tl.load(v, mask=has_j & more, other=0.0)
+        next_f = tl.load(decay, mask=more, other=0.0)
+        next_u = tl.load(fresh, mask=more, other=0.0)
+        h = f * h + u * candidate(h, w, k_t, v_t, NARROW)
+        y = tl.sum(q_t.to(tl.float32)[:, None] * h, 0)
+        tl.store(out, y.to(out.dtype.element_ty), mask=has_j)
+        out += b * heads * V
+        q_t, k_t, v_t, f, u = next_q, next_k, next_v, next_f, next_u
 
 
 @torch.library.custom_op("cppmega::m2rnn_forward", mutates_args=("states", "out"))
@@ -107,14 +166,16 @@ def forward(
     """Write the outputs into `out`, and the states into those of `saved_states` unless None.
 
     The rows of q, k and v have constant strides; everything else is contiguous. Decay and fresh,
-    which is one minus decay, are fp32; bounds are int32.
+    which is one minus decay, are fp32; bounds are int32; `out` is `[parts, s, b, heads, V]`, of
+    which the sum over parts is the output.
     """
     s, b, heads, width = v.shape
     documents = b if bounds is None else len(bounds) - 1
     if v.numel() and documents:
-        _forward_kernel[(documents * heads,)](
+        _forward_kernel[(documents * heads * len(out),)](
             q, k, v, weight, decay, fresh, q if bounds is None else bounds,
             out if states is None else states, out, s, b, q.stride(1), k.stride(1), v.stride(1),
-            heads, K=k.size(-1), V=width, TILE_K=tile(k.size(-1)), TILE_V=tile(width), CHUNK=CHUNK,
-            PACKED=bounds is not None, SAVE=states is not None, num_warps=WARPS,
+            heads, len(out), K=k.size(-1), V=width, ROWS=tile_rows(k.size(-1)),
+            TILE_V=tile(width), CHUNK=CHUNK, PACKED=bounds is not None, SAVE=states is not None,
+            NARROW=is_narrow(v, weight), num_warps=WARPS,
         )  # fmt: skip

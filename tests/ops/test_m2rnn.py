@@ -97,6 +97,7 @@ def interpreted(program: str) -> None:
         "from tests.ops.m2rnn_checks import *\n"
         "from cppmega.ops import m2rnn_backward_triton, m2rnn_forward_triton\n"
         "m2rnn_forward_triton.CHUNK, m2rnn_backward_triton.PROGRAMS = 4, 2\n"
+        "m2rnn_forward_triton.ROWS = 16\n"
         f"half, full = torch.float16, torch.float32\n{program}"
     )
 
