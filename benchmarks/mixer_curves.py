@@ -1,13 +1,14 @@
-"""Small models with Mamba-3 layers in bf16: 50 steps by plain torch on a CPU, and by the kernels.
+"""Small models of our mixers in bf16: 50 steps by plain torch on a CPU, and by the kernels.
 
-    python benchmarks/mamba3_curves.py --site SITE --work SCRATCH [--out benchmarks/results]
+    python benchmarks/mixer_curves.py --site SITE --work SCRATCH [--out benchmarks/results]
 
-One model has MIMO mixers of rank 4, which cppmega's scan computes on a GPU, and one has SISO
-mixers, which mamba-ssm's kernels compute where mamba-ssm is installed. Every run is a process and
-begins from the same weights, with the same batches and with Adam on fp32 copies of the weights: on
-the CPU, on the CPU from weights that are one rounding away, and on the GPU. A curve of the GPU is
-within the noise where it is not further from the nearest of the first two than a few times their
-largest distance. Writes mamba3_curves_DEVICE.json, .md and .png.
+MIMO has Mamba-3 mixers of rank 4, which cppmega's scan computes on a GPU; SISO has those that
+mamba-ssm's kernels compute, where mamba-ssm is installed; M2RNN has M2RNN mixers and both input
+embeddings. Every run is a process and begins from the same weights, with the same batches and with
+Adam on fp32 copies of the weights: on the CPU, on the CPU from weights that are one rounding away,
+and on the GPU. A curve of the GPU is within the noise where it is not further from the nearest of
+the first two than a few times their largest distance. Writes mixer_curves_DEVICE.json, .md and
+.png; models of an earlier call that are in there are kept.
 
 SITE holds a pristine `megatron/` with its dist-info; it is copied into SCRATCH and never changed.
 """
@@ -16,13 +17,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import sides
@@ -36,22 +36,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mhc_training_report import verdict
 
-from cppmega.modules import mixer_sizes, stated_sizes
+from cppmega.host import env
+from cppmega.modules import input_embedding_sizes, input_embeddings, mixer_sizes, stated_sizes
 from cppmega.proof import cpu_shims, small_models
 from cppmega.runs import plotting
 
+
+class Model(NamedTuple):
+    """The layers of a model, and the sizes of its parts by the variable that states them."""
+
+    pattern: str
+    sizes: dict[str, Any]
+
+
 MIMO = mixer_sizes.Mamba3(head_dim=32, state_dim=64, groups=2)
-MODELS = {"MIMO": MIMO, "SISO": replace(MIMO, rank=1, chunk=64)}
-PATTERN = "M*M-"
+MODELS = {
+    "MIMO": Model("M*M-", {env.MAMBA3.name: MIMO}),
+    "SISO": Model("M*M-", {env.MAMBA3.name: replace(MIMO, rank=1, chunk=64)}),
+    "M2RNN": Model(
+        "R*R-",
+        {
+            env.M2RNN.name: mixer_sizes.M2RNN(key_dim=32),
+            env.NGRAM_HASH.name: input_embedding_sizes.NgramHash(
+                heads=2, tables=(97, 101, 103, 107)
+            ),
+            env.STRUCTURE.name: input_embedding_sizes.Structure(bottleneck=8),
+        },
+    ),
+}
 WIDTH, LENGTH, BATCH, BATCHES, RATE = 128, 72, 2, 4, 1e-3
 WAYS = ("reference", "nudged", "kernels")
 NUDGE = 2.0**-8
 """The distance of 1 to the next number in bf16."""
-PAGES = ("own_mixers",)
+PAGES = ("own_mixers", "input_embeddings")
 
 
-def trained(way: str, steps: int) -> None:
-    """Train one model in this process, which runs a tree; print its curves as JSON, last."""
+def trained(name: str, way: str, steps: int) -> None:
+    """Train a model in this process, which runs a tree; print its curves as JSON, last."""
     device = "cuda" if way == "kernels" else "cpu"
     if device == "cuda":
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
@@ -61,7 +82,7 @@ def trained(way: str, steps: int) -> None:
 
         random.model_parallel_cuda_manual_seed(1)
     model = small_models.hybrid(
-        pattern=PATTERN,
+        pattern=MODELS[name].pattern,
         hidden_size=WIDTH,
         ffn_hidden_size=4 * WIDTH,
         num_attention_heads=WIDTH // 32,
@@ -83,8 +104,7 @@ def trained(way: str, steps: int) -> None:
             for parameter, copy in zip(parameters, copies, strict=True):
                 parameter.copy_(copy)
                 parameter.grad = None
-        value = model(**{name: each.to(device) for name, each in batch(step % BATCHES).items()})
-        value = value.float().mean()
+        value = model(**batch(step % BATCHES, device)).float().mean()
         value.backward()
         for parameter, copy in zip(parameters, copies, strict=True):
             assert parameter.grad is not None, "a parameter has no gradient"
@@ -95,42 +115,44 @@ def trained(way: str, steps: int) -> None:
     print(json.dumps(found))
 
 
-def batch(seed: int) -> dict[str, torch.Tensor]:
-    """Tokens, and the ones that follow them."""
+def batch(seed: int, device: str) -> dict[str, torch.Tensor]:
+    """Tokens, the ones that follow them, and what input embeddings need beside them."""
     drawn = torch.Generator().manual_seed(seed)
     tokens = torch.randint(small_models.V, (BATCH, LENGTH + 1), generator=drawn)
+    kinds, depths = torch.randint(9, (2, BATCH, LENGTH), generator=drawn).to(device)
+    ids = tokens[:, :-1].to(device)
     return {
-        "input_ids": tokens[:, :-1],
-        "labels": tokens[:, 1:],
-        "position_ids": torch.arange(LENGTH).expand(BATCH, LENGTH),
-        "attention_mask": torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None],
+        "input_ids": input_embeddings.feeding(ids, small_models.V - 1, kinds, depths),
+        "labels": tokens[:, 1:].to(device),
+        "position_ids": torch.arange(LENGTH, device=device).expand(BATCH, LENGTH),
+        "attention_mask": torch.ones(LENGTH, LENGTH, device=device).triu(1).bool()[None, None],
     }
 
 
 def curves(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
     """The curves of a run in a process of its own."""
-    code = f"from benchmarks import mamba3_curves as c\nc.trained({way!r}, {steps})"
+    code = f"from benchmarks import mixer_curves as c\nc.trained({model!r}, {way!r}, {steps})"
     variables = environment(Path(__file__).parent)  # this module imports its neighbors
-    variables["CPPMEGA_MAMBA3"] = stated_sizes.text(MODELS[model])
+    variables |= {each: stated_sizes.text(sizes) for each, sizes in MODELS[model].sizes.items()}
     if way != "kernels":
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # tensors are small
     return said(root, code, variables, log)
 
 
 def table(report: dict[str, Any]) -> Iterator[str]:
     """The report as Markdown."""
     versions = ", ".join(f"{name} {value}" for name, value in report["stack"].items())
-    yield "# Mamba-3 in training: kernels and reference"
+    yield "# Mixers in training: kernels and reference"
     yield ""
-    yield f"Written by `benchmarks/mamba3_curves.py`: {versions}."
+    yield f"Written by `benchmarks/mixer_curves.py`: {versions}."
     yield ""
     yield (
-        f"Models {PATTERN} of width {WIDTH}, {BATCH} x {LENGTH} tokens, bf16. The noise is the "
+        f"Models of width {WIDTH}, {BATCH} x {LENGTH} tokens, bf16. The noise is the "
         f"largest distance of two runs by plain torch on the CPU, the second from weights one "
         f"rounding away; a curve is within it up to {FACTOR:g} times."
     )
     for model, runs in report["runs"].items():
-        yield from ("", f"## {model}", "")
+        yield from ("", f"## {model}, {MODELS[model].pattern}", "")
         yield "| run | first | last | noise | from the nearest reference | verdict |"
         yield "|---" * 6 + "|"
         for way, run in runs.items():
@@ -161,23 +183,27 @@ def draw(report: dict[str, Any], file: Path) -> None:
 @click.option("--work", type=click.Path(path_type=Path), required=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
 @click.option("--steps", default=50, show_default=True)
-def main(site: Path, work: Path, out: Path, steps: int) -> None:
+@click.option("--only", type=click.Choice([*MODELS]), help="Train only this model.")
+def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> None:
     """Train every model every way, and compare."""
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    root = work / "trees" / "mamba3_curves"
+    root = work / "trees" / "mixer_curves"
     if not root.is_dir():
         sides.copy(site.resolve(), root)
         apply(root, PAGES)
-    models = [m for m in MODELS if m == "MIMO" or importlib.util.find_spec("mamba_ssm")]
-    report: dict[str, Any] = {"stack": stack("triton", "megatron-core", "mamba-ssm"), "runs": {}}
-    for model in models:
-        runs = report["runs"].setdefault(model, {})
+    target = out / f"mixer_curves_{torch.cuda.get_device_name().split()[-1].lower()}.md"
+    with_kernels = [m for m in MODELS if m != "SISO" or importlib.util.find_spec("mamba_ssm")]
+    report: dict[str, Any] = {"runs": {}}
+    if target.with_suffix(".json").is_file():
+        report = json.loads(target.with_suffix(".json").read_text())
+    report["stack"] = stack("triton", "megatron-core", "mamba-ssm")
+    for model in [only] if only else with_kernels:
+        runs = report["runs"][model] = {}
         for way in WAYS:
             started = time.monotonic()
             runs[way] = curves(model, way, steps, root, work / f"{model}-{way}.log")
             print(f"{model}, {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-    target = out / f"mamba3_curves_{torch.cuda.get_device_name().split()[-1].lower()}.md"
     target.write_text("\n".join(table(report)))
     target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     draw(report, target.with_suffix(".png"))

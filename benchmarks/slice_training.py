@@ -179,7 +179,7 @@ def run(
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     chosen = recipes_index.with_text(recipes_index.load(recipe), changes)
-    prefix = data or prepare(work / "data" / "corpus", text, site)
+    prefix = data or prepare(work / "data" / "corpus", text, site, chosen.structure is not None)
     bench = Bench(chosen, changes, site.resolve(), work.resolve(), out.resolve(), prefix, timeout)
     target = out / f"{name or recipe}.json"
     result = json.loads(target.read_text()) if target.is_file() else {}
@@ -207,13 +207,14 @@ def trained(bench: Bench, name: str) -> dict[str, Any]:
     return measured(bench.rows(name))
 
 
-def prepare(prefix: Path, text: tuple[Path, ...], site: Path) -> Path:
+def prepare(prefix: Path, text: tuple[Path, ...], site: Path, structure: bool = False) -> Path:
     """Prepare text as a dataset: the given folders, or the sources of Python's standard library."""
     if not corpus.with_suffix(prefix, ".json").is_file():
         sources = text or (Path(os.__file__).parent,)
         command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py")]
         command += ["--out", str(prefix), *map(str, sources)]
         command += [] if text else ["--suffix", ".py"]
+        command += ["--structure"] if structure else []
         subprocess.run(command, check=True, env=environment(site.resolve()), stdout=sys.stderr)
     return prefix
 

@@ -1,0 +1,176 @@
+"""N-gram and structure embeddings on one GPU, against a layer of kind E of the same model.
+
+    python benchmarks/input_embeddings.py [--out benchmarks/results]
+
+Needs megatron-core and transformer-engine, whose layers the trainer uses, and no pages. Both are
+built at NAM56R's widths and run in this process on 8 sequences of 4096 tokens in bf16. The tokens
+are drawn log-uniformly, so that frequent n-grams repeat as they do in text, and documents end after
+512 tokens on average. What is timed is forward plus backward of everything that the embeddings add:
+ids, lookups, projections, and the sum with the token embedding. Times are medians of 10 with CUDA
+events. Writes input_embeddings_DEVICE.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from on_gpu import by_kernel, median, stack, upstream_of
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cppmega.host import env
+from cppmega.modules import input_embeddings, stated_sizes
+from cppmega.proof import cpu_shims
+from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
+
+RECIPE = recipes_index.load("nam56r_h200_8gpu_bf16")
+BATCH = 8
+DOCUMENT = 512
+"""Mean length of a document, in tokens."""
+
+
+def model_of(recipe: Recipe) -> Any:
+    """A token embedding and one layer of kind E, as the recipe has them."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    random.model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=recipe.hidden_size,
+        ffn_hidden_size=recipe.ffn_hidden_size,
+        num_attention_heads=recipe.num_attention_heads,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        num_moe_experts=recipe.num_experts,
+        moe_router_topk=recipe.moe_router_topk,
+        moe_ffn_hidden_size=recipe.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=recipe.moe_shared_expert_intermediate_size,
+        moe_router_score_function=recipe.moe_router_score_function,
+        moe_router_enable_expert_bias=recipe.moe_router_enable_expert_bias,
+        moe_router_dtype="fp32",
+        moe_aux_loss_coeff=recipe.moe_aux_loss_coeff,
+        moe_router_load_balancing_type="aux_loss",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,
+    )
+    return HybridModel(
+        config,
+        hybrid_stack_spec=hybrid_stack_spec,
+        vocab_size=recipe.vocab_size,
+        max_sequence_length=recipe.seq_length,
+        hybrid_layer_pattern="E",
+        post_process=False,
+    ).cuda()
+
+
+def fed_tokens(recipe: Recipe) -> Tensor:
+    """Tokens [b, s] with what the embeddings need beside them."""
+    drawn = torch.Generator("cuda").manual_seed(3)
+    shape = (BATCH, recipe.seq_length)
+
+    def uniform() -> Tensor:
+        return torch.rand(shape, generator=drawn, device="cuda")
+
+    tokens = (recipe.vocab_size ** uniform()).long() - 1
+    tokens = tokens.masked_fill(uniform() < 1 / DOCUMENT, recipe.vocab_size - 1)
+    assert recipe.structure is not None
+    kinds = (uniform() * recipe.structure.categories).long()
+    depths = (uniform() * recipe.structure.levels).long()
+    return input_embeddings.feeding(tokens, recipe.vocab_size - 1, kinds, depths)
+
+
+def added(module: Any, tokens: Tensor, hidden: Tensor) -> None:
+    """Add both embeddings to those of the tokens, forward and backward."""
+    out = hidden + module(module.ids(tokens, None, None))
+    out.backward(upstream_of(out.shape, out.dtype))
+    module.zero_grad()
+
+
+def through(layer: Any, hidden: Tensor) -> None:
+    """Forward and backward of the layer."""
+    out = layer(hidden_states=hidden, attention_mask=None)
+    out = out[0] if isinstance(out, tuple) else out
+    out.backward(upstream_of(out.shape, out.dtype))
+    layer.zero_grad()
+
+
+def main() -> None:
+    """Measure both, and write the share."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    os.environ[env.NGRAM_HASH.name] = stated_sizes.text(RECIPE.ngram_hash)
+    os.environ[env.STRUCTURE.name] = stated_sizes.text(RECIPE.structure)
+    one = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("nccl", store=one, rank=0, world_size=1)
+    cpu_shims.init_distributed()
+    model = model_of(RECIPE)
+    module = input_embeddings.InputEmbeddings(model.embedding)
+    assert module.ngram_hash is not None and module.structure is not None
+    with torch.no_grad():  # trained projections are not zero
+        module.ngram_hash.projection.normal_(std=0.02)
+        module.structure.widening.normal_(std=0.02)
+    tokens = fed_tokens(RECIPE)
+    size = (RECIPE.seq_length, BATCH, RECIPE.hidden_size)
+    hidden = torch.randn(size, device="cuda").bfloat16().requires_grad_()
+    layer = model.decoder.layers[0]
+    ways: dict[str, tuple[Any, ...]] = {
+        "both embeddings": (added, module, tokens, hidden),
+        "layer E": (through, layer, hidden),
+    }
+    times = {name: median(*way) for name, way in ways.items()}
+    report = {
+        "stack": stack("triton", "megatron-core", "transformer-engine"),
+        "milliseconds": times,
+        "share": times["both embeddings"] / times["layer E"],
+        "parameters": sum(each.numel() for each in module.parameters()),
+        "kernels": {
+            name: {k[:80]: ms for k, ms in by_kernel(*way).items() if ms >= 0.05}
+            for name, way in ways.items()
+        },
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name().split()[-1].lower()
+    target = options.out / f"input_embeddings_{device}.md"
+    target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    target.write_text(table(report))
+    print(target.read_text())
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    versions = ", ".join(f"{name} {value}" for name, value in report["stack"].items())
+    lines = [
+        "# N-gram and structure embeddings against a layer of kind E",
+        "",
+        f"Written by `benchmarks/input_embeddings.py`: {versions}. NAM56R's widths, "
+        f"{BATCH} x {RECIPE.seq_length} tokens, bf16, forward plus backward.",
+        "",
+        *("| | milliseconds |", "|---|---|"),
+        *(f"| {name} | {time:.2f} |" for name, time in report["milliseconds"].items()),
+        "",
+        f"The embeddings, of {report['parameters']:,} parameters, take {report['share']:.1%} of "
+        "the layer's time.",
+    ]
+    for name, kernels in report["kernels"].items():
+        lines += ["", f"## {name}, by kernel", "", "| kernel | ms |", "|---|---|"]
+        lines += [f"| `{kernel}` | {time:.3f} |" for kernel, time in kernels.items()]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
