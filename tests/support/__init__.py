@@ -180,10 +180,12 @@ def python(
     env: dict[str, str] | None = None,
     timeout: float = PATIENCE,
     fresh: bool = False,
+    interprets: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a process whose `megatron` is exactly `root/megatron`.
 
-    Torch is imported in it already; `fresh` asks for an interpreter that has imported nothing.
+    Torch is imported in it already; `fresh` asks for an interpreter that has imported nothing, and
+    `interprets` for a process in which Triton interprets kernels.
     With `nproc` > 1: one process per rank, with the variables that torchrun sets; the answer has
     every rank's output one after the other and the first exit status that is not 0.
     """
@@ -192,10 +194,11 @@ def python(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(nproc),
+        **({forkserver.INTERPRETS: "1"} if interprets else {}),
         **(env or {}),
     }
     where = _SAYS_WHERE.format(0.9 * timeout) if nproc > 1 else ""
-    command = command_of(root, code, fresh, where)
+    command = command_of(root, code, fresh, where, interprets)
     ranks = [
         subprocess.Popen(
             command,
@@ -246,11 +249,14 @@ def shown(terminal: int) -> bytes:
     return seen
 
 
-def command_of(root: Path, code: str, fresh: bool = False, before: str = "") -> list[str]:
+def command_of(
+    root: Path, code: str, fresh: bool = False, before: str = "", interprets: bool = False
+) -> list[str]:
     """A command whose `megatron` is exactly `root/megatron`; see `python`."""
     old = _NO_COMPILER if root.name.startswith("0.15.") else ""
     text = _ONE_ROOT + old + before + textwrap.dedent(code)
-    return [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
+    python = sys.executable if fresh else forkserver.executable(interprets)
+    return [python, "-c", text, str(root)]
 
 
 def environment(root: Path) -> dict[str, str]:
