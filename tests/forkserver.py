@@ -61,8 +61,12 @@ PRELOADED = (
     "yaml",
 )
 """Slow to import, and the same whatever tree is tested."""
-FOR_KERNELS = ("torch", "triton", "numpy", "pytest", "tests.ops.interpreted")
-"""What a server imports whose forks interpret Triton's kernels; they import no Megatron."""
+FOR_KERNELS = (
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
+    *("triton", "triton.experimental.gluon", "numpy", "pytest", "tests.ops.interpreted"),
+)
+"""What a server imports whose forks interpret Triton's kernels; few of them import Megatron. Torch
+imports its compiler, which takes as long as torch, when an operation of ours is first called."""
 INTERPRETS = "TRITON_INTERPRET"
 CLIENT = Path(__file__).with_name("forkclient.py")
 COLLECT_AFTER = 100_000

@@ -201,8 +201,7 @@ def test_kernels_train_both_small_models_as_the_reference() -> None:
     for way in ("reference", "nudged", "fused"):
         c.main(way, 1, c.TINY)
     """
-    env = {"TRITON_INTERPRET": "1"}  # Triton reads it when it is imported
-    done = python(patched("0.19.2", *training.PAGES), code, env=env, fresh=True)
+    done = python(patched("0.19.2", *training.PAGES), code, interprets=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for model in ("GPT", "hybrid"):

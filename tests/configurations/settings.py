@@ -95,7 +95,7 @@ def every() -> Iterator[Configuration]:
 
 def pairs_of(configuration: Configuration) -> set[Pair]:
     """The pairs of settings that a configuration has."""
-    return set(itertools.combinations(asdict(configuration).items(), 2))
+    return set(itertools.combinations(vars(configuration).items(), 2))
 
 
 @cache

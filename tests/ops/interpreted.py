@@ -4,13 +4,15 @@ The interpreter turns loop bounds into integers by `int(array)`, which numpy ref
 unless the array has no dimension; the bounds are arrays of one element.
 
 At every call of a function within a kernel it replaces all operations of the language again, which
-are replaced until the kernel ends. That took half of the time of some kernels.
+are replaced until the kernel ends. That took half of the time of some kernels. And for every value
+it makes a type with a name, a shape and a size of its own, which are those of many before it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from triton import language as tl
 from triton.runtime import interpreter
 
 _released = interpreter._patch_lang_tensor
@@ -38,6 +40,42 @@ def _restored(scope: Any) -> None:
     _restore(scope)
 
 
+_type_in_numpy = interpreter._get_np_dtype
+_in_numpy: dict[tuple[type, str], Any] = {}
+_new_block_type = tl.block_type.__init__
+_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+_new_tensor = tl.tensor.__init__
+_alike: dict[tuple[type, str], dict[str, Any]] = {}
+"""Type of a tensor -> its attributes without the handle."""
+
+
+def _known_in_numpy(of: Any) -> Any:
+    key = type(of), of.name
+    if key not in _in_numpy:
+        _in_numpy[key] = _type_in_numpy(of)
+    return _in_numpy[key]
+
+
+def _known_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    key = (type(element_ty), element_ty.name, *[getattr(size, "value", size) for size in shape])
+    if key not in _block_types:
+        _new_block_type(self, element_ty, shape)
+        _block_types[key] = vars(self).copy()
+    vars(self).update(_block_types[key])
+
+
+def _known_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+    key = type.__class__, type.name
+    if key not in _alike:
+        _new_tensor(self, handle, type)
+        _alike[key] = {name: value for name, value in vars(self).items() if name != "handle"}
+    vars(self).update(_alike[key])
+    self.handle = handle
+
+
+interpreter._get_np_dtype = _known_in_numpy
+tl.block_type.__init__ = _known_block_type
+tl.tensor.__init__ = _known_tensor
 interpreter._patch_lang_tensor = _patched
 interpreter._patch_lang = _replaced_once
 interpreter._LangPatchScope.restore = _restored

@@ -39,6 +39,7 @@ from cppmega.ops.linear_cross_entropy_chunks import (  # noqa: E402
     softmax_of,
 )
 from tests import forkserver  # noqa: E402
+from tests.ops import in_interpreter  # noqa: E402
 from tests.support import PATIENCE  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -762,15 +763,10 @@ def test_arguments_that_do_not_fit(change: dict[str, Any]) -> None:
 # Processes of their own
 
 
-def script(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """This file as a script."""
-    return started(sys.executable, __file__, *arguments, **environment)
-
-
-def started(*command: str, **environment: str) -> subprocess.Popen[str]:
+def started(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -828,7 +824,14 @@ def check_rank(rank: int, store: str) -> None:
 
 def test_row_kernel_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert_all_pass([script("interpret", TRITON_INTERPRET="1")])
+    in_interpreter.run(INTERPRETED)
+
+
+INTERPRETED = """
+from tests.ops.test_linear_cross_entropy import check_interpreted, torch
+torch.manual_seed(0)
+check_interpreted()
+"""
 
 
 def check_interpreted() -> None:
@@ -1025,7 +1028,7 @@ def test_libraries_on_the_gpu(backend: str) -> None:
 @pytest.mark.gpu
 @needs_cuda
 def test_a_broken_promise_stops_the_device() -> None:
-    process = script("broken")
+    process = started(sys.executable, __file__)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert "linear_ce_some_patch: the gradient" in output
@@ -1045,8 +1048,4 @@ def check_broken() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    checks: dict[str, Any] = {
-        "interpret": check_interpreted,
-        "broken": check_broken,
-    }
-    checks[sys.argv[1]]()
+    check_broken()

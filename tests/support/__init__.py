@@ -19,7 +19,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from cppmega.catalogue import loader as catalogue
 from cppmega.overlay import verbs as overlay
+from cppmega.overlay.survey import Survey
+from cppmega.page import Page
 from cppmega.tree import links, wheels
 from tests import forkserver
 
@@ -70,6 +73,8 @@ PATIENCE = 900.0
 
 CI may run at a quarter of the usual speed, and its disk may stop for seconds.
 """
+_surveys: dict[str, Survey] = {}
+"""The last survey of each version, whose answers hold for the same bytes."""
 TURN = 0.05
 """Seconds for which the output of one of several processes is read at a time."""
 
@@ -115,6 +120,12 @@ def copy(version: str, to: Path) -> Path:
 
 
 @cache
+def pages() -> dict[str, Page]:
+    """Every page of the catalogue, loaded once: that takes longer than to apply one of them."""
+    return catalogue.load()
+
+
+@cache
 def patched(version: str, *names: str) -> Path:
     """ROOT of a copy of a version's wheel with only the named pages applied (none: every page).
 
@@ -124,7 +135,8 @@ def patched(version: str, *names: str) -> Path:
     with made_once(f"{version}-{pages}") as (to, missing):
         if missing:
             shutil.rmtree(to, ignore_errors=True)
-            _apply(copy(version, to), names)
+            shutil.copytree(pristine(version), to, copy_function=_hard_link)
+            _apply(version, to, names)
             _share_bytecode(pristine(version), to)
     return to
 
@@ -138,8 +150,18 @@ def _share_bytecode(original: Path, to: Path) -> None:
         link.hardlink_to(file)
 
 
-def _apply(to: Path, names: Sequence[str]) -> None:
+def _hard_link(source: str, to: str) -> None:
+    """Share a file of a tree in which files are replaced, as the overlay does, and never edited."""
+    original = Path(source).resolve()  # a link in the tree of another package's release
+    try:
+        Path(to).hardlink_to(original)
+    except OSError:  # the wheels are in another filesystem
+        shutil.copy2(original, to)
+
+
+def _apply(version: str, to: Path, names: Sequence[str]) -> None:
     session = overlay.Session(to)
+    session.pages, session._survey = pages(), _surveys.get(version)
     chosen = [session.pages[name] for name in names] or list(session.pages.values())
     gates = {p.patch.gate: "1" for p in chosen if p.patch.gate} if names else {}
     outcome = overlay.apply(session, only=names, environment=gates)
@@ -148,6 +170,7 @@ def _apply(to: Path, names: Sequence[str]) -> None:
     wanted = set(names) or {v.name for v in outcome.verdicts} - not_needed
     problems = [v for v in outcome.verdicts if v.name in wanted - done]
     assert not problems, f"not applied on {to.name}: {problems}"
+    _surveys[version] = outcome.plan.survey
 
 
 def python(
@@ -157,10 +180,12 @@ def python(
     env: dict[str, str] | None = None,
     timeout: float = PATIENCE,
     fresh: bool = False,
+    interprets: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a process whose `megatron` is exactly `root/megatron`.
 
-    Torch is imported in it already; `fresh` asks for an interpreter that has imported nothing.
+    Torch is imported in it already; `fresh` asks for an interpreter that has imported nothing, and
+    `interprets` for a process in which Triton interprets kernels.
     With `nproc` > 1: one process per rank, with the variables that torchrun sets; the answer has
     every rank's output one after the other and the first exit status that is not 0.
     """
@@ -169,10 +194,11 @@ def python(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(nproc),
+        **({forkserver.INTERPRETS: "1"} if interprets else {}),
         **(env or {}),
     }
     where = _SAYS_WHERE.format(0.9 * timeout) if nproc > 1 else ""
-    command = command_of(root, code, fresh, where)
+    command = command_of(root, code, fresh, where, interprets)
     ranks = [
         subprocess.Popen(
             command,
@@ -223,11 +249,14 @@ def shown(terminal: int) -> bytes:
     return seen
 
 
-def command_of(root: Path, code: str, fresh: bool = False, before: str = "") -> list[str]:
+def command_of(
+    root: Path, code: str, fresh: bool = False, before: str = "", interprets: bool = False
+) -> list[str]:
     """A command whose `megatron` is exactly `root/megatron`; see `python`."""
     old = _NO_COMPILER if root.name.startswith("0.15.") else ""
     text = _ONE_ROOT + old + before + textwrap.dedent(code)
-    return [sys.executable if fresh else forkserver.executable(), "-c", text, str(root)]
+    python = sys.executable if fresh else forkserver.executable(interprets)
+    return [python, "-c", text, str(root)]
 
 
 def environment(root: Path) -> dict[str, str]:

@@ -12,11 +12,11 @@ from cppmega.overlay import verbs as overlay
 from cppmega.overlay.compute import changes_of
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Loaded, Receipt
-from cppmega.page import Page, left_alone
+from cppmega.page import left_alone
 from cppmega.rewriting import marks
 from cppmega.rewriting import source as sources
 from cppmega.tree.installed import Tree, sha256
-from tests.support import OLD, OTHERS, REPOSITORY, UNPINNED, VERSIONS, pristine
+from tests.support import OLD, OTHERS, REPOSITORY, UNPINNED, VERSIONS, pages, pristine
 
 EVERY = (*VERSIONS, *OLD, *UNPINNED)
 RECORDED = (*VERSIONS, "0.15.3", *OTHERS)
@@ -28,12 +28,6 @@ TOGETHER = "_together"
 def names() -> list[str]:
     """Every page of the catalogue; nothing is loaded."""
     return [name for name, _ in catalogue.page_files(catalogue.builtin_folder())]
-
-
-@cache
-def pages() -> dict[str, Page]:
-    """Every page of the catalogue."""
-    return catalogue.load()
 
 
 @cache

@@ -6,6 +6,7 @@ Imported in the process that runs a tree, never by pytest itself.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,17 @@ def trained(
     return answers, loops.losses(file), loops.held_out(file)
 
 
+@cache
+def unbroken(folder: Path) -> tuple[list[Any], dict[int, Any], dict[int, dict[str, float]]]:
+    """A run that is evaluated at every third step and saved at the fourth."""
+    return trained(folder, "unbroken", WHOLE.with_(eval_interval=3), save=folder / "saved")
+
+
 def check_training_is_the_same_to_the_bit_and_so_are_the_samples(folder: Path) -> None:
     """Whether it is evaluated or not, and however often."""
     without = trained(folder, "without", WHOLE)
     second = trained(folder, "second", WHOLE.with_(eval_interval=2))
-    third = trained(folder, "third", WHOLE.with_(eval_interval=3))
+    third = unbroken(folder)
     assert len(without[1]) == 6 and not without[2]
     assert without[:2] == second[:2] == third[:2]
     assert list(second[2]) == [2, 4, 6] and list(third[2]) == [3, 6]
@@ -77,10 +84,10 @@ def check_training_is_the_same_to_the_bit_and_so_are_the_samples(folder: Path) -
 def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
     """To the bit by one rank, and by two that share experts, or are stages."""
     recipe, saved = WHOLE.with_(eval_interval=3), folder / "saved"
-    _, _, unbroken = trained(folder, "unbroken", recipe, save=saved)
+    _, _, found = unbroken(folder)
     assert checkpoint_tracker.newest_step(saved) == 4
     _, again, resumed = trained(folder, "resumed", recipe, load=saved)
-    assert list(again) == [5, 6] and resumed == {6: unbroken[6]}
+    assert list(again) == [5, 6] and resumed == {6: found[6]}
     stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
     same_as_one_rank(
         *(folder, recipe, saved),
@@ -92,7 +99,7 @@ def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
 def check_ranks_that_share_heads_are_evaluated_as_one_rank(folder: Path) -> None:
     """Without M2RNN, whose heads cannot be divided between two ranks."""
     pattern = WHOLE.pattern.replace("R", "")
-    recipe, saved = WHOLE.with_(eval_interval=3, pattern=pattern, m2rnn=None), folder / "saved"
+    recipe, saved = WHOLE.with_(eval_interval=3, pattern=pattern, m2rnn=None), folder / "heads"
     trained(folder, "before", recipe, save=saved)
     heads = {"tensor_model_parallel_size": 2}
     same_as_one_rank(folder, recipe, saved, heads=(Configuration(tensor=2), heads))

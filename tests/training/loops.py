@@ -6,6 +6,7 @@ itself. The model, its optimizer, the loop, its log, evaluation and checkpoints 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import os
@@ -16,6 +17,7 @@ from unittest import mock
 
 import torch
 from megatron.core import optimizer as optimizers
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -46,6 +48,30 @@ CPU = (
     *("--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--num-workers", "0"),
     "--dist-ckpt-optim-fully-reshardable",
 )
+
+
+DOCUMENTS, LONGEST = 4000, 100
+"""Of the mock data, which is many times what a run reads. With Megatron's 100,000 of up to 4,096
+tokens, every rank of every run would shuffle millions of samples, in few of which one ends."""
+
+
+def _before_ranks() -> None:
+    """Do once what every rank would do again: read options from the source of their classes."""
+    MockGPTLowLevelDataset.size = DOCUMENTS
+    MockGPTLowLevelDataset.max_sequence_length = LONGEST
+    factory = argument_utils.ArgumentGroupFactory
+    read, known = factory._get_field_docstrings, dict[type, dict[str, str]]()
+
+    def once(self: Any, of: type) -> dict[str, str]:
+        if of not in known:
+            known[of] = read(self, of)
+        return dict(known[of])
+
+    factory._get_field_docstrings = once
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
+
+
+_before_ranks()
 
 
 def ready() -> None:

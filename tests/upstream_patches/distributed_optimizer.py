@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
 WIDTHS = (5, 7, 9, 11, 3)
+_CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
 
 
 class OnCpu(TorchFunctionMode):
@@ -28,14 +29,14 @@ class OnCpu(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
-        if function is torch.Tensor.cuda:
+        if kwargs:  # as few have: every operation of a model comes through here
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+        if function is _CUDA:
             return args[0]
-        result = function(*args, **kwargs)
-        named = function is torch.Tensor.type and len(args) == 1
+        result = function(*args, **kwargs) if kwargs else function(*args)
+        named = function is _TYPE and len(args) == 1
         return f"torch.cuda.{result[6:]}" if named else result
 
 

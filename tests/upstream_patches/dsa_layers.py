@@ -170,9 +170,7 @@ def answers(
 ) -> list[dict]:
     """What each rank of a run prints; `interpreted` lets it run Triton's kernels on the CPU."""
     head = LAYER.replace("TENSOR_AND_CONTEXT", f"{tensor}, {context}")
-    # Triton reads the variable when it is imported, which a forked process has done.
-    variables = {"TRITON_INTERPRET": "1"} if interpreted else {}
-    done = python(root, head + code, nproc=tensor * context, env=variables, fresh=interpreted)
+    done = python(root, head + code, nproc=tensor * context, interprets=interpreted)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in "[{"]
 

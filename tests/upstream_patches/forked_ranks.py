@@ -6,6 +6,7 @@ runs every check; a rank is a fork of it.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -38,6 +39,7 @@ def prepare() -> None:
     torch._dynamo.config.disable = True
     stand_ins.install()
     keep_saves_here()
+    gc.freeze()  # Megatron collects in every rank, which would walk through all that is imported
 
 
 def on_ranks(

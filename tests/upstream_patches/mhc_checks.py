@@ -6,6 +6,7 @@ Imported in the process that runs a tree, never by pytest itself.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 from collections.abc import Callable
@@ -203,7 +204,12 @@ def fused() -> Any:
     options = {**models.MHC, "mhc_num_residual_streams": 2}
     plain = stepped(models.gpt(1, **options))
     kernels = {"use_fused_mhc": True, **models.SELECTIVE}
-    step = stepped(models.gpt(1, **options, **kernels), other_site)
+
+    def then() -> None:
+        other_site()
+        gc.collect()  # the interpreter leaves frames that hold each other, and tensors
+
+    step = stepped(models.gpt(1, **options, **kernels), then)
     return {"apart": distances(plain, step), "kept": step[2]}
 
 

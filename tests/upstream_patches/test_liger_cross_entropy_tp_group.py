@@ -8,7 +8,6 @@ from tests.support import patched, pristine, python
 
 RELEASE = "liger-kernel==0.8.5"
 MODULE = "liger_kernel/megatron/monkey_patch.py"
-INTERPRETED = {"TRITON_INTERPRET": "1"}  # read when triton is imported
 
 RANKS = """
 import importlib.util
@@ -73,5 +72,5 @@ def test_two_ranks_have_the_loss_of_the_whole_vocabulary() -> None:
     """Megatron 0.18.2 passes no group: Liger's own function is wrong, and nothing says so."""
     ours, stock = patched(RELEASE, "liger_cross_entropy_tp_group"), pristine(RELEASE) / MODULE
     code = f"OURS, STOCK = {str(ours)!r}, {str(stock)!r}\n{RANKS}"
-    done = python(pristine("0.18.2"), code, env=INTERPRETED, fresh=True)
+    done = python(pristine("0.18.2"), code, interprets=True)
     assert done.returncode == 0, done.stderr

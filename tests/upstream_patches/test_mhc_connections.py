@@ -30,9 +30,7 @@ def asked(root: Path, *parts: str) -> dict[str, Any]:
     """What models on a tree do."""
     functions = ", ".join(f"t.{part}" for part in parts)
     code = f"from tests.upstream_patches import mhc_checks as t; t.main({functions})"
-    interpreted = "fused" in parts  # Triton reads it when it is imported
-    env = {"TRITON_INTERPRET": "1"} if interpreted else {}
-    done = python(root, code, env=env, fresh=interpreted)
+    done = python(root, code, interprets="fused" in parts)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
