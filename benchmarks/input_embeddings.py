@@ -95,7 +95,7 @@ def fed_tokens(recipe: Recipe) -> Tensor:
 
 def added(module: Any, tokens: Tensor, hidden: Tensor) -> None:
     """Add both embeddings to those of the tokens, forward and backward."""
-    out = hidden + module(module.ids(tokens, None, None))
+    out = module(module.ids(tokens, None, None), hidden)
     out.backward(upstream_of(out.shape, out.dtype))
     module.zero_grad()
 

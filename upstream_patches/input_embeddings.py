@@ -57,7 +57,7 @@ if not self.reduce_scatter_embeddings:
 """
 ADDED = """
 if self.input_embeddings is not None:
-    embeddings = embeddings + self.input_embeddings(further_ids)
+    embeddings = self.input_embeddings(further_ids, embeddings)
 """
 SUMMED = """
 from cppmega.modules.input_embeddings import shared_parameters

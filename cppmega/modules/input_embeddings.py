@@ -26,6 +26,8 @@ from cppmega.modules.ngram_hash import HASHING, NgramHashEmbedding
 from cppmega.modules.structure_embedding import StructureEmbedding
 from cppmega.ops.ngram_hash import table_rows
 
+ALIGNED = 8
+"""Columns of a matrix are a multiple of this, so that tensor cores read their rows unsplit."""
 _FED = "cppmega_fed"
 
 
@@ -120,14 +122,18 @@ class InputEmbeddings(nn.Module):
             found.append(self.structure.table_rows(fed.kinds, fed.depths, tokens))
         return torch.cat(found)
 
-    def forward(self, ids: Tensor | None) -> Tensor:
-        """Sum the embeddings of the ids that the method `ids` returned.
+    def forward(self, ids: Tensor | None, embeddings: Tensor) -> Tensor:
+        """Add the embeddings of the ids that the method `ids` returned.
+
+        All parts are one matrix product, which is added before it is rounded.
 
         Args:
             ids: int64 [ids, b, s].
+            embeddings: [s, b, hidden], those of the tokens; with sequence parallelism, this rank's
+                part of s.
 
         Returns:
-            [s, b, hidden]; with sequence parallelism, this rank's part of s.
+            The sums, as `embeddings`.
 
         Raises:
             CppmegaError: `input-embeddings-not-fed`.
@@ -143,8 +149,13 @@ class InputEmbeddings(nn.Module):
             ids = ids.chunk(self.group.size(), dim=-1)[self.group.rank()]
         parts = [part for part in (self.ngram_hash, self.structure) if part is not None]
         own = ids.split([part.ids for part in parts])
-        embedded: list[Tensor] = [part(ids) for part, ids in zip(parts, own, strict=True)]
-        return torch.stack(embedded).sum(0) if len(embedded) > 1 else embedded[0]
+        columns = [part.columns(ids) for part, ids in zip(parts, own, strict=True)]
+        matrices = [part.matrix() for part in parts]
+        if surplus := -sum(each.size(-1) for each in columns) % ALIGNED:
+            columns.append(columns[0].new_zeros(*columns[0].shape[:-1], surplus))
+            matrices.append(matrices[0].new_zeros(len(matrices[0]), surplus))
+        projected = torch.cat(columns, dim=-1).flatten(0, 1), torch.cat(matrices, dim=-1).t()
+        return torch.addmm(embeddings.flatten(0, 1), *projected).view_as(embeddings)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -49,20 +49,23 @@ class NgramHashEmbedding(nn.Module):
 
     @property
     def ids(self) -> int:
-        """The number of ids per token that `forward` takes."""
+        """The number of ids per token that `columns` takes."""
         return len(self.sizes.tables)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Embed the n-grams that end at each token.
+    def columns(self, rows: Tensor) -> Tensor:
+        """Look up the n-grams that end at each token.
 
         Args:
             rows: int64 [tables, b, s], as `cppmega.ops.ngram_hash.table_rows` returns them.
 
         Returns:
-            [s, b, hidden].
+            [s, b, columns], which `matrix` projects to the model's width.
         """
-        found = ops.lookup(self.tables, rows.permute(2, 1, 0))
-        return nn.functional.linear(found.flatten(-2), self.projection)
+        return ops.lookup(self.tables, rows.permute(2, 1, 0)).flatten(-2)
+
+    def matrix(self) -> Tensor:
+        """The projection, [hidden, columns]."""
+        return self.projection
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any

@@ -19,7 +19,7 @@ class StructureEmbedding(nn.Module):
     """Tables of kinds and depths with a learned scale each, and the up-projection of their sum."""
 
     ids = 2
-    """The number of ids per token that `forward` takes."""
+    """The number of ids per token that `columns` takes."""
 
     def __init__(
         self, sizes: Structure, hidden: int, std: float, dtype: torch.dtype, device: torch.device
@@ -49,7 +49,7 @@ class StructureEmbedding(nn.Module):
         self.widening = nn.Parameter(widening)
 
     def table_rows(self, kinds: Tensor | None, depths: Tensor | None, like: Tensor) -> Tensor:
-        """Compute the rows that `forward` takes, numbered from 1, and check that they exist.
+        """Compute the rows that `columns` takes, numbered from 1, and check that they exist.
 
         Args:
             kinds: int64 [b, s].
@@ -81,8 +81,8 @@ class StructureEmbedding(nn.Module):
             torch._assert_async(fit, f"structure-ids-wrong: {message}")
         return torch.stack((kinds, depths)) + 1
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Embed the syntactic positions of tokens.
+    def columns(self, rows: Tensor) -> Tensor:
+        """Mark the rows of each token by a one among zeros.
 
         Many tokens read few rows. They are read by a matrix product, whose gradient is summed in
         fp32 in a fixed order.
@@ -91,15 +91,18 @@ class StructureEmbedding(nn.Module):
             rows: int64 [2, b, s], as `table_rows` returns them; 0 adds nothing.
 
         Returns:
-            [s, b, hidden].
+            [s, b, columns], which `matrix` projects to the model's width.
         """
-        tables = torch.cat((self.kinds * self.scales[0], self.depths * self.scales[1]))
         chosen = [
             table_rows.unsqueeze(-1) == torch.arange(1, count + 1, device=rows.device)
             for table_rows, count in zip(rows.transpose(1, 2), self.rows, strict=True)
         ]
-        found = torch.cat(chosen, dim=-1).to(tables.dtype) @ tables
-        return nn.functional.linear(found, self.widening)
+        return torch.cat(chosen, dim=-1).to(self.widening.dtype)
+
+    def matrix(self) -> Tensor:
+        """What each row adds to a token, [hidden, columns]: both factors multiplied."""
+        tables = torch.cat((self.kinds * self.scales[0], self.depths * self.scales[1]))
+        return nn.functional.linear(self.widening, tables)
 
 
 def _wrong(what: str) -> CppmegaError:

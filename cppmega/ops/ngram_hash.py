@@ -9,11 +9,13 @@ hash functions", 1979): two different n-grams share a row of one table with prob
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def hashing(orders: Sequence[int], heads: int, sizes: Sequence[int], seed: int) -> Tensor:
@@ -89,11 +91,12 @@ def lookup(tables: Tensor, rows: Tensor) -> Tensor:
 
     The gradient is summed in fp32 (fp64 for an fp64 table) and in a fixed order, also on a GPU:
     `torch.nn.functional.embedding` guarantees neither, and a frequent n-gram occurs thousands of
-    times in a batch. Until it is rounded, it has the size of the tables at four bytes per element.
+    times in a batch. On a CPU, and in fp64, torch reads and adds; elsewhere the kernels of
+    `ngram_hash_triton` do.
 
     Args:
         tables: [rows, dim], of a floating-point type.
-        rows: int64 of any shape, from 0 to the number of rows.
+        rows: int64 of any shape, from 0 to the number of rows, which is below 2^31.
 
     Returns:
         [*rows, dim], of the tables' type.
@@ -101,19 +104,42 @@ def lookup(tables: Tensor, rows: Tensor) -> Tensor:
     return cast(Tensor, _Lookup.apply(tables, rows))  # type: ignore[no-untyped-call]
 
 
+def _by_kernels(tables: Tensor) -> bool:
+    if tables.device.type == "cpu":
+        triton = sys.modules.get("triton")
+        return triton is not None and bool(triton.knobs.runtime.interpret)
+    return tables.dtype != torch.float64
+
+
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tables: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.tables = tables.shape, tables.dtype
-        return tables[(rows - 1).clamp(min=0)].masked_fill_((rows == 0).unsqueeze(-1), 0)
+        ctx.by_kernels = _by_kernels(tables)
+        if not ctx.by_kernels:
+            return tables[(rows - 1).clamp(min=0)].masked_fill_((rows == 0).unsqueeze(-1), 0)
+        from cppmega.ops import ngram_hash_triton as kernels
+
+        out = torch.empty(*rows.shape, tables.size(1), dtype=tables.dtype, device=tables.device)
+        kernels.read(tables.contiguous(), rows.flatten(), out.view(rows.numel(), out.size(-1)))
+        return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         (count, dim), dtype = ctx.tables
-        wide = torch.promote_types(dtype, torch.float32)
-        sums = torch.zeros(count + 1, dim, dtype=wide, device=gradient.device)
-        # With accumulate=True, the CUDA kernel sorts stably and adds in that order.
-        sums.index_put_((rows.flatten(),), gradient.reshape(-1, dim).to(wide), accumulate=True)
-        return sums[1:].to(dtype), None
+        if not ctx.by_kernels:
+            wide = torch.promote_types(dtype, torch.float32)
+            sums = torch.zeros(count + 1, dim, dtype=wide, device=gradient.device)
+            given = gradient.reshape(rows.numel(), dim).to(wide)
+            # With accumulate=True, torch sorts stably and adds in that order.
+            sums.index_put_((rows.flatten(),), given, accumulate=True)
+            return sums[1:].to(dtype), None
+        from cppmega.ops import ngram_hash_triton as kernels
+
+        found = torch.zeros(count, dim, dtype=dtype, device=gradient.device)
+        ascending, order = rows.flatten().int().sort(stable=True)
+        kernels.add(ascending, order, gradient.reshape(rows.numel(), dim).contiguous(), found)
+        return found, None

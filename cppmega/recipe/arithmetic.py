@@ -249,17 +249,16 @@ def flops(recipe: Recipe, squares: float | None = None) -> float:
     products += (1 + layout.depths) * recipe.hidden_size * recipe.padded_vocab_size
     if recipe.uses_mhc:
         products += _products_of_streams(recipe)
-    if recipe.ngram_hash is not None:  # every depth embeds its tokens again
-        ngram = recipe.ngram_hash
-        width = len(ngram.tables) * ngram.dim
-        products += (1 + layout.depths) * width * recipe.hidden_size
-    if recipe.structure is not None:
-        own = recipe.structure
-        products += (1 + layout.depths) * own.bottleneck * recipe.hidden_size
-        # Rows are selected by a product, whose other factor has no gradient.
-        chosen = (1 + layout.depths) * (own.categories + own.levels) * own.bottleneck
-        total += (_PASSES - 1) * 2 * chosen
+    # One product for all columns; every depth embeds its tokens again.
+    products += (1 + layout.depths) * _embedded_columns(recipe) * recipe.hidden_size
     return total + _PASSES * 2 * products
+
+
+def _embedded_columns(recipe: Recipe) -> int:
+    """Columns of which the embeddings added to a token are a product."""
+    ngram, structure = recipe.ngram_hash, recipe.structure
+    columns = 0 if ngram is None else len(ngram.tables) * ngram.dim
+    return columns + (0 if structure is None else structure.categories + structure.levels)
 
 
 def _products_of_streams(recipe: Recipe) -> int:

@@ -15,6 +15,11 @@ def built(dtype: torch.dtype = torch.float64) -> StructureEmbedding:
     return StructureEmbedding(Structure(bottleneck=6), 10, 0.02, dtype, torch.device("cpu"))
 
 
+def embedded(made: StructureEmbedding, rows: torch.Tensor) -> torch.Tensor:
+    """[s, b, hidden], what a model adds to its tokens."""
+    return made.columns(rows) @ made.matrix().t()
+
+
 def test_it_is_the_scaled_sum_of_two_rows_widened() -> None:
     made = built()
     torch.manual_seed(0)
@@ -22,7 +27,7 @@ def test_it_is_the_scaled_sum_of_two_rows_widened() -> None:
         torch.nn.init.normal_(parameter)
     rows = made.table_rows(KINDS, DEPTHS, KINDS)
     rows[:, 1, 4] = 0  # as a shift leaves it past the end
-    ours = made(rows)
+    ours = embedded(made, rows)
     kind, depth = made.scales
     summed = kind * made.kinds[KINDS] + depth * made.depths[DEPTHS]
     plain = (summed @ made.widening.t()).transpose(0, 1)
@@ -41,14 +46,14 @@ def test_it_is_the_scaled_sum_of_two_rows_widened() -> None:
 def test_one_factor_alone_starts_from_zero() -> None:
     """Two factors at zero would have no gradient, ever."""
     made = built(torch.float32)
-    out = made(made.table_rows(KINDS, DEPTHS, KINDS))
+    out = embedded(made, made.table_rows(KINDS, DEPTHS, KINDS))
     assert not out.any()
     first = torch.autograd.grad(out.sum(), list(made.parameters()))
     had = {name for (name, _), g in zip(made.named_parameters(), first, strict=True) if g.any()}
     assert had == {"widening"}
     with torch.no_grad():
         made.widening -= 0.1 * first[-1]
-    made(made.table_rows(KINDS, DEPTHS, KINDS)).square().sum().backward()
+    embedded(made, made.table_rows(KINDS, DEPTHS, KINDS)).square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in made.parameters())
 
 

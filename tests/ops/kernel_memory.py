@@ -22,6 +22,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.bool: "*i1",
 }
 TF32 = re.compile(r"inputPrecision = tf32 : tensor<[\dx]+xf32")

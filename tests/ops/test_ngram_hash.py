@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from cppmega.ops import ngram_hash, ngram_hash_reference
+from tests.ops import ngram_hash_checks
+from tests.ops.in_interpreter import run
+from tests.ops.kernel_memory import LIMITS, record, shared_memory
+from tests.ops.launch_counts import kernels_of, modules_of
 
 DOCUMENTS = ([7, 3, 60, 3, 60, 1], [5], [7, 3], [9, 9, 9, 9, 9])
 """Ragged: one is shorter than every n-gram."""
@@ -77,3 +81,50 @@ def test_a_frequent_n_gram_gets_all_of_its_gradient() -> None:
 def test_the_number_of_tables_is_checked() -> None:
     with pytest.raises(ValueError, match="3 tables for 2 orders of 2 heads"):
         ngram_hash.hashing((2, 3), 2, (11, 13, 17), seed=0)
+
+
+CHECKS = """
+import torch
+from cppmega.ops import ngram_hash_triton
+from tests.ops.ngram_hash_checks import check
+ngram_hash_triton.BLOCK, ngram_hash_triton.RUN = 16, 4
+check(torch.float32, 16, 77)
+check(torch.float16, 5, 33)
+check(torch.float32, 3, 1)
+check(torch.float32, 3, 0)
+"""
+
+
+def test_rows_are_read_and_summed_by_the_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run(CHECKS)
+
+
+def test_rows_are_read_and_summed_by_torch() -> None:
+    ngram_hash_checks.check(torch.bfloat16, 16, 777)
+    ngram_hash_checks.check(torch.float32, 3, 0)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    modules = modules_of("ngram_hash")
+    found = record(monkeypatch, modules)
+    monkeypatch.setattr(ngram_hash, "_by_kernels", lambda tables: True)
+    tables = torch.zeros(50, 16, dtype=torch.bfloat16, requires_grad=True)
+    read = ngram_hash.lookup(tables, torch.ones(64, 16, dtype=torch.int64))
+    read.backward(torch.zeros_like(read))  # type: ignore[no-untyped-call]
+    assert {kernel.__name__ for kernel, _ in found} == {
+        name for module in modules for name in kernels_of(module)
+    }
+    for kernel, given in found:
+        for arch, most in LIMITS.items():
+            assert shared_memory(kernel, given, arch) <= most << 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_are_read_and_summed_on_cuda(dtype: torch.dtype) -> None:
+    for dim, size in ((16, 40_000), (5, 333), (3, 0)):
+        ngram_hash_checks.check(dtype, dim, size, "cuda")
