@@ -25,7 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops import m2rnn_forward_triton as forwards
-from cppmega.ops.m2rnn_forward_triton import candidate, extent, is_narrow, tile, tile_rows, weights
+from cppmega.ops.m2rnn_forward_triton import (
+    candidate,
+    extent,
+    is_narrow,
+    load,
+    tile,
+    tile_rows,
+    weights,
+)
 
 PROGRAMS = 16
 """Maximum number of programs per head and part of its rows."""
@@ -64,6 +72,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
+    WHOLE: tl.constexpr = K % ROWS == 0 and V == TILE_V
     part, place = tl.program_id(0) % parts, tl.program_id(0) // parts
     head = place % heads
     r, j = tl.arange(0, ROWS), tl.arange(0, TILE_V)
@@ -76,8 +85,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     if not NARROW:
         turned = turned.to(tl.float32)
     at_h, has_h = i[:, None] * V + j[None, :], has_i[:, None] & has_j[None, :]
-    at_kept = r[:, None] * TILE_V + j[None, :]
     within += tl.cast(tl.program_id(0), tl.int64) * (CHUNK * ROWS * TILE_V)
+    at_tile = r[:, None] * TILE_V + j[None, :]
     d_v += tl.cast(part, tl.int64) * s * b * heads * V
     d_log_decay += tl.cast(part, tl.int64) * s * b * heads
     d_w = tl.zeros((TILE_V, TILE_V), tl.float32)
@@ -92,55 +101,60 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             saved = states + (chunk * heads + head) * (K * V) + at_h
             h = tl.load(saved, mask=has_h & (begin > first), other=0.0)
             row = tl.cast(begin, tl.int64) * b + sequence
-            k_t = tl.load(k + row * k_rows + i, mask=has_i, other=0.0)
-            v_t = tl.load(v + row * v_rows + head * V + j, mask=has_j, other=0.0)
-            f, u = tl.load(decay + row * heads + head), tl.load(fresh + row * heads + head)
-            for t in range(begin, stop - 1):
-                tl.store(within + (t - begin) * (ROWS * TILE_V) + at_kept, h)
-                row += b
-                next_k = tl.load(k + row * k_rows + i, mask=has_i, other=0.0)
-                next_v = tl.load(v + row * v_rows + head * V + j, mask=has_j, other=0.0)
-                next_f = tl.load(decay + row * heads + head)
-                next_u = tl.load(fresh + row * heads + head)
+            at_k, at_v = k + row * k_rows, v + row * v_rows + head * V
+            at_f, at_u = decay + row * heads + head, fresh + row * heads + head
+            k_t, v_t = load(at_k + i, has_i, WHOLE), load(at_v + j, has_j, WHOLE)
+            f, u = tl.load(at_f), tl.load(at_u)
+            kept = within
+            for _ in range(begin, stop - 1):
+                tl.store(kept + at_tile, h)
+                kept += ROWS * TILE_V
+                at_k += b * k_rows
+                at_v += b * v_rows
+                at_f += b * heads
+                at_u += b * heads
+                next_k, next_v = load(at_k + i, has_i, WHOLE), load(at_v + j, has_j, WHOLE)
+                next_f, next_u = tl.load(at_f), tl.load(at_u)
                 h = f * h + u * candidate(h, w, k_t, v_t, NARROW)
                 k_t, v_t, f, u = next_k, next_v, next_f, next_u
             tl.debug_barrier()  # other threads may read what a thread has written
-            q_t = tl.load(q + row * q_rows + i, mask=has_i, other=0.0)
-            d_y = tl.load(gradient + (row * heads + head) * V + j, mask=has_j, other=0.0)
-            for again in range(begin, stop):
-                t = begin + stop - 1 - again
-                more = t > begin
-                ahead = row - b
-                before_h = tl.load(
-                    within + (t - 1 - begin) * (ROWS * TILE_V) + at_kept, mask=more, other=0.0
-                )
-                next_q = tl.load(q + ahead * q_rows + i, mask=has_i & more, other=0.0)
-                next_k = tl.load(k + ahead * k_rows + i, mask=has_i & more, other=0.0)
-                next_v = tl.load(v + ahead * v_rows + head * V + j, mask=has_j & more, other=0.0)
-                next_d_y = tl.load(
-                    gradient + (ahead * heads + head) * V + j, mask=has_j & more, other=0.0
-                )
-                next_f = tl.load(decay + ahead * heads + head, mask=more, other=0.0)
-                next_u = tl.load(fresh + ahead * heads + head, mask=more, other=0.0)
+            row += tl.cast(stop - 1 - begin, tl.int64) * b
+            at_q, at_y = q + row * q_rows, gradient + (row * heads + head) * V
+            to_q, to_k = d_q + (row * heads + head) * K, d_k + (row * heads + head) * K
+            to_v, to_f = d_v + (row * heads + head) * V, d_log_decay + row * heads + head
+            q_t, d_y = load(at_q + i, has_i, WHOLE), load(at_y + j, has_j, WHOLE)
+            for left in range(begin, stop):
+                step = tl.where(left + 1 < stop, b, 0)  # the first one is loaded again
+                kept -= tl.where(left + 1 < stop, ROWS * TILE_V, 0)
+                at_q -= step * q_rows
+                at_k -= step * k_rows
+                at_v -= step * v_rows
+                at_y -= step * heads * V
+                at_f -= step * heads
+                at_u -= step * heads
+                before_h = tl.load(kept + at_tile)
+                next_q, next_k = load(at_q + i, has_i, WHOLE), load(at_k + i, has_i, WHOLE)
+                next_v, next_y = load(at_v + j, has_j, WHOLE), load(at_y + j, has_j, WHOLE)
+                next_f, next_u = tl.load(at_f), tl.load(at_u)
 
                 z = candidate(h, w, k_t, v_t, NARROW)
-                wide_d_y = d_y.to(tl.float32)[None, :]
-                at_k = (row * heads + head) * K + i
-                of_q = tl.sum((f * h + u * z) * wide_d_y, 1)
-                tl.store(d_q + at_k, of_q, mask=has_i)
-                d_h += q_t.to(tl.float32)[:, None] * wide_d_y
-                of_decay = tl.sum(d_h * (h - z))
-                tl.store(d_log_decay + row * heads + head, f * of_decay)
+                wide_y = d_y.to(tl.float32)[None, :]
+                tl.store(to_q + i, tl.sum((f * h + u * z) * wide_y, 1), mask=has_i)
+                d_h += q_t.to(tl.float32)[:, None] * wide_y
+                tl.store(to_f, f * tl.sum(d_h * (h - z)))
                 d_x = u * d_h * (1.0 - z * z)
-                of_k = tl.sum(d_x * v_t.to(tl.float32)[None, :], 1)
-                tl.store(d_k + at_k, of_k, mask=has_i)
+                tl.store(to_k + i, tl.sum(d_x * v_t.to(tl.float32)[None, :], 1), mask=has_i)
                 of_v = tl.sum(d_x * k_t.to(tl.float32)[:, None], 0)
-                at_v = (row * heads + head) * V + j
-                tl.store(d_v + at_v, of_v.to(d_v.dtype.element_ty), mask=has_j)
+                tl.store(to_v + j, of_v.to(d_v.dtype.element_ty), mask=has_j)
                 before, d_w = products(h, d_x, turned, d_w, NARROW)
                 d_h = f * d_h + before
-                h, q_t, k_t, v_t, d_y = before_h, next_q, next_k, next_v, next_d_y
-                f, u, row = next_f, next_u, ahead
+
+                to_q -= b * heads * K
+                to_k -= b * heads * K
+                to_v -= b * heads * V
+                to_f -= b * heads
+                h, q_t, k_t, v_t, d_y = before_h, next_q, next_k, next_v, next_y
+                f, u = next_f, next_u
             tl.debug_barrier()  # the next chunk overwrites this one
     d_weight += tl.cast(place // heads * parts + part, tl.int64) * (heads * V * V)
     tl.store(d_weight + at_w, d_w, mask=has_w)

@@ -63,15 +63,22 @@ def is_narrow(v: Tensor, weight: Tensor) -> bool:
 def tanh(x, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """tanh in fp32, by its series near 0, where the difference would cancel."""
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # 2 / ln 2
-    if NARROW:
-        root = tl.rsqrt(1.0 + e)  # one instruction where a quotient takes eight
+    xx = x * x
+    if NARROW:  # one instruction where a quotient takes eight, and a series to 20 bits
+        root = tl.rsqrt(1.0 + e)
         far = (1.0 - e) * (root * root)
+        near, until = x - x * xx * (1.0 / 3.0), 0.04
     else:
         far = (1.0 - e) / (1.0 + e)
-    xx = x * x
-    near = xx * (-17.0 / 315.0 + xx * (62.0 / 2835.0 - xx * (1382.0 / 155925.0)))
-    near = x + x * xx * (-1.0 / 3.0 + xx * (2.0 / 15.0) + xx * near)
-    return tl.where(tl.abs(x) < 0.35, near, tl.where(x < 0, -far, far))
+        near = xx * (-17.0 / 315.0 + xx * (62.0 / 2835.0 - xx * (1382.0 / 155925.0)))
+        near, until = x + x * xx * (-1.0 / 3.0 + xx * (2.0 / 15.0) + xx * near), 0.35
+    return tl.where(tl.abs(x) < until, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load(at, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a tile, which is within its tensor if all tiles are WHOLE."""
+    return tl.load(at) if WHOLE else tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -107,48 +114,44 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
+    WHOLE: tl.constexpr = K % ROWS == 0 and V == TILE_V
     part, place = tl.program_id(0) % parts, tl.program_id(0) // parts
     head = place % heads
     sequence, first, end = extent(bounds, place // heads, s, PACKED)
-    i, j = part * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE_V)
-    has_i, has_j = i < K, j < V
-    at_w, has_w = (head * V + j[:, None]) * V + j[None, :], has_j[:, None] & has_j[None, :]
-    w = weights(weight, at_w, has_w, NARROW)
-    at_h, has_h = i[:, None] * V + j[None, :], has_i[:, None] & has_j[None, :]
-    row = tl.cast(first, tl.int64) * b + sequence
-    q += row * q_rows + i
-    k += row * k_rows + i
-    v += row * v_rows + head * V + j
-    decay += row * heads + head
-    fresh += row * heads + head
-    out += ((tl.cast(part, tl.int64) * s * b + row) * heads + head) * V + j
-    h = tl.zeros((ROWS, TILE_V), tl.float32)
-    more = first < end
-    q_t = tl.load(q, mask=has_i & more, other=0.0)
-    k_t = tl.load(k, mask=has_i & more, other=0.0)
-    v_t = tl.load(v, mask=has_j & more, other=0.0)
-    f, u = tl.load(decay, mask=more, other=0.0), tl.load(fresh, mask=more, other=0.0)
-    for t in range(first, end):
-        if SAVE:  # noqa: SIM102
-            if (t > first) & ((t - first) % CHUNK == 0):
-                chunk = tl.cast(sequence, tl.int64) * ((s + CHUNK - 1) // CHUNK) + t // CHUNK
-                tl.store(states + (chunk * heads + head) * (K * V) + at_h, h, mask=has_h)
-        q += b * q_rows
-        k += b * k_rows
-        v += b * v_rows
-        decay += b * heads
-        fresh += b * heads
-        more = t + 1 < end
-        next_q = tl.load(q, mask=has_i & more, other=0.0)
-        next_k = tl.load(k, mask=has_i & more, other=0.0)
-        next_v = tl.load(v, mask=has_j & more, other=0.0)
-        next_f = tl.load(decay, mask=more, other=0.0)
-        next_u = tl.load(fresh, mask=more, other=0.0)
-        h = f * h + u * candidate(h, w, k_t, v_t, NARROW)
-        y = tl.sum(q_t.to(tl.float32)[:, None] * h, 0)
-        tl.store(out, y.to(out.dtype.element_ty), mask=has_j)
-        out += b * heads * V
-        q_t, k_t, v_t, f, u = next_q, next_k, next_v, next_f, next_u
+    if first < end:
+        i, j = part * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE_V)
+        has_i, has_j = i < K, j < V
+        at_w, has_w = (head * V + j[:, None]) * V + j[None, :], has_j[:, None] & has_j[None, :]
+        w = weights(weight, at_w, has_w, NARROW)
+        at_h, has_h = i[:, None] * V + j[None, :], has_i[:, None] & has_j[None, :]
+        row = tl.cast(first, tl.int64) * b + sequence
+        at_q, at_k = q + row * q_rows, k + row * k_rows
+        at_v = v + row * v_rows + head * V
+        at_f, at_u = decay + row * heads + head, fresh + row * heads + head
+        to_y = out + ((tl.cast(part, tl.int64) * s * b + row) * heads + head) * V
+        h = tl.zeros((ROWS, TILE_V), tl.float32)
+        q_t, k_t = load(at_q + i, has_i, WHOLE), load(at_k + i, has_i, WHOLE)
+        v_t = load(at_v + j, has_j, WHOLE)
+        f, u = tl.load(at_f), tl.load(at_u)
+        for t in range(first, end):
+            if SAVE:  # noqa: SIM102
+                if (t > first) & ((t - first) % CHUNK == 0):
+                    chunk = tl.cast(sequence, tl.int64) * ((s + CHUNK - 1) // CHUNK) + t // CHUNK
+                    tl.store(states + (chunk * heads + head) * (K * V) + at_h, h, mask=has_h)
+            step = tl.where(t + 1 < end, b, 0)  # the last one is loaded again
+            at_q += step * q_rows
+            at_k += step * k_rows
+            at_v += step * v_rows
+            at_f += step * heads
+            at_u += step * heads
+            next_q, next_k = load(at_q + i, has_i, WHOLE), load(at_k + i, has_i, WHOLE)
+            next_v = load(at_v + j, has_j, WHOLE)
+            next_f, next_u = tl.load(at_f), tl.load(at_u)
+            h = f * h + u * candidate(h, w, k_t, v_t, NARROW)
+            y = tl.sum(q_t.to(tl.float32)[:, None] * h, 0)
+            tl.store(to_y + j, y.to(out.dtype.element_ty), mask=has_j)
+            to_y += b * heads * V
+            q_t, k_t, v_t, f, u = next_q, next_k, next_v, next_f, next_u
 
 
 @torch.library.custom_op("cppmega::m2rnn_forward", mutates_args=("states", "out"))
