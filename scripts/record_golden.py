@@ -1,18 +1,26 @@
 """Record the hashes of the patched files of every supported version: tests/golden/*.json.
 
 Inspect `cppmega diff PAGE` before you commit new hashes: they declare that the bytes are intended.
+
+The name `kernel_memory` records what shared memory the kernels of tests/ops take, by compiling all
+of them, which takes minutes; with TESTS_RECOMPILE=0, it compiles only those that have changed.
 """
 
 import argparse
+import ast
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.ops import memory_record
 from tests.support import laws
+
+MEMORY = memory_record.FILE.stem
 
 
 def main() -> None:
@@ -22,15 +30,19 @@ def main() -> None:
         nargs="*",
         metavar="PAGE",
         help="pages to record, besides all pages together (default: every page; hashes of pages "
-        "that no longer exist are removed)",
+        f"that no longer exist are removed), or {MEMORY}, which is recorded only if it is named",
     )
     names = parser.parse_args().pages
     for name in names:
-        if name not in laws.names():
+        if name not in (*laws.names(), MEMORY):
             parser.error(f"there is no page {name}")
     with tempfile.TemporaryDirectory(prefix="cppmega-golden-") as scratch:
         os.environ["TESTS_SCRATCH"] = scratch  # for trees of several packages
-        record(names or laws.names())
+        if MEMORY in names:
+            record_memory()
+        named = [name for name in names if name != MEMORY]
+        if named or not names:
+            record(named or laws.names())
     if not names:
         _remove_others()
 
@@ -40,16 +52,37 @@ def record(names: list[str]) -> None:
     laws.GOLDEN.mkdir(exist_ok=True)
     for name in [*names, laws.TOGETHER]:
         file = laws.GOLDEN / f"{name}.json"
-        text = json.dumps(laws.golden(name), indent=1, sort_keys=True) + "\n"
-        old = file.read_text() if file.exists() else ""
-        if text != old:
-            file.write_text(text)
-            print(f"{'changed' if old else 'new':<8} {file.name}")
+        _write(file, laws.golden(name))
+
+
+def record_memory() -> None:
+    """Write what the tests of shared memory ask for, and nothing that they no longer ask for."""
+    os.environ.setdefault(memory_record.RECOMPILE, "1")
+    tests = [
+        f"{file}::{test.name}"
+        for file in sorted((laws.REPOSITORY / "tests" / "ops").glob("test_*.py"))
+        for test in ast.parse(file.read_text()).body
+        if isinstance(test, ast.FunctionDef)
+        and test.name.startswith("test_")
+        and "shared_memory(" in ast.unparse(test)
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(os.cpu_count()), *tests]
+    if subprocess.run(command, cwd=laws.REPOSITORY).returncode:
+        sys.exit("tests failed, and nothing is recorded")
+    _write(memory_record.FILE, memory_record.asked())
+
+
+def _write(file: Path, content: object) -> None:
+    text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+    old = file.read_text() if file.exists() else ""
+    if text != old:
+        file.write_text(text)
+        print(f"{'changed' if old else 'new':<8} {file.name}")
 
 
 def _remove_others() -> None:
     for file in laws.GOLDEN.glob("*.json"):
-        if file.stem not in {*laws.names(), laws.TOGETHER}:
+        if file.stem not in {*laws.names(), laws.TOGETHER, MEMORY}:
             file.unlink()
             print(f"{'removed':<8} {file.name}")
 

@@ -98,6 +98,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: _forget(Path(folder)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say when a run took longer than it had to, since a kernel has changed."""
+    from tests.ops import memory_record
+
+    if "PYTEST_XDIST_WORKER" not in os.environ and (count := memory_record.unrecorded()):
+        terminalreporter.line(
+            f"shared memory of {count} kernels is not recorded, so that they were compiled; "
+            f"run: {memory_record.COMMAND}"
+        )
+
+
 def _forget(folder: Path) -> None:
     del os.environ["TESTS_SCRATCH"]
     shutil.rmtree(folder, ignore_errors=True)

@@ -39,8 +39,14 @@ TESTS = {
         def test_after(): pass
     """,
     "test_hang.py": """
+        import os
         import time
-        def test_hangs(): time.sleep(600)
+        from pathlib import Path
+        def test_hangs():
+            report = Path(os.environ["TMPDIR"]).with_name("report.jsonl")
+            long_ago = time.time() - 590  # so that nobody waits for the limit
+            os.utime(report, (long_ago, long_ago))
+            time.sleep(600)
         def test_next(): pass
     """,
     "test_broken.py": "import what_is_not_there",
@@ -77,7 +83,7 @@ GIVEN: dict[str, Any] = {
     "jobs": 2,
     "limit": 0,
     "file_seconds": 600,
-    "test_seconds": 8,  # which one test runs into on each side, and no other on a slow machine
+    "test_seconds": 500,  # which one test runs into on each side, and no other on a slow machine
     "reruns": 1,
     "fresh": False,
     "only": None,

@@ -1,0 +1,94 @@
+"""What shared memory kernels were found to take: tests/golden/kernel_memory.json.
+
+Triton's passes over them take minutes, and have the same result until what they are given changes.
+The key of a result is a hash of all of that, so that a changed kernel has none and is compiled. A
+few recorded kernels are compiled in every run nevertheless, and all with `TESTS_RECOMPILE=1`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+Record = dict[str, dict[str, int]]
+"""Bytes of shared memory by architecture and key."""
+
+FILE = Path(__file__).parent.parent / "golden" / "kernel_memory.json"
+COMMAND = "python scripts/record_golden.py kernel_memory"
+RECOMPILE = "TESTS_RECOMPILE"
+"""The variable that, when it is 1, makes tests ignore the record."""
+SAMPLED = 2
+"""How many recorded kernels of each architecture every run compiles: those with the least keys."""
+
+
+def key_of(module: str, options: str, arch: int, passes: str) -> str:
+    """A hash of all that the answer depends on.
+
+    Triton's own hash of a kernel would not do: it is kept when a test replaces a constant, and
+    contains the line at which a function begins.
+
+    Args:
+        module: a kernel in Triton's first intermediate language, without line numbers.
+        options: a hash of the options of its launch.
+        arch: the architecture that it is compiled for.
+        passes: the text of what runs the passes.
+    """
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    switches = sorted(get_cache_invalidating_env_vars().items())
+    parts = (module, options, arch, passes, triton.__version__, switches)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def known(key: str, arch: int, compiled: Callable[[], int]) -> int:
+    """The recorded answer, or that of compiling.
+
+    Raises:
+        AssertionError: a recorded answer was sampled, and is wrong.
+    """
+    of_arch = _read(FILE).get(str(arch), {})
+    recorded = of_arch.get(key)
+    if recorded is None or _ignored() or key in sorted(of_arch)[:SAMPLED]:
+        found = compiled()
+        assert _ignored() or recorded in (None, found), f"{recorded} is recorded, run: {COMMAND}"
+    else:
+        found = recorded
+    with _asked().open("a") as file:  # one short line, which other processes do not tear
+        file.write(json.dumps([str(arch), key, found]) + "\n")
+    return found
+
+
+def asked() -> Record:
+    """All that this session of pytest, or the one with this scratch folder, has asked for."""
+    found: Record = {}
+    for line in _asked().read_text().splitlines() if _asked().exists() else ():
+        arch, key, size = json.loads(line)
+        found.setdefault(arch, {})[key] = size
+    return found
+
+
+def unrecorded() -> int:
+    """How many answers this session needed and did not find in the record."""
+    if _ignored():
+        return 0
+    recorded = _read(FILE)
+    return sum(len(found.keys() - recorded.get(arch, {})) for arch, found in asked().items())
+
+
+def _ignored() -> bool:
+    return os.environ.get(RECOMPILE) == "1"
+
+
+def _asked() -> Path:
+    return Path(os.environ["TESTS_SCRATCH"], "kernel_memory")
+
+
+@cache
+def _read(file: Path) -> Record:
+    found: Record = json.loads(file.read_text()) if file.exists() else {}
+    return found
