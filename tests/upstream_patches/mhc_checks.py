@@ -207,7 +207,7 @@ def fused() -> Any:
 
     def then() -> None:
         other_site()
-        gc.collect()  # the interpreter leaves frames that hold each other, and tensors
+        gc.collect()  # forks do it seldom, and what holds itself would hold tensors until then
 
     step = stepped(models.gpt(1, **options, **kernels), then)
     return {"apart": distances(plain, step), "kept": step[2]}
