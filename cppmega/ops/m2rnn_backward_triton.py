@@ -28,6 +28,7 @@ from cppmega.ops import m2rnn_forward_triton as forwards
 from cppmega.ops.m2rnn_forward_triton import (
     candidate,
     extent,
+    halves,
     is_narrow,
     load,
     tile,
@@ -42,13 +43,6 @@ PROGRAMS = 16
 def programs(documents: int) -> int:
     """The number of programs per head and part of its rows."""
     return max(1, min(documents, PROGRAMS))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def halves(x, like):  # type: ignore[no-untyped-def]
-    """A tensor in fp32 as the sum of two of a 16-bit type."""
-    high = x.to(like.dtype)
-    return high, (x - high.to(tl.float32)).to(like.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -89,11 +89,18 @@ def weights(weight, at, mask, NARROW: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def halves(x, like):  # type: ignore[no-untyped-def]
+    """A tensor in fp32 as the sum of two of a 16-bit type."""
+    high = x.to(like.dtype)
+    return high, (x - high.to(tl.float32)).to(like.dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def candidate(h, weight, k, v, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """The candidate that a step mixes into its state."""
     if NARROW:
-        high = h.to(tl.float16)
-        moved = tl.dot(high, weight, tl.dot((h - high.to(tl.float32)).to(tl.float16), weight))
+        high, low = halves(h, weight)
+        moved = tl.dot(high, weight, tl.dot(low, weight))
     else:
         moved = tl.dot(h, weight, input_precision="ieee")
     return tanh(moved + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :], NARROW)
