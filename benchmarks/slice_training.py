@@ -117,12 +117,21 @@ class Bench:
         lines = path.read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
-    def wait(self, name: str, process: subprocess.Popen[bytes], until: int | None = None) -> None:
-        """Wait for a run's end, or until it has logged a step; stop it after the time limit."""
+    def wait(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        until: int | None = None,
+        after: int = 0,
+    ) -> None:
+        """Wait for a run's end, or until it has logged a step; stop it after the time limit.
+
+        The first `after` rows are those of an earlier start.
+        """
         deadline = time.monotonic() + self.timeout
         shown = 0
         while process.poll() is None:
-            step = max((row.get("step", 0) for row in self.rows(name)), default=0)
+            step = max((row.get("step", 0) for row in self.rows(name)[after:]), default=0)
             if step >= shown + 10:
                 shown = step
                 print(f"{name}: step {step}", file=sys.stderr)

@@ -50,6 +50,9 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Most GPU memory that the rank has allocated so far; None without a GPU."""
     graph_pool_gib: float | None = None
     """GPU memory that the rank's CUDA graphs keep reserved; None without graphs."""
+    expert_load: tuple[tuple[float, float], ...] | None = None
+    """By MoE layer of the rank, the fewest and the most tokens of an expert, relative to the mean;
+    None without routers that count them."""
 
 
 class HeldOutLoss(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from cppmega.recipe.arithmetic import flops
 from cppmega.runs import metrics as run_metrics
 from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.runs.spikes import Spikes
+from cppmega.training.expert_load import Load
 from cppmega.training.nonfinite import check_step
 
 MOCK = "MOCK DATA"
@@ -60,6 +61,7 @@ class Log:
         metrics: Path | None,
         profiled: Callable[[], bool] = lambda: False,
         graph_pools: Callable[[], float | None] = lambda: None,
+        expert_load: Callable[[], Load | None] = lambda: None,
     ) -> None:
         """Create the log.
 
@@ -72,8 +74,9 @@ class Log:
             metrics: file for one JSON object per step; None: none.
             profiled: whether a step since the last line was slower for the profiler.
             graph_pools: what the pools of CUDA graphs reserve on this rank, see `GraphPools.gib`.
+            expert_load: how even the experts' load was, see `ExpertLoad.load`.
         """
-        self._profiled, self._graph_pools = profiled, graph_pools
+        self._profiled, self._graph_pools, self._load = profiled, graph_pools, expert_load
         self.recipe, self.world_size, self.mock = recipe, world_size, mock
         self._squares, self._peak, self._metrics = squares, peak, metrics
         self._spikes = Spikes()
@@ -118,6 +121,7 @@ class Log:
             tflops_per_gpu_by_megatron=values.get(_REPORTED),
             peak_gib=self._peak(),
             graph_pool_gib=self._graph_pools(),
+            expert_load=self._load(),
             loss=values.get("lm loss"),
             grad_norm=values.get("grad norm"),
             losses={key: value for key, value in values.items() if key.endswith("loss")},
@@ -134,6 +138,9 @@ class Log:
         )
         if step.graph_pool_gib is not None:
             numbers += f" CUDA graphs (GiB): {step.graph_pool_gib:.1f} |"
+        if step.expert_load:
+            least, most = zip(*step.expert_load, strict=True)
+            numbers += f" experts' load: {min(least):.2f} to {max(most):.2f} of the mean |"
         numbers += f" {PROFILED} |" * step.profiled
         spike = self._spikes.remark(step.loss, step.grad_norm)
         numbers += f" SPIKE: {spike} |" if spike else ""

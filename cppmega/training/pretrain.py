@@ -28,6 +28,7 @@ from cppmega.training import nonfinite, requirements, saving
 from cppmega.training.batch import dataset_provider
 from cppmega.training.completeness import Completeness
 from cppmega.training.evaluation import Evaluation, HeldOut
+from cppmega.training.expert_load import ExpertLoad
 from cppmega.training.graph_pools import GraphPools
 from cppmega.training.log import CUT, MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
@@ -163,7 +164,7 @@ def _install_hooks(
     def last_rank() -> bool:
         return bool(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
 
-    profiler = _profiler(plan)
+    profiler, experts = _profiler(plan), ExpertLoad()
     log = Log(
         plan.recipe,
         int(os.environ.get("WORLD_SIZE", "1")),
@@ -171,11 +172,14 @@ def _install_hooks(
         squares=step.taken_squares,
         peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
         graph_pools=GraphPools(megatron_args.cuda_graphs(args), torch.cuda.memory_snapshot).gib,
+        expert_load=experts.load,
         metrics=plan.options.metrics,
         profiled=profiler.took_disturbed,
     )
     replaced = log.around(training.print_rank_last, last_rank)
     live_code.replace(training, "print_rank_last", replaced)
+    finalize = experts.around(training.finalize_model_grads)
+    live_code.replace(training, "finalize_model_grads", finalize)
     complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
 
     def begin(models: list[Any]) -> None:

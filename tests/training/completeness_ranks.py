@@ -15,6 +15,7 @@ import torch
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
+from cppmega.runs import metrics
 from cppmega.training import completeness, step
 from tests.configurations.settings import Configuration
 from tests.training import loops
@@ -28,11 +29,14 @@ GIVEN = RunOptions(mock_data=True)
 
 
 def trained(
-    setting: Configuration, recipe: Recipe, spoil: Callable[[Any], None] = lambda model: None
+    setting: Configuration,
+    recipe: Recipe,
+    spoil: Callable[[Any], None] = lambda model: None,
+    options: RunOptions = GIVEN,
 ) -> str:
     """Train on this rank; returns the error that ended it."""
     with on_cpu(), mock.patch.object(completeness, "STEPS", STEPS):
-        loop = loops.Loop(recipe, GIVEN)
+        loop = loops.Loop(recipe, options)
         spoil(loop.model)
         try:
             loop.train()
@@ -61,16 +65,31 @@ def check_a_model_of_other_sizes_does_not_take_a_step(folder: Path) -> None:
         assert said.startswith("model-differs-from-recipe") and part in said, said
 
 
+def without_experts(model: Any) -> None:
+    """Let the router of the last layer send nothing to half of its experts."""
+    for name, module in model.named_modules():
+        if name.endswith("layers.5.mlp.router"):
+            module.expert_bias[2:] = -100.0  # the next update moves it by a thousandth
+
+
+def check_the_load_of_experts_is_logged(folder: Path) -> None:
+    """Of every step alone, by layer."""
+    file = folder / "metrics.jsonl"
+    options = RunOptions(mock_data=True, metrics=file)
+    on_ranks(folder, ONE, trained, RECIPE, without_experts, options)
+    rows = metrics.steps(file)
+    assert len(rows) == STEPS - 1  # after the last one, the experts without a token are named
+    for row in rows:
+        assert row.expert_load is not None
+        (least, most), uneven = row.expert_load
+        assert 0.0 <= least < 1.0 < most
+        assert uneven == (0.0, RECIPE.num_experts / RECIPE.moe_router_topk)
+
+
 def check_what_no_loss_reaches_is_named(folder: Path) -> None:
     """Experts that no token is sent to, on one of two ranks, and depths whose loss is nothing."""
-
-    def without_expert(model: Any) -> None:
-        for name, module in model.named_modules():
-            if name.endswith("layers.5.mlp.router"):
-                module.expert_bias[2:] = -100.0  # the next update moves it by a thousandth
-
     shared = RECIPE.with_(gpus=2, expert_model_parallel_size=2)
-    said = on_ranks(folder, Configuration(data=2, expert=2), trained, shared, without_expert)
+    said = on_ranks(folder, Configuration(data=2, expert=2), trained, shared, without_experts)
     assert len(said) == 2 and said[0] == said[1]
     assert said[0].startswith("part-without-gradient: 4 parameters"), said
     assert "layers.5.mlp.experts" in said[0] and "expert rank 1" in said[0]

@@ -18,11 +18,7 @@ from unittest import mock
 import torch
 from megatron.core import optimizer as optimizers
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
@@ -111,7 +107,6 @@ class Loop:
             use_distributed_optimizer=True,
         )
         self.optimizer = optimizers.get_megatron_optimizer(options_, [self.ddp])
-        self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     def _arguments(self) -> Any:

@@ -35,6 +35,7 @@ CHECKS = {
     ),
     "completeness": (
         "check_a_whole_model_trains",
+        "check_the_load_of_experts_is_logged",
         "check_a_model_of_other_sizes_does_not_take_a_step",
         "check_what_no_loss_reaches_is_named",
         "check_structure_that_is_the_same_everywhere_is_named",

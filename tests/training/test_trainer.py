@@ -183,6 +183,14 @@ def test_a_line_ends_with_the_pools_of_cuda_graphs_where_there_are_any(tmp_path:
     assert [row.graph_pool_gib for row in rows] == [None, 3.2109375]
 
 
+def test_a_line_has_the_load_of_the_experts_and_its_row_that_of_each_layer(tmp_path: Path) -> None:
+    said, say = log(tmp_path, expert_load=lambda: ((0.31, 1.4), (0.62, 1.926)))
+    say(LINE)
+    assert said[0].endswith(" | experts' load: 0.31 to 1.93 of the mean |")
+    (row,) = metrics.steps(tmp_path / "m.jsonl")
+    assert row.expert_load == ((0.31, 1.4), (0.62, 1.926))
+
+
 def test_a_spike_is_marked_in_its_line(tmp_path: Path) -> None:
     said, say = log(tmp_path)
     for _ in range(20):

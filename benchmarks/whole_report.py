@@ -1,0 +1,190 @@
+"""The report of `whole_training.py`: speed, memory, curves, what the kill cost, saves, a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import slice_report
+from slice_report import losses, steps_of
+
+from cppmega.host.markdown import table
+from cppmega.recipe import index as recipes_index
+
+_SAVE = re.compile(r"^cppmega: (checkpoint of step .*)$", re.MULTILINE)
+
+
+def measured(
+    killed: list[dict[str, Any]], resumed: list[dict[str, Any]], saved: int
+) -> dict[str, Any]:
+    """The run without the steps that were lost, and how those compare with their repetition.
+
+    Args:
+        killed: the rows until the kill.
+        resumed: the rows after it.
+        saved: the step of the checkpoint.
+
+    Raises:
+        ClickException: it was not resumed from there, a step is missing, or one is not finite.
+    """
+    lost, again = losses(killed), losses(resumed)
+    if min(again) != saved + 1:
+        raise click.ClickException(f"resumed at {min(again)}, the checkpoint was of step {saved}")
+    kept = [row for row in killed if row.get("step", 0) <= saved and "evaluated" not in row]
+    rows = kept + [row for row in resumed if "step" in row]
+    steps = steps_of(rows)
+    if [row["step"] for row in steps] != list(range(1, len(steps) + 1)):
+        raise click.ClickException("a step is missing")
+    evaluated = {row["evaluated"]: row for row in killed + resumed if "evaluated" in row}
+    both = sorted(set(lost) & set(again))
+    return {
+        "runs": {"overlay": {**slice_report.measured(rows), **curves(steps)}},
+        "resume": {
+            "killed_after_step": max(lost),
+            "resumed_from_step": saved,
+            "repeated_steps": [both[0], both[-1]],
+            "largest_difference": max(abs(again[step] - lost[step]) for step in both),
+            "loss_span": max(again.values()) - min(again.values()),
+        },
+        "held_out_losses": [
+            [step, row["losses"], row["tokens"], round(row["seconds"], 1)]
+            for step, row in sorted(evaluated.items())
+        ],
+    }
+
+
+def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every loss and the load of the experts, by step."""
+    return {
+        "losses": {
+            name: [round(row["losses"][name], 6) for row in steps] for name in steps[0]["losses"]
+        },
+        "expert_load": [row.get("expert_load") for row in steps],
+    }
+
+
+def saves(log: str) -> list[str]:
+    """What a log says of checkpoints."""
+    return list(dict.fromkeys(_SAVE.findall(log)))
+
+
+def loads(run: dict[str, Any]) -> list[tuple[float, float, float, float]]:
+    """Of every step, the least load, the medians of least and most over layers, and the most."""
+    found = []
+    for step in filter(None, run["expert_load"]):
+        least, most = (sorted(each) for each in zip(*step, strict=True))
+        middle = len(least) // 2
+        found.append((least[0], least[middle], most[middle], most[-1]))
+    return found
+
+
+def page(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    run, resume = result["runs"]["overlay"], result["resume"]
+    recipe = recipes_index.with_text(recipes_index.load(result["recipe"]), result["changes"])
+    uniform = math.log(recipe.padded_vocab_size)
+    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
+    data, held = result["data"], result["held_out"]
+    heads = {name: of for name, of in run["losses"].items() if name in ("lm loss", *mtp(run))}
+    first = ", ".join(f"{name} {of[0]:.3f}" for name, of in heads.items())
+    apart = max(abs(of[0] / uniform - 1) for of in heads.values())
+    least, _, most, extreme = loads(run)[-1] if loads(run) else (math.nan,) * 4
+    rows = [
+        ("overlay digest", str(run["overlay"])),
+        ("steps", str(run["steps"])),
+        ("step, ms", f"{run['milliseconds']:.1f}"),
+        ("tokens/s per GPU", f"{run['tokens_per_second'] / result['gpus']:.0f}"),
+        ("TFLOP/s per GPU, every layer counted", f"{run['tflops_per_gpu']:.1f}"),
+        ("TFLOP/s per GPU, as Megatron reports", str(run["tflops_per_gpu_by_megatron"])),
+        ("peak memory, GiB", f"{run['peak_gib']:.2f}"),
+        ("first losses", f"{first}; ln V = {uniform:.3f}, largest distance {apart:.1%}"),
+        ("last losses", ", ".join(f"{name} {of[-1]:.3f}" for name, of in heads.items())),
+        (
+            "experts' load in the last step, relative to the mean",
+            f"{least:.2f} to {extreme:.2f}, the most of the median layer {most:.2f}",
+        ),
+        (
+            "seconds to the end of the first step",
+            "{:.0f}; resumed {:.0f}".format(*result["seconds_to_first_step"]),
+        ),
+    ]
+    changes = f" ({', '.join(result['changes'])})" if result["changes"] else ""
+    lines = [
+        f"# {result['recipe']}{changes}, {result['date']}",
+        "",
+        f"Written by `benchmarks/whole_training.py`. {result['gpus']} x; {stack}. Median of the "
+        "steps after the tenth that were not profiled.",
+        "",
+        f"Data {data['fingerprint']}: {data['documents']:,} documents, {data['tokens']:,} tokens; "
+        f"held out {held['fingerprint']}: {held['documents']:,} documents.",
+        "",
+        table(("", ""), rows),
+        "",
+        f"Killed with SIGKILL after step {resume['killed_after_step']} and resumed from the "
+        f"checkpoint of step {resume['resumed_from_step']}: over steps "
+        f"{resume['repeated_steps'][0]} to {resume['repeated_steps'][1]}, trained before and after "
+        f"the kill, the losses differ by at most {resume['largest_difference']:.2e}.",
+        "",
+        *(f"- {each}" for each in result["saves"]),
+        "",
+        "## Held-out losses, nats per token",
+        "",
+        table(
+            ("after step", *heads, "tokens", "seconds"),
+            (
+                [str(step), *(f"{found[name]:.4f}" for name in heads), f"{tokens:,}", f"{took:.1f}"]
+                for step, found, tokens, took in result["held_out_losses"]
+            ),
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def mtp(run: dict[str, Any]) -> list[str]:
+    """The names of the losses of MTP depths."""
+    return [name for name in run["losses"] if name.startswith("mtp")]
+
+
+def draw(result: Path) -> Path:
+    """Draw the curves of a result into a PNG next to it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    data = json.loads(result.read_text())
+    run = data["runs"]["overlay"]
+    steps = [point[0] for point in run["curve"]]
+    figure, ((loss, norm), (indexer, load)) = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True)
+    held = data["held_out_losses"]
+    for name in ("lm loss", *mtp(run)):
+        (line,) = loss.plot(steps, run["losses"][name], lw=0.8, label=name)
+        marks = [found[name] for _, found, _, _ in held]
+        loss.plot([row[0] for row in held], marks, "o", color=line.get_color())
+    loss.set(ylabel="nats per token", title="losses; held out: dots")
+    loss.legend()
+    norm.plot(steps, [point[2] for point in run["curve"]], lw=0.8)
+    norm.set(yscale="log", title="gradient norm")
+    for name in run["losses"]:
+        if "indexer" in name:
+            indexer.plot(steps, run["losses"][name], lw=0.8, label=name)
+    indexer.set(xlabel="step", title="loss of the indexers")
+    found = list(zip(*loads(run), strict=True))
+    if found:
+        least, low, high, most = found
+        load.fill_between(steps[: len(least)], least, most, alpha=0.25, label="all layers")
+        load.fill_between(steps[: len(least)], low, high, alpha=0.5, label="median layer")
+        load.legend()
+    load.set(xlabel="step", title="tokens of the least and most used expert / mean")
+    killed = data["resume"]["killed_after_step"]
+    for axis in (loss, norm, indexer, load):
+        axis.axvline(killed, color="gray", ls=":", lw=0.8)
+    figure.suptitle(f"{data['recipe']}, {data['gpus']} x {data['stack']['gpu']}, {data['date']}")
+    figure.tight_layout()
+    target = result.with_suffix(".png")
+    figure.savefig(target, dpi=120)
+    return target
