@@ -13,6 +13,7 @@ import slice_report
 from slice_report import losses, steps_of
 
 from cppmega.host.markdown import table
+from cppmega.host.wording import counted
 from cppmega.recipe import index as recipes_index
 
 _SAVE = re.compile(r"^cppmega: (checkpoint of step .*)$", re.MULTILINE)
@@ -61,7 +62,8 @@ def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Every loss and the load of the experts, by step."""
     return {
         "losses": {
-            name: [round(row["losses"][name], 6) for row in steps] for name in steps[0]["losses"]
+            name: [float(f"{row['losses'][name]:.6g}") for row in steps]
+            for name in steps[0]["losses"]
         },
         "expert_load": [row.get("expert_load") for row in steps],
     }
@@ -87,11 +89,13 @@ def page(result: dict[str, Any]) -> str:
     run, resume = result["runs"]["overlay"], result["resume"]
     recipe = recipes_index.with_text(recipes_index.load(result["recipe"]), result["changes"])
     uniform = math.log(recipe.padded_vocab_size)
+    # What a head of random weights adds to a uniform distribution, see `expected_first_loss`.
+    expected = uniform + recipe.hidden_size * recipe.init_method_std**2 / 2
     stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
     data, held = result["data"], result["held_out"]
     heads = {name: of for name, of in run["losses"].items() if name in ("lm loss", *mtp(run))}
     first = ", ".join(f"{name} {of[0]:.3f}" for name, of in heads.items())
-    apart = max(abs(of[0] / uniform - 1) for of in heads.values())
+    apart = max(abs(of[0] / expected - 1) for of in heads.values())
     least, _, most, extreme = loads(run)[-1] if loads(run) else (math.nan,) * 4
     rows = [
         ("overlay digest", str(run["overlay"])),
@@ -101,7 +105,11 @@ def page(result: dict[str, Any]) -> str:
         ("TFLOP/s per GPU, every layer counted", f"{run['tflops_per_gpu']:.1f}"),
         ("TFLOP/s per GPU, as Megatron reports", str(run["tflops_per_gpu_by_megatron"])),
         ("peak memory, GiB", f"{run['peak_gib']:.2f}"),
-        ("first losses", f"{first}; ln V = {uniform:.3f}, largest distance {apart:.1%}"),
+        (
+            "first losses",
+            f"{first}; random weights are expected to have {expected:.3f} (ln V = {uniform:.3f}), "
+            f"from which the farthest is {apart:.1%}",
+        ),
         ("last losses", ", ".join(f"{name} {of[-1]:.3f}" for name, of in heads.items())),
         (
             "experts' load in the last step, relative to the mean",
@@ -116,7 +124,7 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         f"# {result['recipe']}{changes}, {result['date']}",
         "",
-        f"Written by `benchmarks/whole_training.py`. {result['gpus']} x; {stack}. Median of the "
+        f"Written by `benchmarks/whole_training.py`. {counted(result['gpus'], 'GPU')}; {stack}. Median of the "
         "steps after the tenth that were not profiled.",
         "",
         f"Data {data['fingerprint']}: {data['documents']:,} documents, {data['tokens']:,} tokens; "
@@ -130,6 +138,7 @@ def page(result: dict[str, Any]) -> str:
         f"the kill, the losses differ by at most {resume['largest_difference']:.2e}.",
         "",
         *(f"- {each}" for each in result["saves"]),
+        *([result["note"]] if "note" in result else []),
         "",
         "## Held-out losses, nats per token",
         "",

@@ -15,6 +15,7 @@ copied and never changed. Everything else must be importable.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ def run(
     profile = ("--profile", "2", "--profile-after", str(profile_after))
     profile += ("--profile-folder", str(out.resolve() / "profile"))
     killed = part(bench, tree, options + profile, until=kill_after)
+    if not room_for_another(checkpoints):
+        options = (*options[:2], "--load", str(checkpoints.resolve()))
     resumed = part(bench, tree, options)
     result = {
         **slice_training.header(bench),
@@ -126,6 +129,12 @@ def run(
     target.write_text(json.dumps(result, indent=1) + "\n")
     target.with_suffix(".md").write_text(whole_report.page(result))
     print(whole_report.page(result))
+
+
+def room_for_another(checkpoints: Path) -> bool:
+    """Whether the disk has room for a second checkpoint beside the first."""
+    size = sum(each.stat().st_size for each in checkpoints.rglob("*") if each.is_file())
+    return shutil.disk_usage(checkpoints).free > 1.1 * size
 
 
 def held_out_facts(prefix: Path) -> dict[str, Any]:

@@ -32,8 +32,8 @@ HEADS = (
 )
 REPORTED = "as reported, no log"
 NOT_MEASURED = "not measured"
-_LENGTH = ("train_iters", "global_batch")
-"""Changes that make a run longer or larger, and no other run."""
+_LENGTH = ("train_iters", "global_batch", "eval_")
+"""Changes that make a run longer or larger, or evaluate it, and no other run."""
 
 
 @dataclass(frozen=True)

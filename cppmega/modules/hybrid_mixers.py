@@ -6,6 +6,7 @@ mixer whose sizes are stated for the letter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.extensions import transformer_engine as te
@@ -17,6 +18,7 @@ from cppmega.errors import CppmegaError
 from cppmega.modules import mixer_sizes
 from cppmega.modules.m2rnn import M2RNNMixer
 from cppmega.modules.mamba3 import Mamba3Mixer
+from cppmega.modules.padded_columns import padded_columns
 
 
 def layer_spec(stock: Any, letter: str) -> Any:
@@ -41,16 +43,26 @@ def layer_spec(stock: Any, letter: str) -> Any:
             "The model would have another layer in its place, or none.",
             "train from a recipe with the field m2rnn",
         )
-    return _around(M2RNNMixer, matrix, stock)
+    return _around(M2RNNMixer, matrix, stock, padded_columns)
 
 
-def _around(mixer: type, sizes: Any, stock: Any) -> ModuleSpec:
-    """A layer with the stack's kinds of linear layer and norm; the norm is a separate module."""
+def _around(
+    mixer: type, sizes: Any, stock: Any, projected: Callable[[type], type] = lambda kind: kind
+) -> ModuleSpec:
+    """A layer with the stack's kinds of linear layer and norm; the norm is a separate module.
+
+    Args:
+        mixer: the mixer's class.
+        sizes: its sizes.
+        stock: the stack's own spec of its Mamba layers.
+        projected: the kind of its first linear layer, made of the stack's.
+    """
     given = stock.submodules
     linear, norm = given.mixer.submodules, given.norm
     if linear.in_proj is te.TELayerNormColumnParallelLinear:  # includes the norm of Mamba-2's layer
         linear = MambaMixerSubmodules(te.TEColumnParallelLinear, linear.out_proj)
         norm = te.TENorm
+    linear = MambaMixerSubmodules(projected(linear.in_proj), linear.out_proj)
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(

@@ -47,7 +47,8 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
 
     Args:
         config: Megatron's TransformerConfig.
-        submodules: has `in_proj` and `out_proj`, a column- and a row-parallel linear layer.
+        submodules: has `in_proj` and `out_proj`, a column- and a row-parallel linear layer; the
+            first may add columns to its result.
         sizes: the sizes of the mixer.
         d_model: width of the model.
         layer_number: the number of the layer in the model, from 1.
@@ -136,7 +137,8 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         bounds = None if cumulative is None else document_bounds(cumulative, s)
         with bf16_products(self.config):
             projected, _ = self.in_proj(hidden_states)
-        x, decay, gate = projected.split((self.convolved, self.heads, self.width), dim=-1)
+        widths = (self.convolved, self.heads, self.width)
+        x, decay, gate, _ = projected.split((*widths, projected.size(-1) - sum(widths)), dim=-1)
         conv_bias = self.conv1d.bias
         assert conv_bias is not None
         x = packed_conv(x, self.conv1d.weight.squeeze(1), conv_bias, bounds)

@@ -54,8 +54,9 @@ def products(h, d_x, turned, d_w, NARROW: tl.constexpr):  # type: ignore[no-unty
         d_w = tl.dot(h_high, high, tl.dot(h_low, high, tl.dot(h_high, low, d_w)))
         return tl.dot(high, turned, tl.dot(low, turned)), d_w
     else:
-        # A sum of its own: to add each row to that of all steps would round as many times.
-        d_w += tl.dot(tl.trans(h), d_x, input_precision="ieee")
+        # A sum of its own: to add each row to that of all steps would round as many times. Triton
+        # turns a product that is added into one that starts from what it is added to.
+        d_w -= tl.dot(-tl.trans(h), d_x, input_precision="ieee")
         return tl.dot(d_x, turned, input_precision="ieee"), d_w
 
 

@@ -167,7 +167,8 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
     if letter == "E":
         routed = recipe.moe_router_topk * (recipe.moe_ffn_hidden_size or 0)
         shared = recipe.moe_shared_expert_intermediate_size or 0
-        permuted = 2 * 2 * tokens * hidden * recipe.moe_router_topk  # dispatched and combined
+        # What the experts read; what they return is only summed, which keeps nothing.
+        permuted = 2 * tokens * hidden * recipe.moe_router_topk
         return stream + permuted + 2 * tokens * _mlp_width(recipe, routed + shared, "moe_act")
     heads = recipe.num_attention_heads // tensor
     if letter in "D+":
@@ -178,7 +179,8 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
             query, value = recipe.kv_lora_rank + rope, recipe.kv_lora_rank
         else:
             value = recipe.v_head_dim
-        kept = 2 * tokens * heads * (2 * query + 2 * value + recipe.v_head_dim)
+        inputs = 0 if "mla_up_proj" in recipe.recompute_modules else 2 * query + value
+        kept = 2 * tokens * heads * (inputs + value + recipe.v_head_dim)
         scores = _dsa_scores(recipe, tokens, heads, fused) if letter == "D" else 0
         return stream + kept + scores
     if letter == "*":

@@ -99,7 +99,8 @@ def test_lost_steps_are_compared_with_their_repetition_and_counted_once(
 def test_the_page_has_speed_losses_balance_and_kill(result: dict[str, Any]) -> None:
     page = report.page(result)
     assert "| tokens/s per GPU | 10000 |" in page
-    assert "lm loss 11.090, mtp_1 loss 11.090, mtp_2 loss 11.090; ln V = 11.090" in page
+    assert "lm loss 11.090, mtp_1 loss 11.090, mtp_2 loss 11.090; random weights" in page
+    assert "expected to have 11.910 (ln V = 11.090), from which the farthest is 6.9%" in page
     assert "0.25 to 2.00, the most of the median layer 2.00" in page
     assert "after step 25" in page and "checkpoint of step 20" in page
     assert "| 20 | 11.0000 | 11.0000 | 11.0000 | 1,000 | 1.0 |" in page

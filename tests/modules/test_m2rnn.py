@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from cppmega.modules.m2rnn import M2RNNMixer
+from cppmega.modules.padded_columns import padded_columns
 from cppmega.recipe import M2RNN
 from cppmega.recipe import arithmetic
 from cppmega.smoke.checkpoint import keep_saves_here
@@ -31,12 +32,12 @@ from cppmega.smoke.checkpoint import keep_saves_here
 keep_saves_here()
 
 
-def mixer(hidden=42, key=5, value=3, seed=1, **more):
+def mixer(hidden=42, key=5, value=3, seed=1, columns=ColumnParallelLinear, **more):
     config = TransformerConfig(
         num_layers=1, hidden_size=hidden, num_attention_heads=2, use_cpu_initialization=True, **more
     )
     torch.manual_seed(seed)
-    linear = MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    linear = MambaMixerSubmodules(columns, RowParallelLinear)
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp"])
     return M2RNNMixer(config, linear, M2RNN(key, value), hidden, 1, groups)
 
@@ -117,10 +118,31 @@ def saved():
     assert torch.equal(one(x)[0], other(x)[0])
 
 
+def padded():
+    # Projections of 45 columns, and of 48.
+    plain, wide = mixer(), mixer(columns=padded_columns(ColumnParallelLinear))
+    assert isinstance(wide.in_proj, ColumnParallelLinear)
+    assert wide.sharded_state_dict("m.").keys() == plain.sharded_state_dict("m.").keys()
+    wide.load_state_dict(plain.state_dict())
+    x = torch.randn(9, 2, 42)
+    assert wide.in_proj(x)[0].shape[-1] == 48 and plain.in_proj(x)[0].shape[-1] == 45
+    upstream = torch.randn(9, 2, 42)
+    results = []
+    for made in (plain, wide):
+        out, _ = made(x)
+        out.backward(upstream)
+        results.append([out, *(p.grad for p in made.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    wide.config.delay_wgrad_compute = True  # the layer's own product
+    assert wide.in_proj(x)[0].shape[-1] == 45
+    torch.testing.assert_close(wide(x)[0], results[0][0])
+
+
 import json, traceback
 results = {}
 for call in (
-    count, documents, gradients, first_values, zero_is_never_drawn, precision, saved
+    count, documents, gradients, first_values, zero_is_never_drawn, precision, saved, padded
 ):
     try:
         call()
@@ -146,7 +168,7 @@ def results() -> dict[str, str]:
     "name",
     [
         *("count", "documents", "gradients", "first_values", "zero_is_never_drawn"),
-        *("precision", "saved"),
+        *("precision", "saved", "padded"),
     ],
 )
 def test_the_mixer(name: str) -> None:
