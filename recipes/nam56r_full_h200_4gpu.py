@@ -1,7 +1,7 @@
 """The whole NAM56R on four H200 with EP 4, at the micro-batch of the record.
 
-Mamba-3 and M2RNN layers, experts and dense MLPs are recomputed. With the experts' activations kept,
-the memory estimate exceeds the GPU's memory; with the Mamba layers' kept, it is close to it.
+The Mamba-3 and M2RNN layers are recomputed, as are activations of experts, dense MLPs and MLA: with
+the Mamba layers' kept, the memory estimate exceeds the GPU's memory.
 """
 
 from cppmega.recipe.index import load
@@ -13,5 +13,4 @@ RECIPE = load("nam56r_h200_2gpu_ep2").with_(
     expert_model_parallel_size=4,
     micro_batch_size=8,
     global_batch_size=32,
-    recompute_modules=("moe", "mlp", "mla_up_proj"),
 )

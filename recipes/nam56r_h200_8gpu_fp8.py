@@ -15,5 +15,6 @@ RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     expert_model_parallel_size=8,
     micro_batch_size=10,
     global_batch_size=80,
+    recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
 )

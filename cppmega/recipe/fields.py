@@ -127,6 +127,10 @@ class Fields:
     moe_aux_loss_coeff: float = 0.0
     moe_grouped_gemm: bool = True
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+    moe_permute_fusion: bool = False
+    """Order tokens by expert and back in Transformer Engine's kernels instead of torch's."""
+    moe_router_fusion: bool = False
+    """Compute scores and top-k of the router in kernels of Transformer Engine."""
 
     mhc_num_residual_streams: Positive = 1
     """Above 1: hyper-connections (mHC) with this many streams, by the page `mhc_connections`."""

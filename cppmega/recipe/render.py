@@ -252,8 +252,9 @@ def _experts(recipe: Recipe) -> Iterator[Argument]:
     yield "--moe-router-dtype", ("fp32",)
     if recipe.moe_router_enable_expert_bias:
         yield "--moe-router-enable-expert-bias", ()
-    if recipe.moe_grouped_gemm:
-        yield "--moe-grouped-gemm", ()
+    for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
+        if getattr(recipe, name):
+            yield _flag(name), ()
     if recipe.kind == "gpt":
         dense, moe = recipe.first_dense_layers, recipe.num_layers - recipe.first_dense_layers
         yield "--moe-layer-freq", (f"([0]*{dense}+[1]*{moe})",)

@@ -19,10 +19,29 @@ from cppmega.training.trace import Trace, Work
 
 COMMUNICATION = "communication"
 MEMORY = "memory copies and fills"
-OWN = "cppmega's kernels"
+OWN = "cppmega: "
+"""How the kinds of cppmega's kernels begin."""
 OPTIMIZER = "optimizer"
 PRODUCTS = "products"
 HEADS = "products of the heads"
+_DSA, _M2RNN, _NGRAMS = "DSA", "M2RNN", "n-gram hash"
+_FAMILIES = {
+    # Beginning of a file's name in cppmega.ops -> what its kernels compute.
+    "dsa_": _DSA,
+    "hadamard": _DSA,
+    "linear_cross_entropy": "losses of the heads",
+    "m2rnn": _M2RNN,
+    "mamba3": "Mamba-3",
+    "mhc": "hyper-connections",
+    "ngram_hash": _NGRAMS,
+    "packed_conv": _M2RNN,
+}
+_AROUND = {
+    "cppmega::m2rnn": _M2RNN,
+    "cppmega::packed_conv": _M2RNN,
+    "cppmega::table_rows": _NGRAMS,
+}
+"""Beginning of an operator's name -> what it computes, where kernels of DSA have the same name."""
 _OWN_HEADS = r"^(DeferredScalar|Recompute)(Backward)?$"
 """Nodes of `linear_cross_entropy_autograd`."""
 _MEGATRON_LINEAR = r"^LinearWithGradAccumulationAndAsyncCommunication(Backward)?$"
@@ -138,8 +157,8 @@ class Kinds:
         return self.of(work) in (COMMUNICATION, MEMORY)
 
     def _find(self, name: str, inside: tuple[str, ...]) -> str:
-        if name in own_kernels():
-            return OWN
+        if families := own_kernels().get(name):
+            return OWN + _family(families, inside)
         kind = _by_rule(name, inside)
         in_head = kind == PRODUCTS and any(self._heads.search(one) for one in inside)
         return HEADS if in_head else kind
@@ -166,12 +185,26 @@ def _around(pattern: re.Pattern[str], inside: tuple[str, ...]) -> bool:
     return not pattern.pattern or any(pattern.search(one) for one in inside)
 
 
+def _family(families: frozenset[str], inside: tuple[str, ...]) -> str:
+    """What a kernel of cppmega computes, of those that have its name."""
+    if len(families) == 1:
+        return next(iter(families))
+    around = (
+        of for operator in inside for begin, of in _AROUND.items() if operator.startswith(begin)
+    )
+    return next(around, _DSA)
+
+
 @cache
-def own_kernels() -> frozenset[str]:
-    """The names of the Triton kernels of `cppmega.ops`, read from their sources."""
-    folder = files("cppmega.ops")
-    sources = [file.read_text() for file in folder.iterdir() if file.name.endswith(".py")]
-    return frozenset(name for text in sources if "triton" in text for name in _kernels(text))
+def own_kernels() -> dict[str, frozenset[str]]:
+    """The names of the Triton kernels of `cppmega.ops`, and what those of a name compute."""
+    found: dict[str, frozenset[str]] = {}
+    for file in files("cppmega.ops").iterdir():
+        text = file.read_text() if file.name.endswith(".py") else ""
+        for name in _kernels(text) if "triton" in text else ():
+            family = next(of for begin, of in _FAMILIES.items() if file.name.startswith(begin))
+            found[name] = found.get(name, frozenset()) | {family}
+    return found
 
 
 def _kernels(text: str) -> Iterator[str]:

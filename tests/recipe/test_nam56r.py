@@ -59,15 +59,13 @@ def test_twice_the_vocabulary_fits_by_the_estimate(name: str) -> None:
 
 
 def test_what_is_recomputed_is_what_has_to_be() -> None:
-    """Without the experts' recompute four and eight GPUs are too small at the record's batch."""
-    lighter = {"recompute_modules": ("moe_act", "mlp", "mla_up_proj")}
+    """With the activations of Mamba layers and experts kept, the record's batch does not fit."""
+    lighter = {"recompute_modules": ("moe_act", "mlp", "mla_up_proj"), "gates": ()}
     for name in ("nam56r_full_h200_4gpu", "nam56r_h200_8gpu_bf16", "nam56r_h200_8gpu_fp8"):
         recipe = FAMILY[name]
         assert recipe.micro_batch_size >= 8
+        assert bool(recipe.gates) is ("moe" not in recipe.recompute_modules), "one is enough"
         assert estimate(recipe.with_(**lighter), attends=True).gib > H200, name
-    bf16, four = FAMILY["nam56r_h200_8gpu_bf16"], FAMILY["nam56r_full_h200_4gpu"]
-    assert not bf16.gates
-    assert estimate(four.with_(gates=()), attends=True).gib > NEAR * H200
 
 
 @pytest.mark.parametrize("name", FAMILY)

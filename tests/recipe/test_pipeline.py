@@ -137,7 +137,7 @@ def test_virtual_stages_keep_one_layer_more_of_four() -> None:
     layer = 2 * 2 * 4096 * 4096  # its input and its normalised copy, in bf16
     assert virtual.activations - plain.activations == layer
     # The layer that runs backward has its own activations once more, however many are recomputed.
-    routed = 2 * 2 * 4096 * 4096 * 4 + 2 * 2 * 4096 * (4 * 896 + 1024)
+    routed = 2 * 4096 * 4096 * 4 + 2 * 2 * 4096 * (4 * 896 + 1024)
     assert plain.activations == 4 * layer + routed
 
 

@@ -186,6 +186,17 @@ def test_names_that_changed_are_read_back(version: str) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", VERSIONS)
+def test_the_fusions_of_experts_are_arguments_of_every_release(version: str) -> None:
+    """The config refuses them without Transformer Engine."""
+    fused = GRAPHS.with_(moe_permute_fusion=True, moe_router_fusion=True)
+    added = set(render(fused, version).argv) - set(render(GRAPHS, version).argv)
+    assert added == {"--moe-permute-fusion", "--moe-router-fusion"}
+    plain = parsed(version)["graphs"]["args"]
+    assert plain["moe_permute_fusion"] is plain["moe_router_fusion"] is False
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_line_for_another_release_is_refused_or_read_differently(version: str) -> None:
     """Otherwise the per-release names would not be needed, and these tests could not fail."""
     other = parsed(version)["for another release"]
