@@ -124,8 +124,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         f"# {result['recipe']}{changes}, {result['date']}",
         "",
-        f"Written by `benchmarks/whole_training.py`. {counted(result['gpus'], 'GPU')}; {stack}. Median of the "
-        "steps after the tenth that were not profiled.",
+        f"Written by `benchmarks/whole_training.py`. {counted(result['gpus'], 'GPU')}; {stack}. "
+        "Median of the steps after the tenth that were not profiled.",
         "",
         f"Data {data['fingerprint']}: {data['documents']:,} documents, {data['tokens']:,} tokens; "
         f"held out {held['fingerprint']}: {held['documents']:,} documents.",
