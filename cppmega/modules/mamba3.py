@@ -150,8 +150,10 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         """
         refuse_inference(inference_context, inference_params)
         projected, _ = self.in_proj(hidden_states)
-        projected = projected.transpose(0, 1)  # [b, s, ...]
-        z, x, keys, queries, dt, decay, trap = projected.split(self.widths, -1)
+        # Taken apart as [s, b, ...], so that the joint gradient needs no copy into this order.
+        z, x, keys, queries, dt, decay, trap = (
+            part.transpose(0, 1) for part in projected.split(self.widths, -1)
+        )
         states = (self.groups, self.sizes.rank, self.sizes.state_dim)
         of_heads = (self.heads, self.sizes.head_dim)
         inputs = mamba3.Inputs(
