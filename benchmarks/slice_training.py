@@ -59,6 +59,10 @@ def main() -> None:
     """Stock against overlay on a GPU."""
 
 
+class TimeIsUp(click.ClickException):
+    """A run was stopped at its time limit."""
+
+
 @dataclass
 class Bench:
     """The folders, and what all runs have in common."""
@@ -139,7 +143,7 @@ class Bench:
                 return
             if time.monotonic() > deadline:
                 kill(process)
-                raise click.ClickException(f"{name} ran for more than {self.timeout:.0f} s")
+                raise TimeIsUp(f"{name} ran for more than {self.timeout:.0f} s")
             time.sleep(self.period)
         if process.returncode:
             if _FULL in (self.out / f"{name}.log").read_text(errors="replace"):

@@ -138,8 +138,8 @@ def page(result: dict[str, Any]) -> str:
         f"the kill, the losses differ by at most {resume['largest_difference']:.2e}.",
         "",
         *(f"- {each}" for each in result["saves"]),
-        *([result["note"]] if "note" in result else []),
         "",
+        *([result["note"], ""] if "note" in result else []),
         "## Held-out losses, nats per token",
         "",
         table(

@@ -30,7 +30,7 @@ sys.path.insert(0, str(REPOSITORY))
 import slice_training  # noqa: E402
 import whole_report  # noqa: E402
 from slice_report import headline  # noqa: E402
-from slice_training import Bench  # noqa: E402
+from slice_training import Bench, TimeIsUp  # noqa: E402
 
 from cppmega.data import corpus  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
@@ -53,6 +53,8 @@ class Part:
     """Seconds from its start to the end of its first step."""
     said: str
     """Its log."""
+    in_time: bool = True
+    """Whether it was not stopped at the time limit."""
 
 
 def part(bench: Bench, tree: Path, options: tuple[str, ...], until: int | None = None) -> Part:
@@ -63,11 +65,15 @@ def part(bench: Bench, tree: Path, options: tuple[str, ...], until: int | None =
     process = bench.start(NAME, tree, *options)
     bench.wait(NAME, process, until=1, after=before)
     first = time.monotonic() - started
-    bench.wait(NAME, process, until, after=before)
+    in_time = True
+    try:
+        bench.wait(NAME, process, until, after=before)
+    except TimeIsUp:
+        in_time = False
     if until is not None:
         slice_training.kill(process)
     said = log.read_bytes()[read:].decode(errors="replace")
-    return Part(bench.rows(NAME)[before:], first, said)
+    return Part(bench.rows(NAME)[before:], first, said, in_time)
 
 
 @main.command()
@@ -97,7 +103,10 @@ def run(
     name: str | None,
     timeout: float,
 ) -> None:
-    """Train, kill, resume and report; --set train_iters=N says how long."""
+    """Train, kill, resume and report; --set train_iters=N says how long.
+
+    What the resumed part has done until the time limit is reported, too.
+    """
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     chosen = recipes_index.with_text(recipes_index.load(recipe), changes)
@@ -113,9 +122,17 @@ def run(
     profile = ("--profile", "2", "--profile-after", str(profile_after))
     profile += ("--profile-folder", str(out.resolve() / "profile"))
     killed = part(bench, tree, options + profile, until=kill_after)
-    if not room_for_another(checkpoints):
+    saves = room_for_another(checkpoints)
+    if not saves:
         options = (*options[:2], "--load", str(checkpoints.resolve()))
     resumed = part(bench, tree, options)
+    notes = []
+    if not resumed.in_time:
+        notes.append(f"It was stopped at its time limit, before step {chosen.train_iters}.")
+    if not saves:
+        notes.append(
+            "The resumed part saved nothing: the disk had no room for a second checkpoint."
+        )
     result = {
         **slice_training.header(bench),
         "benchmark": "whole_training",
@@ -124,6 +141,8 @@ def run(
         "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
         "saves": whole_report.saves(killed.said) + whole_report.saves(resumed.said),
     }
+    if notes:
+        result["note"] = " ".join(notes)
     result["headline"] = headline(result)
     target = out / f"{name or recipe}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")

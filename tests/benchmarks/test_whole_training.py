@@ -22,7 +22,7 @@ report = importlib.import_module("whole_report")
 TRAINS = """
 import json, sys, time
 from pathlib import Path
-folder, metrics, slow = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+folder, metrics, stalled = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "stalled"
 done = int((folder / "step").read_text()) if folder.exists() else 0
 print("cppmega: recipe", flush=True)
 with metrics.open("a") as file:
@@ -44,18 +44,26 @@ with metrics.open("a") as file:
         if step % 10 == 0:
             say({"evaluated": step, "losses": {k: v + 0.1 for k, v in losses.items()},
                  "tokens": 1000, "seconds": 1.0})
-        if step > 24 and not done:
-            time.sleep(slow)
+        if step > 24 and (not done or stalled):
+            time.sleep(100)
 """
 
 
 @pytest.fixture
 def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Of a run that a script makes up, killed and resumed by the benchmark."""
+    return ran(tmp_path, monkeypatch)
 
-    def start(bench: Any, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
-        folder = options[options.index("--save") + 1]
-        command = [sys.executable, "-c", TRAINS, folder, str(bench.metrics(name)), "100"]
+
+def ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str, resumed: str = "well"
+) -> dict[str, Any]:
+    """The result of such a run."""
+
+    def start(bench: Any, name: str, tree: Path, *given: str) -> subprocess.Popen[bytes]:
+        place = "--save" if "--save" in given else "--load"
+        folder = given[given.index(place) + 1]
+        command = [sys.executable, "-c", TRAINS, folder, str(bench.metrics(name)), resumed]
         with (bench.out / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -75,9 +83,9 @@ def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     out = tmp_path / "out"
     places = ("--site", "site", "--work", "work", "--data", "train", "--held-out", "held")
     steps = ("--set", "train_iters=30", "--save-after", "20", "--kill-after", "25")
-    options = [*places, "--out", str(out), *steps]
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(whole.main, ["run", *options], catch_exceptions=False)
+    arguments = ["run", *places, "--out", str(out), *steps, *options]
+    done = CliRunner().invoke(whole.main, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads((out / "nam56r_h200_2gpu_ep2.json").read_text())
     return {**found, "file": out / "nam56r_h200_2gpu_ep2.json"}
@@ -104,6 +112,18 @@ def test_the_page_has_speed_losses_balance_and_kill(result: dict[str, Any]) -> N
     assert "0.25 to 2.00, the most of the median layer 2.00" in page
     assert "after step 25" in page and "checkpoint of step 20" in page
     assert "| 20 | 11.0000 | 11.0000 | 11.0000 | 1,000 | 1.0 |" in page
+
+
+@pytest.mark.slow
+def test_what_a_time_limit_leaves_is_a_result_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "room_for_another", lambda folder: False)
+    found = ran(tmp_path, monkeypatch, "--timeout", "10", resumed="stalled")
+    assert found["runs"]["overlay"]["steps"] == 25
+    page = report.page(found)
+    assert "stopped at its time limit, before step 30" in page
+    assert "The resumed part saved nothing" in page
 
 
 @pytest.mark.slow
