@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import kernel_plot
 import production
 
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.arithmetic import parameters
 from cppmega.smoke.records import Summary
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -57,8 +59,12 @@ def parts() -> dict[str, str]:
 
 
 def speed() -> str:
-    """The fastest run of the NAM56R slice on one GPU, with released Megatron and with patches."""
+    """The fastest runs of NAM56R: its slice, with released Megatron and with patches, and all."""
     best: dict[bool, float] = {True: 0.0, False: 0.0}
+    size = parameters(recipes_index.load("nam56r_h200_8gpu_bf16")).total
+    whole = [run for run in production.runs() if parameters(run.recipe).total == size]
+    fastest = max(whole, key=lambda run: run.tokens or 0.0)
+    assert fastest.tokens is not None
     for run in production.runs():
         if run.recipe.name.startswith("nam56r_h200_slice"):
             stock = run.name.startswith("stock")
@@ -66,7 +72,9 @@ def speed() -> str:
     return (
         f"On one H200, six layers of NAM56R (sparse attention, experts, MTP) train at "
         f"{best[False] / 1000:.1f}k tokens/s with the patches;\nthe release alone reaches "
-        f"{best[True] / 1000:.1f}k ([table](#train)).\n"
+        f"{best[True] / 1000:.1f}k ([table](#train)). The whole model, {size / 1e9:.1f} billion "
+        f"parameters,\ntrains at {fastest.tokens / 1000:.1f}k tokens/s per GPU on "
+        f"{fastest.result['gpus']} H200 ([curves](benchmarks/results/{fastest.file.stem}.png)).\n"
     )
 
 
