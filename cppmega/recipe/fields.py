@@ -175,6 +175,9 @@ class Fields:
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.95
     clip_grad: NonNegativeReal = 1.0
+    gradient_accumulation_fusion: bool = False
+    """Add gradients of weights to fp32 within their products, by the page
+    `grad_accumulation_without_apex`."""
     async_save: bool = False
     """Write checkpoints in another process: a step waits until everything is copied, no longer."""
     dist_ckpt_optim_fully_reshardable: bool = False

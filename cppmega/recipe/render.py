@@ -312,8 +312,8 @@ def _training(recipe: Recipe) -> Iterator[Argument]:
     if recipe.precision == "fp8":
         yield from _values(recipe, "fp8_format", "fp8_recipe")
     yield "--transformer-impl", ("transformer_engine",)
-    # The kernel that fuses it into the head is part of apex, which has no wheels.
-    yield "--no-gradient-accumulation-fusion", ()
+    if not recipe.gradient_accumulation_fusion:  # Megatron's default is to fuse
+        yield "--no-gradient-accumulation-fusion", ()
     if recipe.cross_entropy_loss_fusion:
         yield "--cross-entropy-loss-fusion", ()
         yield from _values(recipe, "cross_entropy_fusion_impl")

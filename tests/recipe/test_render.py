@@ -93,6 +93,7 @@ DENSE = Recipe(
     tensor_model_parallel_size=2,
     packed_documents=True,
     global_batch_size=2,
+    gradient_accumulation_fusion=True,
 ).plus("--log-params-norm", UNFUSED)
 STAGES = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 VIRTUAL = DENSE.with_(
@@ -162,7 +163,8 @@ def test_the_release_reads_what_the_recipe_says(version: str) -> None:
         assert args["mock_data"] is False and args["data_path"] == ["corpus"], name
         assert (args["attention_dropout"], args["hidden_dropout"]) == (0.0, 0.0), name
         assert args["data_parallel_size"] == recipe.data_parallel_size, name
-        assert args["gradient_accumulation_fusion"] is False, name
+        fused = recipe.gradient_accumulation_fusion
+        assert args["gradient_accumulation_fusion"] is fused, name
         depths = args["mtp_num_layers"] or 0
         left_out = bool(missing(recipe, version))
         assert depths == recipe.layout.depths, name

@@ -1,0 +1,107 @@
+"""Fuse the accumulation of weight gradients without apex.
+
+What: `ColumnParallelLinear` is built with `--gradient-accumulation-fusion`, Megatron's default,
+    where apex is not installed. Its backward pass then adds the gradient of the weight to the fp32
+    `main_grad` by `cppmega.ops.weight_gradient`, one product of cuBLAS; where apex is installed,
+    its kernel is still used. Layers of Transformer Engine have such a product of their own.
+Why: Every model has at least one `ColumnParallelLinear`, its output layer, whose constructor fails
+    with "the custom CUDA extension fused_weight_gradient_mlp_cuda module is not found". apex has no
+    wheels, so runs turn the fusion off, for the layers of Transformer Engine, too: the gradient of
+    every weight is written in bf16, read again and added to fp32 by a kernel of its own, in every
+    micro-batch (1,142 kernels per step of NAM56R on two H200; tested that stock fails on 0.16.1 to
+    0.19.2).
+Upstream: Not sent: upstream installs apex in its containers.
+Remove: when the constructor no longer requires apex.
+Numerics: changes results of runs that had turned the fusion off: gradients are no longer rounded to
+    bf16 before they are added; other runs used to fail
+"""
+
+from typing import Any
+
+from cppmega.edits import in_order, replacing
+from cppmega.page import Edit, Patch, Source
+
+LAYERS = "megatron/core/tensor_parallel/layers.py"
+BUILT = f"{LAYERS}:ColumnParallelLinear.__init__"
+BACKWARD = f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.backward"
+STOCK = "config.gradient_accumulation_fusion and not _grad_accum_fusion_available"
+
+
+def _kernel(name: str) -> Any:
+    return replacing(
+        f"fused_weight_gradient_mlp_cuda.{name}",
+        f"(fused_weight_gradient_mlp_cuda.{name} if _grad_accum_fusion_available "
+        "else _cppmega_add)",
+    )
+
+
+def fuses(args: Any) -> bool:
+    """Whether the run accumulates gradients in its products."""
+    return bool(getattr(args, "gradient_accumulation_fusion", False))
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=BUILT,
+            pins={
+                "0.16.1": "7101f3ab5a9fd378",
+                "0.17.1": "7101f3ab5a9fd378",
+                "0.18.2": "21a21ca212f5e008",
+                "0.19.2": "734b481025ac9ac8",
+            },
+            edit=replacing(STOCK, "False"),
+        ),
+        Edit(
+            target=BACKWARD,
+            pins={
+                "0.16.1": "67c06262553667ed",
+                "0.17.1": "67c06262553667ed",
+                "0.18.2": "b9514ca3cd5f781c",
+                "0.19.2": "4f4b9acc2b799a24",
+            },
+            edit=in_order(_kernel("wgrad_gemm_accum_fp32"), _kernel("wgrad_gemm_accum_fp16")),
+            imports=(
+                "from cppmega.ops.weight_gradient import add_weight_gradient as _cppmega_add",
+            ),
+            mark="",
+        ),
+    ),
+    reached="startup",
+    feature=(BUILT, BACKWARD),
+    when=fuses,
+    wanted_by=lambda recipe: recipe.gradient_accumulation_fusion,
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.text(BUILT)
+    return bool(text) and "_grad_accum_fusion_available" not in text
+
+
+def verify() -> None:
+    from unittest import mock
+
+    import torch
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cppmega.proof import cpu_shims
+
+    cpu_shims.init_distributed()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=True,
+    )
+    with mock.patch.object(layers, "_grad_accum_fusion_available", False):  # with apex, too
+        layer = layers.ColumnParallelLinear(
+            8, 6, config=config, init_method=torch.nn.init.normal_, bias=False
+        )
+        layer.weight.main_grad = torch.ones(6, 8)
+        x, upstream = torch.randn(5, 2, 8), torch.randn(5, 2, 6)
+        layer(x)[0].backward(upstream)
+    exact = 1 + upstream.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+    torch.testing.assert_close(layer.weight.main_grad.double(), exact, rtol=1e-5, atol=1e-5)
