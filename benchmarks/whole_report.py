@@ -65,7 +65,7 @@ def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
             name: [float(f"{row['losses'][name]:.6g}") for row in steps]
             for name in steps[0]["losses"]
         },
-        "expert_load": [row.get("expert_load") for row in steps],
+        "expert_load": [load_of(row["expert_load"]) for row in steps if row.get("expert_load")],
     }
 
 
@@ -74,14 +74,11 @@ def saves(log: str) -> list[str]:
     return list(dict.fromkeys(_SAVE.findall(log)))
 
 
-def loads(run: dict[str, Any]) -> list[tuple[float, float, float, float]]:
-    """Of every step, the least load, the medians of least and most over layers, and the most."""
-    found = []
-    for step in filter(None, run["expert_load"]):
-        least, most = (sorted(each) for each in zip(*step, strict=True))
-        middle = len(least) // 2
-        found.append((least[0], least[middle], most[middle], most[-1]))
-    return found
+def load_of(layers: list[list[float]]) -> list[float]:
+    """The least load of an expert, the medians over layers of least and most, and the most."""
+    least, most = (sorted(each) for each in zip(*layers, strict=True))
+    middle = len(least) // 2
+    return [least[0], least[middle], most[middle], most[-1]]
 
 
 def page(result: dict[str, Any]) -> str:
@@ -96,7 +93,7 @@ def page(result: dict[str, Any]) -> str:
     heads = {name: of for name, of in run["losses"].items() if name in ("lm loss", *mtp(run))}
     first = ", ".join(f"{name} {of[0]:.3f}" for name, of in heads.items())
     apart = max(abs(of[0] / expected - 1) for of in heads.values())
-    least, _, most, extreme = loads(run)[-1] if loads(run) else (math.nan,) * 4
+    least, _, most, extreme = run["expert_load"][-1] if run["expert_load"] else [math.nan] * 4
     rows = [
         ("overlay digest", str(run["overlay"])),
         ("steps", str(run["steps"])),
@@ -182,9 +179,8 @@ def draw(result: Path) -> Path:
         if "indexer" in name:
             indexer.plot(steps, run["losses"][name], lw=0.8, label=name)
     indexer.set(xlabel="step", title="loss of the indexers")
-    found = list(zip(*loads(run), strict=True))
-    if found:
-        least, low, high, most = found
+    if run["expert_load"]:
+        least, low, high, most = zip(*run["expert_load"], strict=True)
         load.fill_between(steps[: len(least)], least, most, alpha=0.25, label="all layers")
         load.fill_between(steps[: len(least)], low, high, alpha=0.5, label="median layer")
         load.legend()

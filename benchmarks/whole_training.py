@@ -5,8 +5,8 @@
     python benchmarks/whole_training.py draw DIR/nam56r_h200_2gpu_ep2.json
 
 TRAIN and HELD are datasets as `python -m cppmega.data.code.command` makes them. The run saves one
-checkpoint, is killed some steps after it, and resumes from it by the same command: the steps in
-between are trained twice, and their losses compared. Writes NAME.json, NAME.md and NAME.png.
+checkpoint, is killed some steps after it, and resumes from it: the steps in between are trained
+twice, and their losses compared. Writes NAME.json and NAME.md, and `draw` NAME.png.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed. Everything else must be importable.

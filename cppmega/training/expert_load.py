@@ -1,9 +1,9 @@
-"""How evenly the routers spread the tokens over the experts: fast and worthless is a router that
-sends everything to a few.
+"""How evenly the routers distribute tokens over the experts.
 
-Megatron counts the tokens of each expert for the bias that balances them, and clears the counts at
-the end of a step. They are taken before that, on the rank that logs: its own tokens, in the layers
-of its own pipeline stage.
+A router that sends everything to a few experts makes a run fast and worthless. Megatron counts the
+tokens of each expert for the bias that balances them, and clears the counts at the end of a step.
+They are taken before that, on the rank that logs: its own tokens, in the layers of its own pipeline
+stage.
 """
 
 from __future__ import annotations
