@@ -62,6 +62,7 @@ def test_only_the_projections_of_m2rnn_are_without_fp8() -> None:
     assert len(of_mixers) == 4 and len(fp8["layers"]) > 4
     for name, (weights, runs) in fp8["layers"].items():
         assert weights == (name not in of_mixers), name
-        # Recomputed, a Mamba layer runs twice.
-        assert runs == [name not in of_mixers] * (2 if name in of_mixers else 1), name
+        # Recomputed, a Mamba layer runs twice; its odd projection is a padded product of torch's.
+        times = 0 if name.endswith("mixer.in_proj") else 2 if name in of_mixers else 1
+        assert runs == [name not in of_mixers] * times, name
     assert not any(weights or any(runs) for weights, runs in bf16["layers"].values())

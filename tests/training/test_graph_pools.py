@@ -75,7 +75,8 @@ def test_without_graphs_no_snapshot_is_taken() -> None:
 def what_the_trainer_wraps() -> Iterator[Any]:
     """Megatron's modules with the functions that `_install_hooks` looks up, and nothing else."""
     training = ModuleType("training")
-    for name in ("print_rank_last", "train_step", "evaluate_and_print_results"):
+    logging = ("print_rank_last", "evaluate_and_print_results")
+    for name in (*logging, "train_step", "finalize_model_grads"):
         setattr(training, name, mock.Mock())
     with (
         mock.patch.object(pretrain, "_profiler", lambda plan: mock.MagicMock()),
