@@ -1,0 +1,177 @@
+"""What each choice of a whole recipe costs or brings: one short run per row, on the same GPUs.
+
+    python benchmarks/whole_rows.py --site SITE --work SCRATCH --out DIR --data TRAIN [--only ROWS]
+
+Every row has the changes of the one before it, and its own:
+
+    base       the recipe, with everything recomputed that it names, and Mamba layers
+    kept       nothing is recomputed
+    permute    tokens are permuted for the experts by Transformer Engine's kernels
+    router     and so are the routers' scores and top-k
+    grads      weight gradients are added within their products
+    again      nothing: how far equal runs are apart
+
+--set changes the recipe of all rows. Each run is a process, whose last two steps are profiled and
+not measured. After each run DIR/RECIPE_rows.json and .md are written. A run that is in there is not
+repeated, so that the same command continues a call that was cut off. A run that is out of memory is
+a result.
+
+SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
+copied and never changed. Everything else must be importable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import slice_training  # noqa: E402
+from slice_report import measured  # noqa: E402
+from slice_training import Bench  # noqa: E402
+
+from cppmega.host.markdown import table  # noqa: E402
+from cppmega.host.wording import counted  # noqa: E402
+from cppmega.recipe import index as recipes_index  # noqa: E402
+from cppmega.recipe.memory import MAMBA_RECOMPUTE, estimate  # noqa: E402
+
+_PROFILED = 2
+_FOLDER = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: changes to the recipe, and whether Mamba layers are recomputed."""
+
+    changes: tuple[str, ...] = ()
+    mamba_recompute: bool = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment in which its tree is patched and it is started."""
+        return dict((MAMBA_RECOMPUTE,)) if self.mamba_recompute else {}
+
+
+_KEPT = ("recompute_modules=()", "gates=()")
+_PERMUTE = (*_KEPT, "moe_permute_fusion=True")
+_ROUTER = (*_PERMUTE, "moe_router_fusion=True")
+_GRADS = (*_ROUTER, "gradient_accumulation_fusion=True")
+ROWS: Mapping[str, Row] = {
+    "base": Row(mamba_recompute=True),
+    "kept": Row(_KEPT),
+    "permute": Row(_PERMUTE),
+    "router": Row(_ROUTER),
+    "grads": Row(_GRADS),
+    "again": Row(_GRADS),
+}
+
+
+@click.command()
+@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
+@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
+@click.option("--out", type=_FOLDER, required=True, help="Results, logs and profiles.")
+@click.option("--data", type=_FOLDER, required=True, help="Prefix of the training data.")
+@click.option("--recipe", default="nam56r_h200_2gpu_ep2", show_default=True)
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
+@click.option("--only", help="Rows, in this order [all].")
+@click.option("--steps", default=25, show_default=True, help="Steps of a run, ten to warm up.")
+@click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
+def main(
+    site: Path,
+    work: Path,
+    out: Path,
+    data: Path,
+    recipe: str,
+    changes: tuple[str, ...],
+    only: str | None,
+    steps: int,
+    timeout: float,
+) -> None:
+    """Run the rows that have no result yet, and write the table."""
+    chosen = only.split(",") if only else list(ROWS)
+    if unknown := sorted(set(chosen) - set(ROWS)):
+        raise click.BadParameter(f"{', '.join(unknown)}: the rows are {', '.join(ROWS)}")
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    target = out / f"{recipe}_rows.json"
+    result = json.loads(target.read_text()) if target.is_file() else {"rows": {}}
+    places = tuple(each.resolve() for each in (site, work, out, data))
+    length = (f"train_iters={steps + _PROFILED}", *changes)
+    for name in chosen:
+        if name in result["rows"]:
+            continue
+        row = ROWS[name]
+        every = (*length, *row.changes)
+        made = recipes_index.with_text(recipes_index.load(recipe), every)
+        bench = Bench(made, every, *places, timeout)
+        found = {**ran(bench, name, row, steps), "changes": list(row.changes)}
+        found["estimate_gib"] = round(estimate(made, attends=True).gib, 1)
+        result["rows"][name] = found
+        facts = {"benchmark": "whole_rows", "changes": list(changes)}  # a row has its own changes
+        result |= {**slice_training.header(bench), **facts}
+        target.write_text(json.dumps(result, indent=1) + "\n")
+        target.with_suffix(".md").write_text(page(result))
+    print(page(result))
+
+
+def ran(bench: Bench, name: str, row: Row, steps: int) -> dict[str, Any]:
+    """Train one row and measure it."""
+    with mock.patch.dict(os.environ, row.variables):  # trees and runs are made by other processes
+        if not row.mamba_recompute:
+            os.environ.pop(MAMBA_RECOMPUTE[0], None)
+        bench.clear(name)
+        tree = bench.tree("recomputed" if row.mamba_recompute else "kept")
+        profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
+        folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
+        try:
+            bench.wait(name, bench.start(name, tree, *profile, *folder))
+        except MemoryError:
+            return {"out_of_memory": True}
+    found = measured(bench.rows(name))
+    return {key: value for key, value in found.items() if key not in ("curve", "mtp")}
+
+
+def page(result: dict[str, Any]) -> str:
+    """The rows as Markdown."""
+    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
+    first = next((row for row in result["rows"].values() if "out_of_memory" not in row), None)
+    lines = [
+        f"# {result['recipe']}, one choice after the other, {result['date']}",
+        "",
+        f"Written by `benchmarks/whole_rows.py`. {counted(result['gpus'], 'GPU')}; {stack}. "
+        f"{', '.join(result['changes']) or 'The recipe as it is'}; every row builds on the one "
+        "before it.",
+        "",
+        table(
+            ("row", "changes", "tokens/s per GPU", "ratio", "TFLOP/s", "peak, GiB", "estimate"),
+            (_cells(name, row, first, result["gpus"]) for name, row in result["rows"].items()),
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(
+    name: str, row: dict[str, Any], first: dict[str, Any] | None, gpus: int
+) -> tuple[str, ...]:
+    changes = ", ".join(row["changes"]) or "as the recipe is"
+    if first is None or "out_of_memory" in row:
+        return (name, changes, "out of memory", "", "", "", f"{row['estimate_gib']:.1f}")
+    tokens = row["tokens_per_second"]
+    return (
+        *(name, changes, f"{tokens / gpus:.0f}", f"{tokens / first['tokens_per_second']:.3f}"),
+        *(f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}", f"{row['estimate_gib']:.1f}"),
+    )
+
+
+if __name__ == "__main__":
+    main()
