@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from cppmega.errors import CppmegaError
@@ -53,6 +54,23 @@ def check_a_whole_model_trains(folder: Path) -> None:
         (Configuration(pipeline=2), RECIPE.with_(gpus=2, **stages)),
     ):
         assert set(on_ranks(folder, setting, trained, recipe)) == {"trained"}, setting.name
+
+
+def check_gradients_that_are_added_in_products_are_the_same(folder: Path) -> None:
+    """Of every layer that has such a product, over two micro-batches a step."""
+    found = {}
+    for fused in (False, True):
+        file = folder / f"{fused}.jsonl"
+        recipe = RECIPE.with_(gradient_accumulation_fusion=fused, global_batch_size=4)
+        options = RunOptions(mock_data=True, metrics=file)
+        assert on_ranks(folder, ONE, trained, recipe, lambda model: None, options) == ["trained"]
+        found[fused] = loops.losses(file)
+    assert len(found[True]) == STEPS
+    for number, (loss, norm, losses) in found[False].items():
+        fused_loss, fused_norm, fused_losses = found[True][number]
+        assert fused_loss == pytest.approx(loss, rel=2e-5)
+        assert fused_norm == pytest.approx(norm, rel=2e-3)
+        assert fused_losses == pytest.approx(losses, rel=2e-4)
 
 
 def check_a_model_of_other_sizes_does_not_take_a_step(folder: Path) -> None:

@@ -16,7 +16,8 @@ PAGES = (
     *("own_mixers", "float16_keep_fp32", "input_embeddings", "hybrid_mtp_padding_mask"),
     *("dsa_index_share", "dsa_index_share_holder", "dsa_indexer_kernels", "dsa_attention_kernels"),
     *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
-    *("mtp_roll_packed_sequences", "fully_reshardable_bucket_padding", "log_second_line"),
+    *("grad_accumulation_without_apex", "mtp_roll_packed_sequences"),
+    *("fully_reshardable_bucket_padding", "log_second_line"),
 )
 CHECKS = {
     "evaluation": (
@@ -35,6 +36,7 @@ CHECKS = {
     ),
     "completeness": (
         "check_a_whole_model_trains",
+        "check_gradients_that_are_added_in_products_are_the_same",
         "check_the_load_of_experts_is_logged",
         "check_a_model_of_other_sizes_does_not_take_a_step",
         "check_what_no_loss_reaches_is_named",
