@@ -15,6 +15,7 @@ from slice_report import losses, steps_of
 from cppmega.host.markdown import table
 from cppmega.host.wording import counted
 from cppmega.recipe import index as recipes_index
+from cppmega.training.step import untrained_loss
 
 _SAVE = re.compile(r"^cppmega: (checkpoint of step .*)$", re.MULTILINE)
 
@@ -35,8 +36,7 @@ def measured(
     lost, again = losses(killed), losses(resumed)
     if min(again) != saved + 1:
         raise click.ClickException(f"resumed at {min(again)}, the checkpoint was of step {saved}")
-    kept = [row for row in killed if row.get("step", 0) <= saved and "evaluated" not in row]
-    rows = kept + [row for row in resumed if "step" in row]
+    rows = [row for row in killed if row.get("step", 0) <= saved] + steps_of(resumed)
     steps = steps_of(rows)
     if [row["step"] for row in steps] != list(range(1, len(steps) + 1)):
         raise click.ClickException("a step is missing")
@@ -86,8 +86,7 @@ def page(result: dict[str, Any]) -> str:
     run, resume = result["runs"]["overlay"], result["resume"]
     recipe = recipes_index.with_text(recipes_index.load(result["recipe"]), result["changes"])
     uniform = math.log(recipe.padded_vocab_size)
-    # What a head of random weights adds to a uniform distribution, see `expected_first_loss`.
-    expected = uniform + recipe.hidden_size * recipe.init_method_std**2 / 2
+    expected = untrained_loss(recipe)
     stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
     data, held = result["data"], result["held_out"]
     heads = {name: of for name, of in run["losses"].items() if name in ("lm loss", *mtp(run))}

@@ -8,7 +8,7 @@ Why: Every model has at least one `ColumnParallelLinear`, its output layer, whos
     with "the custom CUDA extension fused_weight_gradient_mlp_cuda module is not found". apex has no
     wheels, so runs turn the fusion off, for the layers of Transformer Engine, too: the gradient of
     every weight is written in bf16, read again and added to fp32 by a kernel of its own, in every
-    micro-batch (1,142 kernels per step of NAM56R on two H200; tested that stock fails on 0.16.1 to
+    micro-batch (1,142 kernels per step of NAM56R on two H200; tested that stock fails on 0.15.3 to
     0.19.2).
 Upstream: Not sent: upstream installs apex in its containers.
 Remove: when the constructor no longer requires apex.
@@ -45,6 +45,7 @@ PATCH = Patch(
         Edit(
             target=BUILT,
             pins={
+                "0.15.3": "7bde110a9a9b2f29",
                 "0.16.1": "7101f3ab5a9fd378",
                 "0.17.1": "7101f3ab5a9fd378",
                 "0.18.2": "21a21ca212f5e008",
@@ -55,6 +56,7 @@ PATCH = Patch(
         Edit(
             target=BACKWARD,
             pins={
+                "0.15.3": "67c06262553667ed",
                 "0.16.1": "67c06262553667ed",
                 "0.17.1": "67c06262553667ed",
                 "0.18.2": "b9514ca3cd5f781c",

@@ -119,15 +119,19 @@ def _count_for_megatron(cu_seqlens: torch.Tensor) -> None:
         count(cu_seqlens)
 
 
-def expected_first_loss(recipe: Recipe) -> tuple[float, float]:
-    """The lowest and highest plausible loss of untrained weights, in nats per token.
+def untrained_loss(recipe: Recipe) -> float:
+    """The mean loss of untrained weights, in nats per token.
 
     A uniform distribution gives ln V. The head adds noise to the logits: normalised inputs of width
     H times weights of deviation s have a variance of H * s^2, half of which is added to the loss.
     """
+    return math.log(recipe.padded_vocab_size) + recipe.hidden_size * recipe.init_method_std**2 / 2
+
+
+def expected_first_loss(recipe: Recipe) -> tuple[float, float]:
+    """The lowest and highest plausible loss of untrained weights, in nats per token."""
     uniform = math.log(recipe.padded_vocab_size)
-    noise = recipe.hidden_size * recipe.init_method_std**2 / 2
-    return uniform - _TOLERANCE, uniform + noise + _TOLERANCE
+    return uniform - _TOLERANCE, untrained_loss(recipe) + _TOLERANCE
 
 
 def check_first_loss(recipe: Recipe, loss: float) -> None:
