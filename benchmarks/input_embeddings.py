@@ -9,7 +9,8 @@ are drawn log-uniformly, so that frequent n-grams repeat as they do in text, and
 ids, lookups, projections, and the sum with the token embedding. Times are medians of 10 with CUDA
 events, of work that is launched while the GPU is busy, as it is in training; beside them those of
 work that an idle GPU waits for, where the embeddings' short kernels cost what the host takes to
-launch them. Writes input_embeddings_DEVICE.json and .md.
+launch them. The gradient of the token embeddings is the one that arrives: the layer computes one
+for its input, the embeddings do not. Writes input_embeddings_DEVICE.json and .md.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def through(layer: Any, hidden: Tensor) -> None:
     out = out[0] if isinstance(out, tuple) else out
     out.backward(upstream_of(out.shape, out.dtype))
     layer.zero_grad()
+    hidden.grad = None  # or the next one would be added to it
 
 
 def main() -> None:
@@ -128,11 +130,11 @@ def main() -> None:
         module.structure.widening.normal_(std=0.02)
     tokens = fed_tokens(RECIPE)
     size = (RECIPE.seq_length, BATCH, RECIPE.hidden_size)
-    hidden = torch.randn(size, device="cuda").bfloat16().requires_grad_()
+    hidden = torch.randn(size, device="cuda").bfloat16()
     layer = model.decoder.layers[0]
     ways: dict[str, tuple[Any, ...]] = {
         "both embeddings": (added, module, tokens, hidden),
-        "layer E": (through, layer, hidden),
+        "layer E": (through, layer, hidden.clone().requires_grad_()),
     }
     times = {name: median(*way, queued=True) for name, way in ways.items()}
     report = {

@@ -1,8 +1,8 @@
 """Reading rows of a large table, and the sums of their gradients in a fixed order.
 
-The gradient sorts the rows that were read, stably, and gives each run of equal ones to a program,
-which adds in that order in fp32 and rounds once. No other row of the gradient is written, so the
-table that the caller has zeroed is all that it costs beside what was read.
+The gradient sorts the rows that were read, stably. A program adds each run of equal ones that
+begins in its part, in that order in fp32, and rounds once. No other row of the gradient is written,
+so the table that the caller has zeroed is all that it costs beside what was read.
 
 `torch.nn.functional.embedding` is the definition, row 0 aside; `ngram_hash.lookup` has it in torch.
 """
@@ -16,6 +16,9 @@ from torch import Tensor
 
 BLOCK = 128
 """Rows that a program reads."""
+
+PLACES = 32
+"""Sorted rows of which a program sums the runs that begin among them."""
 
 RUN = 16
 """Gradients of one row that a program adds at a time."""
@@ -37,29 +40,45 @@ def _read_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    rows, order, gradient, out, count, D: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr
-):
-    first = tl.program_id(0)
-    row = tl.load(rows + first)
-    before = tl.load(rows + first - 1, mask=first > 0, other=0)
-    if (row > 0) & (row != before):
-        d = tl.arange(0, TILE)
+    rows, order, gradient, out, count,
+    D: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * PLACES
+    n = first + tl.arange(0, PLACES)
+    d = tl.arange(0, TILE)
+    has_d = d < D
+    row = tl.load(rows + n, mask=n < count, other=0)
+    before = tl.load(rows + n - 1, mask=(n > 0) & (n < count), other=0)
+    after = tl.load(rows + n + 1, mask=n + 1 < count, other=0)
+    begins = (row > 0) & (row != before)
+
+    alone = begins & (row != after)  # most rows: copied together, as there is nothing to add
+    only = tl.load(order + n, mask=alone, other=0)
+    has = alone[:, None] & has_d[None, :]
+    copied = tl.load(gradient + only[:, None] * D + d[None, :], mask=has, other=0.0)
+    targets = (row - 1).to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(out + targets, copied.to(out.dtype.element_ty), mask=has)
+
+    next_run = tl.min(tl.where(begins & (row == after), n, count))
+    while next_run < count:
+        of_run = tl.load(rows + next_run)
         sums = tl.zeros((TILE,), tl.float32)
-        n = first + tl.arange(0, RUN)
+        m = next_run + tl.arange(0, RUN)
         left = RUN
         while left == RUN:
-            equal = tl.load(rows + n, mask=n < count, other=0) == row
-            place = tl.load(order + n, mask=equal, other=0)
+            equal = tl.load(rows + m, mask=m < count, other=0) == of_run
+            place = tl.load(order + m, mask=equal, other=0)
             values = tl.load(
                 gradient + place[:, None] * D + d[None, :],
-                mask=equal[:, None] & (d < D)[None, :],
+                mask=equal[:, None] & has_d[None, :],
                 other=0.0,
             )
             sums += tl.sum(values.to(tl.float32), 0)
             left = tl.sum(equal.to(tl.int32))
-            n += RUN
-        at = tl.cast(row - 1, tl.int64) * D + d
-        tl.store(out + at, sums.to(out.dtype.element_ty), mask=d < D)
+            m += RUN
+        at = tl.cast(of_run - 1, tl.int64) * D + d
+        tl.store(out + at, sums.to(out.dtype.element_ty), mask=has_d)
+        next_run = tl.min(tl.where(begins & (row == after) & (n > next_run), n, count))
 
 
 @torch.library.custom_op("cppmega::table_rows_read", mutates_args=("out",))
@@ -86,7 +105,7 @@ def add(rows: Tensor, order: Tensor, gradient: Tensor, out: Tensor) -> None:
         out: `[count, D]`, contiguous.
     """
     if len(rows):
-        _sum_kernel[(len(rows),)](
+        _sum_kernel[(triton.cdiv(len(rows), PLACES),)](
             rows, order, gradient, out, len(rows), D=out.size(1),
-            TILE=triton.next_power_of_2(out.size(1)), RUN=RUN, num_warps=1,
+            TILE=triton.next_power_of_2(out.size(1)), PLACES=PLACES, RUN=RUN, num_warps=1,
         )  # fmt: skip

@@ -11,9 +11,11 @@ COUNT = 50
 
 def rows_read(size: int) -> torch.Tensor:
     """Rows that no token reads, that one reads and that many read, among zeros."""
-    drawn = torch.randint(1, COUNT - 5, (size,), generator=torch.Generator().manual_seed(1))
+    drawn = torch.randint(1, COUNT - 15, (size,), generator=torch.Generator().manual_seed(1))
     drawn[::3] = 7
     drawn[1::5] = 0
+    once = torch.arange(COUNT - 14, COUNT - 5)[:size]
+    drawn[: len(once)] = once
     return drawn
 
 
