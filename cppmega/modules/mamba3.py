@@ -27,6 +27,7 @@ from cppmega.modules import mixer_sizes
 from cppmega.modules.kept_fp32 import keep_fp32
 from cppmega.modules.mixer_calls import boundaries, projections, refuse_inference
 from cppmega.ops import mamba3
+from cppmega.ops.split_columns import split_columns
 
 DT_RANGE = (1e-3, 1e-1)
 """Range of the initial values of dt, which are log-uniform."""
@@ -150,17 +151,16 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         """
         refuse_inference(inference_context, inference_params)
         projected, _ = self.in_proj(hidden_states)
-        # Taken apart as [s, b, ...], so that the joint gradient needs no copy into this order.
         z, x, keys, queries, dt, decay, trap = (
-            part.transpose(0, 1) for part in projected.split(self.widths, -1)
+            part.transpose(0, 1) for part in split_columns(projected, self.widths)
         )
         states = (self.groups, self.sizes.rank, self.sizes.state_dim)
         of_heads = (self.heads, self.sizes.head_dim)
         inputs = mamba3.Inputs(
-            z.unflatten(-1, of_heads),
-            x.unflatten(-1, of_heads),
-            keys.unflatten(-1, states),
-            queries.unflatten(-1, states),
+            torch.unflatten(z, -1, of_heads),
+            torch.unflatten(x, -1, of_heads),
+            torch.unflatten(keys, -1, states),
+            torch.unflatten(queries, -1, states),
             *(dt, decay, trap),
             self._angles(hidden_states).transpose(0, 1),
         )

@@ -24,17 +24,18 @@ OWN = "cppmega: "
 OPTIMIZER = "optimizer"
 PRODUCTS = "products"
 HEADS = "products of the heads"
-_DSA, _M2RNN, _NGRAMS = "DSA", "M2RNN", "n-gram hash"
+_DSA, _M2RNN, _MAMBA3, _NGRAMS = "DSA", "M2RNN", "Mamba-3", "n-gram hash"
 _FAMILIES = {
     # Beginning of a file's name in cppmega.ops -> what its kernels compute.
     "dsa_": _DSA,
     "hadamard": _DSA,
     "linear_cross_entropy": "losses of the heads",
     "m2rnn": _M2RNN,
-    "mamba3": "Mamba-3",
+    "mamba3": _MAMBA3,
     "mhc": "hyper-connections",
     "ngram_hash": _NGRAMS,
     "packed_conv": _M2RNN,
+    "split_columns": _MAMBA3,
 }
 _AROUND = {
     "cppmega::m2rnn": _M2RNN,

@@ -1,0 +1,60 @@
+"""Columns are split without copies, and their gradients joined without a rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cppmega.ops import split_columns as op
+from tests.ops import split_columns_checks
+from tests.ops.in_interpreter import run
+from tests.ops.kernel_memory import LIMITS, record, shared_memory
+from tests.ops.launch_counts import kernels_of, modules_of
+
+CHECKS = """
+import torch
+from tests.ops import split_columns_checks
+
+split_columns_checks.check(torch.float16, 13, 3)
+split_columns_checks.check(torch.float32, 5, 1)
+split_columns_checks.check(torch.bfloat16, 0, 2)
+"""
+
+
+def test_columns_are_joined_by_the_kernel_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run(CHECKS)
+
+
+def test_columns_are_joined_by_torch() -> None:
+    split_columns_checks.check(torch.bfloat16, 7, 2)
+
+
+def test_widths_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[3, 4\] columns of \[2, 1, 8\]"):
+        op.split_columns(torch.zeros(2, 1, 8), (3, 4))
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    modules = modules_of("split_columns")
+    found = record(monkeypatch, modules)
+    monkeypatch.setattr(op, "_by_kernel", lambda tensor: True)
+    projected = torch.zeros(64, 2, 1024, dtype=torch.bfloat16, requires_grad=True)
+    parts = op.split_columns(projected, (768, 256))
+    sum(part.sum() for part in parts).backward()
+    assert {kernel.__name__ for kernel, _ in found} == {
+        name for module in modules for name in kernels_of(module)
+    }
+    for kernel, given in found:
+        for arch, most in LIMITS.items():
+            assert shared_memory(kernel, given, arch) <= most << 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_columns_are_joined_on_cuda(dtype: torch.dtype) -> None:
+    for s, b in ((4096, 4), (333, 1)):
+        split_columns_checks.check(dtype, s, b, "cuda")
