@@ -26,6 +26,7 @@ PAGES = {
     "fully_reshardable_bucket_padding": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "fused_cross_entropy_grad_dtype": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "grad_accumulation_without_apex": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "grad_checks_no_host_sync": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "hybrid_moe_metrics": ("0.17.1", "0.18.2", "0.19.2"),
     "hybrid_mtp_padding_mask": ("0.18.2", "0.19.2"),
     "local_graph_hidden_parameters": ("0.17.1", "0.18.2", "0.19.2"),

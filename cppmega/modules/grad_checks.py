@@ -1,0 +1,94 @@
+"""The check of local gradients for NaN and Inf, with one wait for the GPU per step.
+
+Megatron checks the norm of each bucket before it is reduced, by two comparisons that the host reads
+and that it does as soon as a bucket is complete, in the middle of the backward pass. Here the norms
+are taken at the same points and stay on the device; they are compared when all reductions have
+ended, still before the optimizer changes a weight. A gradient that is not finite is then given to
+Megatron's own check, with the norm that it had before the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NORMS = "_cppmega_norms"
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownNorm:
+    """What Megatron's check asks of a bucket and of its gradients: their norm."""
+
+    value: Tensor
+
+    @property
+    def grad_data(self) -> _KnownNorm:
+        return self
+
+    def norm(self, p: int) -> Tensor:
+        assert p == 2
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownNorms:
+    buckets: Sequence[_KnownNorm]
+
+
+def note(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
+    """Take the norms of a group of buckets before its reduction, in place of `check_grads`.
+
+    Gradients that are checked for their size are checked at once, as Megatron does.
+
+    Args:
+        group: a `_ParamAndGradBucketGroup`.
+        check_for_nan_or_inf: whether a norm must be finite.
+        check_for_large: whether it must not be far larger than those of earlier steps.
+
+    Raises:
+        RuntimeError: Megatron's, if the norms of an earlier reduction were never settled and are
+            not finite, or at once in a check for size.
+    """
+    _settle([group])
+    if check_for_large:
+        group.check_grads(check_for_nan_or_inf, check_for_large)
+    elif check_for_nan_or_inf:
+        setattr(group, _NORMS, [bucket.grad_data.norm(p=2) for bucket in group.buckets])
+
+
+def settled(groups: Sequence[Any]) -> Iterator[Any]:
+    """The groups, one after another; after the last one, their norms are checked.
+
+    Raises:
+        RuntimeError: Megatron's, if one is not finite.
+    """
+    yield from groups
+    _settle(groups)
+
+
+def _settle(groups: Sequence[Any]) -> None:
+    noted = [(group, vars(group).pop(_NORMS)) for group in groups if _NORMS in vars(group)]
+    if not noted:
+        return
+    finite = torch.stack([norm for _, norms in noted for norm in norms]).isfinite().all()
+    if finite.item() and not _compares_repeated_results():
+        return
+    for group, norms in noted:
+        known = _KnownNorms([_KnownNorm(norm) for norm in norms])
+        type(group).check_grads(known, check_for_nan_or_inf=True, check_for_large=False)
+
+
+def _compares_repeated_results() -> bool:
+    """Whether Megatron runs a step again or injects errors, and must be given finite norms, too."""
+    from megatron.core import rerun_state_machine
+
+    machine = rerun_state_machine.get_rerun_state_machine()
+    modes, states = rerun_state_machine.RerunMode, rerun_state_machine.RerunState
+    if machine.mode == modes.DISABLED:
+        return False
+    first = machine.mode == modes.VALIDATE_RESULTS and machine.state == states.INITIAL_RUN
+    return not first or bool(machine.error_injector.should_inject_errors)
