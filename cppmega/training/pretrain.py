@@ -29,6 +29,7 @@ from cppmega.training.batch import dataset_provider
 from cppmega.training.completeness import Completeness
 from cppmega.training.evaluation import Evaluation, HeldOut
 from cppmega.training.expert_load import ExpertLoad
+from cppmega.training.garbage import Garbage
 from cppmega.training.graph_pools import GraphPools
 from cppmega.training.log import CUT, MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
@@ -181,12 +182,17 @@ def _install_hooks(
     finalize = experts.around(training.finalize_model_grads)
     live_code.replace(training, "finalize_model_grads", finalize)
     complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
+    garbage = Garbage()
 
     def begin(models: list[Any]) -> None:
         marks.begin_step()
         complete.before_step(models)
 
-    named = nonfinite.around_train_step(training.train_step, begin, complete.after_step)
+    def ended() -> None:
+        complete.after_step()
+        garbage.after_step()
+
+    named = nonfinite.around_train_step(training.train_step, begin, ended)
     live_code.replace(training, "train_step", profiler.around(named))
     mock, metrics_file = plan.options.mock_data, plan.options.metrics
     evaluation = Evaluation(step, held_out, mock=mock, metrics=metrics_file, writes=last_rank)
