@@ -2,14 +2,18 @@
 
     python benchmarks/whole_rows.py --site SITE --work SCRATCH --out DIR --data TRAIN [--only ROWS]
 
-Every row has the changes of the one before it, and its own:
+Every row but the first changes one thing of the recipe:
 
-    base       the recipe, with everything recomputed that it names, and Mamba layers
-    kept       nothing is recomputed
-    permute    tokens are permuted for the experts by Transformer Engine's kernels
-    router     and so are the routers' scores and top-k
-    grads      weight gradients are added within their products
-    again      nothing: how far equal runs are apart
+    recipe      nothing
+    recomputed  Mamba layers, activations of experts and MLPs, and MLA's projections are recomputed
+    permute     tokens are ordered for the experts by torch, not by Transformer Engine's kernels
+    router      and so are the routers' scores and top-k
+    grads       weight gradients are written in bf16, and then added to fp32
+    products    every expert of a layer has products of its own
+    gathered    every GPU computes its experts for all tokens, which are gathered, not exchanged
+    shared      IndexShare: three of nine DSA layers select keys for all
+    heads       the heads' losses are taken from logits
+    again       nothing: how far equal runs are apart
 
 --set changes the recipe of all rows. Each run is a process, whose last two steps are profiled and
 not measured. After each run DIR/RECIPE_rows.json and .md are written. A run that is in there is not
@@ -22,11 +26,12 @@ copied and never changed. Everything else must be importable.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +47,7 @@ from slice_training import Bench  # noqa: E402
 
 from cppmega.host.markdown import table  # noqa: E402
 from cppmega.host.wording import counted  # noqa: E402
+from cppmega.recipe import Recipe  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
 from cppmega.recipe.memory import MAMBA_RECOMPUTE, estimate  # noqa: E402
 
@@ -51,28 +57,32 @@ _FOLDER = click.Path(path_type=Path)
 
 @dataclass(frozen=True)
 class Row:
-    """One run: changes to the recipe, and whether Mamba layers are recomputed."""
+    """One run: changes to the recipe, and variables that it does not set itself."""
 
     changes: tuple[str, ...] = ()
-    mamba_recompute: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def variables(self) -> dict[str, str]:
-        """Of the environment in which its tree is patched and it is started."""
-        return dict((MAMBA_RECOMPUTE,)) if self.mamba_recompute else {}
+    def described(self) -> list[str]:
+        """What differs from the recipe."""
+        return [*self.changes, *(f"{name}={value}" for name, value in self.variables.items())]
 
 
-_KEPT = ("recompute_modules=()", "gates=()")
-_PERMUTE = (*_KEPT, "moe_permute_fusion=True")
-_ROUTER = (*_PERMUTE, "moe_router_fusion=True")
-_GRADS = (*_ROUTER, "gradient_accumulation_fusion=True")
+_RECOMPUTED = (
+    "recompute_modules=('moe_act', 'mlp', 'mla_up_proj')",
+    f"gates=({MAMBA_RECOMPUTE},)",
+)
 ROWS: Mapping[str, Row] = {
-    "base": Row(mamba_recompute=True),
-    "kept": Row(_KEPT),
-    "permute": Row(_PERMUTE),
-    "router": Row(_ROUTER),
-    "grads": Row(_GRADS),
-    "again": Row(_GRADS),
+    "recipe": Row(),
+    "recomputed": Row(_RECOMPUTED),
+    "permute": Row(("moe_permute_fusion=False",)),
+    "router": Row(("moe_router_fusion=False",)),
+    "grads": Row(("gradient_accumulation_fusion=False",)),
+    "products": Row(variables={"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"}),
+    "gathered": Row(("moe_token_dispatcher_type=allgather",)),
+    "shared": Row(("dsa_index_pattern=FSSFSSFSS",)),
+    "heads": Row(("cross_entropy_fusion_impl=native",)),
+    "again": Row(),
 }
 
 
@@ -114,8 +124,9 @@ def main(
         every = (*length, *row.changes)
         made = recipes_index.with_text(recipes_index.load(recipe), every)
         bench = Bench(made, every, *places, timeout)
-        found = {**ran(bench, name, row, steps), "changes": list(row.changes)}
-        found["estimate_gib"] = round(estimate(made, attends=True).gib, 1)
+        with in_environment(made, row):
+            found = {**ran(bench, name, steps), "changes": row.described}
+            found["estimate_gib"] = round(estimate(made, attends=True).gib, 1)
         result["rows"][name] = found
         facts = {"benchmark": "whole_rows", "changes": list(changes)}  # a row has its own changes
         result |= {**slice_training.header(bench), **facts}
@@ -124,19 +135,27 @@ def main(
     print(page(result))
 
 
-def ran(bench: Bench, name: str, row: Row, steps: int) -> dict[str, Any]:
-    """Train one row and measure it."""
-    with mock.patch.dict(os.environ, row.variables):  # trees and runs are made by other processes
-        if not row.mamba_recompute:
+@contextlib.contextmanager
+def in_environment(recipe: Recipe, row: Row) -> Iterator[None]:
+    """With the variables of a row, in which its tree is patched and it is started."""
+    variables = {**dict(recipe.wanted_gates), **row.variables}
+    with mock.patch.dict(os.environ, variables):  # trees and runs are made by other processes
+        if MAMBA_RECOMPUTE[0] not in variables:
             os.environ.pop(MAMBA_RECOMPUTE[0], None)
-        bench.clear(name)
-        tree = bench.tree("recomputed" if row.mamba_recompute else "kept")
-        profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
-        folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
-        try:
-            bench.wait(name, bench.start(name, tree, *profile, *folder))
-        except MemoryError:
-            return {"out_of_memory": True}
+        yield
+
+
+def ran(bench: Bench, name: str, steps: int) -> dict[str, Any]:
+    """Train one row and measure it."""
+    bench.clear(name)
+    gates = sorted(f"{variable}={value}" for variable, value in bench.recipe.wanted_gates)
+    tree = bench.tree(",".join(gates) or "plain")
+    profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
+    folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
+    try:
+        bench.wait(name, bench.start(name, tree, *profile, *folder))
+    except MemoryError:
+        return {"out_of_memory": True}
     found = measured(bench.rows(name))
     return {key: value for key, value in found.items() if key not in ("curve", "mtp")}
 
@@ -149,8 +168,8 @@ def page(result: dict[str, Any]) -> str:
         f"# {result['recipe']}, one choice after the other, {result['date']}",
         "",
         f"Written by `benchmarks/whole_rows.py`. {counted(result['gpus'], 'GPU')}; {stack}. "
-        f"{', '.join(result['changes']) or 'The recipe as it is'}; every row builds on the one "
-        "before it.",
+        f"{', '.join(result['changes']) or 'The recipe as it is'}; every row changes one thing "
+        "of the first.",
         "",
         table(
             ("row", "changes", "tokens/s per GPU", "ratio", "TFLOP/s", "peak, GiB", "estimate"),
@@ -163,7 +182,7 @@ def page(result: dict[str, Any]) -> str:
 def _cells(
     name: str, row: dict[str, Any], first: dict[str, Any] | None, gpus: int
 ) -> tuple[str, ...]:
-    changes = ", ".join(row["changes"]) or "as the recipe is"
+    changes = ", ".join(row["changes"]) or "none"
     if first is None or "out_of_memory" in row:
         return (name, changes, "out of memory", "", "", "", f"{row['estimate_gib']:.1f}")
     tokens = row["tokens_per_second"]

@@ -13,4 +13,6 @@ RECIPE = load("nam56r_h200_2gpu_ep2").with_(
     expert_model_parallel_size=4,
     micro_batch_size=8,
     global_batch_size=32,
+    recompute_modules=("moe_act", "mlp", "mla_up_proj"),
+    gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
 )

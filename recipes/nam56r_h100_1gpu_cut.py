@@ -14,4 +14,6 @@ RECIPE = _WHOLE.with_(
     purpose="24 of NAM56R's 52 layers on one H100 (80 GB), dense indexer loss",
     cut=f"{_LAYERS} of {len(_WHOLE.layout.trunk)} layers",
     pattern=_WHOLE.layout.trunk[:_LAYERS] + "/+-/+-",
+    micro_batch_size=1,
+    gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
 )

@@ -1,4 +1,7 @@
-"""The whole NAM56R on two H200, with the experts and the optimizer states sharded over them."""
+"""The whole NAM56R on two H200, with the experts and the optimizer states sharded over them.
+
+Nothing is recomputed.
+"""
 
 from cppmega.recipe.index import load
 
@@ -9,6 +12,7 @@ RECIPE = load("nam56r_h200_1gpu").with_(
     expert_model_parallel_size=2,
     micro_batch_size=4,
     global_batch_size=16,
+    recompute_modules=(),
     overlap_grad_reduce=True,
     overlap_param_gather=True,
 )

@@ -52,6 +52,8 @@ RECIPE = Recipe(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
     moe_aux_loss_coeff=1e-4,
+    moe_permute_fusion=True,
+    moe_router_fusion=True,
     mamba3=Mamba3(),
     m2rnn=M2RNN(),
     ngram_hash=NgramHash(),
@@ -66,10 +68,15 @@ RECIPE = Recipe(
     lr=1e-4,
     lr_warmup_iters=100,
     clip_grad=1.0,
+    gradient_accumulation_fusion=True,
     recompute_modules=("moe", "mlp", "mla_up_proj"),
     cross_entropy_fusion_impl="linear",
     patches=("dataset_helpers_prebuilt", "dsa_hadamard_transform", "dsa_attention_kernels"),
     architectures=("sm_90",),
     stack=(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
-    environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
+    environment=(
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        # The products of all experts of a layer in one launch, where Transformer Engine can.
+        ("NVTE_USE_CUTLASS_GROUPED_GEMM", "1"),
+    ),
 )

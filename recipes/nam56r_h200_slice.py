@@ -1,4 +1,7 @@
-"""NAM56R's widths on one H200, with the layers that Megatron releases have: the benchmark run."""
+"""NAM56R's widths on one H200, with the layers that Megatron releases have: the benchmark run.
+
+It has none of the whole model's fused kernels, so that patches are measured against plain stock.
+"""
 
 from cppmega.recipe.index import load
 
@@ -11,6 +14,10 @@ RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     m2rnn=None,
     ngram_hash=None,
     structure=None,
+    moe_permute_fusion=False,
+    moe_router_fusion=False,
+    gradient_accumulation_fusion=False,
+    environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
     expert_model_parallel_size=1,
     micro_batch_size=1,
     global_batch_size=1,

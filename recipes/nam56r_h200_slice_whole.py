@@ -10,6 +10,5 @@ RECIPE = load("nam56r_h200_1gpu").with_(
     global_batch_size=2,
     train_iters=50,
     recompute_modules=(),
-    gates=(),
     keep_checkpoints=0,
 )

@@ -29,7 +29,6 @@ RECIPE = _WHOLE.with_(
     lr=1e-3,
     lr_warmup_iters=50,
     recompute_modules=(),
-    gates=(),
     keep_checkpoints=0,
 )
 """Wide enough for 16 heads of Mamba-3 and 6 of M2RNN; n-grams and structure are NAM56R's."""

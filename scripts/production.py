@@ -34,6 +34,8 @@ REPORTED = "as reported, no log"
 NOT_MEASURED = "not measured"
 _LENGTH = ("train_iters", "global_batch", "eval_")
 """Changes that make a run longer or larger, or evaluate it, and no other run."""
+_FEW = 2
+"""Changes whose values are shown in the tables."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ class Run:
         return found
 
     @property
+    def what(self) -> str:
+        """The recipe and its changes; of many, only the names, which the result's own page sets."""
+        if len(self.changes) <= _FEW:
+            return ", ".join([self.recipe.name, *self.changes])
+        names = [one.partition("=")[0] for one in self.changes]
+        return f"{self.recipe.name} with other {', '.join(names[:-1])} and {names[-1]}"
+
+    @property
     def tokens(self) -> float | None:
         """Tokens per second and GPU; None: out of memory."""
         if "out_of_memory" in self.row:
@@ -66,8 +76,7 @@ class Run:
         Args:
             link: folder of the results, as the page sees it.
         """
-        what = ", ".join([self.recipe.name, *self.changes])
-        shown = f"[{what}]({link}/{self.file.stem}.md)"
+        shown = f"[{self.what}]({link}/{self.file.stem}.md)"
         gpus = f"{self.result['gpus']} x {self.result['stack']['gpu'].removeprefix('NVIDIA ')}"
         first = [shown, self.name, gpus, self.recipe.precision]
         if self.tokens is None:

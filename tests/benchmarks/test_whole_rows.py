@@ -31,18 +31,20 @@ with open(sys.argv[1], "a") as file:
             "loss": 11.0, "grad_norm": 1.0, "losses": {"lm loss": 11.0}, "mock_data": False,
             "profiled": step > 25}) + "\\n")
 """
+PRODUCTS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 FULL = "import sys; sys.exit('torch.OutOfMemoryError: CUDA out of memory.')"
 
 
 def test_rows_run_once_each_in_their_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began: list[tuple[str, str, str | None]] = []
+    began: list[tuple[str, str, str | None, str | None]] = []
 
     def start(bench: Any, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
-        began.append((name, tree.name, os.environ.get(MAMBA_RECOMPUTE[0])))
-        tokens = "20000" if name == "base" else "25000"
-        code = FULL if name == "router" else WRITES
+        of_environment = (os.environ.get(variable) for variable in (MAMBA_RECOMPUTE[0], PRODUCTS))
+        began.append((name, tree.name, *of_environment))
+        tokens = "20000" if name == "recipe" else "15000"
+        code = FULL if name == "heads" else WRITES
         command = [sys.executable, "-c", code, str(bench.metrics(name)), tokens]
         with (bench.out / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -56,23 +58,28 @@ def test_rows_run_once_each_in_their_own_environment(
     monkeypatch.setattr(rows.slice_training, "header", header)
     monkeypatch.setenv(*MAMBA_RECOMPUTE)  # as the call of another run may have left it
     places = ("--site", "s", "--work", str(tmp_path / "w"), "--data", "d")
-    arguments = [*places, "--out", str(tmp_path), "--only", "base,kept,router"]
+    arguments = [*places, "--out", str(tmp_path), "--only", "recipe,recomputed,products,heads"]
     for _ in range(2):  # the second call finds everything done
         done = CliRunner().invoke(rows.main, arguments, catch_exceptions=False)
         assert done.exit_code == 0, done.output
     assert began == [
-        ("base", "recomputed", "1"),
-        ("kept", "kept", None),
-        ("router", "kept", None),
+        ("recipe", "plain", None, None),
+        ("recomputed", "CPPMEGA_MAMBA_RECOMPUTE=1", "1", None),
+        ("products", "plain", None, "0"),
+        ("heads", "plain", None, None),
     ]
     found = json.loads((tmp_path / "nam56r_h200_2gpu_ep2_rows.json").read_text())
-    assert found["changes"] == [] and found["rows"]["kept"]["changes"] == list(rows._KEPT)
-    assert "| kept | recompute_modules=(), gates=() | 12500 | 1.250 | 250 | 110.0 | " in done.output
-    assert "moe_router_fusion=True | out of memory |" in done.output
+    assert found["changes"] == [] and found["rows"]["products"]["changes"] == [f"{PRODUCTS}=0"]
+    assert f"| products | {PRODUCTS}=0 | 7500 | 0.750 | 250 | 110.0 | " in done.output
+    assert "cross_entropy_fusion_impl=native | out of memory |" in done.output
 
 
 @pytest.mark.parametrize("name", rows.ROWS)
-def test_every_row_is_a_recipe(name: str) -> None:
+def test_every_row_is_a_recipe_that_differs_from_the_first(name: str) -> None:
     recipe = recipes_index.load("nam56r_h200_2gpu_ep2")
-    changed = recipes_index.with_text(recipe, rows.ROWS[name].changes)
-    assert bool(changed.gates) is rows.ROWS[name].mamba_recompute
+    row = rows.ROWS[name]
+    changed = recipes_index.with_text(recipe, row.changes)
+    assert (changed != recipe) is bool(row.changes)
+    own = dict(recipe.environment)
+    assert all(own[variable] != value for variable, value in row.variables.items())
+    assert bool(row.described) is (name not in ("recipe", "again"))
