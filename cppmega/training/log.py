@@ -70,7 +70,7 @@ class Log:
             world_size: ranks.
             mock: whether the data are mock data.
             squares: mean document length since the last line, see `ForwardStep.taken_squares`.
-            peak: most GPU memory allocated so far on this rank, GiB.
+            peak: most GPU memory allocated so far on any rank, GiB; called on every rank.
             metrics: file for one JSON object per step; None: none.
             profiled: whether a step since the last line was slower for the profiler.
             graph_pools: what the pools of CUDA graphs reserve on this rank, see `GraphPools.gib`.

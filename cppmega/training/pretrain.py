@@ -171,7 +171,7 @@ def _install_hooks(
         int(os.environ.get("WORLD_SIZE", "1")),
         mock=plan.options.mock_data,
         squares=step.taken_squares,
-        peak=lambda: float(torch.cuda.max_memory_allocated() / 2**30),
+        peak=lambda: most_of_all_ranks(torch.cuda.max_memory_allocated() / 2**30),
         graph_pools=GraphPools(megatron_args.cuda_graphs(args), torch.cuda.memory_snapshot).gib,
         expert_load=experts.load,
         metrics=plan.options.metrics,
@@ -200,6 +200,18 @@ def _install_hooks(
     # In every release, Megatron passes it the arguments of the run that wrote the checkpoint.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
     live_code.replace(checkpointing, "check_checkpoint_args", check)
+
+
+def most_of_all_ranks(value: float) -> float:
+    """The largest of the ranks' values; every rank must call it.
+
+    The rank that logs is in the last pipeline stage, which rarely needs the most memory.
+    """
+    import torch
+
+    found = torch.tensor(value, device="cuda", dtype=torch.float64)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return float(found)
 
 
 def _saves(plan: TrainingPlan) -> saving.Saves | None:

@@ -27,6 +27,7 @@ from tests.upstream_patches.forked_ranks import on_ranks
 
 STEPS = 4
 RECIPE = WHOLE.with_(train_iters=STEPS)
+STAGES = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
 GIVEN = RunOptions(mock_data=True)
 
 
@@ -48,13 +49,17 @@ def trained(
 
 
 def check_a_whole_model_trains(folder: Path) -> None:
-    """On one rank, and on two stages."""
-    stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
+    """On one rank, and on two stages, of which the second logs the memory of the first."""
     for setting, recipe in (
         (ONE, RECIPE),
-        (Configuration(pipeline=2), RECIPE.with_(gpus=2, **stages)),
+        (Configuration(pipeline=2), RECIPE.with_(gpus=2, **STAGES)),
     ):
-        assert set(on_ranks(folder, setting, trained, recipe)) == {"trained"}, setting.name
+        options = RunOptions(mock_data=True, metrics=folder / f"{setting.ranks}.jsonl")
+        answers = on_ranks(folder, setting, trained, recipe, lambda model: None, options)
+        assert set(answers) == {"trained"}, setting.name
+        assert options.metrics is not None
+        peaks = [row.peak_gib for row in metrics.steps(options.metrics)]
+        assert peaks == [float(setting.ranks)] * STEPS, setting.name
 
 
 def check_gradients_that_are_added_in_products_are_the_same(folder: Path) -> None:

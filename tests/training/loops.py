@@ -162,10 +162,12 @@ class Loop:
 
 
 def _without_cuda() -> Any:
-    """Let the loop ask the device for its memory and its random state, which is the host's."""
+    """Let the loop ask the device for its memory, of which each rank has used a GiB more than the
+    next one, and for its random state, which is the host's."""
+    ranks: Any = torch.distributed
     return mock.patch.multiple(
         torch.cuda,
-        max_memory_allocated=lambda: 0,
+        max_memory_allocated=lambda: (ranks.get_world_size() - ranks.get_rank()) << 30,
         get_rng_state=torch.get_rng_state,
         set_rng_state=torch.set_rng_state,
     )

@@ -17,7 +17,7 @@ PAGES = (
     *("dsa_index_share", "dsa_index_share_holder", "dsa_indexer_kernels", "dsa_attention_kernels"),
     *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
     *("grad_accumulation_without_apex", "mtp_roll_packed_sequences"),
-    *("fully_reshardable_bucket_padding", "log_second_line"),
+    *("fully_reshardable_bucket_padding", "log_second_line", "grad_checks_no_host_sync"),
 )
 CHECKS = {
     "evaluation": (
