@@ -11,6 +11,7 @@ Every row but the first changes one thing of the recipe:
     grads       weight gradients are written in bf16, and then added to fp32
     products    every expert of a layer has products of its own
     gathered    every GPU computes its experts for all tokens, which are gathered, not exchanged
+    averaged    the reduction of gradients averages them, and they are not scaled before it
     shared      IndexShare: three of nine DSA layers select keys for all
     heads       the heads' losses are taken from logits
     again       nothing: how far equal runs are apart
@@ -80,6 +81,7 @@ ROWS: Mapping[str, Row] = {
     "grads": Row(("gradient_accumulation_fusion=False",)),
     "products": Row(variables={"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"}),
     "gathered": Row(("moe_token_dispatcher_type=allgather",)),
+    "averaged": Row(("ddp_average_in_collective=True",)),
     "shared": Row(("dsa_index_pattern=FSSFSSFSS",)),
     "heads": Row(("cross_entropy_fusion_impl=native",)),
     "again": Row(),

@@ -157,6 +157,8 @@ class Fields:
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    ddp_average_in_collective: bool = False
+    """Let the reduction of gradients average them, instead of scaling each rank's before it."""
 
     micro_batch_size: Positive = 1
     """Sequences per rank and pass."""

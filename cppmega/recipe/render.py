@@ -294,6 +294,7 @@ def _parallel(recipe: Recipe) -> Iterator[Argument]:
         yield "--sequence-parallel", ()
     for name in (
         *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+        "ddp_average_in_collective",
         "dist_ckpt_optim_fully_reshardable",
     ):
         if getattr(recipe, name):

@@ -108,6 +108,7 @@ VIRTUAL = DENSE.with_(
     tensor_model_parallel_size=1,
     global_batch_size=4,
     dist_ckpt_optim_fully_reshardable=True,
+    ddp_average_in_collective=True,
     **STAGES,
 )
 
@@ -157,6 +158,7 @@ def test_the_release_reads_what_the_recipe_says(version: str) -> None:
             *("tensor_model_parallel_size", "expert_model_parallel_size", "init_method_std"),
             "pipeline_model_parallel_size",
             *("use_distributed_optimizer", "overlap_param_gather", "rotary_base"),
+            "ddp_average_in_collective",
             *("padded_vocab_size", "dist_ckpt_optim_fully_reshardable"),
         )
         assert {k: args[k] for k in same} == {k: getattr(recipe, k) for k in same}, name
