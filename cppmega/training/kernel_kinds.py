@@ -35,6 +35,7 @@ _FAMILIES = {
     "mhc": "hyper-connections",
     "ngram_hash": _NGRAMS,
     "packed_conv": _M2RNN,
+    "rope": "rotary embedding",
     "split_columns": _MAMBA3,
 }
 _AROUND = {
