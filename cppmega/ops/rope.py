@@ -6,13 +6,13 @@ fifteen backward, most of which copy the tensor. Results and gradients are the s
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from cppmega.ops.kernel_choice import taken
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -27,19 +27,12 @@ def obstacle(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> str |
         return f"{angles.size(-1)} of {t.size(-1)} columns are rotated, or angles are learnt"
     if adjacent and gathered:
         return "columns are gathered and then paired as neighbours"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     return None
 
 
 def takes(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> bool:
     """Whether `rotated` computes a call: on a GPU, unless an obstacle is warned of."""
-    if not t.is_cuda:
-        return False
-    reason = obstacle(t, angles, adjacent, gathered)
-    if reason is not None:
-        warnings.warn(f"cppmega's rotary embedding is not used: {reason}", stacklevel=3)
-    return reason is None
+    return taken("its rotary embedding", t, obstacle(t, angles, adjacent, gathered))
 
 
 def rotated(

@@ -36,6 +36,7 @@ _FAMILIES = {
     "ngram_hash": _NGRAMS,
     "packed_conv": _M2RNN,
     "rope": "rotary embedding",
+    "router_gating": "routers",
     "split_columns": _MAMBA3,
 }
 _AROUND = {

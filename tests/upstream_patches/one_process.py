@@ -41,6 +41,7 @@ PAGES = {
     "optimizer_state_across_expert_parallel": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "recompute_of_returned_input": ("0.17.1", "0.18.2", "0.19.2"),
     "recompute_rng_states": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "router_gating_backward": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "scheduler_override_at_resume": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "te_graphs_hybrid_mtp": ("0.18.2", "0.19.2"),
     "rope_thd_no_host_sync": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
