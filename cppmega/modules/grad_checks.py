@@ -1,9 +1,9 @@
 """The check of local gradients for NaN and Inf, with one wait for the GPU per step.
 
-Megatron checks the norm of each bucket before it is reduced, by two comparisons that the host reads
-and that it does as soon as a bucket is complete, in the middle of the backward pass. Here the norms
-are taken at the same points and stay on the device; they are compared when all reductions have
-ended, still before the optimizer changes a weight. A gradient that is not finite is then given to
+As soon as a bucket is complete, in the middle of the backward pass, Megatron compares the norm of
+its gradients with NaN and Inf, and reads both results on the host. Here the norms are taken at the
+same points and stay on the device; they are compared when all reductions have ended, still before
+the optimizer changes a weight. A gradient that is not finite is then given to
 Megatron's own check, with the norm that it had before the reduction.
 """
 
