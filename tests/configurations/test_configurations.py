@@ -44,10 +44,10 @@ def test_patched_does_what_stock_does() -> None:
 
 @pytest.mark.megatron
 def test_pages_that_break_something_are_reported(tmp_path: Path) -> None:
-    rope = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_bshd"
+    rope = "megatron/core/models/common/embeddings/rope_utils.py:_rotate_half"
     scatter = "megatron/core/tensor_parallel/mappings.py:_reduce_scatter_along_first_dim"
-    wrong_numbers = 'replacing("return torch.cat((t, t_pass), dim=-1)",'
-    wrong_numbers += ' "return torch.cat((t * 1.01, t_pass), dim=-1)")'
+    wrong_numbers = 'replacing("torch.cat((-x2, x1), dim=-1)",'
+    wrong_numbers += ' "torch.cat((-x2, x1 * 1.01), dim=-1)")'
     raises = 'inserting("raise ValueError(\'broken\')", before="world_size = group.size()")'
     for name, target, edit in (
         ("wrong_numbers", rope, wrong_numbers),
