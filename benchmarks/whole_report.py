@@ -58,6 +58,25 @@ def measured(
     }
 
 
+def repeated(rows: list[dict[str, Any]], whole: list[dict[str, Any]], saved: int) -> dict[str, Any]:
+    """Steps that another recipe trained from a checkpoint, and the run's own losses of them.
+
+    Args:
+        rows: those of the other recipe.
+        whole: those of the run.
+        saved: the step of the checkpoint.
+
+    Raises:
+        ClickException: the other recipe did not begin there.
+    """
+    again, own = losses(rows), losses(whole)
+    if min(again, default=0) != saved + 1:
+        raise click.ClickException(f"began at {min(again, default=0)}, not after step {saved}")
+    pairs = [[step, loss, own.get(step)] for step, loss in sorted(again.items())]
+    apart = [abs(loss - before) for _, loss, before in pairs if before is not None]
+    return {"from_step": saved, "losses": pairs, "largest_difference": max(apart, default=None)}
+
+
 def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Every loss and the load of the experts, by step."""
     return {
@@ -135,6 +154,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         *(f"- {each}" for each in result["saves"]),
         "",
+        *([_reloaded(result["reload"]), ""] if "reload" in result else []),
         *([result["note"], ""] if "note" in result else []),
         "## Held-out losses, nats per token",
         "",
@@ -147,6 +167,19 @@ def page(result: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _reloaded(found: dict[str, Any]) -> str:
+    apart = found["largest_difference"]
+    compared = (
+        "" if apart is None else f", whose losses differ from the run's by at most {apart:.2e}"
+    )
+    return (
+        f"`{found['recipe']}`, on {counted(found['gpus'], 'GPU')}, loaded the checkpoint of step "
+        f"{found['from_step']} and trained steps {found['losses'][0][0]} to "
+        f"{found['losses'][-1][0]}{compared}; its first step ended "
+        f"{found['seconds_to_first_step']:.0f} s after its start."
+    )
 
 
 def mtp(run: dict[str, Any]) -> list[str]:

@@ -6,7 +6,9 @@
 
 TRAIN and HELD are datasets as `python -m cppmega.data.code.command` makes them. The run saves one
 checkpoint, is killed some steps after it, and resumes from it: the steps in between are trained
-twice, and their losses compared. Writes NAME.json and NAME.md, and `draw` NAME.png.
+twice, and their losses compared. With --reload RECIPE, that recipe loads the same checkpoint at the
+end, with other ranks for example, and trains the steps after it once more. Writes NAME.json and
+NAME.md, and `draw` NAME.png.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed. Everything else must be importable.
@@ -32,10 +34,11 @@ import whole_report  # noqa: E402
 from slice_report import headline  # noqa: E402
 from slice_training import Bench, TimeIsUp  # noqa: E402
 
+from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
 from cppmega.data import corpus  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
 
-NAME = "overlay"
+NAME, RELOADED = "overlay", "reloaded"
 _FOLDER = click.Path(path_type=Path)
 
 
@@ -57,23 +60,46 @@ class Part:
     """Whether it was not stopped at the time limit."""
 
 
-def part(bench: Bench, tree: Path, options: tuple[str, ...], until: int | None = None) -> Part:
+def part(
+    bench: Bench,
+    tree: Path,
+    options: tuple[str, ...],
+    until: int | None = None,
+    name: str = NAME,
+) -> Part:
     """Start or resume the run; `until`: kill it after this step."""
-    log, before = bench.out / f"{NAME}.log", len(bench.rows(NAME))
+    log, before = bench.out / f"{name}.log", len(bench.rows(name))
     read = log.stat().st_size if log.is_file() else 0
     started = time.monotonic()
-    process = bench.start(NAME, tree, *options)
-    bench.wait(NAME, process, until=1, after=before)
+    process = bench.start(name, tree, *options)
+    bench.wait(name, process, until=1, after=before)
     first = time.monotonic() - started
     in_time = True
     try:
-        bench.wait(NAME, process, until, after=before)
+        bench.wait(name, process, until, after=before)
     except TimeIsUp:
         in_time = False
     if until is not None:
         slice_training.kill(process)
     said = log.read_bytes()[read:].decode(errors="replace")
-    return Part(bench.rows(NAME)[before:], first, said, in_time)
+    return Part(bench.rows(name)[before:], first, said, in_time)
+
+
+def reloaded(bench: Bench, tree: Path, other: str, checkpoints: Path, steps: int) -> dict[str, Any]:
+    """Load the run's last checkpoint with another recipe, and train some steps after it.
+
+    Its global batch is that of the run, so that the steps have the same samples.
+    """
+    step = int((checkpoints / TRACKER).read_text())
+    kept = [one for one in bench.changes if not one.startswith(("train_iters=", "eval_"))]
+    batch = f"global_batch_size={bench.recipe.global_batch_size}"
+    changes = (*kept, batch, f"train_iters={step + steps}")
+    made = recipes_index.with_text(recipes_index.load(other), changes)
+    again = Bench(made, changes, bench.site, bench.work, bench.out, bench.data, bench.timeout)
+    again.clear(RELOADED)
+    done = part(again, tree, ("--load", str(checkpoints.resolve())), name=RELOADED)
+    facts = {"recipe": other, "gpus": made.gpus, "seconds_to_first_step": round(done.first, 1)}
+    return {**facts, **whole_report.repeated(done.rows, bench.rows(NAME), step)}
 
 
 @main.command()
@@ -87,6 +113,8 @@ def part(bench: Bench, tree: Path, options: tuple[str, ...], until: int | None =
 @click.option("--save-after", default=100, show_default=True, help="Step of the checkpoint.")
 @click.option("--kill-after", default=110, show_default=True, help="Step before the kill.")
 @click.option("--profile-after", default=40, show_default=True, help="Step before the profile.")
+@click.option("--reload", "other", metavar="RECIPE", help="Load the checkpoint with it at the end.")
+@click.option("--reload-steps", default=5, show_default=True, help="Steps that it trains.")
 @click.option("--name", help="Of the result's files [the recipe's].")
 @click.option("--timeout", default=1500.0, show_default=True, help="Seconds for one part.")
 def run(
@@ -100,6 +128,8 @@ def run(
     save_after: int,
     kill_after: int,
     profile_after: int,
+    other: str | None,
+    reload_steps: int,
     name: str | None,
     timeout: float,
 ) -> None:
@@ -145,9 +175,17 @@ def run(
         result["note"] = " ".join(notes)
     result["headline"] = headline(result)
     target = out / f"{name or recipe}.json"
+    write(target, result)
+    if other is not None:
+        result["reload"] = reloaded(bench, tree, other, checkpoints, reload_steps)
+        write(target, result)
+    print(whole_report.page(result))
+
+
+def write(target: Path, result: dict[str, Any]) -> None:
+    """Write the result and its page."""
     target.write_text(json.dumps(result, indent=1) + "\n")
     target.with_suffix(".md").write_text(whole_report.page(result))
-    print(whole_report.page(result))
 
 
 def room_for_another(checkpoints: Path) -> bool:

@@ -23,14 +23,16 @@ TRAINS = """
 import json, sys, time
 from pathlib import Path
 folder, metrics, stalled = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "stalled"
-done = int((folder / "step").read_text()) if folder.exists() else 0
+saved = folder / "latest_checkpointed_iteration.txt"
+done = int(saved.read_text()) if folder.exists() else 0
+last = int(sys.argv[4])
 print("cppmega: recipe", flush=True)
 with metrics.open("a") as file:
     def say(row):
         file.write(json.dumps(row) + "\\n")
         file.flush()
     say({"start": "nam56r_h200_2gpu_ep2", "overlay": "abc", "mock_data": False})
-    for step in range(done + 1, 31):
+    for step in range(done + 1, last + 1):
         loss = 11.1 - step / 100 + (0.001 if done else 0)
         losses = {"lm loss": loss, "mtp_1 loss": loss, "mtp_2 loss": loss, "indexer loss": 0.1}
         say({"step": step, "seconds": 0.5, "tokens_per_second": 20000.0, "tflops_per_gpu": 250.0,
@@ -39,7 +41,7 @@ with metrics.open("a") as file:
              "expert_load": [[0.5, 1.5], [0.25, 2.0]]})
         if step == 20 and not done:
             folder.mkdir()
-            (folder / "step").write_text("20")
+            saved.write_text("20")
             print("cppmega: checkpoint of step 20: 76.0 GiB in 60.0 s", flush=True)
         if step % 10 == 0:
             say({"evaluated": step, "losses": {k: v + 0.1 for k, v in losses.items()},
@@ -63,7 +65,8 @@ def ran(
     def start(bench: Any, name: str, tree: Path, *given: str) -> subprocess.Popen[bytes]:
         place = "--save" if "--save" in given else "--load"
         folder = given[given.index(place) + 1]
-        command = [sys.executable, "-c", TRAINS, folder, str(bench.metrics(name)), resumed]
+        last = str(bench.recipe.train_iters)
+        command = [sys.executable, "-c", TRAINS, folder, str(bench.metrics(name)), resumed, last]
         with (bench.out / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -112,6 +115,20 @@ def test_the_page_has_speed_losses_balance_and_kill(result: dict[str, Any]) -> N
     assert "0.25 to 2.00, the most of the median layer 2.00" in page
     assert "after step 25" in page and "checkpoint of step 20" in page
     assert "| 20 | 11.0000 | 11.0000 | 11.0000 | 1,000 | 1.0 |" in page
+
+
+def test_another_recipe_trains_the_steps_after_the_checkpoint_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ran(tmp_path, monkeypatch, "--reload", "nam56r_h200_1gpu", "--reload-steps", "4")
+    again = found["reload"]
+    assert (again["recipe"], again["gpus"], again["from_step"]) == ("nam56r_h200_1gpu", 1, 20)
+    assert [step for step, _, _ in again["losses"]] == [21, 22, 23, 24]
+    assert again["largest_difference"] == pytest.approx(0.0)
+    page = report.page(found)
+    assert "`nam56r_h200_1gpu`, on 1 GPU, loaded the checkpoint of step 20 and trained" in page
+    with pytest.raises(click.ClickException, match="began at 3, not after step 20"):
+        report.repeated([{"step": 3, "loss": 1.0}], [], 20)
 
 
 @pytest.mark.slow
