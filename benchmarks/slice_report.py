@@ -85,6 +85,12 @@ def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in steps_of(rows)}
 
 
+def apart(one: dict[int, float], other: dict[int, float]) -> float | None:
+    """The largest difference of losses over the steps that both have; None without any."""
+    both = set(one) & set(other)
+    return max((abs(one[step] - other[step]) for step in both), default=None)
+
+
 def compared(
     first: dict[int, float], again: dict[int, float], whole: dict[int, float]
 ) -> dict[str, Any]:
@@ -102,8 +108,8 @@ def compared(
         "killed_after_step": max(first),
         "resumed_from_step": SAVE,
         "compared_steps": [both[0], both[-1]],
-        "largest_difference": max(abs(again[step] - whole[step]) for step in both),
-        "unkilled_difference": max(abs(first[step] - whole[step]) for step in first),
+        "largest_difference": apart(again, whole),
+        "unkilled_difference": apart(first, whole),
         "loss_span": max(whole.values()) - min(whole.values()),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import slice_report
-from slice_report import losses, steps_of
+from slice_report import apart, losses, steps_of
 
 from cppmega.host.markdown import table
 from cppmega.host.wording import counted
@@ -48,7 +48,7 @@ def measured(
             "killed_after_step": max(lost),
             "resumed_from_step": saved,
             "repeated_steps": [both[0], both[-1]],
-            "largest_difference": max(abs(again[step] - lost[step]) for step in both),
+            "largest_difference": apart(again, lost),
             "loss_span": max(again.values()) - min(again.values()),
         },
         "held_out_losses": [
@@ -73,8 +73,7 @@ def repeated(rows: list[dict[str, Any]], whole: list[dict[str, Any]], saved: int
     if min(again, default=0) != saved + 1:
         raise click.ClickException(f"began at {min(again, default=0)}, not after step {saved}")
     pairs = [[step, loss, own.get(step)] for step, loss in sorted(again.items())]
-    apart = [abs(loss - before) for _, loss, before in pairs if before is not None]
-    return {"from_step": saved, "losses": pairs, "largest_difference": max(apart, default=None)}
+    return {"from_step": saved, "losses": pairs, "largest_difference": apart(again, own)}
 
 
 def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def page(result: dict[str, Any]) -> str:
     data, held = result["data"], result["held_out"]
     heads = {name: of for name, of in run["losses"].items() if name in ("lm loss", *mtp(run))}
     first = ", ".join(f"{name} {of[0]:.3f}" for name, of in heads.items())
-    apart = max(abs(of[0] / expected - 1) for of in heads.values())
+    farthest = max(abs(of[0] / expected - 1) for of in heads.values())
     least, _, most, extreme = run["expert_load"][-1] if run["expert_load"] else [math.nan] * 4
     rows = [
         ("overlay digest", str(run["overlay"])),
@@ -123,7 +122,7 @@ def page(result: dict[str, Any]) -> str:
         (
             "first losses",
             f"{first}; random weights are expected to have {expected:.3f} (ln V = {uniform:.3f}), "
-            f"from which the farthest is {apart:.1%}",
+            f"from which the farthest is {farthest:.1%}",
         ),
         ("last losses", ", ".join(f"{name} {of[-1]:.3f}" for name, of in heads.items())),
         (
@@ -170,10 +169,10 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _reloaded(found: dict[str, Any]) -> str:
-    apart = found["largest_difference"]
-    compared = (
-        "" if apart is None else f", whose losses differ from the run's by at most {apart:.2e}"
-    )
+    difference = found["largest_difference"]
+    compared = ""
+    if difference is not None:
+        compared = f", whose losses differ from the run's by at most {difference:.2e}"
     return (
         f"`{found['recipe']}`, on {counted(found['gpus'], 'GPU')}, loaded the checkpoint of step "
         f"{found['from_step']} and trained steps {found['losses'][0][0]} to "

@@ -75,12 +75,11 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
-    from unittest import mock
-
     import torch
     from megatron.core.models.common.embeddings import rope_utils
 
     from cppmega.ops import rope, rope_reference
+    from cppmega.proof import stand_ins
 
     t = torch.arange(8.0).view(1, 1, 1, 8)
     angles = torch.tensor([0.0, 0.5, 1.0, 0.0, 0.5, 1.0]).view(1, 1, 1, 6)
@@ -88,10 +87,7 @@ def verify() -> None:
     for adjacent, gathered in ((False, True), (True, False), (False, False)):
         given = (t, angles, adjacent, gathered, 0.5)
         own = rotated(*given)  # on a CPU, by Megatron's code
-        with (
-            mock.patch.object(rope, "takes", lambda *_: True),
-            mock.patch.object(rope, "rotated", mock.Mock(wraps=rope_reference.rotated)) as kernel,
-        ):
+        with stand_ins.by_reference(rope, "rotated", rope_reference.rotated) as kernel:
             found = rotated(*given)
         kernel.assert_called_once_with(*given)
         assert torch.equal(found, own), (found, own)

@@ -65,6 +65,7 @@ def verify() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     from cppmega.ops import router_gating, router_gating_reference
+    from cppmega.proof import stand_ins
 
     def leaf(*shape):  # type: ignore[no-untyped-def]
         return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
@@ -74,9 +75,8 @@ def verify() -> None:
         leaves = [each for each in (inp, weight, bias) if each is not None]
         with (  # up to 0.16, its name is missing where Transformer Engine is
             mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
-            mock.patch.object(router_gating, "takes", lambda *_: True),
-            mock.patch.object(
-                router_gating, "gradients", mock.Mock(wraps=router_gating_reference.gradients)
+            stand_ins.by_reference(
+                router_gating, "gradients", router_gating_reference.gradients
             ) as kernel,
         ):
             scores = moe_utils.RouterGatingLinearFunction.apply(inp, weight, bias, torch.float32)

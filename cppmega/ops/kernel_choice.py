@@ -1,15 +1,22 @@
-"""Whether one of cppmega's kernels computes a call of Megatron's, or Megatron's own code does."""
+"""Whether one of cppmega's kernels computes a call, or other code does."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
 
 from torch import Tensor
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels, as it does on a CPU."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
 def taken(what: str, tensor: Tensor, obstacle: str | None) -> bool:
-    """Whether the kernel does: on a GPU, unless there is an obstacle, which is warned of.
+    """Whether a kernel computes a call of Megatron's: on a GPU, if no obstacle is warned of.
 
     Args:
         what: the kernel, in the plural or with an article.

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
 from cppmega.ops import mamba3_operands_triton as kernels
 from cppmega.ops.dsa_indexer_reference import wide
+from cppmega.ops.kernel_choice import interpreted
 from cppmega.ops.mamba3_reference import EPSILON, Definition, Inputs, Parameters, decay_rate
 
 
@@ -113,7 +113,7 @@ def _from_sources(x: Tensor, *read: Tensor) -> tuple[Inputs, Parameters]:
 
 
 def _by_kernels(inputs: Inputs) -> bool:
-    return inputs.x.device.type != "cpu" or bool(triton.knobs.runtime.interpret)
+    return inputs.x.device.type != "cpu" or interpreted()
 
 
 def compute(

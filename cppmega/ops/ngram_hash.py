@@ -9,13 +9,14 @@ hash functions", 1979): two different n-grams share a row of one table with prob
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from cppmega.ops.kernel_choice import interpreted
 
 
 def hashing(orders: Sequence[int], heads: int, sizes: Sequence[int], seed: int) -> Tensor:
@@ -105,10 +106,7 @@ def lookup(tables: Tensor, rows: Tensor) -> Tensor:
 
 
 def _by_kernels(tables: Tensor) -> bool:
-    if tables.device.type == "cpu":
-        triton = sys.modules.get("triton")
-        return triton is not None and bool(triton.knobs.runtime.interpret)
-    return tables.dtype != torch.float64
+    return interpreted() if tables.device.type == "cpu" else tables.dtype != torch.float64
 
 
 class _Lookup(torch.autograd.Function):

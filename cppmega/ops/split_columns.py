@@ -7,13 +7,14 @@ an H200's bandwidth. Here each part's gradient is copied once, in whole rows.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from cppmega.ops.kernel_choice import interpreted
 
 
 def split_columns(projected: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -36,10 +37,7 @@ def split_columns(projected: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...
 
 
 def _by_kernel(tensor: Tensor) -> bool:
-    if tensor.device.type == "cpu":
-        triton = sys.modules.get("triton")
-        return triton is not None and bool(triton.knobs.runtime.interpret)
-    return tensor.device.type == "cuda"
+    return interpreted() if tensor.device.type == "cpu" else tensor.is_cuda
 
 
 class _Split(torch.autograd.Function):

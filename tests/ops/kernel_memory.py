@@ -106,6 +106,20 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
     return memory_record.known(key, arch, lambda: _lowered(module, stages, metadata))
 
 
+def check_fits(
+    found: Iterable[Launch], modules: Iterable[ModuleType], archs: Iterable[int] = LIMITS
+) -> None:
+    """Assert that every kernel of the modules was launched, and that each launch fits."""
+    found = list(found)
+    launched = {kernel.__name__ for kernel, _ in found}
+    every = {name for module in modules for name in kernels_of(module)}
+    assert launched == every, f"not launched: {every - launched}; unknown: {launched - every}"
+    for kernel, given in found:
+        for arch in archs:
+            taken = shared_memory(kernel, given, arch)
+            assert taken <= LIMITS[arch] << 10, f"{kernel.__name__} takes {taken} on sm_{arch}"
+
+
 def _lowered(module: Any, stages: dict[str, Any], metadata: dict[str, Any]) -> int:
     """The bytes that the later passes find; LLVM's do not change them and are skipped."""
     from triton._C.libtriton import llvm

@@ -15,8 +15,8 @@ from cppmega.ops import m2rnn as op  # noqa: E402
 from cppmega.ops import m2rnn_reference as reference  # noqa: E402
 from cppmega.ops.packed_conv import packed_conv  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
-from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
-from tests.ops.launch_counts import kernels_of, modules_of  # noqa: E402
+from tests.ops.kernel_memory import check_fits, record  # noqa: E402
+from tests.ops.launch_counts import modules_of  # noqa: E402
 from tests.ops.m2rnn_checks import (  # noqa: E402
     CONVOLUTION,
     RECURRENCE,
@@ -172,7 +172,6 @@ def test_every_kernel_compiles_and_fits_shared_memory(monkeypatch: pytest.Monkey
     for name in ("cppmega.ops.m2rnn.obstacle", "cppmega.ops.packed_conv.obstacle"):
         monkeypatch.setattr(name, lambda *call: None)
     packed = torch.tensor([0, 64])
-    jitted = {name for module in modules for name in kernels_of(module) if "kernel" in name}
     # Without packs, and for sizes of one, which Triton compiles in, kernels are others.
     for shape, dtype, bounds, targets in (
         (Shape(64, 1, 51, 64, 16), torch.bfloat16, packed, (100, 120)),  # 80 has more than 120
@@ -183,10 +182,7 @@ def test_every_kernel_compiles_and_fits_shared_memory(monkeypatch: pytest.Monkey
         found.clear()
         both_ways(op.m2rnn, drawn(shape, dtype), bounds)
         both_ways(packed_conv, drawn_conv(shape.s, shape.b, 944, 4, dtype), bounds)
-        assert {kernel.__name__ for kernel, _ in found} == jitted
-        for kernel, given in found:
-            for arch in targets:
-                assert shared_memory(kernel, given, arch) <= LIMITS[arch] << 10
+        check_fits(found, modules, targets)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,8 @@ import torch
 from cppmega.ops import ngram_hash, ngram_hash_reference
 from tests.ops import ngram_hash_checks
 from tests.ops.in_interpreter import run
-from tests.ops.kernel_memory import LIMITS, record, shared_memory
-from tests.ops.launch_counts import kernels_of, modules_of
+from tests.ops.kernel_memory import check_fits, record
+from tests.ops.launch_counts import modules_of
 
 DOCUMENTS = ([7, 3, 60, 3, 60, 1], [5], [7, 3], [9, 9, 9, 9, 9])
 """Ragged: one is shorter than every n-gram."""
@@ -114,12 +114,7 @@ def test_every_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) ->
     tables = torch.zeros(50, 16, dtype=torch.bfloat16, requires_grad=True)
     read = ngram_hash.lookup(tables, torch.ones(64, 16, dtype=torch.int64))
     read.backward(torch.zeros_like(read))  # type: ignore[no-untyped-call]
-    assert {kernel.__name__ for kernel, _ in found} == {
-        name for module in modules for name in kernels_of(module)
-    }
-    for kernel, given in found:
-        for arch, most in LIMITS.items():
-            assert shared_memory(kernel, given, arch) <= most << 10
+    check_fits(found, modules)
 
 
 @pytest.mark.gpu

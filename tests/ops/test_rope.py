@@ -11,8 +11,8 @@ import torch
 from cppmega.ops import rope
 from tests.ops import rope_checks
 from tests.ops.in_interpreter import run
-from tests.ops.kernel_memory import LIMITS, record, shared_memory
-from tests.ops.launch_counts import kernels_of, modules_of
+from tests.ops.kernel_memory import check_fits, record
+from tests.ops.launch_counts import modules_of
 
 CHECKS = """
 import torch
@@ -70,12 +70,7 @@ def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         t = torch.zeros(64, 2, 32, 96, dtype=dtype, requires_grad=True)
         out = rope.rotated(t, torch.zeros(64, 1, 1, 64), adjacent, gathered)
         out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
-    assert {kernel.__name__ for kernel, _ in found} == {
-        name for module in modules for name in kernels_of(module)
-    }
-    for kernel, given in found:
-        for arch, most in LIMITS.items():
-            assert shared_memory(kernel, given, arch) <= most << 10
+    check_fits(found, modules)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,8 @@ import torch
 from cppmega.ops import router_gating
 from tests.ops import router_gating_checks
 from tests.ops.in_interpreter import run
-from tests.ops.kernel_memory import LIMITS, record, shared_memory
-from tests.ops.launch_counts import kernels_of, modules_of
+from tests.ops.kernel_memory import check_fits, record
+from tests.ops.launch_counts import modules_of
 
 CHECKS = """
 import torch
@@ -54,12 +54,7 @@ def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     for experts in (16, router_gating.MOST_EXPERTS):
         inp, weight = torch.zeros(2048, 512).bfloat16(), torch.zeros(experts, 512).bfloat16()
         router_gating.gradients(inp, weight, torch.zeros(2048, experts))
-    assert {kernel.__name__ for kernel, _ in found} == {
-        name for module in modules for name in kernels_of(module)
-    }
-    for kernel, given in found:
-        for arch, most in LIMITS.items():
-            assert shared_memory(kernel, given, arch) <= most << 10
+    check_fits(found, modules)
 
 
 @pytest.mark.gpu

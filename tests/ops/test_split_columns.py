@@ -8,8 +8,8 @@ import torch
 from cppmega.ops import split_columns as op
 from tests.ops import split_columns_checks
 from tests.ops.in_interpreter import run
-from tests.ops.kernel_memory import LIMITS, record, shared_memory
-from tests.ops.launch_counts import kernels_of, modules_of
+from tests.ops.kernel_memory import check_fits, record
+from tests.ops.launch_counts import modules_of
 
 CHECKS = """
 import torch
@@ -44,12 +44,7 @@ def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     projected = torch.zeros(64, 2, 1024, dtype=torch.bfloat16, requires_grad=True)
     parts = op.split_columns(projected, (768, 256))
     sum(part.sum() for part in parts).backward()
-    assert {kernel.__name__ for kernel, _ in found} == {
-        name for module in modules for name in kernels_of(module)
-    }
-    for kernel, given in found:
-        for arch, most in LIMITS.items():
-            assert shared_memory(kernel, given, arch) <= most << 10
+    check_fits(found, modules)
 
 
 @pytest.mark.gpu

@@ -27,10 +27,11 @@ from unittest import mock
 
 import torch
 from megatron.core.transformer import transformer_config
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.tokenizers.utils import build_tokenizer
 from megatron.training import arguments
+from tests.support import te_stand_ins
 
+te_stand_ins.kernels_of_experts()
 cases = json.loads(os.environ["CASES"])
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 out = {}
@@ -46,11 +47,6 @@ for name, (gpus, argv) in cases.items():
                 torch.cuda, "get_device_properties", lambda *a: types.SimpleNamespace(major=9)
             ),
             mock.patch.object(transformer_config, "is_te_min_version", lambda *a, **k: True),
-            *(
-                mock.patch.object(moe_utils, name, mock.MagicMock())
-                for name in vars(moe_utils)
-                if name.startswith("fused_")
-            ),
             mock.patch.object(
                 transformer_config,
                 "_validate_dsa_kernel_backend_dependencies",

@@ -9,7 +9,6 @@ import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -30,6 +29,7 @@ def check(stock: one_process.Stock) -> None:
     from megatron.core.models.common.embeddings import rope_utils as patched
 
     from cppmega.ops import rope, rope_reference
+    from cppmega.proof import stand_ins
     from tests.ops.rope_checks import WAYS
 
     unpatched = stock.module("megatron.core.models.common.embeddings.rope_utils")
@@ -48,10 +48,7 @@ def check(stock: one_process.Stock) -> None:
 
         call = {"config": config, "mscale": scale, "cp_group": SimpleNamespace(), **own}
         wanted = outcome(unpatched, dtype, angles, call)
-        with (
-            mock.patch.object(rope, "takes", lambda *_: True),
-            mock.patch.object(rope, "rotated", mock.Mock(wraps=rope_reference.rotated)) as kernel,
-        ):
+        with stand_ins.by_reference(rope, "rotated", rope_reference.rotated) as kernel:
             found = outcome(patched, dtype, angles, call)
         assert kernel.call_count == 1
         assert kernel.call_args.args[1:] == (angles, adjacent, gathered, scale)

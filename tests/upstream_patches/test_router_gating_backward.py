@@ -27,18 +27,16 @@ def check(stock: one_process.Stock) -> None:
     from megatron.core.transformer.moe import moe_utils as patched
 
     from cppmega.ops import router_gating, router_gating_reference
+    from cppmega.proof import stand_ins
 
     unpatched = stock.module("megatron.core.transformer.moe.moe_utils")
     for biased in (False, True):
         for score in (torch.float32, torch.float64):
             wanted = gradients(unpatched, biased, score)
             on_cpu = gradients(patched, biased, score)
-            with (
-                mock.patch.object(router_gating, "takes", lambda *_: True),
-                mock.patch.object(
-                    router_gating, "gradients", mock.Mock(wraps=router_gating_reference.gradients)
-                ) as kernel,
-            ):
+            with stand_ins.by_reference(
+                router_gating, "gradients", router_gating_reference.gradients
+            ) as kernel:
                 found = gradients(patched, biased, score)
             assert kernel.call_count == 1
             for mine, host, expected in zip(found, on_cpu, wanted, strict=True):
