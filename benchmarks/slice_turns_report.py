@@ -41,7 +41,8 @@ def _report(
     yield f"{stack}."
     for name, part in parts.items():
         yield ""
-        yield f"## {name}"
+        later = f", {part['date']}" if part["date"] != first["date"] else ""
+        yield f"## {name}{later}"
         yield ""
         if name.startswith("curves"):
             yield from _curves(part)

@@ -65,9 +65,10 @@ def part(
     tree: Path,
     options: tuple[str, ...],
     until: int | None = None,
+    saved: Path | None = None,
     name: str = NAME,
 ) -> Part:
-    """Start or resume the run; `until`: kill it after this step."""
+    """Start or resume the run; `until`: kill it after this step, and once `saved` is there."""
     log, before = bench.out / f"{name}.log", len(bench.rows(name))
     read = log.stat().st_size if log.is_file() else 0
     started = time.monotonic()
@@ -80,6 +81,8 @@ def part(
     except TimeIsUp:
         in_time = False
     if until is not None:
+        while saved is not None and not saved.is_file() and process.poll() is None:
+            time.sleep(bench.period)  # an asynchronous save is still being written
         slice_training.kill(process)
     said = log.read_bytes()[read:].decode(errors="replace")
     return Part(bench.rows(name)[before:], first, said, in_time)
@@ -151,7 +154,7 @@ def run(
     options += ("--save-interval", str(save_after))
     profile = ("--profile", "2", "--profile-after", str(profile_after))
     profile += ("--profile-folder", str(out.resolve() / "profile"))
-    killed = part(bench, tree, options + profile, until=kill_after)
+    killed = part(bench, tree, options + profile, kill_after, saved=checkpoints / TRACKER)
     saves = room_for_another(checkpoints)
     if not saves:
         options = (*options[:2], "--load", str(checkpoints.resolve()))
