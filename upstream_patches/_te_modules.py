@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
@@ -62,6 +63,23 @@ def load(module: str = "distributed") -> Any:
     with importing():
         spec.loader.exec_module(loaded)
     return loaded
+
+
+def extension(**classes: type) -> Any:
+    """Import Megatron's extension module with stand-ins for Transformer Engine.
+
+    Args:
+        classes: classes of `transformer_engine.pytorch` that Megatron's are derived from.
+    """
+    from cppmega.proof import stand_ins
+
+    name = "megatron.core.extensions.transformer_engine"
+    for forgotten in ("transformer_engine", name):
+        stand_ins.forget(forgotten)
+    with importing():
+        import_module("transformer_engine").__version__ = "2.20.2"  # type: ignore[attr-defined]
+        vars(import_module(PACKAGE)).update(classes)
+        return import_module(name)
 
 
 def importing() -> Any:

@@ -5,8 +5,8 @@ What: With `--moe-router-dtype fp32`, `RouterGatingLinearFunction` takes its gra
     that gives the reason.
 Why: Megatron casts the hidden states to fp32 in every layer, multiplies them in TF32, and casts the
     gradient back: 24 of 2,800 ms of kernels in a step of NAM56R on two H200, for products of 16
-    columns.
-Upstream: Not sent: not measured with the kernel yet.
+    columns. The kernel takes 5.8.
+Upstream: Not sent: measured as part of a step on one host of two H200.
 Remove: when upstream no longer casts the hidden states for it.
 Numerics: reorders sums: products have the precision of fp32, where Transformer Engine's are TF32
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cppmega.ops.padded_linear import padded_linear
+from cppmega.ops.linear import padded_linear
 
 
 @cache

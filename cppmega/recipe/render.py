@@ -202,6 +202,9 @@ def _model(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
     yield "--disable-bias-linear", ()
     yield "--attention-dropout", ("0.0",)
     yield "--hidden-dropout", ("0.0",)
+    # What is left of bias, dropout and addition is the addition, and Megatron compiles a function
+    # for the three, whose calls cost the host more than they save.
+    yield "--no-bias-dropout-fusion", ()
     if recipe.activation != "gelu":
         yield {"swiglu": "--swiglu", "squared_relu": "--squared-relu"}[recipe.activation], ()
     if not recipe.tied_embeddings:

@@ -25,6 +25,7 @@ OPTIMIZER = "optimizer"
 PRODUCTS = "products"
 HEADS = "products of the heads"
 _DSA, _M2RNN, _MAMBA3, _NGRAMS = "DSA", "M2RNN", "Mamba-3", "n-gram hash"
+_ROUTERS = "routers"
 _FAMILIES = {
     # Beginning of a file's name in cppmega.ops -> what its kernels compute.
     "dsa_": _DSA,
@@ -36,12 +37,13 @@ _FAMILIES = {
     "ngram_hash": _NGRAMS,
     "packed_conv": _M2RNN,
     "rope": "rotary embedding",
-    "router_gating": "routers",
+    "router_gating": _ROUTERS,
     "split_columns": _MAMBA3,
 }
 _AROUND = {
     "cppmega::m2rnn": _M2RNN,
     "cppmega::packed_conv": _M2RNN,
+    "cppmega::router_gating": _ROUTERS,
     "cppmega::table_rows": _NGRAMS,
 }
 """Beginning of an operator's name -> what it computes, where kernels of DSA have the same name."""

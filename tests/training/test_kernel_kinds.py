@@ -7,6 +7,7 @@ import ast
 import pytest
 
 from cppmega.runs.profile import short
+from cppmega.training import kernel_kinds
 from cppmega.training.kernel_kinds import Kinds, own_kernels
 from cppmega.training.trace import Span, Trace, Work
 from tests.support import REPOSITORY
@@ -170,7 +171,15 @@ def test_kernels_of_one_name_are_told_apart_by_what_launched_them() -> None:
     assert kind("_backward_kernel", "_M2RNNBackward", "cppmega::m2rnn_backward") == "cppmega: M2RNN"
     assert kind("_forward_kernel", "cppmega::packed_conv") == "cppmega: M2RNN"
     assert kind("_sum_kernel", "cppmega::table_rows_sum") == "cppmega: n-gram hash"
+    routers = kind("_gradients_kernel", "cppmega::router_gating_gradients")
+    assert routers == "cppmega: routers"
     assert kind("_backward_kernel", "_AbsorbedBackward") == "cppmega: DSA"
+
+
+def test_one_family_at_most_of_a_shared_name_has_no_operator_to_be_told_by() -> None:
+    told = set(kernel_kinds._AROUND.values())
+    for name, families in own_kernels().items():
+        assert families <= told | {"DSA"} or len(families) == 1, name
 
 
 def test_whatever_runs_in_the_optimizer_is_the_optimizers() -> None:

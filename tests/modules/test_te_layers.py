@@ -1,0 +1,181 @@
+"""When a linear layer of Transformer Engine is one product, and both layers against its own."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cppmega.modules import te_layers  # noqa: E402
+
+
+def quiet(**changed: Any) -> ModuleType:
+    """Transformer Engine's module of linear layers in a run that it does nothing special for."""
+    state = {"is_fp8_enabled": lambda: False, "is_fp8_calibration": lambda: False}
+    made: Any = ModuleType("linear")
+    made.FP8GlobalStateManager = SimpleNamespace(**{**state, **changed})
+    made.is_cpu_offload_enabled = changed.get("is_cpu_offload_enabled", lambda: False)
+    made.TEDebugState = SimpleNamespace(debug_enabled=changed.get("debug", False))
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take CPU tensors for GPU tensors."""
+    monkeypatch.setattr(te_layers, "_on_gpu", lambda x: True)
+    monkeypatch.setitem(sys.modules, te_layers._LINEAR, quiet())
+
+
+def layer(weight: Any = None, **changed: Any) -> Any:
+    """What is asked of a `TELinear`, and what it has for that."""
+    if weight is None:
+        weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16))
+    plain = {"use_bias": False, "tp_size": 1, "fuse_wgrad_accumulation": False}
+    config = SimpleNamespace(cpu_offloading=False)
+    return SimpleNamespace(**{"weight": weight, "config": config, **plain, **changed})
+
+
+X = torch.randn(5, 4, dtype=torch.bfloat16)
+
+
+class Quantized(torch.nn.Parameter):
+    """A weight with a type of its own."""
+
+
+def test_a_plain_layer_is_a_product(on_gpu: None) -> None:
+    plain = layer()
+    out = te_layers.linear(plain, X)
+    assert out is not None and out.equal(X @ plain.weight.t())
+    plain.tp_size = 2  # what does not change after the first call is not asked again
+    assert te_layers.linear(plain, X) is not None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"use_bias": True},
+        {"tp_size": 2},
+        {"te_quant_params": object()},
+        {"fsdp_group": object()},
+        {"wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: True)},
+        {"config": SimpleNamespace(cpu_offloading=True)},
+        {"weight": Quantized(torch.randn(3, 4).bfloat16())},
+        {"weight": torch.nn.Parameter(torch.randn(3, 4))},
+        {"weight": torch.nn.Parameter(torch.randn(3, 4).half())},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_layer_that_is_more_than_a_product_stays(on_gpu: None, changed: dict[str, Any]) -> None:
+    assert te_layers.linear(layer(**changed), X) is None
+
+
+def test_a_weight_of_megatrons_fsdp_stays(on_gpu: None) -> None:
+    own = layer()
+    own.weight.__fsdp_param__ = True
+    assert te_layers.linear(own, X) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"is_fp8_enabled": lambda: True},
+        {"is_fp8_calibration": lambda: True},
+        {"is_cpu_offload_enabled": lambda: True},
+        {"debug": True},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_transformer_engine_does_now_is_asked_in_each_call(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    own = layer()
+    assert te_layers.linear(own, X) is not None
+    monkeypatch.setitem(sys.modules, te_layers._LINEAR, quiet(**changed))
+    assert te_layers.linear(own, X) is None
+
+
+def test_nothing_is_taken_on_a_cpu_or_under_autocast(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = layer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert te_layers.linear(own, X) is None
+    monkeypatch.undo()
+    assert te_layers.linear(own, X) is None
+
+
+def test_a_norm_without_operations_stays_as_it_is() -> None:
+    assert te_layers.norm(torch.nn.RMSNorm) is torch.nn.RMSNorm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_has_the_bits_of_its_own_call(dtype: Any, zero_centered: bool) -> None:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    torch.manual_seed(1)
+    settings = {"zero_centered_gamma": zero_centered, "device": "cuda", "dtype": dtype}
+    theirs = te.RMSNorm(4096, **settings)
+    ours = te_layers.norm(te.RMSNorm)(4096, **settings)
+    assert type(ours) is not te.RMSNorm and isinstance(ours, te.RMSNorm)
+    with torch.no_grad():
+        theirs.weight.add_(0.1 * torch.randn_like(theirs.weight))
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(77, 3, 4096, device="cuda", dtype=dtype)
+    upstream = torch.randn_like(x)
+    found = []
+    for norm in (ours, theirs):
+        own = x.clone().requires_grad_()
+        out = norm(own)
+        found.append((out, *torch.autograd.grad(out, (own, norm.weight), upstream)))
+    assert all(mine.equal(other) for mine, other in zip(*found, strict=True))
+    with torch.no_grad():
+        assert ours(x).equal(theirs(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("tokens", "width"), [(4096, 1024), (333, 72)])
+def test_a_linear_layer_is_as_exact_as_its_own_call(
+    dtype: Any, fused: bool, tokens: int, width: int
+) -> None:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    torch.manual_seed(2)
+    x = torch.randn(tokens, 2, 512, device="cuda", dtype=dtype)
+    upstream = torch.randn(tokens, 2, width, device="cuda", dtype=dtype)
+    settings = {"bias": False, "params_dtype": dtype, "fuse_wgrad_accumulation": fused}
+    own: Any = te.Linear(512, width, **settings)
+    own.config = SimpleNamespace(cpu_offloading=False)
+
+    def results(call: Any) -> list[Any]:
+        own.weight.main_grad = torch.full((width, 512), 0.5, device="cuda")
+        own.weight.grad_added_to_main_grad, own.weight.grad = False, None
+        given = x.clone().requires_grad_()
+        out = call(given)
+        out.backward(upstream)
+        assert own.weight.grad_added_to_main_grad is fused
+        weight = own.weight.main_grad if fused else own.weight.grad
+        return [out, given.grad, weight]
+
+    def taken(given: Any) -> Any:
+        out = te_layers.linear(own, given)
+        assert out is not None, "Transformer Engine computes it"
+        return out
+
+    rows, of_rows = x.flatten(0, 1).double(), upstream.flatten(0, 1).double()
+    exact = [
+        x.double() @ own.weight.double().t(),
+        upstream.double() @ own.weight.double(),
+        of_rows.t() @ rows + 0.5 * fused,
+    ]
+    ours, theirs, again = results(taken), results(own), results(taken)
+    for mine, other, wanted in zip(ours, theirs, exact, strict=True):
+        error, allowed = ((each.double() - wanted).norm() for each in (mine, other))
+        assert mine.dtype == other.dtype
+        assert error <= 1.02 * allowed + 1e-7 * wanted.norm(), (float(error), float(allowed))
+    assert all(mine.equal(other) for mine, other in zip(ours, again, strict=True))

@@ -1,0 +1,164 @@
+"""Call Transformer Engine's linear layers and norms in 16 bits without its preparations.
+
+What: A `TELinear` that nothing quantizes, without a bias and with TP 1, is a product of PyTorch,
+    whose weight gradient is added to `main_grad` where that is on; every other call is Transformer
+    Engine's. The `RMSNorm` that `TENorm` builds runs its operation without a fuser.
+Why: Each call of such a linear layer takes 0.4 ms on the host, each norm 0.6 (while a profiler ran,
+    NAM56R on two H200), several times as long as starting their kernels takes. In the forward pass
+    the GPU waits for the host, and 222 such calls were a fifth of its time.
+Upstream: Not sent: Transformer Engine would have to shorten its own calls.
+Remove: when these calls no longer take longer than the kernels that they start.
+Numerics: reorders sums: PyTorch may choose other kernels for a product; norms bitwise
+"""
+
+from typing import Any
+
+from cppmega.edits import inserting, replacing
+from cppmega.page import Edit, Patch, Source
+
+EXTENSION = "megatron/core/extensions/transformer_engine.py"
+LINEAR = f"{EXTENSION}:TELinear.forward"
+NORM = f"{EXTENSION}:TENorm.__new__"
+IMPORTS = ("from cppmega.modules import te_layers as _cppmega_te",)
+
+
+def uses_its_layers(args: Any) -> bool:
+    """Whether the model is built of Transformer Engine's layers."""
+    return bool(getattr(args, "transformer_impl", None) == "transformer_engine")
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=LINEAR,
+            pins={
+                "0.15.3": "3663527670687bbe",
+                "0.16.1": "f3142d718db71163",
+                "0.17.1": "f3142d718db71163",
+                "0.18.2": "58db2de31739dcdc",
+                "0.19.2": "58db2de31739dcdc",
+            },
+            edit=inserting(
+                """
+                plain = _cppmega_te.linear(self, x)
+                if plain is not None:
+                    return plain, None
+                """,
+                before="""
+                _is_first_microbatch = (
+                    None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+                )
+                """,
+            ),
+            imports=IMPORTS,
+        ),
+        Edit(
+            target=NORM,
+            pins={
+                "0.15.3": "ad88d1cc3804cc54",
+                "0.16.1": "ad88d1cc3804cc54",
+                "0.17.1": "45d2bb55d66ef2d6",
+                "0.18.2": "45d2bb55d66ef2d6",
+                "0.19.2": "45d2bb55d66ef2d6",
+            },
+            edit=replacing("te.pytorch.RMSNorm", "_cppmega_te.norm(te.pytorch.RMSNorm)"),
+            imports=IMPORTS,
+            mark="",  # building a model does not show that its layers are called
+        ),
+    ),
+    reached="forward",
+    feature=(LINEAR, NORM),
+    when=uses_its_layers,
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    return False  # the time is spent in Transformer Engine, whose text Megatron does not have
+
+
+def verify() -> None:
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+
+    from cppmega.modules import te_layers
+
+    from . import _te_modules
+
+    prepared = []
+
+    class Linear(torch.nn.Module):
+        def forward(self, x, **ignored):  # type: ignore[no-untyped-def]
+            prepared.append(self)
+            return x @ self.weight.t()
+
+    class RMSNorm(torch.nn.Module):
+        def __init__(self, hidden_size=None, eps=1e-5, normalized_shape=None, **ignored):  # type: ignore[no-untyped-def]
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.rand(normalized_shape or hidden_size) + 1)
+
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            raise AssertionError("a fuser is built for a single norm")
+
+        def op_forward(self, ctx, x, before, after):  # type: ignore[no-untyped-def]
+            scale = x.square().mean(-1, keepdim=True).rsqrt()
+            ctx.save_for_backward(x, scale)
+            return x * scale * self.weight
+
+        def op_backward(self, ctx, gradient):  # type: ignore[no-untyped-def]
+            x, scale = ctx.saved_tensors
+            normed, own = x * scale, gradient * self.weight
+            d_x = scale * (own - normed * (own * normed).mean(-1, keepdim=True))
+            return d_x, ((gradient * normed).flatten(0, -2).sum(0),)
+
+    te = _te_modules.extension(Linear=Linear, RMSNorm=RMSNorm)
+
+    def layer(**changed):  # type: ignore[no-untyped-def]
+        made = te.TELinear.__new__(te.TELinear)
+        torch.nn.Module.__init__(made)
+        made.weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16))
+        settings = {
+            "config": SimpleNamespace(cpu_offloading=False),
+            **dict.fromkeys(("use_bias", "te_return_bias", "fuse_wgrad_accumulation"), False),
+            **dict.fromkeys(("disable_parameter_transpose_cache", "te_quant_params")),
+            "tp_size": 1,
+            "is_first_microbatch": True,
+        }
+        for name, value in {**settings, **changed}.items():
+            setattr(made, name, value)
+        return made
+
+    x = torch.randn(5, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    on_gpu = mock.patch.multiple(
+        te_layers, _on_gpu=lambda x: True, _computes_plainly=lambda x: True
+    )
+    quantized = mock.patch.object(
+        te, "_get_fp8_autocast_for_quant_params", mock.MagicMock(), create=True
+    )
+    with on_gpu, quantized:
+        mine = layer()
+        out, bias = mine(x)
+        assert not prepared, "Transformer Engine prepares for quantization"
+        assert bias is None and out.equal(x @ mine.weight.t())
+        out.float().sum().backward()
+        exact = x.detach().double().flatten(0, 1).sum(0).expand(3, 4)
+        torch.testing.assert_close(mine.weight.grad.double(), exact, rtol=1e-2, atol=1e-2)
+        for other in ({"tp_size": 2}, {"use_bias": True}, {"te_quant_params": object()}):
+            before = len(prepared)
+            layer(**other)(x)
+            assert len(prepared) == before + 1, f"a product alone cannot compute {other}"
+    config = SimpleNamespace(
+        **dict.fromkeys(("sequence_parallel", "layernorm_zero_centered_gamma"), False),
+        **dict.fromkeys(("fused_residual_rmsnorm",), False),
+        normalization="RMSNorm",
+    )
+    with mock.patch.object(te, "_get_extra_te_kwargs", lambda config: {}):
+        norm = te.TENorm(config, 4)
+    values = torch.randn(5, 2, 4, requires_grad=True)
+    upstream = torch.randn(5, 2, 4)
+    found = torch.autograd.grad(norm(values), (values, norm.weight), upstream)
+    exact = torch.nn.functional.rms_norm(values, (4,), norm.weight, eps=0.0)
+    wanted = torch.autograd.grad(exact, (values, norm.weight), upstream)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
