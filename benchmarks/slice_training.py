@@ -284,8 +284,10 @@ def header(bench: Bench) -> dict[str, Any]:
         "print(json.dumps(stack))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, env=environment()
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
     )
+    if done.returncode:
+        raise click.ClickException(f"the GPU cannot be named: {done.stderr[-3000:]}")
     return {
         "schema": 1,
         "benchmark": "slice_training",

@@ -34,6 +34,8 @@ def measured(
         ClickException: it was not resumed from there, a step is missing, or one is not finite.
     """
     lost, again = losses(killed), losses(resumed)
+    if not again:
+        raise click.ClickException("the resumed part took no step: the kill came too late")
     if min(again) != saved + 1:
         raise click.ClickException(f"resumed at {min(again)}, the checkpoint was of step {saved}")
     rows = [row for row in killed if row.get("step", 0) <= saved] + steps_of(resumed)
@@ -106,11 +108,10 @@ def page(result: dict[str, Any]) -> str:
     uniform = math.log(recipe.padded_vocab_size)
     expected = untrained_loss(recipe)
     stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
-    data, held = result["data"], result["held_out"]
+    data = result["data"]
     heads = {name: of for name, of in run["losses"].items() if name in ("lm loss", *mtp(run))}
     first = ", ".join(f"{name} {of[0]:.3f}" for name, of in heads.items())
     farthest = max(abs(of[0] / expected - 1) for of in heads.values())
-    least, _, most, extreme = run["expert_load"][-1] if run["expert_load"] else [math.nan] * 4
     rows = [
         ("overlay digest", str(run["overlay"])),
         ("steps", str(run["steps"])),
@@ -125,10 +126,7 @@ def page(result: dict[str, Any]) -> str:
             f"from which the farthest is {farthest:.1%}",
         ),
         ("last losses", ", ".join(f"{name} {of[-1]:.3f}" for name, of in heads.items())),
-        (
-            "experts' load in the last step, relative to the mean",
-            f"{least:.2f} to {extreme:.2f}, the most of the median layer {most:.2f}",
-        ),
+        *_last_load(run["expert_load"]),
         (
             "seconds to the end of the first step",
             "{:.0f}; resumed {:.0f}".format(*result["seconds_to_first_step"]),
@@ -141,8 +139,8 @@ def page(result: dict[str, Any]) -> str:
         f"Written by `benchmarks/whole_training.py`. {counted(result['gpus'], 'GPU')}; {stack}. "
         "Median of the steps after the tenth that were not profiled.",
         "",
-        f"Data {data['fingerprint']}: {data['documents']:,} documents, {data['tokens']:,} tokens; "
-        f"held out {held['fingerprint']}: {held['documents']:,} documents.",
+        f"Data {data['fingerprint']}: {data['documents']:,} documents, {data['tokens']:,} tokens"
+        f"{_held_out_data(result['held_out'])}.",
         "",
         table(("", ""), rows),
         "",
@@ -155,17 +153,39 @@ def page(result: dict[str, Any]) -> str:
         "",
         *([_reloaded(result["reload"]), ""] if "reload" in result else []),
         *([result["note"], ""] if "note" in result else []),
-        "## Held-out losses, nats per token",
-        "",
-        table(
-            ("after step", *heads, "tokens", "seconds"),
-            (
-                [str(step), *(f"{found[name]:.4f}" for name in heads), f"{tokens:,}", f"{took:.1f}"]
-                for step, found, tokens, took in result["held_out_losses"]
-            ),
-        ),
+        *(_evaluations(result["held_out_losses"], list(heads)) or ["Nothing was evaluated."]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _last_load(loads: list[list[float]]) -> list[tuple[str, str]]:
+    """The row about the experts; none for a model without."""
+    if not loads:
+        return []
+    least, _, most, extreme = loads[-1]
+    said = f"{least:.2f} to {extreme:.2f}, the most of the median layer {most:.2f}"
+    return [("experts' load in the last step, relative to the mean", said)]
+
+
+def _held_out_data(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return f"; held out {found['fingerprint']}: {found['documents']:,} documents"
+
+
+def _evaluations(rows: list[list[Any]], heads: list[str]) -> list[str]:
+    """The losses of every evaluation; empty for a run without."""
+    if not rows:
+        return []
+    cells = (
+        [str(step), *(f"{found[name]:.4f}" for name in heads), f"{tokens:,}", f"{took:.1f}"]
+        for step, found, tokens, took in rows
+    )
+    return [
+        "## Held-out losses, nats per token",
+        "",
+        table(("after step", *heads, "tokens", "seconds"), cells),
+    ]
 
 
 def _reloaded(found: dict[str, Any]) -> str:

@@ -1,14 +1,17 @@
-"""Train a whole recipe on this host: evaluated, killed once without warning, and resumed.
+"""Train a whole recipe on this host: killed once without warning, resumed, and perhaps evaluated.
 
     python benchmarks/whole_training.py run --site SITE --work SCRATCH --out DIR \\
         --data TRAIN --held-out HELD
     python benchmarks/whole_training.py draw DIR/nam56r_h200_2gpu_ep2.json
 
-TRAIN and HELD are datasets as `python -m cppmega.data.code.command` makes them. The run saves one
-checkpoint, is killed some steps after it, and resumes from it: the steps in between are trained
-twice, and their losses compared. With --reload RECIPE, that recipe loads the same checkpoint at the
-end, with other ranks for example, and trains the steps after it once more. Writes NAME.json and
-NAME.md, and `draw` NAME.png.
+TRAIN and HELD are datasets as `python -m cppmega.data.code.command` makes them; HELD is for a
+recipe with eval_interval, and no other is evaluated. The run saves one checkpoint, is killed some
+steps after it, and resumes from it: the steps in between are trained twice, and their losses
+compared. Two steps before the kill are profiled, unless it comes too early for that. With --reload
+RECIPE, that recipe loads the same checkpoint at the end, with other ranks for example, and trains
+the steps after it once more; the resumed part then saves nothing, so that the checkpoint stays.
+Writes NAME.json and NAME.md, and `draw` NAME.png. What can only fail is refused at once, as the
+ranks would refuse it minutes later.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed. Everything else must be importable.
@@ -18,9 +21,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +34,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import slice_training  # noqa: E402
+import whole_checks  # noqa: E402
 import whole_report  # noqa: E402
 from slice_report import headline  # noqa: E402
 from slice_training import Bench, TimeIsUp  # noqa: E402
+from whole_checks import Course  # noqa: E402
 
 from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
 from cppmega.data import corpus  # noqa: E402
-from cppmega.recipe import index as recipes_index  # noqa: E402
+from cppmega.recipe.run_options import RunOptions  # noqa: E402
 
 NAME, RELOADED = "overlay", "reloaded"
+CHECKPOINTS = "checkpoints"
 _FOLDER = click.Path(path_type=Path)
+_STEP = click.IntRange(1)
 
 
 @click.group()
@@ -63,46 +71,77 @@ class Part:
 def part(
     bench: Bench,
     tree: Path,
-    options: tuple[str, ...],
-    until: int | None = None,
-    saved: Path | None = None,
+    options: RunOptions,
+    kill_after: int | None = None,
     name: str = NAME,
 ) -> Part:
-    """Start or resume the run; `until`: kill it after this step, and once `saved` is there."""
+    """Start or resume the run; `kill_after`: kill it after this step, once its save is complete."""
     log, before = bench.out / f"{name}.log", len(bench.rows(name))
     read = log.stat().st_size if log.is_file() else 0
     started = time.monotonic()
-    process = bench.start(name, tree, *options)
+    process = bench.start(name, tree, *options.words())
     bench.wait(name, process, until=1, after=before)
     first = time.monotonic() - started
     in_time = True
     try:
-        bench.wait(name, process, until, after=before)
+        bench.wait(name, process, kill_after, after=before)
     except TimeIsUp:
+        if kill_after is not None:
+            raise  # there may be no checkpoint, and no step is trained twice
         in_time = False
-    if until is not None:
-        while saved is not None and not saved.is_file() and process.poll() is None:
-            time.sleep(bench.period)  # an asynchronous save is still being written
-        slice_training.kill(process)
+    if kill_after is not None:
+        assert options.save is not None
+        kill_once_saved(bench, process, options.save / TRACKER)
     said = log.read_bytes()[read:].decode(errors="replace")
     return Part(bench.rows(name)[before:], first, said, in_time)
 
 
-def reloaded(bench: Bench, tree: Path, other: str, checkpoints: Path, steps: int) -> dict[str, Any]:
-    """Load the run's last checkpoint with another recipe, and train some steps after it.
+def kill_once_saved(bench: Bench, process: subprocess.Popen[bytes], saved: Path) -> None:
+    """Kill the run once its checkpoint is complete, which an asynchronous save makes later.
 
-    Its global batch is that of the run, so that the steps have the same samples.
+    Raises:
+        ClickException: the run has ended by itself.
+        TimeIsUp: the checkpoint is not complete in time.
     """
-    step = int((checkpoints / TRACKER).read_text())
-    kept = [one for one in bench.changes if not one.startswith(("train_iters=", "eval_"))]
-    batch = f"global_batch_size={bench.recipe.global_batch_size}"
-    changes = (*kept, batch, f"train_iters={step + steps}")
-    made = recipes_index.with_text(recipes_index.load(other), changes)
-    again = Bench(made, changes, bench.site, bench.work, bench.out, bench.data, bench.timeout)
+    deadline = time.monotonic() + bench.timeout
+    while not saved.is_file() and process.poll() is None:
+        if time.monotonic() > deadline:
+            slice_training.kill(process)
+            raise TimeIsUp(f"the checkpoint was not complete after {bench.timeout:.0f} s more")
+        time.sleep(bench.period)
+    if process.poll() is not None:
+        raise click.ClickException(
+            f"the run ended before it could be killed: train_iters={bench.recipe.train_iters} "
+            "leaves too few steps after --kill-after"
+        )
+    slice_training.kill(process)
+
+
+def reloading(bench: Bench, other: str) -> Bench:
+    """The same run with another recipe.
+
+    Its global batch and its length are those of the run, so that the steps have the same samples
+    and learning rates. Nothing is evaluated.
+
+    Raises:
+        UsageError: it cannot load the run's checkpoint.
+        CppmegaError: there is no such recipe, or it cannot be changed so.
+    """
+    batch, steps = bench.recipe.global_batch_size, bench.recipe.train_iters
+    same = (f"global_batch_size={batch}", f"train_iters={steps}", "eval_interval=0")
+    changes = (*bench.changes, *same)
+    recipe = whole_checks.shipped(other, changes)
+    whole_checks.check_layouts(bench.recipe, recipe)
+    return replace(bench, recipe=recipe, changes=changes)
+
+
+def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[str, Any]:
+    """Load the run's checkpoint with another recipe, and train some steps after it."""
     again.clear(RELOADED)
-    done = part(again, tree, ("--load", str(checkpoints.resolve())), name=RELOADED)
-    facts = {"recipe": other, "gpus": made.gpus, "seconds_to_first_step": round(done.first, 1)}
-    return {**facts, **whole_report.repeated(done.rows, bench.rows(NAME), step)}
+    done = part(again, tree, options, name=RELOADED)
+    made = again.recipe
+    facts = {"recipe": made.name, "gpus": made.gpus, "seconds_to_first_step": round(done.first, 1)}
+    return {**facts, **whole_report.repeated(done.rows, again.rows(NAME), saved)}
 
 
 @main.command()
@@ -110,14 +149,29 @@ def reloaded(bench: Bench, tree: Path, other: str, checkpoints: Path, steps: int
 @click.option("--work", type=_FOLDER, required=True, help="Scratch: tree, checkpoints, indices.")
 @click.option("--out", type=_FOLDER, required=True, help="Results, log and curves.")
 @click.option("--data", type=_FOLDER, required=True, help="Prefix of the training data.")
-@click.option("--held-out", type=_FOLDER, required=True, help="Prefix of the held-out data.")
-@click.option("--recipe", default="nam56r_h200_2gpu_ep2", show_default=True)
+@click.option(
+    "--held-out",
+    type=_FOLDER,
+    help="Prefix of the held-out data; needed, and used, only if the recipe has eval_interval.",
+)
+@click.option("--recipe", "recipe_name", default="nam56r_h200_2gpu_ep2", show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
-@click.option("--save-after", default=100, show_default=True, help="Step of the checkpoint.")
-@click.option("--kill-after", default=110, show_default=True, help="Step before the kill.")
-@click.option("--profile-after", default=40, show_default=True, help="Step before the profile.")
+@click.option(
+    "--save-after", type=_STEP, default=100, show_default=True, help="Step of the checkpoint."
+)
+@click.option(
+    "--kill-after", type=_STEP, default=110, show_default=True, help="Step before the kill."
+)
+@click.option(
+    "--profile-after",
+    type=_STEP,
+    help=f"Step before the {whole_checks.PROFILED} profiled ones, which precede the kill "
+    f"[{whole_checks.PROFILE_AFTER}; no profile if the kill comes before its end].",
+)
 @click.option("--reload", "other", metavar="RECIPE", help="Load the checkpoint with it at the end.")
-@click.option("--reload-steps", default=5, show_default=True, help="Steps that it trains.")
+@click.option(
+    "--reload-steps", type=_STEP, default=5, show_default=True, help="Steps that it trains."
+)
 @click.option("--name", help="Of the result's files [the recipe's].")
 @click.option("--timeout", default=1500.0, show_default=True, help="Seconds for one part.")
 def run(
@@ -125,12 +179,12 @@ def run(
     work: Path,
     out: Path,
     data: Path,
-    held_out: Path,
-    recipe: str,
+    held_out: Path | None,
+    recipe_name: str,
     changes: tuple[str, ...],
     save_after: int,
     kill_after: int,
-    profile_after: int,
+    profile_after: int | None,
     other: str | None,
     reload_steps: int,
     name: str | None,
@@ -138,51 +192,100 @@ def run(
 ) -> None:
     """Train, kill, resume and report; --set train_iters=N says how long.
 
-    What the resumed part has done until the time limit is reported, too.
+    What can only fail is refused before anything is started. What the resumed part has done until
+    the time limit is reported, too.
     """
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
-    chosen = recipes_index.with_text(recipes_index.load(recipe), changes)
-    places = (each.resolve() for each in (site, work, out, data))
-    bench = Bench(chosen, changes, *places, timeout)
-    bench.clear(NAME)
-    checkpoints = work / "checkpoints"
+    with whole_checks.refusing():
+        recipe = whole_checks.shipped(recipe_name, changes)
+        reloads = reload_steps if other is not None else 0
+        course = whole_checks.course(recipe, save_after, kill_after, profile_after, reloads)
+        folders = (site.resolve(), work.resolve(), out.resolve(), data.resolve())
+        bench = Bench(recipe, changes, *folders, timeout)
+        options = first_options(bench, course, held_out)
+        again = reloading(bench, other) if other is not None else None
+        check(bench, options)
+        if again is not None:
+            check(again, RunOptions())
+    checkpoints = bench.work / CHECKPOINTS
     if checkpoints.exists():
         raise click.ClickException(f"{checkpoints} exists: a run would resume from it")
-    tree = bench.tree(NAME)
-    options = ("--held-out", str(held_out.resolve()), "--save", str(checkpoints.resolve()))
-    options += ("--save-interval", str(save_after))
-    profile = ("--profile", "2", "--profile-after", str(profile_after))
-    profile += ("--profile-folder", str(out.resolve() / "profile"))
-    killed = part(bench, tree, options + profile, kill_after, saved=checkpoints / TRACKER)
-    saves = room_for_another(checkpoints)
-    if not saves:
-        options = (*options[:2], "--load", str(checkpoints.resolve()))
-    resumed = part(bench, tree, options)
-    notes = []
-    if not resumed.in_time:
-        notes.append(f"It was stopped at its time limit, before step {chosen.train_iters}.")
-    if not saves:
-        notes.append(
-            "The resumed part saved nothing: the disk had no room for a second checkpoint."
-        )
-    result = {
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    facts = {
         **slice_training.header(bench),
         "benchmark": "whole_training",
-        "held_out": held_out_facts(held_out.resolve()),
-        **whole_report.measured(killed.rows, resumed.rows, save_after),
-        "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
-        "saves": whole_report.saves(killed.said) + whole_report.saves(resumed.said),
+        "held_out": held_out_facts(options),
     }
-    if notes:
-        result["note"] = " ".join(notes)
+    bench.clear(NAME)
+    tree = bench.tree(NAME)
+    result = facts | killed_and_resumed(bench, tree, options, course, other)
     result["headline"] = headline(result)
-    target = out / f"{name or recipe}.json"
+    target = out / f"{name or recipe.name}.json"
     write(target, result)
-    if other is not None:
-        result["reload"] = reloaded(bench, tree, other, checkpoints, reload_steps)
+    if again is not None:
+        loads = RunOptions(load=checkpoints, exit_interval=save_after + reload_steps)
+        result["reload"] = reloaded(again, tree, loads, save_after)
         write(target, result)
     print(whole_report.page(result))
+
+
+def check(bench: Bench, options: RunOptions) -> None:
+    """Check a start of the run.
+
+    Raises:
+        CppmegaError: its ranks would refuse it.
+        ClickException: this host has too few GPUs.
+    """
+    data = (str(bench.data),)
+    whole_checks.check_start(bench.recipe, replace(options, data=data), bench.site)
+    whole_checks.check_gpus(bench.recipe)
+
+
+def first_options(bench: Bench, course: Course, held_out: Path | None) -> RunOptions:
+    """The options of the start that is killed, beside those that a bench gives to all."""
+    evaluates = bench.recipe.eval_interval > 0  # else, the trainer refuses held-out data
+    options = RunOptions(
+        held_out=(str(held_out.resolve()),) if held_out is not None and evaluates else (),
+        save=bench.work / CHECKPOINTS,
+        save_interval=course.save_after,
+    )
+    if course.profile_after is None:
+        return options
+    return replace(
+        options,
+        profile=whole_checks.PROFILED,
+        profile_after=course.profile_after,
+        profile_folder=bench.out / "profile",
+    )
+
+
+def killed_and_resumed(
+    bench: Bench, tree: Path, options: RunOptions, course: Course, other: str | None
+) -> dict[str, Any]:
+    """The measurement of the run, whose checkpoint another recipe may load afterwards."""
+    killed = part(bench, tree, options, course.kill_after)
+    notes, again = [], replace(options, profile=None)
+    why = why_unsaved(bench.work / CHECKPOINTS, other)
+    if why:
+        notes.append(f"The resumed part saved nothing: {why}.")
+        again = replace(again, save=None, load=options.save)
+    resumed = part(bench, tree, again)
+    if not resumed.in_time:
+        steps = bench.recipe.train_iters
+        notes.append(f"It was stopped at its time limit, before step {steps}.")
+    return {
+        **whole_report.measured(killed.rows, resumed.rows, course.save_after),
+        "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
+        "saves": whole_report.saves(killed.said) + whole_report.saves(resumed.said),
+        **({"note": " ".join(notes)} if notes else {}),
+    }
+
+
+def why_unsaved(checkpoints: Path, other: str | None) -> str:
+    """Why the resumed part saves nothing; empty: it saves."""
+    if other is not None:
+        return f"{other} loads the checkpoint that it resumed from"
+    return "" if room_for_another(checkpoints) else "the disk had no room for a second checkpoint"
 
 
 def write(target: Path, result: dict[str, Any]) -> None:
@@ -197,9 +300,11 @@ def room_for_another(checkpoints: Path) -> bool:
     return shutil.disk_usage(checkpoints).free > 1.1 * size
 
 
-def held_out_facts(prefix: Path) -> dict[str, Any]:
-    """What the held-out data are."""
-    found = corpus.open_(prefix)
+def held_out_facts(options: RunOptions) -> dict[str, Any] | None:
+    """What the held-out data are; None in a run that does not evaluate."""
+    if not options.held_out:
+        return None
+    found = corpus.open_(Path(options.held_out[0]))
     return {
         "fingerprint": found.card.fingerprint if found.card else "",
         "tokens": found.tokens,

@@ -7,16 +7,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
-from tests.support import REPOSITORY
+from cppmega.recipe import index as recipes_index
+from tests.support import REPOSITORY, pristine
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 whole = importlib.import_module("whole_training")
+checks = importlib.import_module("whole_checks")
 report = importlib.import_module("whole_report")
 
 TRAINS = """
@@ -25,7 +28,7 @@ from pathlib import Path
 folder, metrics, stalled = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "stalled"
 saved = folder / "latest_checkpointed_iteration.txt"
 done = int(saved.read_text()) if folder.exists() else 0
-last = int(sys.argv[4])
+last, evaluates, ends = int(sys.argv[4]), "--held-out" in sys.argv, sys.argv[3] == "ends"
 print("cppmega: recipe", flush=True)
 with metrics.open("a") as file:
     def say(row):
@@ -42,10 +45,12 @@ with metrics.open("a") as file:
         if step == 20 and not done:
             folder.mkdir()
             print("cppmega: checkpoint of step 20: 76.0 GiB in 60.0 s", flush=True)
-        if step % 10 == 0:
+        if evaluates and step % 10 == 0:
             say({"evaluated": step, "losses": {k: v + 0.1 for k, v in losses.items()},
                  "tokens": 1000, "seconds": 1.0})
-        if step > 24 and not done:
+        if ends:
+            continue
+        if step > 24 and not done and sys.argv[3] != "unsaved":
             time.sleep(0.5)  # an asynchronous save ends later
             saved.write_text("20")
         if step > 24 and (not done or stalled):
@@ -53,47 +58,64 @@ with metrics.open("a") as file:
 """
 
 
+NAME = "nam56r_h200_2gpu_ep2"
+STEPS = ("--set", "train_iters=30", "--save-after", "20", "--kill-after", "25")
+EVALUATED = ("--held-out", "held", "--set", "eval_interval=10")
+RESHARDABLE = ("--set", "dist_ckpt_optim_fully_reshardable=True")
+HELD = {"fingerprint": "f01", "documents": 2, "tokens": 1000}
+
+
 @pytest.fixture
 def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Of a run that a script makes up, killed and resumed by the benchmark."""
-    return ran(tmp_path, monkeypatch)
+    return ran(tmp_path, monkeypatch, *EVALUATED)
+
+
+def invoked(folder: Path, *options: str) -> Result:
+    """The command, with everything it writes below a folder."""
+    places = ("--site", "site", "--work", "work", "--data", "train", "--out", str(folder / "out"))
+    return CliRunner().invoke(whole.main, ["run", *places, *options])
 
 
 def ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str, resumed: str = "well"
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str, kind: str = "well"
 ) -> dict[str, Any]:
-    """The result of such a run."""
+    """The result of such a run, and the words that each of its starts was given."""
+    starts: list[tuple[str, ...]] = []
 
     def start(bench: Any, name: str, tree: Path, *given: str) -> subprocess.Popen[bytes]:
+        starts.append(given)
         place = "--save" if "--save" in given else "--load"
         folder = given[given.index(place) + 1]
         last = str(bench.recipe.train_iters)
-        command = [sys.executable, "-c", TRAINS, folder, str(bench.metrics(name)), resumed, last]
+        if "--exit-interval" in given:
+            last = given[given.index("--exit-interval") + 1]
+        command = [sys.executable, "-c", TRAINS, folder, str(bench.metrics(name)), kind, last]
         with (bench.out / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                [*command, *given], stdout=log, stderr=log, start_new_session=True
+            )
 
     facts = {
-        "recipe": "nam56r_h200_2gpu_ep2",
+        "recipe": NAME,
         "changes": ["train_iters=30"],
         "date": "2026-01-01",
         "gpus": 2,
         "stack": {"gpu": "NVIDIA H200", "torch": "2.11"},
         "data": {"fingerprint": "f00", "documents": 3, "tokens": 4000},
     }
-    held = {"fingerprint": "f01", "documents": 2, "tokens": 1000}
     monkeypatch.setattr(whole.Bench, "start", start)
     monkeypatch.setattr(whole.Bench, "tree", lambda bench, name: tmp_path)
     monkeypatch.setattr(whole.slice_training, "header", lambda bench: facts)
-    monkeypatch.setattr(whole, "held_out_facts", lambda prefix: held)
-    out = tmp_path / "out"
-    places = ("--site", "site", "--work", "work", "--data", "train", "--held-out", "held")
-    steps = ("--set", "train_iters=30", "--save-after", "20", "--kill-after", "25")
+    monkeypatch.setattr(whole.corpus, "open_", lambda prefix: SimpleNamespace(card=None, **HELD))
+    monkeypatch.setattr(checks, "check_start", lambda recipe, options, site: None)
+    monkeypatch.setattr(checks, "check_gpus", lambda recipe: None)
     monkeypatch.chdir(tmp_path)
-    arguments = ["run", *places, "--out", str(out), *steps, *options]
-    done = CliRunner().invoke(whole.main, arguments, catch_exceptions=False)
+    done = invoked(tmp_path, *STEPS, *options)
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads((out / "nam56r_h200_2gpu_ep2.json").read_text())
-    return {**found, "file": out / "nam56r_h200_2gpu_ep2.json"}
+    file = tmp_path / "out" / f"{NAME}.json"
+    found: dict[str, Any] = json.loads(file.read_text())
+    return {**found, "file": file, "starts": starts}
 
 
 def test_lost_steps_are_compared_with_their_repetition_and_counted_once(
@@ -122,13 +144,18 @@ def test_the_page_has_speed_losses_balance_and_kill(result: dict[str, Any]) -> N
 def test_another_recipe_trains_the_steps_after_the_checkpoint_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = ran(tmp_path, monkeypatch, "--reload", "nam56r_h200_1gpu", "--reload-steps", "4")
+    reload = ("--reload", "nam56r_h200_1gpu", "--reload-steps", "4")
+    found = ran(tmp_path, monkeypatch, *EVALUATED, *RESHARDABLE, *reload)
     again = found["reload"]
     assert (again["recipe"], again["gpus"], again["from_step"]) == ("nam56r_h200_1gpu", 1, 20)
     assert [step for step, _, _ in again["losses"]] == [21, 22, 23, 24]
     assert again["largest_difference"] == pytest.approx(0.0)
     page = report.page(found)
     assert "`nam56r_h200_1gpu`, on 1 GPU, loaded the checkpoint of step 20 and trained" in page
+    assert [step for step, *_ in found["held_out_losses"]] == [10, 20, 30]
+    killed, resumed, reloaded = found["starts"]
+    assert "--save" in killed  # and no later checkpoint takes its place
+    assert "--save" not in resumed and "--save" not in reloaded
     with pytest.raises(click.ClickException, match="began at 3, not after step 20"):
         report.repeated([{"step": 3, "loss": 1.0}], [], 20)
 
@@ -138,7 +165,7 @@ def test_what_a_time_limit_leaves_is_a_result_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole, "room_for_another", lambda folder: False)
-    found = ran(tmp_path, monkeypatch, "--timeout", "10", resumed="stalled")
+    found = ran(tmp_path, monkeypatch, *EVALUATED, "--timeout", "10", kind="stalled")
     assert found["runs"]["overlay"]["steps"] == 25
     page = report.page(found)
     assert "stopped at its time limit, before step 30" in page
@@ -158,3 +185,124 @@ def test_a_run_that_began_anew_is_no_result() -> None:
         report.measured(killed, killed, 20)
     with pytest.raises(click.ClickException, match="a step is missing"):
         report.measured(killed[3:], [{"step": 21, **row}], 20)
+    with pytest.raises(click.ClickException, match="took no step"):
+        report.measured(killed, [], 20)
+
+
+def test_a_recipe_without_evaluation_is_given_no_held_out_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ran(tmp_path, monkeypatch, "--held-out", "held")
+    assert found["held_out"] is None and found["held_out_losses"] == []
+    assert all("--held-out" not in words for words in found["starts"])
+    page = report.page(found)
+    assert "3 documents, 4,000 tokens.\n" in page and "Nothing was evaluated." in page
+
+
+@pytest.mark.slow
+def test_the_curves_of_a_run_without_evaluation_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert report.draw(ran(tmp_path, monkeypatch)["file"]).stat().st_size > 10_000
+
+
+def test_only_the_killed_start_is_profiled_and_only_where_the_profile_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, resumed = ran(tmp_path, monkeypatch, "--profile-after", "12")["starts"]
+    assert "--profile" in killed and "--profile" not in resumed
+    recipe = recipes_index.load(NAME).with_(train_iters=120)
+    for kill_after, expected in ((41, None), (42, 40), (60, 40)):
+        assert checks.course(recipe, 40, kill_after, None, 0).profile_after == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [("ends", "ended before it could be killed"), ("unsaved", "checkpoint was not complete")],
+)
+def test_a_run_that_cannot_be_killed_after_its_save_says_so(
+    first: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        ran(tmp_path, monkeypatch, "--timeout", "5", kind=first)
+
+
+def test_the_metrics_of_an_earlier_call_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = tmp_path / "out" / "overlay.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 500, "loss": 1.0}\n')
+    ran(tmp_path, monkeypatch)
+    assert '"step": 30' in metrics.read_text() and '"step": 500' not in metrics.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--save-after", "25"), "no checkpoint to resume from"),
+        (("--save-after", "12"), "resume from another checkpoint"),
+        (("--kill-after", "30"), "would end before it is killed"),
+        (("--profile-after", "24"), "--profile-after 24 must be at most 23"),
+        (("--reload", "nam56r_h200_1gpu", "--reload-steps", "11"), "no losses to compare"),
+        (("--reload", "nam56r_h200_1gpu"), "cannot load its checkpoint"),
+        (("--reload", "nam56r_h200_1gpus"), "Did you mean nam56r_h200_1gpu?"),
+        (("--recipe", "own.py"), "only shipped recipes"),
+        (("--set", "train_iters=10", "--save-after", "8", "--kill-after", "9"), "10 warm up"),
+        (
+            (
+                *("--set", "train_iters=13", "--save-after", "11", "--kill-after", "12"),
+                *("--profile-after", "10"),
+            ),
+            "the profile disturbs 3",
+        ),
+        (("--set", "eval_interval=10"), "--held-out is not given"),
+        (EVALUATED, "train.idx and train.bin missing"),
+        ((), "train.idx and train.bin missing"),
+        (("--recipe", "smoke_cpu"), "recipe-is-a-loop"),
+    ],
+)
+def test_what_can_only_fail_is_refused_before_a_process_is_started(
+    options: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*words: Any, **given: Any) -> None:
+        raise AssertionError(f"started: {words}")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.chdir(tmp_path)
+    done = invoked(tmp_path, *STEPS, "--site", str(pristine("0.19.2")), *options)
+    assert done.exit_code in (1, 2) and isinstance(done.exception, SystemExit), done.output
+    assert said in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_for_more_gpus_than_the_host_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    checks.check_gpus(recipes_index.load(NAME))
+    with pytest.raises(click.ClickException, match="takes 4 GPUs, and this host has 2"):
+        checks.check_gpus(recipes_index.load("nam56r_h200_4gpu_ep4"))
+
+
+def test_a_checkpoint_by_bucket_is_loaded_with_other_replicas_only() -> None:
+    two, one = (recipes_index.load(name) for name in (NAME, "nam56r_h200_1gpu"))
+    checks.check_layouts(one, one.with_(gpus=2, overlap_grad_reduce=True))
+    checks.check_layouts(two.with_(dist_ckpt_optim_fully_reshardable=True), one)
+    with pytest.raises(click.UsageError, match="another layout"):
+        checks.check_layouts(two, one)
+
+
+def test_the_other_recipe_trains_the_same_steps_and_evaluates_nothing(tmp_path: Path) -> None:
+    changes = ("train_iters=30", "global_batch_size=32", *RESHARDABLE[1:])
+    recipe = checks.shipped(NAME, changes)
+    bench = whole.Bench(recipe, changes, tmp_path, tmp_path, tmp_path, tmp_path, 1.0)
+    other = recipes_index.load("nam56r_small_cut")
+    assert other.eval_interval and other.train_iters != 30
+    again = whole.reloading(bench, other.name)
+    assert again.recipe.eval_interval == 0
+    assert (again.recipe.train_iters, again.recipe.global_batch_size) == (30, 32)
+    assert checks.shipped(other.name, again.changes) == again.recipe  # as the ranks change it
