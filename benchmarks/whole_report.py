@@ -151,7 +151,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         *(f"- {each}" for each in result["saves"]),
         "",
-        *([_reloaded(result["reload"]), ""] if "reload" in result else []),
+        *(line for found in result.get("reloads", ()) for line in (_reloaded(found), "")),
         *([result["note"], ""] if "note" in result else []),
         *(_evaluations(result["held_out_losses"], list(heads)) or ["Nothing was evaluated."]),
     ]

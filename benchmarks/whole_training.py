@@ -9,7 +9,8 @@ recipe with eval_interval, and no other is evaluated. The run saves one checkpoi
 steps after it, and resumes from it: the steps in between are trained twice, and their losses
 compared. Two steps before the kill are profiled, unless it comes too early for that. With --reload
 RECIPE, that recipe loads the same checkpoint at the end, with other ranks for example, and trains
-the steps after it once more; the resumed part then saves nothing, so that the checkpoint stays.
+the steps after it once more, and so do all others that are given; the resumed part then saves
+nothing, so that the checkpoint stays.
 Writes NAME.json and NAME.md, and `draw` NAME.png. What can only fail is refused at once, as the
 ranks would refuse it minutes later.
 
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
 from cppmega.data import corpus  # noqa: E402
 from cppmega.recipe.run_options import RunOptions  # noqa: E402
 
-NAME, RELOADED = "overlay", "reloaded"
+NAME = "overlay"
 CHECKPOINTS = "checkpoints"
 _FOLDER = click.Path(path_type=Path)
 _STEP = click.IntRange(1)
@@ -137,9 +139,10 @@ def reloading(bench: Bench, other: str) -> Bench:
 
 def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[str, Any]:
     """Load the run's checkpoint with another recipe, and train some steps after it."""
-    again.clear(RELOADED)
-    done = part(again, tree, options, name=RELOADED)
     made = again.recipe
+    name = f"reloaded-{made.name}"
+    again.clear(name)
+    done = part(again, tree, options, name=name)
     facts = {"recipe": made.name, "gpus": made.gpus, "seconds_to_first_step": round(done.first, 1)}
     return {**facts, **whole_report.repeated(done.rows, again.rows(NAME), saved)}
 
@@ -168,7 +171,13 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
     help=f"Step before the {whole_checks.PROFILED} profiled ones, which precede the kill "
     f"[{whole_checks.PROFILE_AFTER}; no profile if the kill comes before its end].",
 )
-@click.option("--reload", "other", metavar="RECIPE", help="Load the checkpoint with it at the end.")
+@click.option(
+    "--reload",
+    "others",
+    multiple=True,
+    metavar="RECIPE",
+    help="Load the checkpoint with it at the end; repeatable.",
+)
 @click.option(
     "--reload-steps", type=_STEP, default=5, show_default=True, help="Steps that it trains."
 )
@@ -185,7 +194,7 @@ def run(
     save_after: int,
     kill_after: int,
     profile_after: int | None,
-    other: str | None,
+    others: tuple[str, ...],
     reload_steps: int,
     name: str | None,
     timeout: float,
@@ -197,15 +206,15 @@ def run(
     """
     with whole_checks.refusing():
         recipe = whole_checks.shipped(recipe_name, changes)
-        reloads = reload_steps if other is not None else 0
+        reloads = reload_steps if others else 0
         course = whole_checks.course(recipe, save_after, kill_after, profile_after, reloads)
         folders = (site.resolve(), work.resolve(), out.resolve(), data.resolve())
         bench = Bench(recipe, changes, *folders, timeout)
         options = first_options(bench, course, held_out)
-        again = reloading(bench, other) if other is not None else None
+        again = [reloading(bench, other) for other in others]
         check(bench, options)
-        if again is not None:
-            check(again, RunOptions())
+        for one in again:
+            check(one, RunOptions())
     checkpoints = bench.work / CHECKPOINTS
     if checkpoints.exists():
         raise click.ClickException(f"{checkpoints} exists: a run would resume from it")
@@ -218,15 +227,23 @@ def run(
     }
     bench.clear(NAME)
     tree = bench.tree(NAME)
-    result = facts | killed_and_resumed(bench, tree, options, course, other)
+    result = facts | killed_and_resumed(bench, tree, options, course, others)
     result["headline"] = headline(result)
     target = out / f"{name or recipe.name}.json"
     write(target, result)
-    if again is not None:
-        loads = RunOptions(load=checkpoints, exit_interval=save_after + reload_steps)
-        result["reload"] = reloaded(again, tree, loads, save_after)
-        write(target, result)
+    loads = RunOptions(load=checkpoints, exit_interval=save_after + reload_steps)
+    failed = []
+    for one in again:
+        try:
+            found = reloaded(one, tree, loads, save_after)
+        except (click.ClickException, MemoryError) as error:  # the others can still be loaded
+            failed.append(f"{one.recipe.name}: {error}")
+        else:
+            result.setdefault("reloads", []).append(found)
+            write(target, result)
     print(whole_report.page(result))
+    if failed:
+        raise click.ClickException("\n".join(failed))
 
 
 def check(bench: Bench, options: RunOptions) -> None:
@@ -260,12 +277,12 @@ def first_options(bench: Bench, course: Course, held_out: Path | None) -> RunOpt
 
 
 def killed_and_resumed(
-    bench: Bench, tree: Path, options: RunOptions, course: Course, other: str | None
+    bench: Bench, tree: Path, options: RunOptions, course: Course, others: Sequence[str]
 ) -> dict[str, Any]:
-    """The measurement of the run, whose checkpoint another recipe may load afterwards."""
+    """The measurement of the run, whose checkpoint other recipes may load afterwards."""
     killed = part(bench, tree, options, course.kill_after)
     notes, again = [], replace(options, profile=None)
-    why = why_unsaved(bench.work / CHECKPOINTS, other)
+    why = why_unsaved(bench.work / CHECKPOINTS, others)
     if why:
         notes.append(f"The resumed part saved nothing: {why}.")
         again = replace(again, save=None, load=options.save)
@@ -281,10 +298,10 @@ def killed_and_resumed(
     }
 
 
-def why_unsaved(checkpoints: Path, other: str | None) -> str:
+def why_unsaved(checkpoints: Path, others: Sequence[str]) -> str:
     """Why the resumed part saves nothing; empty: it saves."""
-    if other is not None:
-        return f"{other} loads the checkpoint that it resumed from"
+    if others:
+        return f"the checkpoint that it resumed from is loaded by {' and '.join(others)}"
     return "" if room_for_another(checkpoints) else "the disk had no room for a second checkpoint"
 
 

@@ -78,9 +78,13 @@ def invoked(folder: Path, *options: str) -> Result:
 
 
 def ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str, kind: str = "well"
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *options: str,
+    kind: str = "well",
+    fails: bool = False,
 ) -> dict[str, Any]:
-    """The result of such a run, and the words that each of its starts was given."""
+    """The result of such a run, what it printed, and the words of each of its starts."""
     starts: list[tuple[str, ...]] = []
 
     def start(bench: Any, name: str, tree: Path, *given: str) -> subprocess.Popen[bytes]:
@@ -112,10 +116,10 @@ def ran(
     monkeypatch.setattr(checks, "check_gpus", lambda recipe: None)
     monkeypatch.chdir(tmp_path)
     done = invoked(tmp_path, *STEPS, *options)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == int(fails), done.output
     file = tmp_path / "out" / f"{NAME}.json"
     found: dict[str, Any] = json.loads(file.read_text())
-    return {**found, "file": file, "starts": starts}
+    return {**found, "file": file, "starts": starts, "output": done.output}
 
 
 def test_lost_steps_are_compared_with_their_repetition_and_counted_once(
@@ -141,23 +145,43 @@ def test_the_page_has_speed_losses_balance_and_kill(result: dict[str, Any]) -> N
     assert "| 20 | 11.0000 | 11.0000 | 11.0000 | 1,000 | 1.0 |" in page
 
 
-def test_another_recipe_trains_the_steps_after_the_checkpoint_again(
+OTHERS = {"nam56r_h200_1gpu": 1, "nam56r_full_h200_2gpu_pp2": 2}
+RELOADS = (*(word for name in OTHERS for word in ("--reload", name)), "--reload-steps", "4")
+
+
+def test_other_recipes_train_the_steps_after_the_checkpoint_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reload = ("--reload", "nam56r_h200_1gpu", "--reload-steps", "4")
-    found = ran(tmp_path, monkeypatch, *EVALUATED, *RESHARDABLE, *reload)
-    again = found["reload"]
-    assert (again["recipe"], again["gpus"], again["from_step"]) == ("nam56r_h200_1gpu", 1, 20)
-    assert [step for step, _, _ in again["losses"]] == [21, 22, 23, 24]
-    assert again["largest_difference"] == pytest.approx(0.0)
+    found = ran(tmp_path, monkeypatch, *EVALUATED, *RESHARDABLE, *RELOADS)
     page = report.page(found)
-    assert "`nam56r_h200_1gpu`, on 1 GPU, loaded the checkpoint of step 20 and trained" in page
+    assert {again["recipe"]: again["gpus"] for again in found["reloads"]} == OTHERS
+    for again in found["reloads"]:
+        assert again["from_step"] == 20
+        assert [step for step, _, _ in again["losses"]] == [21, 22, 23, 24]
+        assert again["largest_difference"] == pytest.approx(0.0)
+        assert f"`{again['recipe']}`, on {again['gpus']} GPU" in page
     assert [step for step, *_ in found["held_out_losses"]] == [10, 20, 30]
-    killed, resumed, reloaded = found["starts"]
-    assert "--save" in killed  # and no later checkpoint takes its place
-    assert "--save" not in resumed and "--save" not in reloaded
+    killed, *later = found["starts"]
+    assert "--save" in killed and len(later) == 3
+    assert not any("--save" in one for one in later)  # no later checkpoint takes its place
     with pytest.raises(click.ClickException, match="began at 3, not after step 20"):
         report.repeated([{"step": 3, "loss": 1.0}], [], 20)
+
+
+def test_a_recipe_that_cannot_load_it_does_not_keep_the_others_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = whole.reloaded
+
+    def loading(again: Any, *rest: Any) -> Any:
+        if again.recipe.gpus == 1:
+            raise MemoryError("reloaded")
+        return load(again, *rest)
+
+    monkeypatch.setattr(whole, "reloaded", loading)
+    found = ran(tmp_path, monkeypatch, *EVALUATED, *RESHARDABLE, *RELOADS, fails=True)
+    assert [again["recipe"] for again in found["reloads"]] == ["nam56r_full_h200_2gpu_pp2"]
+    assert "nam56r_h200_1gpu: reloaded" in found["output"]
 
 
 @pytest.mark.slow
