@@ -79,15 +79,26 @@ def _place(item: pytest.Item) -> int:
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let what a test draws, and its memory, not depend on those before it: no two runs share them.
 
-    `cppmega apply`, which some call in this process, turns the collection of garbage off.
+    `cppmega apply`, which some call in this process, turns the collection of garbage off. Tests for
+    a GPU are skipped without one.
     """
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("needs a CUDA device")
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None:
         generator.manual_seed(0)
     gc.enable()
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
 
 
 def pytest_configure(config: pytest.Config) -> None:

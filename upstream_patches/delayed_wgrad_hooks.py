@@ -17,7 +17,7 @@ Numerics: changes results: of runs with the argument, whose experts now receive 
 
 from typing import Any
 
-from cppmega.catalogue.megatron_args import has_experts
+from cppmega.catalogue.megatron_args import has_experts, uses_fsdp
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -27,11 +27,11 @@ LAYER = "megatron/core/transformer/moe/moe_layer.py:_RegisterDelayedWgradForExpe
 
 def delays(args: Any) -> bool:
     """Whether the run delays the experts' weight gradients under Megatron's DDP."""
-    others = ("use_megatron_fsdp", "use_torch_fsdp2", "skip_train")
     return (
         bool(getattr(args, "overlap_dispatch_backward_with_experts_wgrad", False))
         and has_experts(args)
-        and not any(getattr(args, name, False) for name in others)
+        and not uses_fsdp(args)
+        and not getattr(args, "skip_train", False)
     )
 
 

@@ -14,6 +14,7 @@ Numerics: none (bitwise); a step that is not finite is refused after its gradien
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import uses_fsdp
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -30,8 +31,8 @@ GROUPS = "self.bucket_groups + self.expert_parallel_bucket_groups"
 
 def checks(args: Any) -> bool:
     """Whether Megatron's own data parallelism checks the gradients of the run."""
-    sharded = any(getattr(args, f"use_{kind}", False) for kind in ("megatron_fsdp", "torch_fsdp2"))
-    return bool(getattr(args, "check_for_nan_in_loss_and_grad", False)) and not sharded
+    checked = bool(getattr(args, "check_for_nan_in_loss_and_grad", False))
+    return checked and not uses_fsdp(args)
 
 
 PATCH = Patch(

@@ -49,6 +49,11 @@ def has_experts(args: object) -> bool:
     return bool(getattr(args, "num_experts", None))
 
 
+def uses_fsdp(args: object) -> bool:
+    """Whether parameters are sharded by Megatron's or PyTorch's FSDP, not Megatron's own DDP."""
+    return any(getattr(args, f"use_{kind}", False) for kind in ("megatron_fsdp", "torch_fsdp2"))
+
+
 def recomputes(args: object, module: str = "") -> bool:
     """Whether activations are recomputed in full or, given a name, that module selectively."""
     granularity = getattr(args, "recompute_granularity", None)

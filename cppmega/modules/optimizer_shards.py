@@ -66,4 +66,3 @@ class Copies:
         with torch.no_grad():
             for targets, sources in self._by_type.values():
                 torch._foreach_copy_(targets, sources)
-        self._by_type.clear()

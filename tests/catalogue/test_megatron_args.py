@@ -43,6 +43,13 @@ def test_depths_and_experts() -> None:
     assert not megatron_args.has_mtp(Args()) and not megatron_args.has_experts(Args())
 
 
+def test_fsdp() -> None:
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        for value in (None, False, True):
+            assert megatron_args.uses_fsdp(Args(**{name: value})) is bool(value)
+    assert not megatron_args.uses_fsdp(Args())
+
+
 def test_recomputes() -> None:
     full = Args(recompute_granularity="full", recompute_modules=["layernorm"])
     selective = Args(recompute_granularity="selective", recompute_modules=["layernorm"])

@@ -13,13 +13,14 @@ torch = pytest.importorskip("torch")
 from cppmega.modules import te_layers  # noqa: E402
 
 
-def quiet(**changed: Any) -> ModuleType:
-    """Transformer Engine's module of linear layers in a run that it does nothing special for."""
-    state = {"is_fp8_enabled": lambda: False, "is_fp8_calibration": lambda: False}
+def quiet(state: str = "") -> ModuleType:
+    """Transformer Engine's module of linear layers, in a run for which only `state` is on."""
+    names = ("is_fp8_enabled", "is_fp8_calibration", "is_cpu_offload_enabled")
+    fp8, calibrates, offloads = ((lambda on=name == state: on) for name in names)
     made: Any = ModuleType("linear")
-    made.FP8GlobalStateManager = SimpleNamespace(**{**state, **changed})
-    made.is_cpu_offload_enabled = changed.get("is_cpu_offload_enabled", lambda: False)
-    made.TEDebugState = SimpleNamespace(debug_enabled=changed.get("debug", False))
+    made.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=fp8, is_fp8_calibration=calibrates)
+    made.is_cpu_offload_enabled = offloads
+    made.TEDebugState = SimpleNamespace(debug_enabled=state == "debug_enabled")
     return made  # type: ignore[no-any-return]
 
 
@@ -80,21 +81,14 @@ def test_a_weight_of_megatrons_fsdp_stays(on_gpu: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"is_fp8_enabled": lambda: True},
-        {"is_fp8_calibration": lambda: True},
-        {"is_cpu_offload_enabled": lambda: True},
-        {"debug": True},
-    ],
-    ids=lambda changed: next(iter(changed)),
+    "state", ["is_fp8_enabled", "is_fp8_calibration", "is_cpu_offload_enabled", "debug_enabled"]
 )
 def test_what_transformer_engine_does_now_is_asked_in_each_call(
-    on_gpu: None, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     own = layer()
     assert te_layers.linear(own, X) is not None
-    monkeypatch.setitem(sys.modules, te_layers._LINEAR, quiet(**changed))
+    monkeypatch.setitem(sys.modules, te_layers._LINEAR, quiet(state))
     assert te_layers.linear(own, X) is None
 
 

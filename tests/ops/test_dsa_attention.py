@@ -122,7 +122,6 @@ check(Shape(sq=34, sk=12, batch=2, heads=1, latent=16, rotary=0, topk=4), bounds
 # On a GPU
 
 gpu = pytest.mark.gpu
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SIZES = [
     (32, 64, 64, 256),
@@ -138,7 +137,6 @@ SIZES = [
 
 
 @gpu
-@cuda
 @pytest.mark.parametrize("std", [1.0, 5.0, 20.0])
 @pytest.mark.parametrize("heads, latent, rotary, topk", SIZES)
 def test_errors_on_cuda(heads: int, latent: int, rotary: int, topk: int, std: float) -> None:
@@ -150,7 +148,6 @@ def test_errors_on_cuda(heads: int, latent: int, rotary: int, topk: int, std: fl
 
 
 @gpu
-@cuda
 def test_fp16_and_more_keys_than_queries_on_cuda() -> None:
     from tests.ops.dsa_attention_checks import Shape, check_errors
 
@@ -158,7 +155,6 @@ def test_fp16_and_more_keys_than_queries_on_cuda() -> None:
 
 
 @gpu
-@cuda
 def test_the_deterministic_mode_repeats_on_cuda() -> None:
     from tests.ops.dsa_attention_checks import Shape, drawn, gradients
 
@@ -177,7 +173,6 @@ def test_the_deterministic_mode_repeats_on_cuda() -> None:
 
 
 @gpu
-@cuda
 def test_torch_s_deterministic_mode_is_asked_on_cuda() -> None:
     from tests.ops.dsa_attention_checks import Shape, drawn
 

@@ -72,11 +72,9 @@ def test_every_width_has_its_tiles() -> None:
 
 
 gpu = pytest.mark.gpu
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @gpu
-@cuda
 @pytest.mark.parametrize("std", [1.0, 5.0, 20.0])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width", "value_width"),
@@ -97,7 +95,6 @@ def test_errors_on_cuda(
 
 
 @gpu
-@cuda
 def test_results_repeat_on_cuda() -> None:
     from tests.ops.dsa_attention_per_head_checks import (
         Bounds,
@@ -118,7 +115,6 @@ def test_results_repeat_on_cuda() -> None:
 
 
 @gpu
-@cuda
 def test_parts_on_cuda() -> None:
     from tests.ops.dsa_attention_per_head_checks import Bounds, Shape, check_parts
 
@@ -128,7 +124,6 @@ def test_parts_on_cuda() -> None:
 
 
 @gpu
-@cuda
 def test_memory_on_cuda() -> None:
     """Above inputs, indices and results: the error of the output, row sums and bits."""
     from tests.ops.dsa_attention_per_head_checks import Bounds, Shape, choices, drawn, gradients

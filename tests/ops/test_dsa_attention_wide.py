@@ -52,11 +52,9 @@ def test_a_shape_without_tiles_is_refused_by_name() -> None:
 
 
 gpu = pytest.mark.gpu
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @gpu
-@cuda
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in a thread of autograd
 @pytest.mark.parametrize("std", [1.0, 5.0, 20.0])

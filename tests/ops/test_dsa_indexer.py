@@ -293,11 +293,9 @@ def test_obstacles_are_named() -> None:
 # On a GPU
 
 gpu = pytest.mark.gpu
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @gpu
-@cuda
 @pytest.mark.parametrize("heads, width", [(8, 32), (32, 64), (64, 128), (128, 128), (24, 48)])
 def test_choice_on_cuda(heads: int, width: int) -> None:
     from tests.ops.dsa_indexer_checks import check_choice
@@ -309,7 +307,6 @@ def test_choice_on_cuda(heads: int, width: int) -> None:
 
 
 @gpu
-@cuda
 def test_recall_on_cuda() -> None:
     made = inputs(3000, 1, 32, 64, (1, 1, 16), device="cuda", dtype=torch.bfloat16)
     found = choose_keys(*made[:3], 256)
@@ -327,7 +324,6 @@ def test_recall_on_cuda() -> None:
 
 
 @gpu
-@cuda
 @pytest.mark.parametrize("std", [1.0, 5.0, 20.0])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(
@@ -353,7 +349,6 @@ def test_errors_on_cuda(
 
 
 @gpu
-@cuda
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_repeat_on_cuda(sparse: bool) -> None:
     loss = Loss(softmax_scale=0.1, coefficient=0.5, sparse=sparse, repeatable=True)

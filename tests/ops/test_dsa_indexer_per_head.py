@@ -45,11 +45,9 @@ check_target(5, 50, 1, (2, 16), 7, tile=64, softmax_scale=30.0)  # others' expon
 
 
 gpu = pytest.mark.gpu
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @gpu
-@cuda
 @pytest.mark.parametrize("std", [1.0, 5.0, 20.0])
 @pytest.mark.parametrize(
     "heads, width, attention, use_relu",
@@ -89,7 +87,6 @@ def trained(made: tuple[Tensor, ...], topk: int, repeatable: bool) -> list[Tenso
 
 
 @gpu
-@cuda
 def test_gradients_repeat_on_cuda_and_do_not_depend_on_the_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,7 +106,6 @@ def test_gradients_repeat_on_cuda_and_do_not_depend_on_the_parts(
 
 
 @gpu
-@cuda
 def test_memory_is_that_of_one_head_on_cuda() -> None:
     made = drawn(4096, 1)
     trained(made, 256, repeatable=False)

@@ -171,7 +171,6 @@ def test_three_launches_each_way(s: int, b: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "heads, d, width, gathered, dtype",
     [

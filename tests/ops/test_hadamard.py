@@ -123,7 +123,6 @@ assert not hadamard_triton.fits(torch.randn(2, 4))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 2, 64, 128, 1024, 1 << 15, 1 << 16])
 def test_cuda_gives_the_bits_of_the_cpu(n: int, dtype: torch.dtype) -> None:

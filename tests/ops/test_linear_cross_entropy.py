@@ -46,7 +46,6 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UPSTREAMS = ("weighted-scalar", "arbitrary")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Case(NamedTuple):
@@ -909,7 +908,6 @@ def rounded(case: Case) -> Dense:
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("upstream", UPSTREAMS)
 @pytest.mark.parametrize(
     ("dtype", "std"),
@@ -939,7 +937,6 @@ def test_triton_on_the_gpu(
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("upstream", UPSTREAMS)
 @pytest.mark.parametrize("doubt", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7])
 @pytest.mark.parametrize(
@@ -968,7 +965,6 @@ def test_confident_tokens_on_the_gpu(
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_counted_tokens_on_the_gpu(dtype: torch.dtype) -> None:
     case = make_case(1000, 256, 5001, 119, 3.0, dtype, device="cuda")
@@ -985,7 +981,6 @@ def test_counted_tokens_on_the_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("upstream", UPSTREAMS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_cuda_graph_and_no_sync(upstream: str, fused: bool) -> None:
@@ -1012,7 +1007,6 @@ def test_cuda_graph_and_no_sync(upstream: str, fused: bool) -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("backend", ["liger", "cce"])
 def test_libraries_on_the_gpu(backend: str) -> None:
     pytest.importorskip({"liger": "liger_kernel", "cce": "cut_cross_entropy"}[backend])
@@ -1026,7 +1020,6 @@ def test_libraries_on_the_gpu(backend: str) -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_a_broken_promise_stops_the_device() -> None:
     process = started(sys.executable, __file__)
     output, _ = process.communicate(timeout=PATIENCE)

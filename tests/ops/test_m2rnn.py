@@ -30,7 +30,6 @@ from tests.ops.m2rnn_checks import (  # noqa: E402
 )
 
 FULL = torch.float64
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_a_step_mixes_the_state_and_its_candidate() -> None:
@@ -186,7 +185,6 @@ def test_every_kernel_compiles_and_fits_shared_memory(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_errors_on_cuda(dtype: torch.dtype) -> None:
     for shape in (Shape(333, 3, 51, 64, 16), Shape(65, 2, 3, 128, 64), Shape(3, 1, 3, 5, 3)):

@@ -187,7 +187,6 @@ KINDS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", KINDS)
 def test_errors_of_mamba_ssm_are_those_of_bf16_products(name: str) -> None:
     shape, bounds, dt = KINDS[name]

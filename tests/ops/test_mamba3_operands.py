@@ -56,7 +56,6 @@ def test_two_launches_each_way_fit_every_gpu(arch: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("definition", ["softplus", "heavy_tail"])
 def test_kernels_err_little_more_than_fp32_on_cuda(definition: str, dtype: torch.dtype) -> None:

@@ -99,7 +99,6 @@ KINDS = {**ON_GPU, "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0)}
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", KINDS)
 def test_errors_are_those_of_bf16_products(name: str) -> None:
     shape, bounds, dt = KINDS[name]

@@ -194,7 +194,6 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "shape",
@@ -208,7 +207,6 @@ def test_errors_on_cuda(shape: tuple[int, int, int, int], dtype: torch.dtype) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_everything_else_on_cuda() -> None:
     from tests.ops import mhc_bias_checks as biases
     from tests.ops import mhc_checks as checks

@@ -118,7 +118,6 @@ def test_every_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_are_read_and_summed_on_cuda(dtype: torch.dtype) -> None:
     for dim, size in ((16, 40_000), (5, 333), (3, 0)):

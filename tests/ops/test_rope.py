@@ -74,7 +74,6 @@ def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_it_is_megatrons_to_the_bit_on_cuda(dtype: torch.dtype) -> None:
     for s, b, heads, d, width in ((4096, 2, 32, 64, 64), (4096, 2, 1, 64, 64), (333, 3, 5, 96, 64)):

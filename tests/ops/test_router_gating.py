@@ -58,7 +58,6 @@ def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_those_of_fp32_on_cuda(dtype: torch.dtype) -> None:
     for tokens, hidden, experts in ((16384, 4096, 16), (777, 200, 5), (4096, 1024, 128)):

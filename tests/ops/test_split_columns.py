@@ -48,7 +48,6 @@ def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_columns_are_joined_on_cuda(dtype: torch.dtype) -> None:
     for s, b in ((4096, 4), (333, 1)):

@@ -695,7 +695,6 @@ def test_the_kernels_are_asked_in_a_process() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not gpu_here(), reason="needs a CUDA device")
 def test_this_gpu(tmp_path: Path) -> None:
     context = launch(SLICE.with_(architectures=()), root=patched("0.19.2"), deep=True)
     context.training_machine = True

@@ -32,7 +32,6 @@ def _assert_like_eager(found: dict[str, dict]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replays_on_new_data_equal_eager_to_the_bit() -> None:
     _assert_like_eager(_replayed())
 

@@ -41,7 +41,6 @@ def check_capture() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_on_a_device(reentrant: bool) -> None:
     """The generators of the device share their state, as those of the proof do."""
