@@ -14,6 +14,9 @@ Every row but the first changes one thing of the recipe:
     averaged    the reduction of gradients averages them, and they are not scaled before it
     shared      IndexShare: three of nine DSA layers select keys for all
     heads       the heads' losses are taken from logits
+    fp8         products in FP8, scaled per tensor
+    fp8_experts only those of the routed experts
+    fp8_gather  products in FP8, whose parameters are stored and gathered in FP8
     again       nothing: how far equal runs are apart
 
 --set changes the recipe of all rows. Each run is a process, whose last two steps are profiled and
@@ -30,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +47,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import slice_training  # noqa: E402
-from slice_report import measured  # noqa: E402
+from slice_report import apart, measured  # noqa: E402
 from slice_training import Bench  # noqa: E402
 
 from cppmega.host.markdown import table  # noqa: E402
@@ -58,21 +62,25 @@ _FOLDER = click.Path(path_type=Path)
 
 @dataclass(frozen=True)
 class Row:
-    """One run: changes to the recipe, and variables that it does not set itself."""
+    """One run: changes to the recipe, and what has no field there."""
 
     changes: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    """Megatron's own."""
 
     @property
     def described(self) -> list[str]:
         """What differs from the recipe."""
-        return [*self.changes, *(f"{name}={value}" for name, value in self.variables.items())]
+        variables = (f"{name}={value}" for name, value in self.variables.items())
+        return [*self.changes, *variables, *self.arguments]
 
 
 _RECOMPUTED = (
     "recompute_modules=('moe_act', 'mlp', 'mla_up_proj')",
     f"gates=({MAMBA_RECOMPUTE},)",
 )
+_FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
 ROWS: Mapping[str, Row] = {
     "recipe": Row(),
     "recomputed": Row(_RECOMPUTED),
@@ -84,6 +92,9 @@ ROWS: Mapping[str, Row] = {
     "averaged": Row(("ddp_average_in_collective=True",)),
     "shared": Row(("dsa_index_pattern=FSSFSSFSS",)),
     "heads": Row(("cross_entropy_fusion_impl=native",)),
+    "fp8": Row(_FP8),
+    "fp8_experts": Row((*_FP8, "gates=(('CPPMEGA_SELECTIVE_FP8_MOE', '1'),)")),
+    "fp8_gather": Row(_FP8, arguments=("--fp8-param-gather",)),
     "again": Row(),
 }
 
@@ -127,7 +138,7 @@ def main(
         made = recipes_index.with_text(recipes_index.load(recipe), every)
         bench = Bench(made, every, *places, timeout)
         with in_environment(made, row):
-            found = {**ran(bench, name, steps), "changes": row.described}
+            found = {**ran(bench, name, steps, row.arguments), "changes": row.described}
             found["estimate_gib"] = round(estimate(made, attends=True).gib, 1)
         result["rows"][name] = found
         facts = {"benchmark": "whole_rows", "changes": list(changes)}  # a row has its own changes
@@ -147,7 +158,7 @@ def in_environment(recipe: Recipe, row: Row) -> Iterator[None]:
         yield
 
 
-def ran(bench: Bench, name: str, steps: int) -> dict[str, Any]:
+def ran(bench: Bench, name: str, steps: int, arguments: tuple[str, ...]) -> dict[str, Any]:
     """Train one row and measure it."""
     bench.clear(name)
     gates = sorted(f"{variable}={value}" for variable, value in bench.recipe.wanted_gates)
@@ -155,11 +166,10 @@ def ran(bench: Bench, name: str, steps: int) -> dict[str, Any]:
     profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
     folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
     try:
-        bench.wait(name, bench.start(name, tree, *profile, *folder))
+        bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *arguments))
     except MemoryError:
         return {"out_of_memory": True}
-    found = measured(bench.rows(name))
-    return {key: value for key, value in found.items() if key not in ("curve", "mtp")}
+    return measured(bench.rows(name))
 
 
 def page(result: dict[str, Any]) -> str:
@@ -171,14 +181,23 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"Written by `benchmarks/whole_rows.py`. {counted(result['gpus'], 'GPU')}; {stack}. "
         f"{', '.join(result['changes']) or 'The recipe as it is'}; every row changes one thing "
-        "of the first.",
+        "of the first. The last two columns compare the losses of a row's steps with those of the "
+        "first: how much the mean of the last ten is higher, and the largest difference.",
         "",
         table(
-            ("row", "changes", "tokens/s per GPU", "ratio", "TFLOP/s", "peak, GiB", "estimate"),
+            _TITLES,
             (_cells(name, row, first, result["gpus"]) for name, row in result["rows"].items()),
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+_TITLES = (
+    *("row", "changes", "tokens/s per GPU", "ratio", "TFLOP/s", "peak, GiB", "estimate"),
+    *("last losses", "largest difference"),
+)
+_LAST = 10
+"""Steps whose losses are averaged."""
 
 
 def _cells(
@@ -186,12 +205,28 @@ def _cells(
 ) -> tuple[str, ...]:
     changes = ", ".join(row["changes"]) or "none"
     if first is None or "out_of_memory" in row:
-        return (name, changes, "out of memory", "", "", "", f"{row['estimate_gib']:.1f}")
+        return (name, changes, "out of memory", "", "", "", f"{row['estimate_gib']:.1f}", "", "")
     tokens = row["tokens_per_second"]
     return (
         *(name, changes, f"{tokens / gpus:.0f}", f"{tokens / first['tokens_per_second']:.3f}"),
         *(f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}", f"{row['estimate_gib']:.1f}"),
+        *(("", "") if row is first else _compared(_losses(row), _losses(first))),
     )
+
+
+def _losses(row: dict[str, Any]) -> dict[int, float]:
+    """The loss by step."""
+    return {step: loss for step, loss, *_ in row["curve"]}
+
+
+def _compared(losses: dict[int, float], first: dict[int, float]) -> tuple[str, str]:
+    """How the losses of a row differ from those of the first, over the steps of both."""
+    both = sorted(set(losses) & set(first))
+    difference = apart(losses, first)
+    if difference is None:
+        return ("", "")
+    higher = statistics.mean(losses[step] - first[step] for step in both[-_LAST:])
+    return (f"{higher:+.4f}", f"{difference:.4f}")
 
 
 if __name__ == "__main__":

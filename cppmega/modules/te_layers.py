@@ -7,15 +7,18 @@ fuser of operations. Where nothing is quantized, the host spends most of such a 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cppmega.ops.grouped_linear import grouped_linear
 from cppmega.ops.linear import linear as product
 
 _LINEAR = "transformer_engine.pytorch.module.linear"
+_PRODUCTS = "transformer_engine.pytorch.cpp_extensions"
 _PLAIN = "_cppmega_is_plain"
 
 
@@ -32,24 +35,59 @@ def linear(layer: Any, x: Tensor) -> Tensor | None:
     """
     plain = vars(layer).get(_PLAIN)
     if plain is None:
-        plain = vars(layer)[_PLAIN] = _is_plain(layer)
-    if not plain or not _on_gpu(x) or not _computes_plainly(x):
+        plain = vars(layer)[_PLAIN] = _is_plain(layer, [layer.weight])
+    if not plain or not _computes_plainly(x, layer.weight):
         return None
-    weight = layer.weight
-    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    return product(x, weight, layer.fuse_wgrad_accumulation)
+    return product(x, layer.weight, layer.fuse_wgrad_accumulation)
 
 
-def _is_plain(layer: Any) -> bool:
+def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
+    """The result of the linear layers of all experts, if one product computes it.
+
+    Args:
+        layer: a Megatron `TEGroupedLinear`.
+        x: `[tokens, K]`, those of each expert together.
+        splits: the number of tokens of each expert; a tensor of them stays on its device.
+
+    Returns:
+        `[tokens, N]`, or None for what `linear` does not compute either.
+    """
+    names = vars(layer).get(_PLAIN)
+    if names is None:
+        names = vars(layer)[_PLAIN] = _plain_experts(layer)
+    if not names or not isinstance(splits, list) or x.dim() != 2:
+        return None
+    weights = [layer._parameters[name] for name in names]
+    if not _computes_plainly(x, weights[0]):
+        return None
+    # As Transformer Engine does, which is told so by Megatron in the first micro-batch.
+    first = not layer.disable_parameter_transpose_cache and layer.is_first_microbatch
+    layer.is_first_microbatch = False
+    products = sys.modules[_PRODUCTS].general_grouped_gemm
+    fused = layer.fuse_wgrad_accumulation
+    return grouped_linear(x, splits, weights, products, fused=fused, first=first)
+
+
+def _plain_experts(layer: Any) -> tuple[str, ...]:
+    """The names of the weights of all experts; empty: the layer is more than products of them."""
+    # One tensor for all experts, or products for which their numbers of tokens stay on the GPU.
+    others = ("single_grouped_weight", "use_grouped_tensor")
+    names = tuple(f"weight{at}" for at in range(layer.num_gemms))
+    weights = [layer._parameters.get(name) for name in names]
+    if any(getattr(layer, other, False) for other in others) or not _is_plain(layer, weights):
+        return ()
+    return names
+
+
+def _is_plain(layer: Any, weights: Sequence[Any]) -> bool:
     """Whether the layer is a product and nothing else, by what does not change after it is built.
 
     A weight that is quantized, or is gathered for each use, has a type of its own.
     """
     store = getattr(layer, "wgrad_store", None)
     return (
-        type(layer.weight) is torch.nn.Parameter
-        and not hasattr(layer.weight, "__fsdp_param__")
+        all(type(weight) is torch.nn.Parameter for weight in weights)
+        and not any(hasattr(weight, "__fsdp_param__") for weight in weights)
         and not layer.use_bias
         and layer.tp_size == 1
         and getattr(layer, "te_quant_params", None) is None
@@ -63,8 +101,14 @@ def _on_gpu(x: Tensor) -> bool:
     return type(x) is Tensor and x.is_cuda
 
 
-def _computes_plainly(x: Tensor) -> bool:
-    """Whether Transformer Engine neither quantizes, calibrates, offloads nor traces at present."""
+def _computes_plainly(x: Tensor, weight: Tensor) -> bool:
+    """Whether a call now is a product in 16 bits.
+
+    That is, whether Transformer Engine neither quantizes, calibrates, offloads nor traces at
+    present.
+    """
+    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16) or not _on_gpu(x):
+        return False
     te: Any = sys.modules[_LINEAR]
     state, debug = te.FP8GlobalStateManager, getattr(te, "TEDebugState", None)
     return not (

@@ -28,8 +28,8 @@ with open(sys.argv[1], "a") as file:
         file.write(json.dumps({
             "step": step, "seconds": 0.5, "tokens_per_second": float(sys.argv[2]),
             "tflops_per_gpu": 250.0, "tflops_per_gpu_by_megatron": 200.0, "peak_gib": 110.0,
-            "loss": 11.0, "grad_norm": 1.0, "losses": {"lm loss": 11.0}, "mock_data": False,
-            "profiled": step > 25}) + "\\n")
+            "loss": float(sys.argv[3]) - step, "grad_norm": 1.0, "losses": {"lm loss": 11.0},
+            "mock_data": False, "profiled": step > 25}) + "\\n")
 """
 PRODUCTS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 FULL = "import sys; sys.exit('torch.OutOfMemoryError: CUDA out of memory.')"
@@ -38,14 +38,15 @@ FULL = "import sys; sys.exit('torch.OutOfMemoryError: CUDA out of memory.')"
 def test_rows_run_once_each_in_their_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began: list[tuple[str, str, str | None, str | None]] = []
+    began: list[tuple[Any, ...]] = []
 
     def start(bench: Any, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
         of_environment = (os.environ.get(variable) for variable in (MAMBA_RECOMPUTE[0], PRODUCTS))
-        began.append((name, tree.name, *of_environment))
+        began.append((name, tree.name, *of_environment, options[options.index("--") + 1 :]))
         tokens = "20000" if name == "recipe" else "15000"
         code = FULL if name == "heads" else WRITES
-        command = [sys.executable, "-c", code, str(bench.metrics(name)), tokens]
+        loss = "40.5" if name == "fp8_gather" else "40.0"
+        command = [sys.executable, "-c", code, str(bench.metrics(name)), tokens, loss]
         with (bench.out / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -58,20 +59,32 @@ def test_rows_run_once_each_in_their_own_environment(
     monkeypatch.setattr(rows.slice_training, "header", header)
     monkeypatch.setenv(*MAMBA_RECOMPUTE)  # as the call of another run may have left it
     places = ("--site", "s", "--work", str(tmp_path / "w"), "--data", "d")
-    arguments = [*places, "--out", str(tmp_path), "--only", "recipe,recomputed,products,heads"]
+    arguments = [
+        *places,
+        "--out",
+        str(tmp_path),
+        "--only",
+        "recipe,recomputed,products,heads,fp8_gather",
+    ]
     for _ in range(2):  # the second call finds everything done
         done = CliRunner().invoke(rows.main, arguments, catch_exceptions=False)
         assert done.exit_code == 0, done.output
     assert began == [
-        ("recipe", "plain", None, None),
-        ("recomputed", "CPPMEGA_MAMBA_RECOMPUTE=1", "1", None),
-        ("products", "plain", None, "0"),
-        ("heads", "plain", None, None),
+        ("recipe", "plain", None, None, ()),
+        ("recomputed", "CPPMEGA_MAMBA_RECOMPUTE=1", "1", None, ()),
+        ("products", "plain", None, "0", ()),
+        ("heads", "plain", None, None, ()),
+        ("fp8_gather", "plain", None, None, ("--fp8-param-gather",)),
     ]
     found = json.loads((tmp_path / "nam56r_h200_2gpu_ep2_rows.json").read_text())
     assert found["changes"] == [] and found["rows"]["products"]["changes"] == [f"{PRODUCTS}=0"]
     assert f"| products | {PRODUCTS}=0 | 7500 | 0.750 | 250 | 110.0 | " in done.output
     assert "cross_entropy_fusion_impl=native | out of memory |" in done.output
+    gather, products = (
+        next(line for line in done.output.splitlines() if line.startswith(f"| {name} |"))
+        for name in ("fp8_gather", "products")
+    )
+    assert gather.endswith("| +0.5000 | 0.5000 |") and products.endswith("| +0.0000 | 0.0000 |")
 
 
 @pytest.mark.parametrize("name", rows.ROWS)

@@ -102,6 +102,81 @@ def test_nothing_is_taken_on_a_cpu_or_under_autocast(
     assert te_layers.linear(own, X) is None
 
 
+def experts(**changed: Any) -> Any:
+    """What is asked of a `TEGroupedLinear` of two experts."""
+    weights = {
+        f"weight{at}": torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16)) for at in (0, 1)
+    }
+    own = {"num_gemms": 2, "_parameters": weights, "is_first_microbatch": True}
+    plain = {"disable_parameter_transpose_cache": False, "single_grouped_weight": False}
+    return layer(**{**own, **plain, **changed})
+
+
+@pytest.fixture
+def products(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The calls of Transformer Engine's products, which compute nothing."""
+    calls: list[dict[str, Any]] = []
+
+    def general_grouped_gemm(a: Any, b: Any, out: Any, *quantized: Any, **more: Any) -> None:
+        calls.append({"sizes": [len(each) for each in b], "to": out, **more})
+
+    made: Any = ModuleType("cpp_extensions")
+    made.general_grouped_gemm = general_grouped_gemm
+    monkeypatch.setitem(sys.modules, te_layers._PRODUCTS, made)
+    return calls
+
+
+def test_plain_experts_are_products(products: list[dict[str, Any]]) -> None:
+    own = experts()
+    out = te_layers.experts(own, X, [2, 3])
+    assert out is not None and out.shape == (5, 3) and out.requires_grad
+    assert products[0]["sizes"] == [2, 3] and not own.is_first_microbatch
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_micro_batch_replaces_gradients(
+    products: list[dict[str, Any]], cached: bool, first: bool
+) -> None:
+    state = {"is_first_microbatch": first, "disable_parameter_transpose_cache": not cached}
+    own = experts(fuse_wgrad_accumulation=True, **state)
+    buffers = []
+    for weight in own._parameters.values():
+        weight.main_grad = torch.zeros(3, 4)
+        buffers.append(weight.main_grad)
+    out = te_layers.experts(own, X, [2, 3])
+    assert out is not None
+    out.backward(torch.ones_like(out))
+    assert products[-1]["accumulate"] is not (first and cached)
+    assert [id(each) for each in products[-1]["to"]] == [id(buffer) for buffer in buffers]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"use_bias": True},
+        {"tp_size": 2},
+        {"wgrad_store": SimpleNamespace(delay_wgrad_compute=lambda: True)},
+        {"single_grouped_weight": True},
+        {"use_grouped_tensor": True},
+        {"_parameters": {"weight": torch.nn.Parameter(torch.randn(2, 3, 4).bfloat16())}},
+        {"_parameters": {f"weight{at}": Quantized(torch.randn(3, 4).bfloat16()) for at in (0, 1)}},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_experts_that_are_more_than_products_stay(
+    products: list[dict[str, Any]], changed: dict[str, Any]
+) -> None:
+    own = experts(**changed)
+    assert te_layers.experts(own, X, [2, 3]) is None
+    assert own.is_first_microbatch and not products
+
+
+def test_numbers_of_tokens_on_a_device_are_not_read(products: list[dict[str, Any]]) -> None:
+    assert te_layers.experts(experts(), X, torch.tensor([2, 3])) is None
+    assert not products
+
+
 def test_a_norm_without_operations_stays_as_it_is() -> None:
     assert te_layers.norm(torch.nn.RMSNorm) is torch.nn.RMSNorm
 
@@ -173,3 +248,47 @@ def test_a_linear_layer_is_as_exact_as_its_own_call(
         assert mine.dtype == other.dtype
         assert error <= 1.02 * allowed + 1e-7 * wanted.norm(), (float(error), float(allowed))
     assert all(mine.equal(other) for mine, other in zip(ours, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("together", ["0", "1"])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("splits", [[700, 4, 0, 320], [1, 0, 0, 0], [1024] * 4])
+def test_experts_have_the_bits_of_their_own_call(
+    splits: list[int], fused: bool, first: bool, together: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    te = pytest.importorskip("transformer_engine.pytorch")
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", together)
+    torch.manual_seed(3)
+    x = torch.randn(sum(splits), 512, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn(sum(splits), 256, device="cuda", dtype=torch.bfloat16)
+    settings = {"bias": False, "params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": fused}
+    own: Any = te.GroupedLinear(len(splits), 512, 256, **settings)
+    own.config = SimpleNamespace(cpu_offloading=False)
+    own.disable_parameter_transpose_cache = False
+    weights = [getattr(own, f"weight{at}") for at in range(len(splits))]
+
+    def results(call: Any) -> list[Any]:
+        for weight in weights:
+            weight.main_grad = torch.full((256, 512), 0.0 if first else 0.5, device="cuda")
+            weight.grad_added_to_main_grad, weight.grad = False, None
+        given = x.clone().requires_grad_()
+        out = call(given)
+        out.backward(upstream)
+        assert all(weight.grad_added_to_main_grad is fused for weight in weights)
+        return [out, given.grad, *(w.main_grad if fused else w.grad for w in weights)]
+
+    def taken(given: Any) -> Any:
+        own.is_first_microbatch = first
+        out = te_layers.experts(own, given, splits)
+        assert out is not None, "Transformer Engine prepares it"
+        return out
+
+    ours = results(taken)
+    theirs = results(lambda given: own(given, splits, is_first_microbatch=first))
+    assert all(mine.equal(other) for mine, other in zip(ours, theirs, strict=True))
+    exact = torch.cat(
+        [part @ w.double().t() for part, w in zip(x.double().split(splits), weights, strict=True)]
+    )
+    assert (ours[0].double() - exact).norm() <= 4e-3 * exact.norm()

@@ -1,0 +1,114 @@
+"""The linear layers of a group of experts, each of its own tokens, in one product for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cppmega.ops.main_grad import MainGrad
+
+Products = Callable[..., Any]
+"""Transformer Engine's `general_grouped_gemm`."""
+
+
+def grouped_linear(
+    x: Tensor,
+    splits: Sequence[int],
+    weights: Sequence[Tensor],
+    products: Products,
+    *,
+    fused: bool = False,
+    first: bool = False,
+) -> Tensor:
+    """`x[i] @ weights[i].T` for the i-th part of the rows of x, summed in fp32.
+
+    Args:
+        x: `[tokens, K]`, bf16 or fp16.
+        splits: the rows of each part, which may have none; they sum to `tokens`.
+        weights: as many, `[N, K]` each, of the type of x.
+        products: computes all products of one kind.
+        fused: whether Megatron's gradient accumulation fusion is on, with which the gradients of
+            the weights go to their `main_grad`, in the type of that.
+        first: whether those of this call replace what is in `main_grad`, which in the first
+            micro-batch of a step is zero.
+
+    Returns:
+        `[tokens, N]`.
+    """
+    choice = (list(splits), products, fused, first)
+    out: Tensor = _GroupedLinear.apply(x, choice, *weights)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, choice: tuple[list[int], Products, bool, bool], *weights: Tensor
+    ) -> Tensor:
+        splits, products, fused, first = choice
+        ctx.save_for_backward(x, *weights)
+        ctx.splits, ctx.products, ctx.first = splits, products, first
+        main_grads = [MainGrad.of(weight) for weight in weights] if fused else [None]
+        ctx.main_grads = None if None in main_grads else main_grads
+        out = x.new_empty(len(x), len(weights[0]))
+        _together(products, weights, x.split_with_sizes(splits), out, splits, "TN")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        parts = gradients[0].contiguous().split_with_sizes(ctx.splits)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            _together(ctx.products, weights, parts, d_x, ctx.splits, "NN", grad=True)
+        d_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            d_weights = _weight_gradients(ctx, x.split_with_sizes(ctx.splits), parts, weights)
+        return (d_x, None, *d_weights)
+
+
+def _weight_gradients(
+    ctx: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients of the weights, or what is returned if they went to `main_grad`."""
+    main_grads: list[MainGrad] | None = ctx.main_grads
+    if main_grads is None:
+        own = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
+        _each(ctx.products, inputs, gradients, own, ctx.splits, accumulate=False)
+        return own
+    buffers = [main_grad.buffer for main_grad in main_grads]
+    _each(ctx.products, inputs, gradients, buffers, ctx.splits, accumulate=not ctx.first)
+    return [main_grad.added() for main_grad in main_grads]
+
+
+def _together(
+    products: Products,
+    weights: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    out: Tensor,
+    splits: list[int],
+    layout: str,
+    grad: bool = False,
+) -> None:
+    """Write the products of all parts into one tensor, one after the other."""
+    count = [None] * len(weights)
+    more = {"layout": layout, "m_splits": splits, "grad": grad, "single_output": True}
+    products(weights, parts, [out], count, out.dtype, **more)
+
+
+def _each(
+    products: Products,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    out: Sequence[Tensor],
+    splits: list[int],
+    accumulate: bool,
+) -> None:
+    """Write the gradient of each weight into a tensor of its own, or add it to that."""
+    count = [None] * len(out)
+    more = {"layout": "NT", "m_splits": splits, "grad": True, "accumulate": accumulate}
+    products(inputs, gradients, list(out), count, inputs[0].dtype, **more)
