@@ -211,8 +211,9 @@ def _model(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
         yield "--untie-embeddings-and-output-weights", ()
     if recipe.qk_layernorm:
         yield "--qk-layernorm", ()
-    if recipe.uses_dsa:
-        yield "--no-rope-fusion", ()  # DSA asserts on it
+    if recipe.uses_mla:
+        # Megatron fuses MLA's rotary embedding with YaRN alone, and never DSA's.
+        yield "--no-rope-fusion", ()
     if layout.depths:
         yield from _values(recipe, "mtp_loss_scaling_factor")
 
