@@ -90,7 +90,7 @@ def _report(result: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "The variant's loss less the whole model's, seed by seed: both see the same samples in "
             "the same order. A difference counts if it has one sign with every seed, and its mean "
-            "is twice its standard error or more; with fewer than three seeds nothing does."
+            "is twice its standard error or more; fewer than three seeds cannot tell."
         )
     missing = [variant.title for name, variant in VARIANTS.items() if not _seeds(result, name)]
     if missing:
@@ -99,8 +99,10 @@ def _report(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _verdict(worse: list[float]) -> str:
     """What the differences of all seeds show."""
+    if len(worse) < 3:
+        return "too few seeds"
     mean = statistics.mean(worse)
-    if len(worse) < 3 or min(worse) * max(worse) <= 0:
+    if min(worse) * max(worse) <= 0:
         return "no measurable difference"
     if abs(mean) < 2 * statistics.stdev(worse) / math.sqrt(len(worse)):
         return "no measurable difference"
