@@ -14,9 +14,9 @@ order, and is evaluated on the same held-out samples:
 
 TRAIN and HELD are datasets with structure ids, as `python -m cppmega.data.code.command` makes them.
 --jobs runs share the GPU, whose waits for the host are most of such a model's step, so their speeds
-are not reported; all 18 take about 25 minutes of an H200. After each run DIR/parts.json is written;
-a run that is in there is not repeated, so a call that came to the end of --minutes is continued by
-the same command. At the end DIR/nam56r_parts_DEVICE.json, .md and .png are the result.
+are not reported. After each run DIR/parts.json is written; a run that is in there is not repeated,
+so a call that came to the end of --minutes is continued by the same command. At the end
+DIR/nam56r_parts_DEVICE.json, .md and .png are the result.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed.

@@ -1,4 +1,4 @@
-"""Call Transformer Engine's linear layers and norms in 16 bits without its preparations.
+"""Call Transformer Engine's linear layers, experts and norms in 16 bits without its preparations.
 
 What: A `TELinear` that nothing quantizes, without a bias and with TP 1, is a product of PyTorch,
     whose weight gradient is added to `main_grad` where that is on. Such a `TEGroupedLinear` calls
@@ -10,7 +10,7 @@ Why: Each call of such a linear layer takes 0.4 ms on the host, each norm 0.6 (w
     as the host can prepare them only once it knows how many each expert has.
 Upstream: Not sent: Transformer Engine would have to shorten its own calls.
 Remove: when these calls no longer take longer than the kernels that they start.
-Numerics: reorders sums: PyTorch may choose other kernels for a product; norms bitwise
+Numerics: reorders sums: PyTorch may choose other kernels for a product; experts and norms bitwise
 """
 
 from typing import Any
@@ -30,6 +30,22 @@ def uses_its_layers(args: Any) -> bool:
     return bool(getattr(args, "transformer_impl", None) == "transformer_engine")
 
 
+def _calling(call: str) -> Any:
+    """Return what a function of `te_layers` computes; where that is None, go on."""
+    return inserting(
+        f"""
+        plain = _cppmega_te.{call}
+        if plain is not None:
+            return plain, None
+        """,
+        before="""
+        _is_first_microbatch = (
+            None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+        )
+        """,
+    )
+
+
 PATCH = Patch(
     edits=(
         Edit(
@@ -41,18 +57,7 @@ PATCH = Patch(
                 "0.18.2": "58db2de31739dcdc",
                 "0.19.2": "58db2de31739dcdc",
             },
-            edit=inserting(
-                """
-                plain = _cppmega_te.linear(self, x)
-                if plain is not None:
-                    return plain, None
-                """,
-                before="""
-                _is_first_microbatch = (
-                    None if self.disable_parameter_transpose_cache else self.is_first_microbatch
-                )
-                """,
-            ),
+            edit=_calling("linear(self, x)"),
             imports=IMPORTS,
         ),
         Edit(
@@ -64,18 +69,7 @@ PATCH = Patch(
                 "0.18.2": "4d02673a6f4f348b",
                 "0.19.2": "4d02673a6f4f348b",
             },
-            edit=inserting(
-                """
-                plain = _cppmega_te.experts(self, x, m_splits)
-                if plain is not None:
-                    return plain, None
-                """,
-                before="""
-                _is_first_microbatch = (
-                    None if self.disable_parameter_transpose_cache else self.is_first_microbatch
-                )
-                """,
-            ),
+            edit=_calling("experts(self, x, m_splits)"),
             imports=IMPORTS,
             mark="",  # a model may have no experts
         ),
@@ -182,7 +176,7 @@ def verify() -> None:
             layer(**other)(x)
             assert len(prepared) == before + 1, f"a product alone cannot compute {other}"
 
-    def products(weights, parts, out, *ignored, layout, single_output=False, **more):  # type: ignore[no-untyped-def]
+    def products(weights, parts, out, *ignored, layout, **more):  # type: ignore[no-untyped-def]
         found = [
             part @ (weight.t() if layout == "TN" else weight)
             for weight, part in zip(weights, parts, strict=True)

@@ -54,7 +54,7 @@ class _GroupedLinear(torch.autograd.Function):
         main_grads = [MainGrad.of(weight) for weight in weights] if fused else [None]
         ctx.main_grads = None if None in main_grads else main_grads
         out = x.new_empty(len(x), len(weights[0]))
-        _together(products, weights, x.split_with_sizes(splits), out, splits, "TN")
+        _compute(products, weights, x.split_with_sizes(splits), [out], splits, "TN")
         return out
 
     @staticmethod
@@ -64,7 +64,7 @@ class _GroupedLinear(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            _together(ctx.products, weights, parts, d_x, ctx.splits, "NN", grad=True)
+            _compute(ctx.products, weights, parts, [d_x], ctx.splits, "NN")
         d_weights: Sequence[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
             d_weights = _weight_gradients(ctx, x.split_with_sizes(ctx.splits), parts, weights)
@@ -77,38 +77,28 @@ def _weight_gradients(
     """The gradients of the weights, or what is returned if they went to `main_grad`."""
     main_grads: list[MainGrad] | None = ctx.main_grads
     if main_grads is None:
-        own = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
-        _each(ctx.products, inputs, gradients, own, ctx.splits, accumulate=False)
+        own = list(weights[0].new_empty(len(weights), *weights[0].shape).unbind())
+        _compute(ctx.products, inputs, gradients, own, ctx.splits, "NT")
         return own
     buffers = [main_grad.buffer for main_grad in main_grads]
-    _each(ctx.products, inputs, gradients, buffers, ctx.splits, accumulate=not ctx.first)
+    _compute(ctx.products, inputs, gradients, buffers, ctx.splits, "NT", accumulate=not ctx.first)
     return [main_grad.added() for main_grad in main_grads]
 
 
-def _together(
+def _compute(
     products: Products,
-    weights: Sequence[Tensor],
-    parts: Sequence[Tensor],
-    out: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    out: list[Tensor],
     splits: list[int],
     layout: str,
-    grad: bool = False,
+    **more: bool,
 ) -> None:
-    """Write the products of all parts into one tensor, one after the other."""
-    count = [None] * len(weights)
-    more = {"layout": layout, "m_splits": splits, "grad": grad, "single_output": True}
-    products(weights, parts, [out], count, out.dtype, **more)
+    """Compute products of which nothing is quantized.
 
-
-def _each(
-    products: Products,
-    inputs: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    out: Sequence[Tensor],
-    splits: list[int],
-    accumulate: bool,
-) -> None:
-    """Write the gradient of each weight into a tensor of its own, or add it to that."""
-    count = [None] * len(out)
-    more = {"layout": "NT", "m_splits": splits, "grad": True, "accumulate": accumulate}
-    products(inputs, gradients, list(out), count, inputs[0].dtype, **more)
+    Those for tokens (TN, NN) are written into one tensor, one after the other; those for weights
+    (NT) into a tensor each.
+    """
+    own = {"grad": layout != "TN", "single_output": layout != "NT"}
+    quantizers = [None] * len(a)
+    products(a, b, out, quantizers, out[0].dtype, layout=layout, m_splits=splits, **own, **more)
