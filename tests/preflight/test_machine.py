@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -723,6 +724,24 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nowhere" in holds("folders", launch())
     whole_line = launch(None, "--bf16", "--save", str(tmp_path / "file" / "below"))
     refuses("folders", "folder-not-writable", whole_line)
+
+
+def test_the_host_has_memory_for_the_copies_of_an_asynchronous_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 75.9 GiB, by the ranks of this host."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 999 * GIB}))
+    recipe = recipes_index.load("nam56r_h200_2gpu_ep2").with_(async_save=True)
+    words = ("--mock-data", "--save", str(tmp_path))
+    for hosts, too_little, enough in ((1, 75, 77), (2, 37, 38)):
+        context = launch(recipe, *words, root=patched("0.19.2"))
+        context.training_machine, context.nodes = True, hosts
+        monkeypatch.setattr("cppmega.host.memory.available", partial(int, enough * GIB))
+        holds("folders", context)
+        monkeypatch.setattr("cppmega.host.memory.available", partial(int, too_little * GIB))
+        refuses("folders", "host-memory-too-small", context)
+        context.training_machine = False  # another host will train
+        holds("folders", context)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ PAGES = (
     *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
     *("grad_accumulation_without_apex", "mtp_roll_packed_sequences"),
     *("fully_reshardable_bucket_padding", "log_second_line", "grad_checks_no_host_sync"),
+    "async_save_host_copies",
 )
 CHECKS = {
     "evaluation": (

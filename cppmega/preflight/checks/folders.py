@@ -1,4 +1,4 @@
-"""Every folder that the run writes to is writable, and has room for its checkpoints."""
+"""Every folder that the run writes to is writable; checkpoints and their copies have room."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
+from cppmega.host import memory
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
 from cppmega.preflight.findings import NotApplicable, Remark, refuse
@@ -26,10 +27,10 @@ def check(context: Context) -> str:
     """Try to write to each folder, or to the nearest one above it that exists.
 
     Raises:
-        CppmegaError: `folder-not-writable`, `disk-full`.
+        CppmegaError: `folder-not-writable`, `disk-full`, `host-memory-too-small`.
     """
     usable: list[str] = []
-    refuse(_unusable_folders(context, usable))
+    refuse((*_unusable_folders(context, usable), *_unheld_copies(context)))
     if not usable:
         return "the run writes nowhere"
     short = _room_remark(context)
@@ -93,6 +94,25 @@ def _checkpoint(context: Context, recipe: Recipe) -> int:
     """Bytes of a checkpoint as this launch writes it."""
     bare = not context.is_loop and context.launch_line.has("--no-save-optim")
     return checkpoint_bytes(recipe, optimizer=not bare)
+
+
+def _unheld_copies(context: Context) -> Iterator[CppmegaError]:
+    """An asynchronous save copies what the ranks of this host write."""
+    recipe = context.recipe
+    if recipe is None or not recipe.async_save or not context.training_machine:
+        return
+    if context.launch_line.options.save is None:
+        return
+    copied = _checkpoint(context, recipe) * context.gpus_here // recipe.gpus
+    available = memory.available()
+    if copied > available:
+        yield CppmegaError(
+            "host-memory-too-small",
+            f"An asynchronous save copies {gib(copied)} to this host, which has {gib(available)} "
+            "of memory available.",
+            "The kernel would kill a process of the run at its first save.",
+            "--set async_save=False saves without copies",
+        )
 
 
 def _room_remark(context: Context) -> str:

@@ -1,0 +1,158 @@
+"""Copies on the host, from which another process writes an asynchronous save.
+
+Megatron's worker maps the trainer's tensors on the GPU and copies them itself. PyTorch reserves an
+address range as large as the whole GPU for every block of expandable segments that it maps, so that
+the worker of a model with many parameters runs out of addresses. Here the trainer copies, into
+memory without a name that the worker maps once: no file system has to be large enough for it, and
+nothing is left of it when both processes have ended.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import reduction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.host import memory
+
+_ALIGNMENT = 64
+"""Bytes: no copy shares a cache line with another."""
+
+
+def on_host(request: Any) -> Any:
+    """Copy what a request is to save, and let it save the copies.
+
+    Args:
+        request: a Megatron `AsyncRequest`. With a `preload_fn`, its second argument is a list of
+            buckets (file, key, (bytes, [(item, tensor), ...])); without, it has nothing to copy.
+
+    Returns:
+        A request for Megatron's own process, whatever the trainer does with the tensors meanwhile.
+
+    Raises:
+        CppmegaError: `host-memory-too-small`.
+    """
+    if request.preload_fn is None:
+        return request
+    first, buckets, *others = request.async_fn_args
+    places = list(_places(buckets))
+    size = places[-1].end if places else 0
+    _refuse_too_large(size)
+    descriptor = os.memfd_create("cppmega-save")
+    try:
+        os.ftruncate(descriptor, max(size, 1))
+        mapped = mmap.mmap(descriptor, 0)
+        shared = reduction.DupFd(descriptor)  # until the worker has taken it
+    finally:
+        os.close(descriptor)
+    order = iter(places)
+    described = []
+    for file, key, (bytes_, tensors) in buckets:
+        copies = []
+        for item, tensor in tensors:
+            place = next(order)
+            place.in_(mapped).copy_(tensor)
+            copies.append((item, place))
+        described.append((file, key, (bytes_, copies)))
+    return request._replace(
+        async_fn=partial(_write, request.async_fn, shared),
+        async_fn_args=[first, described, *others],
+        preload_fn=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in the shared memory a tensor is, and what it is."""
+
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return self.start + -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def in_(self, mapped: mmap.mmap) -> Tensor:
+        """The tensor, whose storage is no larger than itself, because a save writes all of it."""
+        count = math.prod(self.shape)
+        if count == 0:  # of which no buffer can be made
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=self.start)
+        return flat.view(self.shape)
+
+
+def _places(buckets: list[Any]) -> Iterator[_Place]:
+    """One after the other, in the order of the buckets."""
+    end = 0
+    for _, _, (_, tensors) in buckets:
+        for _, tensor in tensors:
+            place = _Place(end, tensor.shape, tensor.dtype)
+            end = place.end
+            yield place
+
+
+def _write(
+    write: Callable[..., None],
+    shared: Any,
+    first: Any,
+    described: list[Any],
+    *others: Any,
+    **kw: Any,
+) -> None:
+    """Map the copies, and write them as Megatron does; in the worker."""
+    descriptor = shared.detach()
+    try:
+        mapped = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    buckets = [
+        (file, key, (bytes_, [(item, place.in_(mapped)) for item, place in copies]))
+        for file, key, (bytes_, copies) in described
+    ]
+    write(first, buckets, *others, **kw)
+
+
+def check_alive(worker: Any) -> None:
+    """Refuse to wait for a worker that has ended.
+
+    Args:
+        worker: the process that writes, which has not yet reported the current save.
+
+    Raises:
+        CppmegaError: `checkpoint-writer-died`.
+    """
+    if worker.is_alive():
+        return
+    raise CppmegaError(
+        "checkpoint-writer-died",
+        "The process that writes this rank's asynchronous checkpoints ended with exit code "
+        f"{worker.exitcode}.",
+        "The checkpoint is incomplete, and Megatron would wait for it without end.",
+        "see the traceback of the process above; resume from the last complete checkpoint, with "
+        "--set async_save=False if it ends again",
+    )
+
+
+def _refuse_too_large(size: int) -> None:
+    """Refuse copies that the host has no memory for, which the kernel would answer by a kill."""
+    available = memory.available()
+    if size <= available:
+        return
+    raise CppmegaError(
+        "host-memory-too-small",
+        f"An asynchronous save copies {size / 2**30:.1f} GiB of this rank to the host, which has "
+        f"{available / 2**30:.1f} GiB available.",
+        "The kernel would kill a process of the run instead.",
+        "--set async_save=False saves without copies",
+    )

@@ -1,0 +1,150 @@
+"""Let the trainer copy what an asynchronous save writes, and notice a writer that has died.
+
+What: `PersistentAsyncCaller` copies tensors to memory of the host that it shares with its process,
+    which only writes them. If the process has ended before it has written, the run stops.
+Why: The process maps each of the trainer's tensors on the GPU, which takes an address range as
+    large as the GPU for every block of PyTorch's expandable segments. With the 5.8 billion
+    parameters of NAM56R on two H200 it failed with "CUDA driver error: out of memory" while half of
+    the GPU was free, and the trainer waited for it without end (0.19.2, seen at the first save).
+    Since 0.17, `--async-save` saves in no other way.
+Upstream: Not sent: mcore's strategy is deprecated. The other one, of nvidia-resiliency-ext, has
+    `--async-ckpt-use-cpu-shm` against a similar failure, which releases of that package up to
+    0.4.1 do not know.
+Remove: when mcore's strategy is removed, or copies in the trainer.
+Numerics: none (bitwise)
+"""
+
+from typing import Any
+
+from cppmega.edits import inserting
+from cppmega.page import Edit, Patch, Source
+
+CALLER = "megatron/core/dist_checkpointing/strategies/async_utils.py:PersistentAsyncCaller"
+SCHEDULE = f"{CALLER}.schedule_async_call"
+DONE = f"{CALLER}.is_current_async_call_done"
+IMPORTS = ("from cppmega.modules import host_copies as _cppmega_copies",)
+
+
+def saves_so(args: Any) -> bool:
+    """Whether the run saves in Megatron's own process for it."""
+    strategy = getattr(args, "async_strategy", "mcore")
+    return bool(getattr(args, "async_save", None)) and strategy == "mcore"
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=SCHEDULE,
+            pins={
+                "0.15.3": "2a4c08f31b63b538",
+                "0.16.1": "685ac50b007e42ea",
+                "0.17.1": "6f209ad52d6c7cba",
+                "0.18.2": "6f209ad52d6c7cba",
+                "0.19.2": "6f209ad52d6c7cba",
+            },
+            edit=inserting(
+                "async_req = _cppmega_copies.on_host(async_req)",
+                after="""
+                if async_req.async_fn is None:
+                    return
+                """,
+            ),
+            imports=IMPORTS,
+        ),
+        Edit(
+            target=DONE,
+            pins={
+                "0.15.3": "b17f24e8dff1d42e",
+                "0.16.1": "b17f24e8dff1d42e",
+                "0.17.1": "7d37936b70d770e3",
+                "0.18.2": "7d37936b70d770e3",
+                "0.19.2": "7d37936b70d770e3",
+            },
+            edit=inserting(
+                "_cppmega_copies.check_alive(self.process)",
+                before="""
+                if not blocking:
+                    is_alive = True
+                    break
+                """,
+            ),
+            imports=IMPORTS,
+            mark="",  # it is called before the first save, too
+        ),
+    ),
+    reached="save",
+    feature=(SCHEDULE, DONE),
+    when=saves_so,
+    wanted_by=lambda recipe: recipe.async_save,
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.text(SCHEDULE)
+    return bool(text) and "preload_q" not in text
+
+
+def verify() -> None:
+    from functools import partial
+    from queue import Empty
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from megatron.core.dist_checkpointing.strategies.async_utils import (
+        AsyncRequest,
+        PersistentAsyncCaller,
+    )
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from cppmega.errors import CppmegaError
+
+    class Queue(list):  # type: ignore[type-arg]
+        """A queue whose other end does nothing."""
+
+        put = list.append
+
+        def join(self) -> None:
+            assert not self, "the trainer waits for the process to copy its tensors"
+
+        def get_nowait(self) -> None:
+            raise Empty
+
+    weight, written = torch.arange(6.0).view(2, 3), []
+    tensors = [("whole", weight), ("columns", weight.t()[1:]), ("empty", weight[2:])]
+    wanted = [tensor.clone() for _, tensor in tensors]
+    buckets = [("file", "key", ([], tensors))]
+    caller, requests, others = PersistentAsyncCaller(), Queue(), Queue()
+    for name, queue in (("queue", requests), ("preload_q", others), ("comp_q", others)):
+        setattr(caller, name, queue)  # before 0.17
+        setattr(caller, f"_persistent_{name}", queue)
+    caller.process = SimpleNamespace(is_alive=lambda: True)
+    request = AsyncRequest(
+        async_fn=lambda *given: written.append(given),
+        async_fn_args=[0, buckets, "results"],
+        finalize_fns=[],
+        preload_fn=partial(FileSystemWriterAsync.preload_tensors, buckets, True),
+    )
+    try:
+        with mock.patch.object(torch.distributed, "get_rank", lambda: 0):
+            caller.schedule_async_call(request)
+            assert not caller.is_current_async_call_done(blocking=False, no_dist=True)
+            weight.zero_()  # the training continues
+            (sent,) = requests
+            assert sent.preload_fn is None, "the process copies"
+            sent.async_fn(*sent.async_fn_args, **sent.async_fn_kwargs)
+            ((rank, [(file, key, (_, copies))], results),) = written
+            assert (rank, file, key, results) == (0, "file", "key", "results")
+            for (name, _), (copied, tensor), values in zip(tensors, copies, wanted, strict=True):
+                assert name == copied and tensor.equal(values), f"{name}: {tensor}"
+                size = tensor.untyped_storage().nbytes()
+                assert size == values.numel() * 4, f"{name} would be saved with {size} bytes"
+            caller.process = SimpleNamespace(is_alive=lambda: False, exitcode=1)
+            try:
+                caller.is_current_async_call_done(blocking=False, no_dist=True)
+            except CppmegaError as error:
+                assert error.name == "checkpoint-writer-died", error
+            else:
+                raise AssertionError("nobody notices that the process has ended")
+    finally:
+        caller.process = None  # it is not to be told to end
