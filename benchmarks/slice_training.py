@@ -76,6 +76,8 @@ class Bench:
     timeout: float
     period: ClassVar[float] = 0.5
     """Seconds between two looks at a run."""
+    quiet: ClassVar[float] = 300.0
+    """Seconds without a word after which a run is taken to stand still; a save may take 120."""
 
     def tree(self, name: str) -> Path:
         """A copy of the pristine megatron with that variant's patches."""
@@ -98,7 +100,7 @@ class Bench:
             *(word for change in self.changes for word in ("--set", change)),
             *options,
         ]
-        log = (self.out / f"{name}.log").open("ab")
+        log = self._log(name).open("ab")
         print(f"{name}: {' '.join(command)}", file=sys.stderr)
         return subprocess.Popen(
             command, env=environment(), stdout=log, stderr=log, start_new_session=True
@@ -110,7 +112,7 @@ class Bench:
 
     def clear(self, name: str) -> None:
         """Delete what an earlier call wrote: runs append, so that one can be killed and resumed."""
-        for old in (self.metrics(name), self.out / f"{name}.log"):
+        for old in (self.metrics(name), self._log(name)):
             old.unlink(missing_ok=True)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -128,12 +130,17 @@ class Bench:
         until: int | None = None,
         after: int = 0,
     ) -> None:
-        """Wait for a run's end, or until it has logged a step; stop it after the time limit.
+        """Wait for a run's end, or until it has logged a step.
 
         The first `after` rows are those of an earlier start.
+
+        Raises:
+            TimeIsUp: it was stopped at its time limit.
+            MemoryError: its GPU had too little memory.
+            ClickException: it failed, or stood still and was stopped.
         """
-        deadline = time.monotonic() + self.timeout
-        shown = 0
+        started = heard = time.monotonic()
+        shown, written = 0, -1
         while process.poll() is None:
             step = max((row.get("step", 0) for row in self.rows(name)[after:]), default=0)
             if step >= shown + 10:
@@ -141,15 +148,33 @@ class Bench:
                 print(f"{name}: step {step}", file=sys.stderr)
             if until is not None and step >= until:
                 return
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if (size := self._written(name)) != written:
+                heard, written = now, size
+            if now > started + self.timeout:
                 kill(process)
                 raise TimeIsUp(f"{name} ran for more than {self.timeout:.0f} s")
+            if now > heard + self.quiet:
+                kill(process)
+                tail = self._last_words(name)
+                raise click.ClickException(f"{name} stood still for {self.quiet:.0f} s:\n{tail}")
             time.sleep(self.period)
         if process.returncode:
-            if _FULL in (self.out / f"{name}.log").read_text(errors="replace"):
+            if _FULL in self._log(name).read_text(errors="replace"):
                 raise MemoryError(name)
-            tail = (self.out / f"{name}.log").read_text(errors="replace")[-3000:]
+            tail = self._last_words(name)
             raise click.ClickException(f"{name} exited with {process.returncode}:\n{tail}")
+
+    def _log(self, name: str) -> Path:
+        return self.out / f"{name}.log"
+
+    def _last_words(self, name: str) -> str:
+        return self._log(name).read_text(errors="replace")[-3000:]
+
+    def _written(self, name: str) -> int:
+        """Bytes that a run has written so far."""
+        files = (self._log(name), self.metrics(name))
+        return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -197,6 +197,15 @@ def test_what_a_time_limit_leaves_is_a_result_that_says_so(
 
 
 @pytest.mark.slow
+def test_a_run_that_stands_still_is_stopped_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole.Bench, "quiet", 3.0)
+    with pytest.raises(AssertionError, match="overlay stood still for 3 s"):
+        ran(tmp_path, monkeypatch, "--timeout", "60", kind="stalled")
+
+
+@pytest.mark.slow
 def test_the_curves_are_drawn(result: dict[str, Any]) -> None:
     pytest.importorskip("matplotlib")
     assert report.draw(result["file"]).stat().st_size > 10_000
