@@ -31,6 +31,11 @@ product."""
 
 MAMBA_RECOMPUTE = ("CPPMEGA_MAMBA_RECOMPUTE", "1")
 """The gate of the page mamba_layer_recompute, which keeps only a layer's input."""
+FP8_EXPERTS = ("CPPMEGA_SELECTIVE_FP8_MOE", "1")
+"""The gate of the page selective_fp8_moe: only products of routed experts are in FP8."""
+_FP8_COPIES = 2
+"""Bytes per weight whose products are in FP8: Transformer Engine keeps it and its transpose so, in
+addition to the bf16 weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,9 @@ def _states(recipe: Recipe, rank: int) -> int:
     contraction = counts.extras.get("mhc_head", 0)
     everywhere = (sum(counts.extras.values()) - contraction) * (is_first or embeds_again)
     everywhere += contraction * is_last
-    return _bytes(recipe, (body + ends - routed) // tensor + everywhere, routed)
+    quantized = (body + counts.mtp * is_last - routed) // tensor
+    copies = _fp8_copies(recipe, quantized, routed)
+    return _bytes(recipe, (body + ends - routed) // tensor + everywhere, routed) + copies
 
 
 def _bytes(recipe: Recipe, dense: int, routed: int) -> int:
@@ -130,6 +137,23 @@ def _bytes(recipe: Recipe, dense: int, routed: int) -> int:
     shard = replicas if recipe.use_distributed_optimizer else 1
     expert_shard = max(replicas * tensor // expert, 1) if recipe.use_distributed_optimizer else 1
     return dense * 6 + dense * 12 // shard + spread * 6 + spread * 12 // expert_shard
+
+
+def _fp8_copies(recipe: Recipe, dense: int, routed: int) -> int:
+    """Bytes of the copies in FP8 of a rank's weights, which are kept from step to step."""
+    spread = routed // recipe.expert_model_parallel_size
+    own = dense * _in_fp8(recipe) + spread * _in_fp8(recipe, routed=True)
+    return _FP8_COPIES * own
+
+
+def _in_fp8(recipe: Recipe, routed: bool = False) -> bool:
+    """Whether the products of layers, or those of routed experts, are in FP8."""
+    return recipe.precision == "fp8" and (routed or FP8_EXPERTS not in recipe.gates)
+
+
+def _saved(recipe: Recipe, routed: bool = False) -> int:
+    """Bytes of a value that is only kept as the input of such a product."""
+    return 1 if _in_fp8(recipe, routed) else 2
 
 
 def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
@@ -152,24 +176,34 @@ def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
 
 
 def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
-    """Bytes that one layer keeps, in bf16.
+    """Bytes that one layer keeps, in bf16 or as inputs of products in FP8.
 
     Args:
         fused: DSA runs in a fused kernel.
     """
     hidden, tensor = recipe.hidden_size, recipe.tensor_model_parallel_size
-    # The layer's input and its normalised copy, and what its hyper-connection keeps.
-    stream = 2 * 2 * tokens * hidden + _kept_by_site(recipe, tokens)
+    saved, site = _saved(recipe), _kept_by_site(recipe, tokens)
+    # The layer's input and its normalised copy, and what its hyper-connection keeps. Routers and
+    # MLA read that copy in bf16.
+    stream = (2 + (2 if letter in "ED+" else saved)) * tokens * hidden + site
     if letter == "-":
-        return stream + 2 * _mlp_width(recipe, recipe.ffn_hidden_size, "mlp") * tokens // tensor
+        return (
+            stream + _kept_by_mlp(recipe, recipe.ffn_hidden_size, "mlp", saved) * tokens // tensor
+        )
     if letter == "E" and "moe" in recipe.recompute_modules:
         return stream
     if letter == "E":
-        routed = recipe.moe_router_topk * (recipe.moe_ffn_hidden_size or 0)
-        shared = recipe.moe_shared_expert_intermediate_size or 0
         # What the experts read; what they return is only summed, which keeps nothing.
-        permuted = 2 * tokens * hidden * recipe.moe_router_topk
-        return stream + permuted + 2 * tokens * _mlp_width(recipe, routed + shared, "moe_act")
+        read = recipe.moe_router_topk * hidden * _saved(recipe, routed=True)
+        read += hidden * _in_fp8(recipe)  # by the shared expert, in addition to the router
+        routed, shared = (
+            _kept_by_mlp(recipe, width or 0, "moe_act", _saved(recipe, routed=of_routed))
+            for width, of_routed in (
+                (recipe.moe_router_topk * (recipe.moe_ffn_hidden_size or 0), True),
+                (recipe.moe_shared_expert_intermediate_size, False),
+            )
+        )
+        return stream + tokens * (read + routed + shared)
     heads = recipe.num_attention_heads // tensor
     if letter in "D+":
         assert recipe.kv_lora_rank and recipe.qk_head_dim and recipe.v_head_dim
@@ -201,7 +235,7 @@ def _kept_by_mamba3(recipe: Recipe) -> int:
     heads = own.heads(recipe.hidden_size)
     inner, states = heads * own.head_dim, own.groups * own.rank * own.state_dim
     projected = 2 * inner + 2 * states + 3 * heads + own.angles
-    kept = 2 * (projected + inner)
+    kept = 2 * projected + _saved(recipe) * inner
     if own.rank > 1 and not own.out_norm:
         return kept
     # Keys and queries as the scan reads them, copies of x and z, and the angles of every head in
@@ -250,13 +284,13 @@ def _streams(recipe: Recipe, tokens: int) -> int:
     return 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
 
 
-def _mlp_width(recipe: Recipe, width: int, module: str) -> int:
-    """Values kept per token: before and after the activation, unless one is recomputed."""
+def _kept_by_mlp(recipe: Recipe, width: int, module: str, saved: int) -> int:
+    """Bytes per token: before and after the activation, unless one is recomputed."""
     if module == "mlp" and "mlp" in recipe.recompute_modules:
         return 0
     gate = 2 if recipe.activation == "swiglu" else 1
-    after = 0 if module in recipe.recompute_modules else 1
-    return width * (gate + after)
+    after = 0 if module in recipe.recompute_modules else saved
+    return width * (2 * gate + after)
 
 
 def _dsa_scores(recipe: Recipe, tokens: int, heads: int, fused: bool) -> int:

@@ -49,7 +49,7 @@ class Writer:
     """A process that is started before there is anything to write."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self.requests, self.results = context.Queue(), context.Queue()
         self.process = context.Process(target=loop, args=(self.requests, self.results), daemon=True)
         self.process.start()

@@ -53,6 +53,35 @@ def test_it_fits_by_the_estimate_with_room_to_spare(name: str) -> None:
     assert estimate(recipe, attends=True).gib < limit * (H200 if name != CUT else H100)
 
 
+FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
+FP8_EXPERTS = (*FP8, "gates=(('CPPMEGA_SELECTIVE_FP8_MOE', '1'),)")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "measured"),
+    [
+        (ALONE, (), 126.8),
+        (ALONE, FP8_EXPERTS, 128.9),
+        ("nam56r_h200_2gpu_ep2", (), 125.9),
+        ("nam56r_h200_2gpu_ep2", FP8, 124.3),
+        ("nam56r_full_h200_2gpu_pp2", (), 117.0),
+        ("nam56r_full_h200_2gpu_pp2_vpp2", (), 96.1),
+    ],
+)
+def test_the_estimate_is_near_the_peak_that_was_measured(
+    name: str, changes: tuple[str, ...], measured: float
+) -> None:
+    """On H200; `benchmarks/results/nam56r_step_designs.md` has the runs."""
+    recipe = recipes_index.with_text(FAMILY[name], changes)
+    assert estimate(recipe, attends=True).gib == pytest.approx(measured, rel=0.03)
+
+
+def test_one_gpu_has_no_room_for_all_weights_in_fp8_as_well() -> None:
+    """It was out of memory at 133.9 GiB."""
+    recipe = recipes_index.with_text(FAMILY[ALONE], FP8)
+    assert estimate(recipe, attends=True).gib > 133.9
+
+
 @pytest.mark.parametrize("name", (*WHOLE, SHARED))
 def test_twice_the_vocabulary_fits_by_the_estimate(name: str) -> None:
     changes = ["vocab_size=131072", *(["micro_batch_size=1"] if name == ALONE else [])]
