@@ -79,14 +79,21 @@ class Bench:
     quiet: ClassVar[float] = 300.0
     """Seconds without a word after which a run is taken to stand still; a save may take 120."""
 
-    def tree(self, name: str) -> Path:
-        """A copy of the pristine megatron with that variant's patches."""
+    def tree(self, name: str, *options: str) -> Path:
+        """A copy of the pristine megatron with that variant's patches.
+
+        Args:
+            name: of the variant; `stock` has only what it needs to start.
+            options: of the command that applies the patches.
+        """
         root = self.work / "trees" / name
         if not root.is_dir():
             sides.copy(self.site, root)
         only = [word for page in STARTS for word in ("--only", page)] if name == "stock" else []
-        command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root), *only]
-        subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
+        command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root)]
+        subprocess.run(
+            [*command, *only, *options], check=True, env=environment(), stdout=sys.stderr
+        )
         return root
 
     def start(self, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:

@@ -14,6 +14,9 @@ Every row but the first changes one thing of the recipe:
     averaged    the reduction of gradients averages them, and they are not scaled before it
     shared      IndexShare: three of nine DSA layers select keys for all
     heads       the heads' losses are taken from logits
+    dsa         DSA in plain torch, as the release has it, which writes all scores to memory
+    glue        without the pages that save time between the large kernels
+    stock       DSA, heads and glue as the release has them, one sequence at a time, all recomputed
     fp8         products in FP8, scaled per tensor
     fp8_experts only those of the routed experts
     fp8_gather  products in FP8, whose parameters are stored and gathered in FP8
@@ -68,12 +71,15 @@ class Row:
     variables: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     """Megatron's own."""
+    without: tuple[str, ...] = ()
+    """Pages that are left out."""
 
     @property
     def described(self) -> list[str]:
         """What differs from the recipe."""
         variables = (f"{name}={value}" for name, value in self.variables.items())
-        return [*self.changes, *variables, *self.arguments]
+        without = (f"without {name}" for name in self.without)
+        return [*self.changes, *variables, *self.arguments, *without]
 
 
 _RECOMPUTED = (
@@ -81,6 +87,14 @@ _RECOMPUTED = (
     f"gates=({MAMBA_RECOMPUTE},)",
 )
 _FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
+_ATTENTION = "dsa_attention_kernels"
+_DSA = (_ATTENTION, "dsa_indexer_kernels", "dsa_indexer_prologue")
+_PLAIN_DSA = f"patches={slice_training.STARTS}"  # the recipe asks for its kernels by name
+_GLUE = (
+    *("mla_rope_kernel", "router_gating_backward", "te_plain_layers", "te_permutation_calls"),
+    *("optimizer_copies_at_once", "grad_checks_no_host_sync"),
+)
+_HEADS = "cross_entropy_fusion_impl=native"
 ROWS: Mapping[str, Row] = {
     "recipe": Row(),
     "recomputed": Row(_RECOMPUTED),
@@ -91,7 +105,10 @@ ROWS: Mapping[str, Row] = {
     "gathered": Row(("moe_token_dispatcher_type=allgather",)),
     "averaged": Row(("ddp_average_in_collective=True",)),
     "shared": Row(("dsa_index_pattern=FSSFSSFSS",)),
-    "heads": Row(("cross_entropy_fusion_impl=native",)),
+    "heads": Row((_HEADS,)),
+    "dsa": Row((_PLAIN_DSA,), without=_DSA),
+    "glue": Row(without=_GLUE),
+    "stock": Row((*_RECOMPUTED, _HEADS, _PLAIN_DSA, "micro_batch_size=1"), without=(*_DSA, *_GLUE)),
     "fp8": Row(_FP8),
     "fp8_experts": Row((*_FP8, "gates=(('CPPMEGA_SELECTIVE_FP8_MOE', '1'),)")),
     "fp8_gather": Row(_FP8, arguments=("--fp8-param-gather",)),
@@ -138,8 +155,9 @@ def main(
         made = recipes_index.with_text(recipes_index.load(recipe), every)
         bench = Bench(made, every, *places, timeout)
         with in_environment(made, row):
-            found = {**ran(bench, name, steps, row.arguments), "changes": row.described}
-            found["estimate_gib"] = round(estimate(made, attends=True).gib, 1)
+            found = {**ran(bench, name, steps, row), "changes": row.described}
+            fused = _ATTENTION not in row.without
+            found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
         result["rows"][name] = found
         facts = {"benchmark": "whole_rows", "changes": list(changes)}  # a row has its own changes
         result |= {**slice_training.header(bench), **facts}
@@ -158,15 +176,17 @@ def in_environment(recipe: Recipe, row: Row) -> Iterator[None]:
         yield
 
 
-def ran(bench: Bench, name: str, steps: int, arguments: tuple[str, ...]) -> dict[str, Any]:
+def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
     """Train one row and measure it."""
     bench.clear(name)
     gates = sorted(f"{variable}={value}" for variable, value in bench.recipe.wanted_gates)
-    tree = bench.tree(",".join(gates) or "plain")
+    left_out = (word for page in row.without for word in ("--without", page))
+    of_row = [f"without-{name}"] if row.without else []
+    tree = bench.tree(",".join([*gates, *of_row]) or "plain", *left_out)
     profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
     folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
     try:
-        bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *arguments))
+        bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *row.arguments))
     except MemoryError:
         return {"out_of_memory": True}
     return measured(bench.rows(name))

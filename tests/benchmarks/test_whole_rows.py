@@ -39,6 +39,7 @@ def test_rows_run_once_each_in_their_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[tuple[Any, ...]] = []
+    left_out: list[tuple[str, ...]] = []
 
     def start(bench: Any, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
         of_environment = (os.environ.get(variable) for variable in (MAMBA_RECOMPUTE[0], PRODUCTS))
@@ -55,7 +56,12 @@ def test_rows_run_once_each_in_their_own_environment(
         return {**facts, "changes": list(bench.changes), "stack": {"gpu": "NVIDIA H200"}}
 
     monkeypatch.setattr(rows.Bench, "start", start)
-    monkeypatch.setattr(rows.Bench, "tree", lambda bench, name: tmp_path / name)
+
+    def tree(bench: Any, name: str, *options: str) -> Path:
+        left_out.append(options)
+        return tmp_path / name
+
+    monkeypatch.setattr(rows.Bench, "tree", tree)
     monkeypatch.setattr(rows.slice_training, "header", header)
     monkeypatch.setenv(*MAMBA_RECOMPUTE)  # as the call of another run may have left it
     places = ("--site", "s", "--work", str(tmp_path / "w"), "--data", "d")
@@ -64,7 +70,7 @@ def test_rows_run_once_each_in_their_own_environment(
         "--out",
         str(tmp_path),
         "--only",
-        "recipe,recomputed,products,heads,fp8_gather",
+        "recipe,recomputed,products,heads,fp8_gather,dsa",
     ]
     for _ in range(2):  # the second call finds everything done
         done = CliRunner().invoke(rows.main, arguments, catch_exceptions=False)
@@ -75,7 +81,9 @@ def test_rows_run_once_each_in_their_own_environment(
         ("products", "plain", None, "0", ()),
         ("heads", "plain", None, None, ()),
         ("fp8_gather", "plain", None, None, ("--fp8-param-gather",)),
+        ("dsa", "without-dsa", None, None, ()),
     ]
+    assert not any(left_out[:5]) and left_out[5][::2] == ("--without",) * 3
     found = json.loads((tmp_path / "nam56r_h200_2gpu_ep2_rows.json").read_text())
     assert found["changes"] == [] and found["rows"]["products"]["changes"] == [f"{PRODUCTS}=0"]
     assert f"| products | {PRODUCTS}=0 | 7500 | 0.750 | 250 | 110.0 | " in done.output
