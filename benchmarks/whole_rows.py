@@ -6,6 +6,8 @@ Every row but the first changes one thing of the recipe:
 
     recipe      nothing
     recomputed  Mamba layers, activations of experts and MLPs, and MLA's projections are recomputed
+    four        four sequences at a time; Mamba layers and layers of experts are recomputed
+    eight       eight at a time, and the same
     permute     tokens are ordered for the experts by torch, not by Transformer Engine's kernels
     router      and so are the routers' scores and top-k
     grads       weight gradients are written in bf16, and then added to fp32
@@ -82,10 +84,9 @@ class Row:
         return [*self.changes, *variables, *self.arguments, *without]
 
 
-_RECOMPUTED = (
-    "recompute_modules=('moe_act', 'mlp', 'mla_up_proj')",
-    f"gates=({MAMBA_RECOMPUTE},)",
-)
+_MAMBA = f"gates=({MAMBA_RECOMPUTE},)"
+_RECOMPUTED = ("recompute_modules=('moe_act', 'mlp', 'mla_up_proj')", _MAMBA)
+_LAYERS = ("recompute_modules=('moe', 'mlp', 'mla_up_proj')", _MAMBA)
 _FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
 _ATTENTION = "dsa_attention_kernels"
 _DSA = (_ATTENTION, "dsa_indexer_kernels", "dsa_indexer_prologue")
@@ -98,6 +99,8 @@ _HEADS = "cross_entropy_fusion_impl=native"
 ROWS: Mapping[str, Row] = {
     "recipe": Row(),
     "recomputed": Row(_RECOMPUTED),
+    "four": Row((*_LAYERS, "micro_batch_size=4")),
+    "eight": Row((*_LAYERS, "micro_batch_size=8")),
     "permute": Row(("moe_permute_fusion=False",)),
     "router": Row(("moe_router_fusion=False",)),
     "grads": Row(("gradient_accumulation_fusion=False",)),
