@@ -2,11 +2,12 @@
 
 What: `PersistentAsyncCaller` copies tensors to memory of the host that it shares with its process,
     which only writes them. If the process has ended before it has written, the run stops.
-Why: The process maps each of the trainer's tensors on the GPU, which takes an address range as
-    large as the GPU for every block of PyTorch's expandable segments. With the 5.8 billion
-    parameters of NAM56R on two H200 it failed with "CUDA driver error: out of memory" while half of
-    the GPU was free, and the trainer waited for it without end (0.19.2, seen at the first save).
-    Since 0.17, `--async-save` saves in no other way.
+Why: The process maps each of the trainer's tensors on the GPU. With the 5.8 billion parameters of
+    NAM56R on two H200 it failed with "CUDA driver error: out of memory" while half of the GPU was
+    free, and the trainer waited for it without end (0.19.2, seen at the first save). Probably it
+    was out of addresses: PyTorch reserves as many as the GPU has bytes, and an eighth more, for
+    every block of expandable segments that it maps. Since 0.17, `--async-save` saves in no other
+    way.
 Upstream: Not sent: mcore's strategy is deprecated. The other one, of nvidia-resiliency-ext, has
     `--async-ckpt-use-cpu-shm` against a similar failure, which releases of that package up to
     0.4.1 do not know.

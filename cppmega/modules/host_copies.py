@@ -1,10 +1,9 @@
 """Copies on the host, from which another process writes an asynchronous save.
 
-Megatron's worker maps the trainer's tensors on the GPU and copies them itself. PyTorch reserves an
-address range as large as the whole GPU for every block of expandable segments that it maps, so that
-the worker of a model with many parameters runs out of addresses. Here the trainer copies, into
-memory without a name that the worker maps once: no file system has to be large enough for it, and
-nothing is left of it when both processes have ended.
+Megatron's worker maps the trainer's tensors on the GPU and copies them itself, which fails for a
+model with many parameters. Here the trainer copies, into memory without a name that the worker maps
+once: no file system has to be large enough for it, and nothing is left of it when both processes
+have ended.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def _write(
     first: Any,
     described: list[Any],
     *others: Any,
-    **kw: Any,
+    **named: Any,
 ) -> None:
     """Map the copies, and write them as Megatron does; in the worker."""
     descriptor = shared.detach()
@@ -147,7 +146,7 @@ def _write(
         (file, key, (bytes_, [(item, place.in_(mapped)) for item, place in copies]))
         for file, key, (bytes_, copies) in described
     ]
-    write(first, buckets, *others, **kw)
+    write(first, buckets, *others, **named)
 
 
 def check_alive(worker: Any) -> None:
