@@ -149,17 +149,23 @@ def _write(
     write(first, buckets, *others, **named)
 
 
-def check_alive(worker: Any) -> None:
-    """Refuse to wait for a worker that has ended.
+def check_alive(caller: Any) -> None:
+    """Refuse to wait for a process that has ended.
 
     Args:
-        worker: the process that writes, which has not yet reported the current save.
+        caller: a Megatron `PersistentAsyncCaller`, whose process has not yet reported the current
+            save. If it has ended, nobody waits for it when this rank ends, either.
 
     Raises:
         CppmegaError: `checkpoint-writer-died`.
     """
+    worker = caller.process
     if worker.is_alive():
         return
+    caller.process = None
+    for name in ("queue", "_persistent_queue"):  # until 0.16, and since
+        if (queue := getattr(caller, name, None)) is not None:
+            queue.cancel_join_thread()
     raise CppmegaError(
         "checkpoint-writer-died",
         "The process that writes this rank's asynchronous checkpoints ended with exit code "

@@ -143,8 +143,15 @@ def test_copies_that_the_host_has_no_memory_for_are_refused(
 
 
 def test_nobody_waits_for_a_process_that_has_ended() -> None:
-    host_copies.check_alive(SimpleNamespace(is_alive=lambda: True))
+    let_go: list[str] = []
+    queue = SimpleNamespace(cancel_join_thread=lambda: let_go.append("queue"))
+    worker = SimpleNamespace(is_alive=lambda: True, exitcode=-9)
+    caller = SimpleNamespace(process=worker, _persistent_queue=queue)
+    host_copies.check_alive(caller)
+    assert caller.process is worker and not let_go
+    worker.is_alive = lambda: False
     with pytest.raises(CppmegaError) as refused:
-        host_copies.check_alive(SimpleNamespace(is_alive=lambda: False, exitcode=-9))
+        host_copies.check_alive(caller)
     assert refused.value.name == "checkpoint-writer-died"
     assert "-9" in refused.value.what
+    assert caller.process is None and let_go == ["queue"]

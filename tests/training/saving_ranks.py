@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import async_utils
 
 from cppmega.checkpoints import files, tracker
+from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
 from tests.configurations.settings import Configuration
@@ -28,6 +31,7 @@ from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks
 
 RECIPE = BASE.with_(pattern="-", keep_checkpoints=1, train_iters=6)
+ASYNCHRONOUS = RECIPE.with_(async_save=True)
 GIVEN = RunOptions(mock_data=True, save_interval=2)
 ONE = Configuration()
 _WRITES = ("open", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -90,13 +94,8 @@ def check_an_asynchronous_save_is_complete_when_the_tracker_names_it(folder: Pat
     save.mkdir()
 
     def scheduled(setting: Configuration) -> list[str]:
-        with (
-            mock.patch.object(torch.cuda, "device_count", lambda: 1),
-            mock.patch.object(torch.cuda, "set_device", lambda device: None),
-            mock.patch.object(loops, "ready", _start_worker),
-            mock.patch.object(filesystem_async, "_results_queue", None),
-        ):
-            return trained(RECIPE.with_(async_save=True), replace(GIVEN, save=save))
+        with writing_process():
+            return trained(ASYNCHRONOUS, replace(GIVEN, save=save))
 
     (said,) = on_ranks(folder, ONE, scheduled)
     assert [path.name for path in save.glob("iter_*")] == ["iter_0000006"], said
@@ -106,5 +105,41 @@ def check_an_asynchronous_save_is_complete_when_the_tracker_names_it(folder: Pat
     assert len(copied) == len(written) == 3, said
 
 
+def check_a_process_that_dies_before_it_has_written_stops_the_run(folder: Path) -> None:
+    """Where Megatron would wait for it without end, at the latest when it has taken all steps."""
+    save = folder / "dies"
+    save.mkdir()
+
+    def dying(setting: Configuration) -> str:
+        with writing_process(), mock.patch.object(filesystem_async, "_write_item", _die):
+            try:
+                trained(ASYNCHRONOUS, replace(GIVEN, save=save))
+            except CppmegaError as error:
+                return f"{error.name}: {error.what}"
+        return "trained to its end"
+
+    (said,) = on_ranks(folder, ONE, dying)
+    assert said.startswith("checkpoint-writer-died: ") and "exit code 3" in said, said
+    assert not tracker.exists(save), "a checkpoint that nobody has written"
+
+
+@contextlib.contextmanager
+def writing_process() -> Iterator[None]:
+    """With a process that writes, as Megatron's start makes one, on a machine without GPU."""
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "set_device", lambda device: None),
+        mock.patch.object(loops, "ready", _start_worker),
+        mock.patch.object(filesystem_async, "_results_queue", None),
+        # The save that is not written keeps the queue of its results, whose process would remain.
+        mock.patch.object(async_utils, "_async_calls_queue", None),
+    ):
+        yield
+
+
 def _start_worker() -> None:
     async_utils.init_persistent_async_worker(0, "fork")
+
+
+def _die(*given: Any) -> None:
+    os._exit(3)
