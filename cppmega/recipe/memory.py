@@ -170,7 +170,8 @@ def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
         stages[-1] += depth * layout.depths
     mixtures = pipeline.under_way(recipe, rank)
     most = max(sum(stages[n] * passes for n, passes in each.items()) for each in mixtures)
-    plain = recipe.with_(recompute_modules=(), gates=())
+    others = tuple(gate for gate in recipe.gates if gate != MAMBA_RECOMPUTE)
+    plain = recipe.with_(recompute_modules=(), gates=others)
     again = (_kept(plain, letter, tokens, fused) - kept[letter] for letter in kept)
     return most + max(again)
 
@@ -187,21 +188,19 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
     # MLA read that copy in bf16.
     stream = (2 + (2 if letter in "ED+" else saved)) * tokens * hidden + site
     if letter == "-":
-        return (
-            stream + _kept_by_mlp(recipe, recipe.ffn_hidden_size, "mlp", saved) * tokens // tensor
-        )
+        mlp = _kept_by_mlp(recipe, recipe.ffn_hidden_size, "mlp", saved)
+        return stream + mlp * tokens // tensor
     if letter == "E" and "moe" in recipe.recompute_modules:
         return stream
     if letter == "E":
+        width, topk = recipe.moe_ffn_hidden_size, recipe.moe_router_topk
+        of_routed = _saved(recipe, routed=True)
         # What the experts read; what they return is only summed, which keeps nothing.
-        read = recipe.moe_router_topk * hidden * _saved(recipe, routed=True)
+        read = topk * hidden * of_routed
         read += hidden * _in_fp8(recipe)  # by the shared expert, in addition to the router
-        routed, shared = (
-            _kept_by_mlp(recipe, width or 0, "moe_act", _saved(recipe, routed=of_routed))
-            for width, of_routed in (
-                (recipe.moe_router_topk * (recipe.moe_ffn_hidden_size or 0), True),
-                (recipe.moe_shared_expert_intermediate_size, False),
-            )
+        routed = _kept_by_mlp(recipe, topk * (width or 0), "moe_act", of_routed)
+        shared = _kept_by_mlp(
+            recipe, recipe.moe_shared_expert_intermediate_size or 0, "moe_act", saved
         )
         return stream + tokens * (read + routed + shared)
     heads = recipe.num_attention_heads // tensor

@@ -6,11 +6,9 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from cppmega.errors import CppmegaError
+from cppmega.host import memory
 from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
@@ -65,7 +63,7 @@ def measure() -> Host:
     return Host(
         files,
         shared.f_bavail * shared.f_frsize,
-        min(psutil.virtual_memory().available, _left_in_cgroup()),
+        memory.available(),
         most,
     )
 
@@ -107,17 +105,3 @@ def _too_few_files(host: Host, needed: int) -> Iterator[CppmegaError]:
         "end with 'Too many open files'.",
         wanted,
     )
-
-
-def _left_in_cgroup() -> int:
-    """Bytes below the limit of our cgroup; a very large number where it has none."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 2**62
-    if limit == "max":
-        return 2**62
-    return int(limit) - used + int(cache.get("inactive_file", 0))
