@@ -105,8 +105,8 @@ def _places(buckets: list[Any]) -> Iterator[_Place]:
 def _copy(descriptor: int, places: list[_Place], tensors: list[Tensor]) -> None:
     """Write the bytes of every tensor to its place.
 
-    `pwrite` fills new memory several times faster than a mapping, of which every page has to be
-    faulted in; meanwhile the GPU copies for other threads.
+    By `pwrite`, because a mapping of new memory would be faulted in page by page; and in threads,
+    so that the GPU copies for one while another writes.
     """
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()  # the threads use the default stream
