@@ -120,7 +120,7 @@ def test_a_save_has_the_values_of_its_moment_and_leaves_nothing(
 @pytest.mark.gpu
 def test_so_it_has_from_thousands_of_blocks_of_a_gpu(tmp_path: Path) -> None:
     # A process that maps all those of a model of 5.8 billion parameters fails.
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     check_saves(tmp_path, "cuda", 3000)
 
 
