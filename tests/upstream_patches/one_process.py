@@ -39,6 +39,7 @@ PAGES = {
     "mtp_loss_no_host_sync": ("0.17.1",),
     "mtp_loss_of_no_tokens": ("0.16.1",),
     "optimizer_copies_at_once": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "optimizer_placeholders_without_memory": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "optimizer_state_across_expert_parallel": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "recompute_of_returned_input": ("0.17.1", "0.18.2", "0.19.2"),
     "recompute_rng_states": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),

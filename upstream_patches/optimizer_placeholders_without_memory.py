@@ -1,0 +1,119 @@
+"""Load an optimizer's state without holding a second one on the GPU.
+
+What: The placeholders from which `DistributedOptimizer.load_state_dict` lets Transformer Engine's
+    Adam allocate its state before a checkpoint is read have the shape of the state and the memory
+    of one element each.
+Why: Megatron allocates placeholders for the whole state, and Adam keeps none of them: it allocates
+    the state itself while they still exist. Two fp32 moments are so held twice, 43 GiB more for a
+    model of 5.8 billion parameters on one H200, which ran out of memory (139.6 GiB in use) before
+    it had read a byte of a checkpoint that it trains with in 98 GiB and its activations.
+Upstream: Not sent: seen in this model first; main (d98e8a64) and dev (d48bd6be) have the same code
+    as the releases
+Remove: when the placeholders have no memory of their own, or are no longer made.
+Numerics: none (bitwise). Values of placeholders are those of unwritten memory with and without the
+    page, and are overwritten by the checkpoint's. Optimizers that keep the tensors which they are
+    given (torch's, Apex's) get them as before.
+"""
+
+from cppmega.edits import inserting
+from cppmega.page import Edit, Patch, Source
+
+TARGET = "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer.load_state_dict"
+
+
+def _cppmega_placeholder_maker(size):  # type: ignore[no-untyped-def]
+    """Make placeholders of `size` elements that share the memory of one."""
+
+    def placeholder(dtype=torch.float32):  # type: ignore[no-untyped-def]  # noqa: F821
+        one = torch.empty(1, dtype=dtype, device=torch.cuda.current_device())  # noqa: F821
+        return one.expand(size)
+
+    return placeholder
+
+
+PATCH = Patch(
+    edits=(
+        Edit(
+            target=TARGET,
+            pins={
+                "0.15.3": "8dfff489ecadd91d",
+                "0.16.1": "9c3575ef0b4fa5c2",
+                "0.17.1": "9c3575ef0b4fa5c2",
+                "0.18.2": "9c3575ef0b4fa5c2",
+                "0.19.2": "d5fc01af38ccc951",
+            },
+            edit=inserting(
+                """
+                # Only an optimizer with this method allocates its state itself.
+                if hasattr(self.optimizer, "set_scaled_state"):
+                    init_shard = _cppmega_placeholder_maker(numel)
+                """,
+                after="""
+                init_shard = lambda dtype=torch.float32: torch.empty(
+                    (numel,), dtype=dtype, device=torch.cuda.current_device()
+                )
+                """,
+            ),
+            helpers=(_cppmega_placeholder_maker,),
+        ),
+    ),
+    reached="never",
+    after=("scheduler_override_at_resume",),
+)
+
+
+def fixed_upstream(source: Source) -> bool:
+    text = source.text(TARGET)
+    return bool(text) and "init_shard" not in text
+
+
+def verify() -> None:
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    class Keeps(torch.optim.Adam):
+        """An optimizer that keeps the tensors it is given."""
+
+        def load_state_dict(self, state_dict):  # type: ignore[no-untyped-def]
+            self.given = state_dict["state"][0]
+
+    class Allocates(Keeps):
+        """One that, like Transformer Engine's, has a method that allocates its state."""
+
+        def set_scaled_state(self) -> None: ...
+
+    def placeholders(kind):  # type: ignore[no-untyped-def]
+        """Return those that `kind` is given for the moments of six elements."""
+        weight = torch.nn.Parameter(torch.ones(6))
+        common = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
+        common |= {"is_decoupled_lr": False, "max_lr": 1.0, "min_lr": 0.0, "step": 1}
+        optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+        optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+        optimizer.config = SimpleNamespace(
+            optimizer="adam",
+            fp16=False,
+            exp_avg_dtype=torch.float32,
+            exp_avg_sq_dtype=torch.bfloat16,
+            use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
+        )
+        optimizer.grad_scaler = None
+        optimizer.optimizer = kind([{"params": [weight], **common}])
+        shard = {"gbuf_world": range(6)}
+        optimizer.gbuf_ranges = [{"dtypes": [{"param_map": {weight: shard}}]}]
+        optimizer.model_param_group_index_map = {weight: (0, 0)}
+        with mock.patch.object(torch.cuda, "current_device", lambda: "cpu"):
+            optimizer.load_state_dict({"optimizer": {"param_groups": [dict(common)]}})
+        return optimizer.optimizer.given
+
+    dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
+    for kind, elements in ((Keeps, 6), (Allocates, 1)):
+        given = placeholders(kind)
+        for name, dtype in dtypes.items():
+            one = given[name]
+            assert one.shape == (6,), f"{kind.__name__}: {name} has the shape {one.shape}"
+            assert one.dtype == dtype, f"{kind.__name__}: {name} is {one.dtype}"
+            held = one.untyped_storage().nbytes() // one.element_size()
+            assert held == elements, f"{kind.__name__}: {name} holds {held} elements of memory"
