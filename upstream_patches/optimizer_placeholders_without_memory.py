@@ -4,32 +4,22 @@ What: The placeholders from which `DistributedOptimizer.load_state_dict` lets Tr
     Adam allocate its state before a checkpoint is read have the shape of the state and the memory
     of one element each.
 Why: Megatron allocates placeholders for the whole state, and Adam keeps none of them: it allocates
-    the state itself while they still exist. Two fp32 moments are so held twice, 43 GiB more for a
-    model of 5.8 billion parameters on one H200, which ran out of memory (139.6 GiB in use) before
-    it had read a byte of a checkpoint that it trains with in 98 GiB and its activations.
-Upstream: Not sent: seen in this model first; main (d98e8a64) and dev (d48bd6be) have the same code
-    as the releases
+    the state itself while they still exist. Both fp32 moments are then held twice. For a model of
+    5.8 billion parameters, those are 43 GiB more: one H200 ran out of memory (139.6 GiB in use)
+    before it had read a byte of a checkpoint of a model that it can train.
+Upstream: Not sent: noticed in November 2026; main (d98e8a64) and dev (d48bd6be) make the same
+    placeholders
 Remove: when the placeholders have no memory of their own, or are no longer made.
-Numerics: none (bitwise). Values of placeholders are those of unwritten memory with and without the
-    page, and are overwritten by the checkpoint's. Optimizers that keep the tensors which they are
-    given (torch's, Apex's) get them as before.
+Numerics: none (bitwise). Placeholders are unwritten memory with and without the page, and the
+    checkpoint's values replace theirs. Optimizers that keep the tensors they are given (torch's,
+    Apex's) get them as before; Transformer Engine's allocates and copies (read in 2.1.0, 2.11.0,
+    2.19.0 and 2.20.2).
 """
 
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer.load_state_dict"
-
-
-def _cppmega_placeholder_maker(size):  # type: ignore[no-untyped-def]
-    """Make placeholders of `size` elements that share the memory of one."""
-
-    def placeholder(dtype=torch.float32):  # type: ignore[no-untyped-def]  # noqa: F821
-        one = torch.empty(1, dtype=dtype, device=torch.cuda.current_device())  # noqa: F821
-        return one.expand(size)
-
-    return placeholder
-
 
 PATCH = Patch(
     edits=(
@@ -46,7 +36,9 @@ PATCH = Patch(
                 """
                 # Only an optimizer with this method allocates its state itself.
                 if hasattr(self.optimizer, "set_scaled_state"):
-                    init_shard = _cppmega_placeholder_maker(numel)
+                    init_shard = lambda dtype=torch.float32: torch.empty(
+                        1, dtype=dtype, device=torch.cuda.current_device()
+                    ).expand(numel)
                 """,
                 after="""
                 init_shard = lambda dtype=torch.float32: torch.empty(
@@ -54,7 +46,6 @@ PATCH = Patch(
                 )
                 """,
             ),
-            helpers=(_cppmega_placeholder_maker,),
         ),
     ),
     reached="never",
