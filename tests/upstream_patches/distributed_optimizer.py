@@ -132,3 +132,12 @@ class Run:
             }
             for name, p in self.model.named_parameters()
         }
+
+
+def assert_equal(a: Run, b: Run) -> None:
+    """Assert that parameters and states of two runs are the same."""
+    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
+    assert all(one.equal(other) for one, other in pairs)
+    states = b.states()
+    for name, mine in a.states().items():
+        assert all(value.equal(states[name][key]) for key, value in mine.items()), name

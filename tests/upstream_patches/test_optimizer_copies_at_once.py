@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.upstream_patches import one_process
@@ -37,18 +35,9 @@ def check(stock: one_process.Stock) -> None:
             for step in range(4):
                 for run in (ours, theirs):
                     run.step(step)
-                equal(ours, theirs)
+                small.assert_equal(ours, theirs)
             assert len(list(ours.model.parameters())) == 8
             with operations.counted() as calls:
                 DistributedOptimizer._copy_model_grads_to_main_grads(ours.inner)
                 DistributedOptimizer._copy_main_params_to_model_params(ours.inner)
             assert calls["_foreach_copy_"] == 1 and calls["copy_"] == calls["view"] == 0, calls
-
-
-def equal(ours: Any, theirs: Any) -> None:
-    """Assert that parameters and states of two runs are the same."""
-    pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
-    assert all(a.equal(b) for a, b in pairs)
-    states = theirs.states()
-    for name, mine in ours.states().items():
-        assert all(value.equal(states[name][key]) for key, value in mine.items()), name
