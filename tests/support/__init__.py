@@ -73,6 +73,8 @@ PATIENCE = 900.0
 
 CI may run at a quarter of the usual speed, and its disk may stop for seconds.
 """
+AFTER_A_KILL = 10.0
+"""Seconds after which the output of a killed process counts as held open by another one."""
 _surveys: dict[str, Survey] = {}
 """The last survey of each version, whose answers hold for the same bytes."""
 TURN = 0.05
@@ -233,10 +235,21 @@ def outputs(
     late = sorted(set(range(len(ranks))) - set(found))
     for rank in late:
         ranks[rank].kill()
-        found[rank] = ranks[rank].communicate()
+        found[rank] = _left(ranks[rank])
     ends = "\n".join(f"rank {rank}: {err[-3000:]}" for rank, (_, err) in sorted(found.items()))
     assert not late, f"ranks {late} were still running after {timeout:.0f} s:\n{ends}"
     return [found[rank] for rank in range(len(ranks))]
+
+
+def _left(killed: subprocess.Popen[str]) -> tuple[str, str]:
+    """The output of a killed process, whose end nobody sees while what it started holds it open."""
+    try:
+        return killed.communicate(timeout=AFTER_A_KILL)
+    except subprocess.TimeoutExpired as error:
+        for pipe in (killed.stdout, killed.stderr):
+            assert pipe is not None
+            pipe.close()
+        return "", f"{(error.stderr or b'').decode()}\nA process that it started still runs."
 
 
 def shown(terminal: int) -> bytes:

@@ -130,9 +130,7 @@ def writing_process() -> Iterator[None]:
         mock.patch.object(torch.cuda, "device_count", lambda: 1),
         mock.patch.object(torch.cuda, "set_device", lambda device: None),
         mock.patch.object(loops, "ready", _start_worker),
-        mock.patch.object(filesystem_async, "_results_queue", None),
-        # The save that is not written keeps the queue of its results, whose process would remain.
-        mock.patch.object(async_utils, "_async_calls_queue", None),
+        mock.patch.object(filesystem_async, "_results_queue", None),  # one of this process only
     ):
         yield
 

@@ -6,11 +6,13 @@ runs every check; a rank is a fork of it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -54,6 +56,9 @@ def on_ranks(
             _be_a_rank(rank, setting, store, partial(work, setting, *given))
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]
+    for child in children:  # what it has started would hold the output of this process open
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
     if any(statuses):
         raise RuntimeError(store.with_suffix(".error").read_text())
     return [pickle.loads(store.with_suffix(f".{n}").read_bytes()) for n in range(setting.ranks)]
@@ -61,6 +66,7 @@ def on_ranks(
 
 def _be_a_rank(rank: int, setting: Configuration, store: Path, work: Callable[[], Any]) -> None:
     status = 1
+    os.setpgrp()
     try:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks
