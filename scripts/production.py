@@ -2,10 +2,10 @@
 
 A result is a JSON file in benchmarks/results with the keys `recipe`, `changes`, `date`, `gpus`,
 `stack`, `data` and `runs`, as `benchmarks/slice_training.py` writes it. A run has `overlay`,
-`tokens_per_second` of all GPUs and `peak_gib`, or `out_of_memory`. An optional `log` of the result
-names a file beside it; without one, the run's `curve`, an entry per step, is what is kept. Both
-TFLOP/s are tokens/s times operations per token of the recipe, with the run's changes, whose
-documents are not packed. Written by `python scripts/readme_figures.py`.
+`steps`, `tokens_per_second` of all GPUs and `peak_gib`, or `out_of_memory`. An optional `log` of
+the result names a file beside it; without one, the run's `curve`, an entry per step, is what is
+kept. Both TFLOP/s are tokens/s times operations per token of the recipe, with the run's changes,
+whose documents are not packed. Written by `python scripts/readme_figures.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cppmega.recipe.arithmetic import flops, record_flops
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 EARLIER = "earlier_overlay"
 HEADS = (
-    *("recipe", "run", "GPUs", "precision", "tokens/s per GPU"),
+    *("recipe", "run", "GPUs", "precision", "steps", "tokens/s per GPU"),
     *("TFLOP/s per GPU, every layer as it is", "TFLOP/s per GPU, formula of the record"),
     *("peak memory, GiB", "date"),
 )
@@ -80,10 +80,10 @@ class Run:
         gpus = f"{self.result['gpus']} x {self.result['stack']['gpu'].removeprefix('NVIDIA ')}"
         first = [shown, self.name, gpus, self.recipe.precision]
         if self.tokens is None:
-            return [*first, "out of memory", "", "", "", self.result["date"]]
+            return [*first, "", "out of memory", "", "", "", self.result["date"]]
         counted, record = flops(self.recipe), record_flops(self.recipe)
         work = (f"{each * self.tokens / 1e12:.0f}" for each in (counted, record))
-        numbers = (f"{self.tokens:.0f}", *work)
+        numbers = (str(self.row["steps"]), f"{self.tokens:.0f}", *work)
         return [*first, *numbers, f"{self.row['peak_gib']:.1f}", self.result["date"]]
 
 
@@ -123,7 +123,7 @@ def reported(folder: Path = RESULTS) -> str:
         cells = [row["setting"], earlier["host"].replace("NVIDIA ", ""), row["precision"]]
         cells += [f"{tokens:,}" if tokens else "not reported", f"{honest:.0f}"]
         rows.append([*cells, str(row["tflops_per_gpu"]), str(row.get("peak_gib", "")), REPORTED])
-    heads = ("setting", *HEADS[2:-1], "source")
+    heads = ("setting", *(head for head in HEADS[2:-1] if head != "steps"), "source")
     return table(heads, rows)
 
 
@@ -137,8 +137,9 @@ def page(folder: Path = RESULTS) -> str:
         "",
         "## Measured",
         "",
-        "Medians of the steps after the tenth, on real data, with loader, optimizer and logging. "
-        "Every row links its result.",
+        "Medians of the steps after the tenth, on real data, with loader, optimizer and logging: a "
+        "run of few steps says what it needs rather than how fast it is. Every row links its "
+        "result.",
         "",
         measured("results", folder),
         "",

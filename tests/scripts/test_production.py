@@ -29,6 +29,7 @@ RESULT = {
     "runs": {
         "overlay": {
             "overlay": "0123456789abcdef",
+            "steps": 40,
             "tokens_per_second": 18500.0,
             "peak_gib": 117.26,
         },
@@ -59,14 +60,14 @@ def test_a_row_has_both_throughputs_of_one_gpu(folder: Path) -> None:
     assert fits.recipe == recipe and fits.tokens == 9250
     row = fits.cells("results")
     assert row[0] == f"[{NAME}, micro_batch_size=8](results/whole.md)"
-    assert row[1:4] == ["overlay", "2 x H200", "bf16"]
-    assert [float(cell) for cell in row[4:7]] == [
+    assert row[1:5] == ["overlay", "2 x H200", "bf16", "40"]
+    assert [float(cell) for cell in row[5:8]] == [
         9250,
         round(flops(recipe) * 9250 / 1e12),
         round(record_flops(recipe) * 9250 / 1e12),
     ]
-    assert row[7:] == ["117.3", "2026-12-01"]
-    assert too_large.cells("results")[4:8] == ["out of memory", "", "", ""]
+    assert row[8:] == ["117.3", "2026-12-01"]
+    assert too_large.cells("results")[4:9] == ["", "out of memory", "", "", ""]
 
 
 def test_what_was_only_reported_says_so(folder: Path) -> None:
