@@ -63,6 +63,8 @@ def measured(
 def repeated(rows: list[dict[str, Any]], whole: list[dict[str, Any]], saved: int) -> dict[str, Any]:
     """Steps that another recipe trained from a checkpoint, and the run's own losses of them.
 
+    Its steps are too few for a median: the seconds of each are kept.
+
     Args:
         rows: those of the other recipe.
         whole: those of the run.
@@ -75,7 +77,14 @@ def repeated(rows: list[dict[str, Any]], whole: list[dict[str, Any]], saved: int
     if min(again, default=0) != saved + 1:
         raise click.ClickException(f"began at {min(again, default=0)}, not after step {saved}")
     pairs = [[step, loss, own.get(step)] for step, loss in sorted(again.items())]
-    return {"from_step": saved, "losses": pairs, "largest_difference": apart(again, own)}
+    steps = steps_of(rows)
+    return {
+        "from_step": saved,
+        "losses": pairs,
+        "largest_difference": apart(again, own),
+        "seconds": [round(row["seconds"], 3) for row in steps],
+        "peak_gib": round(max(row["peak_gib"] for row in steps), 2),
+    }
 
 
 def curves(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,11 +202,15 @@ def _reloaded(found: dict[str, Any]) -> str:
     compared = ""
     if difference is not None:
         compared = f", whose losses differ from the run's by at most {difference:.2e}"
+    speed = ""
+    if "seconds" in found:
+        took = ", ".join(f"{seconds:.2f}" for seconds in found["seconds"])
+        speed = f" These steps took {took} s, with at most {found['peak_gib']:.1f} GiB."
     return (
         f"`{found['recipe']}`, on {counted(found['gpus'], 'GPU')}, loaded the checkpoint of step "
         f"{found['from_step']} and trained steps {found['losses'][0][0]} to "
         f"{found['losses'][-1][0]}{compared}; its first step ended "
-        f"{found['seconds_to_first_step']:.0f} s after its start."
+        f"{found['seconds_to_first_step']:.0f} s after its start.{speed}"
     )
 
 

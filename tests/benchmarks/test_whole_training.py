@@ -159,6 +159,8 @@ def test_other_recipes_train_the_steps_after_the_checkpoint_again(
         assert again["from_step"] == 20
         assert [step for step, _, _ in again["losses"]] == [21, 22, 23, 24]
         assert again["largest_difference"] == pytest.approx(0.0)
+        assert len(again["seconds"]) == 4 and again["peak_gib"] > 0
+        assert f"{again['seconds'][-1]:.2f} s, with at most {again['peak_gib']:.1f} GiB" in page
         assert f"`{again['recipe']}`, on {again['gpus']} GPU" in page
     assert [step for step, *_ in found["held_out_losses"]] == [10, 20, 30]
     killed, *later = found["starts"]
