@@ -19,6 +19,8 @@ Every row but the first changes one thing of the recipe:
     dsa         DSA in plain torch, as the release has it, which writes all scores to memory
     glue        without the pages that save time between the large kernels
     stock       DSA, heads and glue as the release has them, one sequence at a time, all recomputed
+    one         one sequence at a time
+    graphs      and attention and routers are captured in CUDA graphs, which keep a pool
     fp8         products in FP8, scaled per tensor
     fp8_experts only those of the routed experts
     fp8_gather  products in FP8, whose parameters are stored and gathered in FP8
@@ -52,7 +54,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import slice_training  # noqa: E402
-from slice_report import apart, measured  # noqa: E402
+from slice_report import GRAPH_POOLS, apart, measured  # noqa: E402
 from slice_training import Bench  # noqa: E402
 
 from cppmega.host.markdown import table  # noqa: E402
@@ -95,6 +97,8 @@ _GLUE = (
     *("mla_rope_kernel", "router_gating_backward", "te_plain_layers", "te_permutation_calls"),
     *("optimizer_copies_at_once", "grad_checks_no_host_sync"),
 )
+_ONE = "micro_batch_size=1"
+_GRAPHS = ("cuda_graph_impl=transformer_engine", "cuda_graph_modules=('attn', 'moe_router')")
 _HEADS = "cross_entropy_fusion_impl=native"
 ROWS: Mapping[str, Row] = {
     "recipe": Row(),
@@ -111,7 +115,9 @@ ROWS: Mapping[str, Row] = {
     "heads": Row((_HEADS,)),
     "dsa": Row((_PLAIN_DSA,), without=_DSA),
     "glue": Row(without=_GLUE),
-    "stock": Row((*_RECOMPUTED, _HEADS, _PLAIN_DSA, "micro_batch_size=1"), without=(*_DSA, *_GLUE)),
+    "stock": Row((*_RECOMPUTED, _HEADS, _PLAIN_DSA, _ONE), without=(*_DSA, *_GLUE)),
+    "one": Row((_ONE,)),
+    "graphs": Row((_ONE, *_GRAPHS), {"NCCL_GRAPH_REGISTER": "0"}),  # for expandable segments
     "fp8": Row(_FP8),
     "fp8_experts": Row((*_FP8, "gates=(('CPPMEGA_SELECTIVE_FP8_MOE', '1'),)")),
     "fp8_gather": Row(_FP8, arguments=("--fp8-param-gather",)),
@@ -217,7 +223,7 @@ def page(result: dict[str, Any]) -> str:
 
 _TITLES = (
     *("row", "changes", "tokens/s per GPU", "ratio", "TFLOP/s", "peak, GiB", "estimate"),
-    *("last losses", "largest difference"),
+    *(GRAPH_POOLS, "last losses", "largest difference"),
 )
 _LAST = 10
 """Steps whose losses are averaged."""
@@ -228,11 +234,12 @@ def _cells(
 ) -> tuple[str, ...]:
     changes = ", ".join(row["changes"]) or "none"
     if first is None or "out_of_memory" in row:
-        return (name, changes, "out of memory", "", "", "", f"{row['estimate_gib']:.1f}", "", "")
+        return (name, changes, "out of memory", *[""] * 3, f"{row['estimate_gib']:.1f}", *[""] * 3)
     tokens = row["tokens_per_second"]
     return (
         *(name, changes, f"{tokens / gpus:.0f}", f"{tokens / first['tokens_per_second']:.3f}"),
         *(f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}", f"{row['estimate_gib']:.1f}"),
+        f"{row['graph_pool_gib']:.1f}" if "graph_pool_gib" in row else "",
         *(("", "") if row is first else _compared(_losses(row), _losses(first))),
     )
 
