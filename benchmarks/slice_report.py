@@ -18,7 +18,7 @@ WARM = 10
 SAVE, KILL, END = 20, 25, 40
 """The resumed run saves every so many steps, is killed after that one, and ends at that one."""
 GRAPH_POOLS = "reserved for CUDA graphs, GiB"
-"""Title of `graph_pool_gib`; tables of runs without graphs leave it out."""
+"""Title of `graph_pool_gib`; tables of the slices leave it out where no run has graphs."""
 COLUMNS = {
     "stock": "stock, made to start",
     "stock-tilelang": "stock, made to start, TileLang",
