@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from megatron.training import async_utils
 
 from cppmega.checkpoints import files, tracker
 from cppmega.errors import CppmegaError
+from cppmega.host import process
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
 from tests.configurations.settings import Configuration
@@ -123,14 +125,27 @@ def check_a_process_that_dies_before_it_has_written_stops_the_run(folder: Path) 
     assert not tracker.exists(save), "a checkpoint that nobody has written"
 
 
+def check_what_a_rank_starts_ends_with_it(folder: Path) -> None:
+    """Megatron's process for results does not notice that the rank has ended."""
+
+    def sleeper(setting: Configuration) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+
+    (pid,) = on_ranks(folder, ONE, sleeper)
+    assert not process.started(pid)
+
+
 @contextlib.contextmanager
 def writing_process() -> Iterator[None]:
-    """With a process that writes, as Megatron's start makes one, on a machine without GPU."""
+    """With a process that writes, as Megatron's start makes one, on a machine without GPU.
+
+    Its results need Megatron's own queue: that of `keep_saves_here` ends at this process.
+    """
     with (
         mock.patch.object(torch.cuda, "device_count", lambda: 1),
         mock.patch.object(torch.cuda, "set_device", lambda device: None),
         mock.patch.object(loops, "ready", _start_worker),
-        mock.patch.object(filesystem_async, "_results_queue", None),  # one of this process only
+        mock.patch.object(filesystem_async, "_results_queue", None),
     ):
         yield
 

@@ -30,6 +30,7 @@ CHECKS = {
         "check_a_kill_at_any_moment_leaves_a_checkpoint_that_loads",
         "check_an_asynchronous_save_is_complete_when_the_tracker_names_it",
         "check_a_process_that_dies_before_it_has_written_stops_the_run",
+        "check_what_a_rank_starts_ends_with_it",
     ),
     "streams": (
         "check_streams_packs_and_linear_heads_go_together",

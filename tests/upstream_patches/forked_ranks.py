@@ -6,7 +6,6 @@ runs every check; a rank is a fork of it.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import json
@@ -26,6 +25,7 @@ import torch
 from megatron.core import parallel_state
 
 from cppmega.errors import CppmegaError
+from cppmega.host import process
 from cppmega.smoke.checkpoint import keep_saves_here
 from tests.configurations import models, stand_ins
 from tests.configurations.settings import Configuration
@@ -37,6 +37,7 @@ numbers = itertools.count()
 
 def prepare() -> None:
     """Import and replace everything once, before ranks are forked."""
+    process.adopt_orphans()
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True
     stand_ins.install()
@@ -56,9 +57,7 @@ def on_ranks(
             _be_a_rank(rank, setting, store, partial(work, setting, *given))
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]
-    for child in children:  # what it has started would hold the output of this process open
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+    process.end_children()  # what a rank has started would hold the output of this process open
     if any(statuses):
         raise RuntimeError(store.with_suffix(".error").read_text())
     return [pickle.loads(store.with_suffix(f".{n}").read_bytes()) for n in range(setting.ranks)]
@@ -66,7 +65,7 @@ def on_ranks(
 
 def _be_a_rank(rank: int, setting: Configuration, store: Path, work: Callable[[], Any]) -> None:
     status = 1
-    os.setpgrp()
+    process.end_with_parent(number=signal.SIGKILL)
     try:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks
