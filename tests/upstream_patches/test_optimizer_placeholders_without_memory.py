@@ -1,4 +1,4 @@
-"""A state loaded through small placeholders, by an optimizer that allocates its state itself."""
+"""A state loaded by an optimizer that allocates its state itself: held once, at every moment."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def check(stock: one_process.Stock) -> None:
     class Allocates(small.Adam):
         """Adam that, like Transformer Engine's, copies what it is given to memory of its own."""
 
-        given = 0  # elements of memory in the placeholders
+        given: list[int]  # elements of memory in what it is to copy, by load
 
         def load_state_dict(self, state_dict: Any) -> None:
             super().load_state_dict(state_dict)
             states = dict(self.state)
-            self.given = held(states)
+            self.given = [*getattr(self, "given", ()), held(states)]
             for parameter, values in states.items():
                 self.state[parameter] = {}
                 for name, value in values.items():
@@ -52,17 +52,25 @@ def check(stock: one_process.Stock) -> None:
             state.setdefault(name, torch.zeros_like(parameter)).copy_(value)
 
     def resumed(saved: Any, load: Any) -> Any:
-        """Return a new run that loads the state of `saved` by the method `load`."""
+        """Return a new run that loads the state of `saved` by the method `load`.
+
+        As Megatron does: once, so that there is a state to read into, and again after reading.
+        """
         run = small.Run(1, lr=0.1)
         run.model.load_state_dict(saved.model.state_dict())
         with mock.patch.object(distrib_optimizer.DistributedOptimizer, "load_state_dict", load):
             run.optimizer.load_state_dict(deepcopy(saved.optimizer.state_dict()))
+            read(saved, run)
+            run.optimizer.load_state_dict(deepcopy(saved.optimizer.state_dict()))
+        return run
+
+    def read(saved: Any, run: Any) -> None:
+        """Copy every value into the tensors that the optimizer of `run` has."""
         states = saved.states()
         for name, parameter in run.model.named_parameters():
             mine = run.inner._get_main_param_and_optimizer_states(parameter)
             for key, value in mine.items():
                 value.copy_(states[name][key].view(-1))
-        return run
 
     with small.on_cpu(), mock.patch.object(stock_module, "HAVE_APEX_OR_TE", True):
         for kind in (small.Adam, Allocates):
@@ -77,8 +85,9 @@ def check(stock: one_process.Stock) -> None:
                 assert type(ours.inner.optimizer) is kind
                 tensors, elements = 2 * 8, held(saved.inner.optimizer.state)
                 if kind is Allocates:
-                    assert ours.inner.optimizer.given == tensors
-                    assert theirs.inner.optimizer.given == elements
+                    # The first load is that of an empty state, when the optimizer is made.
+                    assert ours.inner.optimizer.given == [0, tensors, 0]
+                    assert theirs.inner.optimizer.given == [0, elements, elements]
                 for run in (ours, theirs):  # and no moment shares memory with another
                     assert held(run.inner.optimizer.state) == elements
                 for run in (saved, ours, theirs):
