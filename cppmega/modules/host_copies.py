@@ -8,10 +8,10 @@ have ended.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,8 +25,11 @@ from torch import Tensor
 from cppmega.errors import CppmegaError
 from cppmega.host import memory
 
-_THREADS, _PART = 4, 32 * 2**20
-"""Threads that copy, and bytes of pinned memory through which each of them does."""
+_FILES, _PART = 8, 16 * 2**20
+"""Files in memory, and bytes of pinned memory through which the thread of each file copies.
+
+A write locks its file: threads that wrote to one file would wait for each other.
+"""
 _ALIGNMENT = 64
 """Bytes: no copy shares a cache line with another."""
 
@@ -48,21 +51,22 @@ def on_host(request: Any) -> Any:
         return request
     first, buckets, *others = request.async_fn_args
     places = list(_places(buckets))
-    size = places[-1].end if places else 0
-    _refuse_too_large(size)
+    sizes = _sizes(places)
+    _refuse_too_large(sum(sizes))
     order = iter(places)
     described = [
         (file, key, (bytes_, [(item, next(order)) for item, _ in items]))
         for file, key, (bytes_, items) in buckets
     ]
     tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
-    descriptor = os.memfd_create("cppmega-save")
-    try:
-        os.ftruncate(descriptor, max(size, 1))
-        _copy(descriptor, places, tensors)
-        shared = reduction.DupFd(descriptor)  # until the worker has taken it
-    finally:
-        os.close(descriptor)
+    with contextlib.ExitStack() as opened:
+        descriptors = []
+        for size in sizes:
+            descriptors.append(os.memfd_create("cppmega-save"))
+            opened.callback(os.close, descriptors[-1])
+            os.ftruncate(descriptors[-1], max(size, 1))  # an empty file cannot be mapped
+        _copy(descriptors, places, tensors)
+        shared = [reduction.DupFd(one) for one in descriptors]  # until the worker has taken it
     return request._replace(
         async_fn=partial(_write, request.async_fn, shared),
         async_fn_args=[first, described, *others],
@@ -74,6 +78,7 @@ def on_host(request: Any) -> Any:
 class _Place:
     """Where in the shared memory a tensor is, and what it is."""
 
+    file: int
     start: int
     shape: torch.Size
     dtype: torch.dtype
@@ -83,70 +88,86 @@ class _Place:
         size = math.prod(self.shape) * self.dtype.itemsize
         return self.start + -(-size // _ALIGNMENT) * _ALIGNMENT
 
-    def in_(self, mapped: mmap.mmap) -> Tensor:
+    def in_(self, files: list[mmap.mmap]) -> Tensor:
         """The tensor, whose storage is no larger than itself, because a save writes all of it."""
         count = math.prod(self.shape)
         if count == 0:  # of which no buffer can be made
             return torch.empty(self.shape, dtype=self.dtype)
+        mapped = files[self.file]
         flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=self.start)
         return flat.view(self.shape)
 
 
 def _places(buckets: list[Any]) -> Iterator[_Place]:
-    """One after the other, in the order of the buckets."""
-    end = 0
+    """In the order of the buckets, each at the end of the file that is the smallest by then."""
+    ends = [0] * _FILES
     for _, _, (_, tensors) in buckets:
         for _, tensor in tensors:
-            place = _Place(end, tensor.shape, tensor.dtype)
-            end = place.end
+            file = ends.index(min(ends))
+            place = _Place(file, ends[file], tensor.shape, tensor.dtype)
+            ends[file] = place.end
             yield place
 
 
-def _copy(descriptor: int, places: list[_Place], tensors: list[Tensor]) -> None:
+def _sizes(places: list[_Place]) -> list[int]:
+    """Bytes of each file."""
+    sizes = [0] * _FILES
+    for place in places:
+        sizes[place.file] = max(sizes[place.file], place.end)
+    return sizes
+
+
+def _copy(descriptors: list[int], places: list[_Place], tensors: list[Tensor]) -> None:
     """Write the bytes of every tensor to its place.
 
-    By `pwrite`, because a mapping of new memory would be faulted in page by page; and in threads,
-    so that the GPU copies for one while another writes.
+    By `pwrite`, because a mapping of new memory would be faulted in page by page.
     """
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()  # the threads use the default stream
-    own = threading.local()
+    of_file: list[list[tuple[int, Tensor]]] = [[] for _ in descriptors]
+    for place, tensor in zip(places, tensors, strict=True):
+        of_file[place.file].append((place.start, tensor))
+    with ThreadPoolExecutor(len(descriptors)) as pool:
+        list(pool.map(_fill, descriptors, of_file))
 
-    def copy(place: _Place, tensor: Tensor) -> None:
-        if not hasattr(own, "staged"):
-            own.staged = torch.empty(_PART, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        data, at = tensor.detach().reshape(-1).view(torch.uint8), place.start
-        for part in torch.split(data, _PART):
-            staged = own.staged[: part.numel()]
+
+def _fill(descriptor: int, tensors: list[tuple[int, Tensor]]) -> None:
+    """Write the bytes of each tensor to where it starts in one file."""
+    pinned = any(tensor.is_cuda for _, tensor in tensors)
+    stage = torch.empty(_PART, dtype=torch.uint8, pin_memory=pinned)
+    for at, tensor in tensors:
+        for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), _PART):
+            staged = stage[: part.numel()]
             staged.copy_(part)
             left = memoryview(staged.numpy())
             while left:
                 written = os.pwrite(descriptor, left, at)
                 left, at = left[written:], at + written
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(copy, places, tensors))
-
 
 def _write(
     write: Callable[..., None],
-    shared: Any,
+    shared: list[Any],
     first: Any,
     described: list[Any],
     *others: Any,
     **named: Any,
 ) -> None:
     """Map the copies, and write them as Megatron does; in the worker."""
-    descriptor = shared.detach()
-    try:
-        mapped = mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
+    files = [_mapped(one.detach()) for one in shared]
     buckets = [
-        (file, key, (bytes_, [(item, place.in_(mapped)) for item, place in copies]))
+        (file, key, (bytes_, [(item, place.in_(files)) for item, place in copies]))
         for file, key, (bytes_, copies) in described
     ]
     write(first, buckets, *others, **named)
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    """Map a file, whose memory then lives as long as a tensor in it does."""
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
 
 
 def check_alive(caller: Any) -> None:
