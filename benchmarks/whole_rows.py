@@ -16,9 +16,10 @@ Every row but the first changes one thing of the recipe:
     averaged    the reduction of gradients averages them, and they are not scaled before it
     shared      IndexShare: three of nine DSA layers select keys for all
     heads       the heads' losses are taken from logits
-    dsa         DSA in plain torch, as the release has it, which writes all scores to memory
+    dsa         DSA in plain torch, as the release has it; its scores are recomputed
     glue        without the pages that save time between the large kernels
     stock       DSA, heads and glue as the release has them, one sequence at a time, all recomputed
+    stock_two   and two at a time
     one         one sequence at a time
     graphs      and attention and routers are captured in CUDA graphs, which keep a pool
     fp8         products in FP8, scaled per tensor
@@ -93,6 +94,7 @@ _FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
 _ATTENTION = "dsa_attention_kernels"
 _DSA = (_ATTENTION, "dsa_indexer_kernels", "dsa_indexer_prologue")
 _PLAIN_DSA = f"patches={slice_training.STARTS}"  # the recipe asks for its kernels by name
+_SCORES = "recompute_modules=('core_attn', 'moe_act', 'mlp', 'mla_up_proj')"
 _GLUE = (
     *("mla_rope_kernel", "router_gating_backward", "te_plain_layers", "te_permutation_calls"),
     *("optimizer_copies_at_once", "grad_checks_no_host_sync"),
@@ -100,6 +102,7 @@ _GLUE = (
 _ONE = "micro_batch_size=1"
 _GRAPHS = ("cuda_graph_impl=transformer_engine", "cuda_graph_modules=('attn', 'moe_router')")
 _HEADS = "cross_entropy_fusion_impl=native"
+_STOCK = (_SCORES, _MAMBA, _HEADS, _PLAIN_DSA)
 ROWS: Mapping[str, Row] = {
     "recipe": Row(),
     "recomputed": Row(_RECOMPUTED),
@@ -113,9 +116,10 @@ ROWS: Mapping[str, Row] = {
     "averaged": Row(("ddp_average_in_collective=True",)),
     "shared": Row(("dsa_index_pattern=FSSFSSFSS",)),
     "heads": Row((_HEADS,)),
-    "dsa": Row((_PLAIN_DSA,), without=_DSA),
+    "dsa": Row((_PLAIN_DSA, _SCORES), without=_DSA),
     "glue": Row(without=_GLUE),
-    "stock": Row((*_RECOMPUTED, _HEADS, _PLAIN_DSA, _ONE), without=(*_DSA, *_GLUE)),
+    "stock": Row((*_STOCK, _ONE), without=(*_DSA, *_GLUE)),
+    "stock_two": Row((*_STOCK, "micro_batch_size=2"), without=(*_DSA, *_GLUE)),
     "one": Row((_ONE,)),
     "graphs": Row((_ONE, *_GRAPHS), {"NCCL_GRAPH_REGISTER": "0"}),  # for expandable segments
     "fp8": Row(_FP8),

@@ -295,14 +295,20 @@ def _kept_by_mlp(recipe: Recipe, width: int, module: str, saved: int) -> int:
 def _dsa_scores(recipe: Recipe, tokens: int, heads: int, fused: bool) -> int:
     """Score tensors of sparse attention and of its indexer's loss."""
     pairs = tokens * recipe.seq_length
-    attention = 0 if fused else 4 * pairs * heads * _UNFUSED_SCORES
+    unkept = fused or _recomputes_attention(recipe)
+    attention = 0 if unkept else 4 * pairs * heads * _UNFUSED_SCORES
     return attention + _indexer_scores(recipe, tokens, fused)
 
 
 def _indexer_scores(recipe: Recipe, tokens: int, fused: bool) -> int:
     """Bytes that the loss of one indexer keeps."""
-    kept = 4 * tokens * recipe.seq_length if recipe.dsa_indexer_loss_coeff else 0
-    return kept if fused else 2 * kept
+    if not recipe.dsa_indexer_loss_coeff or _recomputes_attention(recipe):
+        return 0
+    return 4 * tokens * recipe.seq_length * (1 if fused else 2)
+
+
+def _recomputes_attention(recipe: Recipe) -> bool:
+    return "core_attn" in recipe.recompute_modules
 
 
 def _logits(recipe: Recipe) -> int:

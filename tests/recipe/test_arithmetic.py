@@ -401,3 +401,15 @@ def test_the_estimate_agrees_with_what_fitted_and_what_did_not() -> None:
     assert estimate(two).gib < 139
     four = one.with_(micro_batch_size=4, global_batch_size=4)
     assert estimate(four).total > 139 * GIB
+
+
+def test_recomputed_attention_keeps_the_scores_of_one_layer() -> None:
+    one = recipes_index.load("nam56r_h200_slice")
+    (body,) = one.layers_by_stage
+    layers = body.count("D") + one.layout.depths * one.layout.mtp.count("D")
+    assert layers > 1
+    again = one.with_(recompute_modules=(*one.recompute_modules, "core_attn"))
+    fewer = estimate(one).total - estimate(again).total
+    pairs = one.micro_batch_size * one.seq_length**2
+    attention, indexer = 3 * 4 * pairs * one.num_attention_heads, 2 * 4 * pairs
+    assert fewer == (layers - 1) * (attention + indexer)
