@@ -15,6 +15,7 @@ RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     global_batch_size=8,  # 32,768 tokens per GPU and step
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     keep_checkpoints=1,  # 75.9 GiB each
+    async_save=True,  # training waits for copies on the host, which are as large
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )

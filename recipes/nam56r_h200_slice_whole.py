@@ -11,4 +11,5 @@ RECIPE = load("nam56r_h200_1gpu").with_(
     train_iters=50,
     recompute_modules=(),
     keep_checkpoints=0,
+    async_save=False,
 )

@@ -30,5 +30,6 @@ RECIPE = _WHOLE.with_(
     lr_warmup_iters=50,
     recompute_modules=(),
     keep_checkpoints=0,
+    async_save=False,
 )
 """Wide enough for 16 heads of Mamba-3 and 6 of M2RNN; n-grams and structure are NAM56R's."""
