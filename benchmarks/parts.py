@@ -15,7 +15,8 @@ order, and is evaluated on the same held-out samples:
 TRAIN and HELD are datasets with structure ids, as `python -m cppmega.data.code.command` makes them.
 --jobs runs share the GPU, whose waits for the host are most of such a model's step, so their speeds
 are not reported. After each run DIR/parts.json is written; a run that is in there is not repeated,
-so a call that came to the end of --minutes is continued by the same command. At the end
+so a call that came to the end of --minutes is continued by the same command. Calls with other seeds
+and another SCRATCH may run at the same time on other GPUs, and write to the same DIR. At the end
 DIR/nam56r_parts_DEVICE.json, .md and .png are the result.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import filelock
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -44,6 +46,7 @@ from parts_report import RECIPE, VARIANTS, curve, draw, report  # noqa: E402
 from shuffled_structure import shuffled  # noqa: E402
 from slice_training import Bench  # noqa: E402
 
+from cppmega.host import durable  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
 
 _FOLDER = click.Path(path_type=Path)
@@ -62,14 +65,20 @@ class Parts:
 
     def __post_init__(self) -> None:
         self._write = threading.Lock()
-        self.runs: dict[str, Any] = {}
-        if self.found.is_file():
-            self.runs = json.loads(self.found.read_text())["runs"]
+
+    @property
+    def runs(self) -> dict[str, Any]:
+        """The curves so far, by variant and seed; those of other calls, too."""
+        if not self.found.is_file():
+            return {}
+        runs: dict[str, Any] = json.loads(self.found.read_text())["runs"]
+        return runs
 
     def left(self, seeds: Sequence[int]) -> list[tuple[str, int]]:
         """The runs without a result, a seed of every variant before the next seed."""
         every = [(name, seed) for seed in seeds for name in VARIANTS]
-        return [(name, seed) for name, seed in every if f"{name}-{seed}" not in self.runs]
+        runs = self.runs
+        return [(name, seed) for name, seed in every if f"{name}-{seed}" not in runs]
 
     def run(self, name: str, seed: int) -> None:
         """Train one variant from one seed, if there is time, and keep its curve."""
@@ -88,9 +97,10 @@ class Parts:
         run = f"{name}-{seed}"
         bench.clear(run)
         bench.wait(run, bench.start(run, self.tree, "--held-out", str(held_out)))
-        with self._write:
-            self.runs[run] = curve(bench.rows(run))
-            self.found.write_text(json.dumps({"runs": self.runs}, indent=1) + "\n")
+        found = curve(bench.rows(run))
+        with filelock.FileLock(self.found.with_suffix(".lock")):
+            runs = {**self.runs, run: found}
+            durable.replace(self.found, f"{json.dumps({'runs': runs}, indent=1)}\n".encode())
 
     def copy(self, prefix: Path) -> Path:
         """The dataset with the structure ids of other documents, made once."""
@@ -144,7 +154,7 @@ def main(
     target = out / f"nam56r_parts_{device}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
     target.with_suffix(".md").write_text(report(result))
-    if parts.runs:
+    if result["runs"]:
         draw(result, target.with_suffix(".png"))
     print(report(result))
     sys.exit(int(bool(failed)))

@@ -76,8 +76,9 @@ class Bench:
     timeout: float
     period: ClassVar[float] = 0.5
     """Seconds between two looks at a run."""
-    quiet: ClassVar[float] = 300.0
-    """Seconds without a word after which a run is taken to stand still; a save may take 120."""
+    quiet: ClassVar[float] = 500.0
+    """Seconds without a word after which a run is taken to stand still; a resharded save of 76 GiB
+    took 265."""
 
     def tree(self, name: str, *options: str) -> Path:
         """A copy of the pristine megatron with that variant's patches.

@@ -30,7 +30,8 @@ Every row but the first changes one thing of the recipe:
 --set changes the recipe of all rows. Each run is a process, whose last two steps are profiled and
 not measured. After each run DIR/RECIPE_rows.json and .md are written. A run that is in there is not
 repeated, so that the same command continues a call that was cut off. A run that is out of memory is
-a result.
+a result. Calls with other rows and another SCRATCH may run at the same time on other GPUs of the
+host, and write to the same DIR; --note then says so.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed. Everything else must be importable.
@@ -50,14 +51,16 @@ from typing import Any
 from unittest import mock
 
 import click
+import filelock
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import slice_training  # noqa: E402
-from slice_report import GRAPH_POOLS, apart, measured  # noqa: E402
+from slice_report import GRAPH_POOLS, WARM, apart, measured  # noqa: E402
 from slice_training import Bench  # noqa: E402
 
+from cppmega.host import durable  # noqa: E402
 from cppmega.host.markdown import table  # noqa: E402
 from cppmega.host.wording import counted  # noqa: E402
 from cppmega.recipe import Recipe  # noqa: E402
@@ -139,6 +142,7 @@ ROWS: Mapping[str, Row] = {
 @click.option("--only", help="Rows, in this order [all].")
 @click.option("--steps", default=25, show_default=True, help="Steps of a run, ten to warm up.")
 @click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
+@click.option("--note", help="What else the page says, such as what ran at the same time.")
 def main(
     site: Path,
     work: Path,
@@ -149,6 +153,7 @@ def main(
     only: str | None,
     steps: int,
     timeout: float,
+    note: str | None,
 ) -> None:
     """Run the rows that have no result yet, and write the table."""
     chosen = only.split(",") if only else list(ROWS)
@@ -157,11 +162,10 @@ def main(
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     target = out / f"{recipe}_rows.json"
-    result = json.loads(target.read_text()) if target.is_file() else {"rows": {}}
     places = tuple(each.resolve() for each in (site, work, out, data))
     length = (f"train_iters={steps + _PROFILED}", *changes)
     for name in chosen:
-        if name in result["rows"]:
+        if name in read(target)["rows"]:
             continue
         row = ROWS[name]
         every = (*length, *row.changes)
@@ -171,12 +175,25 @@ def main(
             found = {**ran(bench, name, steps, row), "changes": row.described}
             fused = _ATTENTION not in row.without
             found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
-        result["rows"][name] = found
         facts = {"benchmark": "whole_rows", "changes": list(changes)}  # a row has its own changes
-        result |= {**slice_training.header(bench), **facts}
-        target.write_text(json.dumps(result, indent=1) + "\n")
+        header = {**slice_training.header(bench), **facts, **({"note": note} if note else {})}
+        keep(target, header, name, found)
+    print(page(read(target)))
+
+
+def read(target: Path) -> dict[str, Any]:
+    """The result so far."""
+    empty: dict[str, Any] = {"rows": {}}
+    return json.loads(target.read_text()) if target.is_file() else empty
+
+
+def keep(target: Path, header: dict[str, Any], name: str, found: dict[str, Any]) -> None:
+    """Add a row to the result, to which another call may add its own at the same time."""
+    with filelock.FileLock(target.with_suffix(".lock")):
+        result = read(target) | header
+        result["rows"][name] = found
+        durable.replace(target, f"{json.dumps(result, indent=1)}\n".encode())
         target.with_suffix(".md").write_text(page(result))
-    print(page(result))
 
 
 @contextlib.contextmanager
@@ -208,25 +225,29 @@ def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
 def page(result: dict[str, Any]) -> str:
     """The rows as Markdown."""
     stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
-    first = next((row for row in result["rows"].values() if "out_of_memory" not in row), None)
+    rows = {name: result["rows"][name] for name in ROWS if name in result["rows"]}
+    first = next((row for row in rows.values() if "out_of_memory" not in row), None)
     lines = [
         f"# {result['recipe']}, one choice after the other, {result['date']}",
         "",
         f"Written by `benchmarks/whole_rows.py`. {counted(result['gpus'], 'GPU')}; {stack}. "
         f"{', '.join(result['changes']) or 'The recipe as it is'}; every row changes one thing "
-        "of the first. The last two columns compare the losses of a row's steps with those of the "
-        "first: how much the mean of the last ten is higher, and the largest difference.",
+        "of the first. Rates are medians of the steps after the tenth that were not profiled, and "
+        "ratios compare those steps that both rows have. The last two columns compare the losses "
+        "of a row's steps with those of the first: how much the mean of the last ten is higher, "
+        "and the largest difference.",
         "",
+        *([result["note"], ""] if "note" in result else []),
         table(
             _TITLES,
-            (_cells(name, row, first, result["gpus"]) for name, row in result["rows"].items()),
+            (_cells(name, row, first, result["gpus"]) for name, row in rows.items()),
         ),
     ]
     return "\n".join(lines) + "\n"
 
 
 _TITLES = (
-    *("row", "changes", "tokens/s per GPU", "ratio", "TFLOP/s", "peak, GiB", "estimate"),
+    *("row", "changes", "steps", "tokens/s per GPU", "ratio", "TFLOP/s", "peak, GiB", "estimate"),
     *(GRAPH_POOLS, "last losses", "largest difference"),
 )
 _LAST = 10
@@ -238,14 +259,25 @@ def _cells(
 ) -> tuple[str, ...]:
     changes = ", ".join(row["changes"]) or "none"
     if first is None or "out_of_memory" in row:
-        return (name, changes, "out of memory", *[""] * 3, f"{row['estimate_gib']:.1f}", *[""] * 3)
-    tokens = row["tokens_per_second"]
+        memory = f"{row['estimate_gib']:.1f}"
+        return (name, changes, "", "out of memory", *[""] * 3, memory, *[""] * 3)
+    rate = f"{row['tokens_per_second'] / gpus:.0f}"
     return (
-        *(name, changes, f"{tokens / gpus:.0f}", f"{tokens / first['tokens_per_second']:.3f}"),
+        *(name, changes, str(row["steps"] - _PROFILED), rate, f"{_faster(row, first):.3f}"),
         *(f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}", f"{row['estimate_gib']:.1f}"),
         f"{row['graph_pool_gib']:.1f}" if "graph_pool_gib" in row else "",
         *(("", "") if row is first else _compared(_losses(row), _losses(first))),
     )
+
+
+def _faster(row: dict[str, Any], first: dict[str, Any]) -> float:
+    """The rate of a row relative to the first's, by the median seconds of the steps of both."""
+    last = min(row["steps"], first["steps"]) - _PROFILED
+    own, others = (
+        statistics.median(seconds for step, *_, seconds in each["curve"] if WARM < step <= last)
+        for each in (row, first)
+    )
+    return others / own
 
 
 def _losses(row: dict[str, Any]) -> dict[int, float]:

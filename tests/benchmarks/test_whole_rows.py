@@ -26,7 +26,8 @@ with open(sys.argv[1], "a") as file:
     file.write(json.dumps({"start": "x", "overlay": "abc", "mock_data": False}) + "\\n")
     for step in range(1, 28):
         file.write(json.dumps({
-            "step": step, "seconds": 0.5, "tokens_per_second": float(sys.argv[2]),
+            "step": step,
+            "seconds": 1e4 / float(sys.argv[2]), "tokens_per_second": float(sys.argv[2]),
             "tflops_per_gpu": 250.0, "tflops_per_gpu_by_megatron": 200.0, "peak_gib": 110.0,
             "loss": float(sys.argv[3]) - step, "grad_norm": 1.0, "losses": {"lm loss": 11.0},
             "mock_data": False, "profiled": step > 25}) + "\\n")
@@ -86,8 +87,8 @@ def test_rows_run_once_each_in_their_own_environment(
     assert not any(left_out[:5]) and left_out[5][::2] == ("--without",) * 3
     found = json.loads((tmp_path / "nam56r_h200_2gpu_ep2_rows.json").read_text())
     assert found["changes"] == [] and found["rows"]["products"]["changes"] == [f"{PRODUCTS}=0"]
-    assert f"| products | {PRODUCTS}=0 | 7500 | 0.750 | 250 | 110.0 | " in done.output
-    assert "cross_entropy_fusion_impl=native | out of memory |" in done.output
+    assert f"| products | {PRODUCTS}=0 | 25 | 7500 | 0.750 | 250 | 110.0 | " in done.output
+    assert "cross_entropy_fusion_impl=native |  | out of memory |" in done.output
     gather, products = (
         next(line for line in done.output.splitlines() if line.startswith(f"| {name} |"))
         for name in ("fp8_gather", "products")
