@@ -181,6 +181,11 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
 @click.option(
     "--reload-steps", type=_STEP, default=5, show_default=True, help="Steps that it trains."
 )
+@click.option(
+    "--save-once",
+    is_flag=True,
+    help="The resumed part saves nothing, as with --reload; it would save at its end, too.",
+)
 @click.option("--name", help="Of the result's files [the recipe's].")
 @click.option("--timeout", default=1500.0, show_default=True, help="Seconds for one part.")
 def run(
@@ -196,6 +201,7 @@ def run(
     profile_after: int | None,
     others: tuple[str, ...],
     reload_steps: int,
+    save_once: bool,
     name: str | None,
     timeout: float,
 ) -> None:
@@ -227,7 +233,7 @@ def run(
     }
     bench.clear(NAME)
     tree = bench.tree(NAME)
-    result = facts | killed_and_resumed(bench, tree, options, course, others)
+    result = facts | killed_and_resumed(bench, tree, options, course, others, save_once)
     result["headline"] = headline(result)
     target = out / f"{name or recipe.name}.json"
     write(target, result)
@@ -277,12 +283,17 @@ def first_options(bench: Bench, course: Course, held_out: Path | None) -> RunOpt
 
 
 def killed_and_resumed(
-    bench: Bench, tree: Path, options: RunOptions, course: Course, others: Sequence[str]
+    bench: Bench,
+    tree: Path,
+    options: RunOptions,
+    course: Course,
+    others: Sequence[str],
+    save_once: bool = False,
 ) -> dict[str, Any]:
     """The measurement of the run, whose checkpoint other recipes may load afterwards."""
     killed = part(bench, tree, options, course.kill_after)
     notes, again = [], replace(options, profile=None)
-    why = why_unsaved(bench.work / CHECKPOINTS, others)
+    why = why_unsaved(bench.work / CHECKPOINTS, others, save_once)
     if why:
         notes.append(f"The resumed part saved nothing: {why}.")
         again = replace(again, save=None, load=options.save)
@@ -298,10 +309,12 @@ def killed_and_resumed(
     }
 
 
-def why_unsaved(checkpoints: Path, others: Sequence[str]) -> str:
+def why_unsaved(checkpoints: Path, others: Sequence[str], save_once: bool) -> str:
     """Why the resumed part saves nothing; empty: it saves."""
     if others:
         return f"the checkpoint that it resumed from is loaded by {' and '.join(others)}"
+    if save_once:
+        return "it was started with `--save-once`"
     return "" if room_for_another(checkpoints) else "the disk had no room for a second checkpoint"
 
 

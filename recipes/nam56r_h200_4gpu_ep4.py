@@ -1,14 +1,16 @@
-"""The slice on 4 H200, experts distributed: NCCL, EP and the sharded optimizer in one run."""
+"""The slice of every kind of layer on four H200, its experts and optimizer spread over all of them.
+
+A step has two sequences per GPU, as the slice has on one.
+"""
 
 from cppmega.recipe.index import load
 
-RECIPE = load("nam56r_h200_slice").with_(
+RECIPE = load("nam56r_h200_slice_whole").with_(
     name="nam56r_h200_4gpu_ep4",
-    purpose="the NAM56R slice on 4 x H200, experts spread over all 4",
+    purpose="NAM56R's widths, 7 layers and 2 MTP depths of every kind, on 4 x H200, EP 4",
     gpus=4,
     expert_model_parallel_size=4,
-    global_batch_size=4,
+    global_batch_size=8,
     overlap_grad_reduce=True,
     overlap_param_gather=True,
-    train_iters=20,
 )

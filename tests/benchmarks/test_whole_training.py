@@ -198,6 +198,15 @@ def test_what_a_time_limit_leaves_is_a_result_that_says_so(
     assert "The resumed part saved nothing" in page
 
 
+def test_a_resumed_part_that_shall_save_nothing_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ran(tmp_path, monkeypatch, "--save-once")
+    killed, resumed = found["starts"]
+    assert "--save" in killed and "--save" not in resumed and "--load" in resumed
+    assert "saved nothing: it was started with `--save-once`" in report.page(found)
+
+
 @pytest.mark.slow
 def test_a_run_that_stands_still_is_stopped_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
