@@ -149,8 +149,8 @@ class InputEmbeddings(nn.Module):
             ids = ids.chunk(self.group.size(), dim=-1)[self.group.rank()]
         parts = [part for part in (self.ngram_hash, self.structure) if part is not None]
         own = ids.split([part.ids for part in parts])
-        columns = [part.columns(ids) for part, ids in zip(parts, own, strict=True)]
-        matrices = [part.matrix() for part in parts]
+        called = [part(ids) for part, ids in zip(parts, own, strict=True)]
+        columns, matrices = map(list, zip(*called, strict=True))
         if surplus := -sum(each.size(-1) for each in columns) % ALIGNED:
             columns.append(columns[0].new_zeros(*columns[0].shape[:-1], surplus))
             matrices.append(matrices[0].new_zeros(len(matrices[0]), surplus))

@@ -191,6 +191,22 @@ def embedded_alike(setting: Configuration) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+def check_parameters_are_read_in_calls_of_their_modules(folder: Path) -> None:
+    """Where Megatron waits for those that it still gathers."""
+    with with_them():
+        for setting in (GPT, HYBRID):
+            on_ranks(folder, setting, read_late)
+
+
+def read_late(setting: Configuration) -> None:
+    """Compare a forward pass with one whose parameters arrive as their modules are called."""
+    model = filled(setting)
+    batch = fed(micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group()))
+    before = forward(model, batch)
+    forked_ranks.gathered_late(model)
+    assert forward(model, batch).equal(before)
+
+
 def documents(setting: Configuration, tokens: list[int]) -> list[tuple[int, int]]:
     """Where documents begin and end: at the boundaries of a pack, and after every end token."""
     ends = {number + 1 for number, token in enumerate(tokens) if token == END}

@@ -149,6 +149,22 @@ def _outputs(model: Any, batch: Batch) -> torch.Tensor:
     return out.detach()
 
 
+def check_parameters_are_read_in_calls_of_their_modules(folder: Path) -> None:
+    """Where Megatron waits for those that it still gathers; in packs, too."""
+    with with_them(**WITH_M2RNN):
+        for setting in (HYBRID, replace(HYBRID, packing="packed", mtp=0)):
+            on_ranks(folder, setting, _read_late)
+
+
+def _read_late(setting: Configuration) -> None:
+    with mock.patch.object(models, "configured", without_dropout):
+        _, model = of_mixers(setting, models.build, 1)
+    batch = micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group())
+    before = _outputs(model, batch)
+    forked_ranks.gathered_late(model)
+    assert _outputs(model, batch).equal(before)
+
+
 def check_what_is_refused_when_a_model_is_built(folder: Path) -> None:
     """By the name of the error, which Megatron's builder of modules passes on."""
 

@@ -25,6 +25,7 @@ CHECKS = (
     "check_a_checkpoint_of_other_multipliers_is_refused",
     "check_what_a_token_is_embedded_as",
     "check_a_model_that_is_not_fed_stops",
+    "check_parameters_are_read_in_calls_of_their_modules",
 )
 ASKED = (*CHECKS, "rows_without", "counted")
 

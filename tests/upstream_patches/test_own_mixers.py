@@ -15,6 +15,7 @@ CHECKS = (
     "check_layouts_train_as_one_rank",
     "check_small_parameters_stay_fp32_and_resume_to_the_bit",
     "check_documents_of_a_pack_do_not_see_each_other",
+    "check_parameters_are_read_in_calls_of_their_modules",
     "check_what_is_refused_when_a_model_is_built",
     "check_a_checkpoint_of_the_other_definition_is_not_loaded",
 )
