@@ -157,7 +157,7 @@ def draw(result: Mapping[str, Any], target: Path) -> None:
             right.fill_between(steps, *band, color=colour, alpha=0.2, linewidth=0)
     right.axhline(0, color="black", linewidth=0.8)
     left.set(xlabel="step", ylabel="held-out loss, nats", title="head, mean of the seeds")
-    right.set(xlabel="step", title="difference from the whole model, lowest to highest seed")
+    right.set(xlabel="step", title="difference from the whole model (band: all seeds)")
     left.legend()
     plotting.write(figure, target, "parts", [])
 

@@ -30,8 +30,9 @@ Every row but the first changes one thing of the recipe:
 --set changes the recipe of all rows. Each run is a process, whose last two steps are profiled and
 not measured. After each run DIR/RECIPE_rows.json and .md are written. A run that is in there is not
 repeated, so that the same command continues a call that was cut off. A run that is out of memory is
-a result. Calls with other rows and another SCRATCH may run at the same time on other GPUs of the
-host, and write to the same DIR; --note then says so.
+a result, and so are the steps of one that was stopped at its time limit. Calls with other rows and
+another SCRATCH may run at the same time on other GPUs of the host, and write to the same DIR;
+--note then says so.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed. Everything else must be importable.
@@ -57,8 +58,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import slice_training  # noqa: E402
-from slice_report import GRAPH_POOLS, WARM, apart, measured  # noqa: E402
-from slice_training import Bench  # noqa: E402
+from slice_report import GRAPH_POOLS, WARM, apart, measured, steps_of  # noqa: E402
+from slice_training import Bench, TimeIsUp  # noqa: E402
 
 from cppmega.host import durable  # noqa: E402
 from cppmega.host.markdown import table  # noqa: E402
@@ -215,11 +216,14 @@ def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
     tree = bench.tree(",".join([*gates, *of_row]) or "plain", *left_out)
     profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
     folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
-    try:
-        bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *row.arguments))
-    except MemoryError:
-        return {"out_of_memory": True}
-    return measured(bench.rows(name))
+    with contextlib.suppress(TimeIsUp):
+        try:
+            bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *row.arguments))
+        except MemoryError:
+            return {"out_of_memory": True}
+    rows = bench.rows(name)
+    unprofiled = sum(not row["profiled"] for row in steps_of(rows))
+    return {**measured(rows), "unprofiled_steps": unprofiled}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -263,7 +267,7 @@ def _cells(
         return (name, changes, "", "out of memory", *[""] * 3, memory, *[""] * 3)
     rate = f"{row['tokens_per_second'] / gpus:.0f}"
     return (
-        *(name, changes, str(row["steps"] - _PROFILED), rate, f"{_faster(row, first):.3f}"),
+        *(name, changes, str(row["unprofiled_steps"]), rate, f"{_faster(row, first):.3f}"),
         *(f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}", f"{row['estimate_gib']:.1f}"),
         f"{row['graph_pool_gib']:.1f}" if "graph_pool_gib" in row else "",
         *(("", "") if row is first else _compared(_losses(row), _losses(first))),
@@ -272,7 +276,7 @@ def _cells(
 
 def _faster(row: dict[str, Any], first: dict[str, Any]) -> float:
     """The rate of a row relative to the first's, by the median seconds of the steps of both."""
-    last = min(row["steps"], first["steps"]) - _PROFILED
+    last = min(row["unprofiled_steps"], first["unprofiled_steps"])
     own, others = (
         statistics.median(seconds for step, *_, seconds in each["curve"] if WARM < step <= last)
         for each in (row, first)
