@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tests.configurations import models
 from tests.configurations.batches import LENGTH, SAMPLES, Batch, micro_batch
+from tests.configurations.late import arrive_late
 from tests.configurations.settings import Configuration
 from tests.upstream_patches.distributed_optimizer import on_cpu
 
@@ -37,6 +38,7 @@ def train(setting: Configuration, folder: Path) -> Iterator[tuple[str, Row]]:
     """Train and save, then the next step twice: with the same model, and with a loaded one."""
     with on_cpu():
         run = Run(setting, seed=1)
+        arrive_late(run.model)
         for number in range(1, STEPS + 1):
             yield f"step {number}", run.step(number)
         run.save(folder)

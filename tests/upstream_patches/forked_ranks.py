@@ -89,25 +89,6 @@ def without_dropout(setting: Configuration) -> Any:
     return made
 
 
-def gathered_late(model: torch.nn.Module) -> None:
-    """Let no parameter have its values until its module is called.
-
-    `--overlap-param-gather` gathers parameters while the forward pass runs, and waits for them in
-    a hook of their module's call. What is read before that, or without such a call, has the values
-    of the step before.
-    """
-    for module in model.modules():
-        own = [(each, each.detach().clone()) for each in module.parameters(recurse=False)]
-        for parameter, _ in own:
-            parameter.detach().fill_(torch.nan)
-
-        def arrive(called: torch.nn.Module, _: Any, own: Any = own) -> None:
-            for parameter, values in own:
-                parameter.detach().copy_(values)
-
-        module.register_forward_pre_hook(arrive)
-
-
 def trained(
     make: Callable[[Configuration], Any],
     setting: Configuration,

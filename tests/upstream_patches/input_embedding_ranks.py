@@ -23,6 +23,7 @@ from cppmega.modules import stated_sizes
 from cppmega.modules.input_embeddings import ALIGNED, feeding, of_trunk
 from tests.configurations import models, training
 from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
+from tests.configurations.late import arrive_late
 from tests.configurations.settings import Configuration
 from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.forked_ranks import on_ranks, refusal, without_dropout
@@ -203,7 +204,7 @@ def read_late(setting: Configuration) -> None:
     model = filled(setting)
     batch = fed(micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group()))
     before = forward(model, batch)
-    forked_ranks.gathered_late(model)
+    arrive_late(model)
     assert forward(model, batch).equal(before)
 
 

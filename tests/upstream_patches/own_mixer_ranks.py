@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from cppmega.modules import mixer_sizes, stated_sizes
 from tests.configurations import models, training
 from tests.configurations.batches import Batch, boundaries, micro_batch
+from tests.configurations.late import arrive_late
 from tests.configurations.settings import Configuration
 from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.distributed_optimizer import on_cpu
@@ -161,7 +162,7 @@ def _read_late(setting: Configuration) -> None:
         _, model = of_mixers(setting, models.build, 1)
     batch = micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group())
     before = _outputs(model, batch)
-    forked_ranks.gathered_late(model)
+    arrive_late(model)
     assert _outputs(model, batch).equal(before)
 
 
