@@ -6,6 +6,8 @@ Every row but the first changes one thing of the recipe:
 
     recipe      nothing
     recomputed  Mamba layers, activations of experts and MLPs, and MLA's projections are recomputed
+    experts     layers of experts, MLPs and MLA's projections are recomputed, and Mamba layers are not
+    kept        four sequences at a time; nothing is recomputed
     four        four sequences at a time; Mamba layers and layers of experts are recomputed
     eight       eight at a time, and the same
     permute     tokens are ordered for the experts by torch, not by Transformer Engine's kernels
@@ -94,6 +96,7 @@ class Row:
 _MAMBA = f"gates=({MAMBA_RECOMPUTE},)"
 _RECOMPUTED = ("recompute_modules=('moe_act', 'mlp', 'mla_up_proj')", _MAMBA)
 _LAYERS = ("recompute_modules=('moe', 'mlp', 'mla_up_proj')", _MAMBA)
+_KEPT = "gates=()"
 _FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
 _ATTENTION = "dsa_attention_kernels"
 _DSA = (_ATTENTION, "dsa_indexer_kernels", "dsa_indexer_prologue")
@@ -110,6 +113,8 @@ _STOCK = (_SCORES, _MAMBA, _HEADS, _PLAIN_DSA)
 ROWS: Mapping[str, Row] = {
     "recipe": Row(),
     "recomputed": Row(_RECOMPUTED),
+    "experts": Row((_LAYERS[0], _KEPT)),
+    "kept": Row(("recompute_modules=()", _KEPT, "micro_batch_size=4")),
     "four": Row((*_LAYERS, "micro_batch_size=4")),
     "eight": Row((*_LAYERS, "micro_batch_size=8")),
     "permute": Row(("moe_permute_fusion=False",)),
