@@ -6,7 +6,7 @@ Every row but the first changes one thing of the recipe:
 
     recipe      nothing
     recomputed  Mamba layers, activations of experts and MLPs, and MLA's projections are recomputed
-    experts     layers of experts, MLPs and MLA's projections are recomputed, and Mamba layers are not
+    experts     layers of experts, MLPs and MLA's projections are recomputed, Mamba layers are not
     kept        four sequences at a time; nothing is recomputed
     four        four sequences at a time; Mamba layers and layers of experts are recomputed
     eight       eight at a time, and the same
@@ -19,6 +19,9 @@ Every row but the first changes one thing of the recipe:
     shared      IndexShare: three of nine DSA layers select keys for all
     heads       the heads' losses are taken from logits
     dsa         DSA in plain torch, as the release has it; its scores are recomputed
+    plain       DSA in plain torch; nothing is recomputed for it
+    mhc         hyper-connections in plain torch
+    alone       on one GPU, without parallelism
     glue        without the pages that save time between the large kernels
     stock       DSA, heads and glue as the release has them, one sequence at a time, all recomputed
     stock_two   and two at a time
@@ -107,6 +110,10 @@ _GLUE = (
     *("optimizer_copies_at_once", "grad_checks_no_host_sync"),
 )
 _ONE = "micro_batch_size=1"
+_ALONE = (
+    *("gpus=1", "tensor_model_parallel_size=1", "pipeline_model_parallel_size=1"),
+    *("expert_model_parallel_size=1", "overlap_grad_reduce=False", "overlap_param_gather=False"),
+)
 _GRAPHS = ("cuda_graph_impl=transformer_engine", "cuda_graph_modules=('attn', 'moe_router')")
 _HEADS = "cross_entropy_fusion_impl=native"
 _STOCK = (_SCORES, _MAMBA, _HEADS, _PLAIN_DSA)
@@ -126,6 +133,9 @@ ROWS: Mapping[str, Row] = {
     "shared": Row(("dsa_index_pattern=FSSFSSFSS",)),
     "heads": Row((_HEADS,)),
     "dsa": Row((_PLAIN_DSA, _SCORES), without=_DSA),
+    "plain": Row((_PLAIN_DSA,), without=_DSA),
+    "mhc": Row(("use_fused_mhc=False",)),
+    "alone": Row(_ALONE),
     "glue": Row(without=_GLUE),
     "stock": Row((*_STOCK, _ONE), without=(*_DSA, *_GLUE)),
     "stock_two": Row((*_STOCK, "micro_batch_size=2"), without=(*_DSA, *_GLUE)),
@@ -148,6 +158,7 @@ ROWS: Mapping[str, Row] = {
 @click.option("--only", help="Rows, in this order [all].")
 @click.option("--steps", default=25, show_default=True, help="Steps of a run, ten to warm up.")
 @click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
+@click.option("--name", help="Of the result's files [RECIPE_rows].")
 @click.option("--note", help="What else the page says, such as what ran at the same time.")
 def main(
     site: Path,
@@ -159,6 +170,7 @@ def main(
     only: str | None,
     steps: int,
     timeout: float,
+    name: str | None,
     note: str | None,
 ) -> None:
     """Run the rows that have no result yet, and write the table."""
@@ -167,23 +179,26 @@ def main(
         raise click.BadParameter(f"{', '.join(unknown)}: the rows are {', '.join(ROWS)}")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    target = out / f"{recipe}_rows.json"
+    target = out / f"{name or f'{recipe}_rows'}.json"
     places = tuple(each.resolve() for each in (site, work, out, data))
-    length = (f"train_iters={steps + _PROFILED}", *changes)
-    for name in chosen:
-        if name in read(target)["rows"]:
+    base = recipes_index.with_text(recipes_index.load(recipe), changes)
+    header = {
+        **slice_training.header(Bench(base, changes, *places, timeout)),
+        "benchmark": "whole_rows",
+        **({"note": note} if note else {}),
+    }
+    for each in chosen:
+        if each in read(target)["rows"]:
             continue
-        row = ROWS[name]
-        every = (*length, *row.changes)
+        row = ROWS[each]
+        every = (f"train_iters={steps + _PROFILED}", *changes, *row.changes)
         made = recipes_index.with_text(recipes_index.load(recipe), every)
-        bench = Bench(made, every, *places, timeout)
         with in_environment(made, row):
-            found = {**ran(bench, name, steps, row), "changes": row.described}
-            fused = _ATTENTION not in row.without
-            found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
-        facts = {"benchmark": "whole_rows", "changes": list(changes)}  # a row has its own changes
-        header = {**slice_training.header(bench), **facts, **({"note": note} if note else {})}
-        keep(target, header, name, found)
+            found = ran(Bench(made, every, *places, timeout), each, steps, row)
+        fused = _ATTENTION not in row.without
+        found["changes"], found["gpus"] = row.described, made.gpus
+        found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
+        keep(target, header, each, found)
     print(page(read(target)))
 
 
@@ -249,7 +264,7 @@ def page(result: dict[str, Any]) -> str:
         *([result["note"], ""] if "note" in result else []),
         table(
             _TITLES,
-            (_cells(name, row, first, result["gpus"]) for name, row in rows.items()),
+            (_cells(name, row, first) for name, row in rows.items()),
         ),
     ]
     return "\n".join(lines) + "\n"
@@ -263,14 +278,12 @@ _LAST = 10
 """Steps whose losses are averaged."""
 
 
-def _cells(
-    name: str, row: dict[str, Any], first: dict[str, Any] | None, gpus: int
-) -> tuple[str, ...]:
+def _cells(name: str, row: dict[str, Any], first: dict[str, Any] | None) -> tuple[str, ...]:
     changes = ", ".join(row["changes"]) or "none"
     if first is None or "out_of_memory" in row:
         memory = f"{row['estimate_gib']:.1f}"
         return (name, changes, "", "out of memory", *[""] * 3, memory, *[""] * 3)
-    rate = f"{row['tokens_per_second'] / gpus:.0f}"
+    rate = f"{row['tokens_per_second'] / row['gpus']:.0f}"
     return (
         *(name, changes, str(row["unprofiled_steps"]), rate, f"{_faster(row, first):.3f}"),
         *(f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}", f"{row['estimate_gib']:.1f}"),
@@ -280,13 +293,13 @@ def _cells(
 
 
 def _faster(row: dict[str, Any], first: dict[str, Any]) -> float:
-    """The rate of a row relative to the first's, by the median seconds of the steps of both."""
+    """The rate per GPU relative to the first row's, by median seconds of the steps of both."""
     last = min(row["unprofiled_steps"], first["unprofiled_steps"])
     own, others = (
         statistics.median(seconds for step, *_, seconds in each["curve"] if WARM < step <= last)
         for each in (row, first)
     )
-    return others / own
+    return others / own * first["gpus"] / row["gpus"]
 
 
 def _losses(row: dict[str, Any]) -> dict[int, float]:

@@ -79,7 +79,7 @@ def test_rows_run_once_each_in_their_own_environment(
         "--out",
         str(tmp_path),
         "--only",
-        "recipe,recomputed,products,heads,fp8_gather,dsa",
+        "recipe,recomputed,products,heads,fp8_gather,dsa,alone",
     ]
     for _ in range(2):  # the second call finds everything done
         done = CliRunner().invoke(rows.main, arguments, catch_exceptions=False)
@@ -91,11 +91,13 @@ def test_rows_run_once_each_in_their_own_environment(
         ("heads", "plain", None, None, ()),
         ("fp8_gather", "plain", None, None, ("--fp8-param-gather",)),
         ("dsa", "without-dsa", None, None, ()),
+        ("alone", "plain", None, None, ()),
     ]
-    assert not any(left_out[:5]) and left_out[5][::2] == ("--without",) * 3
+    assert not any((*left_out[:5], left_out[6])) and left_out[5][::2] == ("--without",) * 3
     found = json.loads((tmp_path / "nam56r_h200_2gpu_ep2_rows.json").read_text())
     assert found["changes"] == [] and found["rows"]["products"]["changes"] == [f"{PRODUCTS}=0"]
     assert f"| products | {PRODUCTS}=0 | 25 | 7500 | 0.750 | 250 | 110.0 | " in done.output
+    assert "overlap_param_gather=False | 25 | 15000 | 1.500 | " in done.output
     assert "cross_entropy_fusion_impl=native |  | out of memory |" in done.output
     gather, products = (
         next(line for line in done.output.splitlines() if line.startswith(f"| {name} |"))

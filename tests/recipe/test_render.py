@@ -113,7 +113,7 @@ def recipes() -> dict[str, Recipe]:
     """Every shipped recipe that Megatron trains, and some that use what those do not."""
     shipped = [recipes_index.load(name) for name in recipes_index.shipped()]
     found = {recipe.name: recipe for recipe in shipped if recipe.kind != "loop"}
-    found["gpt_mhc_h200"] = found["gpt_mhc_h200"].plus(UNFUSED)
+    found |= {name: made.plus(UNFUSED) for name, made in found.items() if made.kind == "gpt"}
     full = found["nam56r_small_cut"].with_(name="full_cut", pattern="+EME+EME+EMR/+-/+-")
     return {**found, "graphs": GRAPHS, "dense": DENSE, "virtual": VIRTUAL, "full_cut": full}
 
