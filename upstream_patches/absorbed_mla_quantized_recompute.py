@@ -86,7 +86,8 @@ def verify() -> None:
         layer.kv_layernorm = torch.nn.Identity()
         layer.linear_kv_down_proj = layer.linear_q_proj = lambda hidden: (hidden, None)
         layer._uses_combined_kv_up_projection = True  # a property of the layer on dev
-        layer.linear_kv_up_proj = SimpleNamespace(weight=torch.arange(8.0).view(4, 2))
+        layer.linear_kv_up_proj = torch.nn.Linear(2, 4, bias=False).requires_grad_(False)
+        layer.linear_kv_up_proj.weight.copy_(torch.arange(8.0).view(4, 2))
         return layer.get_query_key_value_tensors(torch.arange(12.0).view(3, 1, 4))
 
     turn = mock.patch.object(absorbed_mla, "apply_rotary_pos_emb", lambda part, *_, **__: part)

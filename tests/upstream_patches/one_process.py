@@ -18,6 +18,7 @@ from types import ModuleType
 from tests.support import made_once, patched, pristine, python
 
 PAGES = {
+    "absorbed_mla_gathered_weight": ("0.19.2",),
     "absorbed_mla_quantized_recompute": ("0.19.2",),
     "combined_1f1b_autocast": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "delayed_wgrad_hooks": ("0.18.2", "0.19.2"),

@@ -12,20 +12,11 @@ import pytest
 
 from cppmega.catalogue import loader as catalogue
 from tests.upstream_patches import one_process
+from tests.upstream_patches.absorbed_layers import ABSORBED, SHAPE, built
 
 torch = pytest.importorskip("torch")
 
 PAGE = "absorbed_mla_quantized_recompute"
-ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
-SHAPE = {
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 6,
-    "qk_head_dim": 4,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 4,
-}
 
 
 @pytest.mark.megatron
@@ -79,43 +70,13 @@ def check(stock: one_process.Stock) -> None:
 def trained(module: Any, levels: int | None, recompute: str = "") -> list[Any]:
     """Return output and gradients of a layer whose products are rounded to some levels."""
     torch.manual_seed(0)
-    layer = built(module, recompute)
+    layer = built(module, rounded_linear(), recompute)
     given = torch.randn(5, 1, SHAPE["hidden_size"], requires_grad=True)
     with Rounding.autocast(levels is not None, levels):
         output, _ = layer(given, attention_mask=None)
     output.square().sum().backward()
     weights = [weight.grad for weight in layer.parameters()]
     return [output.detach(), given.grad, *weights]
-
-
-def built(module: Any, recompute: str) -> Any:
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    config = MLATransformerConfig(
-        num_layers=1,
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        rope_type="rope",
-        recompute_granularity="selective" if recompute else None,
-        recompute_modules=["mla_up_proj"] if recompute else None,
-        **SHAPE,
-    )
-    config.fp8 = "hybrid" if recompute == "fp8" else None
-    config.fp4 = "e2m1" if recompute == "fp4" else None
-    linears = dict.fromkeys(("q_proj", "q_up_proj", "kv_up_proj", "proj"), rounded_linear())
-    linears |= dict.fromkeys(("q_down_proj", "kv_down_proj"), ColumnParallelLinear)
-    parts = module.AbsorbedMLASelfAttentionSubmodules(
-        **{f"linear_{name}": kind for name, kind in linears.items()},
-        core_attention=core(),
-        q_layernorm=IdentityOp,
-        kv_layernorm=IdentityOp,
-    )
-    return module.AbsorbedMLASelfAttention(
-        config, parts, layer_number=1, attn_mask_type=AttnMaskType.causal
-    )
 
 
 class Rounding:
@@ -149,22 +110,6 @@ def rounded_linear() -> type:
             return torch.nn.functional.linear(x, weight), None
 
     return Linear
-
-
-def core() -> type:
-    class Core(torch.nn.Module):
-        """Attention with one compressed key for all heads, whose first channels are the value."""
-
-        def __init__(self, **_: Any) -> None:
-            super().__init__()
-
-        def forward(self, query: Any, key: Any, *_: Any, **__: Any) -> Any:
-            weights = torch.einsum("snh,tnh->nst", query[:, 0], key[:, 0].expand_as(query[:, 0]))
-            value = key[:, 0, 0, : SHAPE["kv_lora_rank"]]
-            attended = torch.einsum("nst,th->snh", weights.tril().softmax(-1), value)
-            return attended.flatten(1).unsqueeze(1)
-
-    return Core
 
 
 @contextlib.contextmanager
