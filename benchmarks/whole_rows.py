@@ -236,11 +236,13 @@ def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
     tree = bench.tree(",".join([*gates, *of_row]) or "plain", *left_out)
     profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
     folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
-    with contextlib.suppress(TimeIsUp):
-        try:
-            bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *row.arguments))
-        except MemoryError:
-            return {"out_of_memory": True}
+    try:
+        bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *row.arguments))
+    except MemoryError:
+        return {"out_of_memory": True}
+    except TimeIsUp:
+        if len(steps_of(bench.rows(name))) <= WARM:
+            raise
     rows = bench.rows(name)
     unprofiled = sum(not row["profiled"] for row in steps_of(rows))
     return {**measured(rows), "unprofiled_steps": unprofiled}
