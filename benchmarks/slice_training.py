@@ -97,18 +97,22 @@ class Bench:
         )
         return root
 
+    def program(self, tree: Path) -> tuple[str, ...]:
+        """What torchrun starts in every rank, before the script and its arguments."""
+        return ("-m", "cppmega.run", "--megatron", str(tree))
+
     def start(self, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
         """Start a training run in a process group of its own."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", str(self.recipe.gpus), "-m", "cppmega.run"),
-            *("--megatron", str(tree), str(REPOSITORY / "scripts" / "train.py")),
+            *("--nproc_per_node", str(self.recipe.gpus), *self.program(tree)),
+            str(REPOSITORY / "scripts" / "train.py"),
             *(self.recipe.name, "--data", str(self.data)),
             *("--data-cache", str(self.work / "cache"), "--metrics", str(self.metrics(name))),
             *(word for change in self.changes for word in ("--set", change)),
             *options,
         ]
-        log = self._log(name).open("ab")
+        log = self.log(name).open("ab")
         print(f"{name}: {' '.join(command)}", file=sys.stderr)
         return subprocess.Popen(
             command, env=environment(), stdout=log, stderr=log, start_new_session=True
@@ -120,7 +124,7 @@ class Bench:
 
     def clear(self, name: str) -> None:
         """Delete what an earlier call wrote: runs append, so that one can be killed and resumed."""
-        for old in (self.metrics(name), self._log(name)):
+        for old in (self.metrics(name), self.log(name)):
             old.unlink(missing_ok=True)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -168,20 +172,21 @@ class Bench:
                 raise click.ClickException(f"{name} stood still for {self.quiet:.0f} s:\n{tail}")
             time.sleep(self.period)
         if process.returncode:
-            if _FULL in self._log(name).read_text(errors="replace"):
+            if _FULL in self.log(name).read_text(errors="replace"):
                 raise MemoryError(name)
             tail = self._last_words(name)
             raise click.ClickException(f"{name} exited with {process.returncode}:\n{tail}")
 
-    def _log(self, name: str) -> Path:
+    def log(self, name: str) -> Path:
+        """The file with what a run's ranks print."""
         return self.out / f"{name}.log"
 
     def _last_words(self, name: str) -> str:
-        return self._log(name).read_text(errors="replace")[-3000:]
+        return self.log(name).read_text(errors="replace")[-3000:]
 
     def _written(self, name: str) -> int:
         """Bytes that a run has written so far."""
-        files = (self._log(name), self.metrics(name))
+        files = (self.log(name), self.metrics(name))
         return sum(file.stat().st_size for file in files if file.is_file())
 
 

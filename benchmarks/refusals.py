@@ -1,0 +1,262 @@
+"""How fast a run of several ranks ends if one of them is wrong, and what a kill in a save leaves.
+
+    python benchmarks/refusals.py --site SITE --work SCRATCH --out DIR --data TRAIN --gpus 8
+
+Every case starts `nam56r_small_cut` with a replica on each GPU; the last rank differs:
+
+    whole     it does not: three steps, which show what a start takes
+    tampered  a patched file of its tree has one more line
+    other     its tree lacks a page that the trees of the others have
+    killed    it is killed while the ranks write their second checkpoint; all are started again
+
+For each, DIR/refusals_DEVICE_GPUS.json and .md get the seconds from the start to the end of all
+processes (after the kill: from the kill), and which of error, host, rank and file the log names. A
+case that trains where it should refuse, or resumes elsewhere than from its last complete
+checkpoint, fails the call.
+
+SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
+copied and never changed. Everything else must be importable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import slice_training  # noqa: E402
+from slice_training import Bench, TimeIsUp  # noqa: E402
+
+from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
+from cppmega.host.markdown import table  # noqa: E402
+from cppmega.host.wording import counted  # noqa: E402
+from cppmega.recipe import index as recipes_index  # noqa: E402
+
+RECIPE = "nam56r_small_cut"
+FILE = "megatron/training/training.py"
+"""A patched file."""
+PAGE = "optimizer_copies_at_once"
+"""A page that changes no result, and that one tree lacks."""
+SAVED = 3
+"""Steps from one checkpoint to the next."""
+_PERIOD = 0.02
+_FOLDER = click.Path(path_type=Path)
+_ERROR = re.compile(r"error: ([a-z-]+)$", re.MULTILINE)
+START = """
+import os, runpy, sys
+first, last, ranks = sys.argv[1:4]
+tree = last if int(os.environ["RANK"]) == int(ranks) - 1 else first
+sys.argv[1:4] = ["--megatron", tree]
+runpy.run_module("cppmega.run", run_name="__main__")
+"""
+
+
+@dataclass
+class Ranks(Bench):
+    """Runs whose last rank may have a tree of its own."""
+
+    last: Path | None = None
+
+    def program(self, tree: Path) -> tuple[str, ...]:
+        """What torchrun starts in every rank."""
+        start = self.work / "start.py"
+        start.write_text(START)
+        return (str(start), str(tree), str(self.last or tree), str(self.recipe.gpus))
+
+    def until(self, process: subprocess.Popen[bytes], holds: Callable[[], bool]) -> None:
+        """Wait until something holds while the run goes.
+
+        Raises:
+            ClickException: the run has ended.
+            TimeIsUp: it was stopped at its time limit.
+        """
+        deadline = time.monotonic() + self.timeout
+        while not holds():
+            _demand(process.poll() is None, "the run has ended")
+            if time.monotonic() > deadline:
+                slice_training.kill(process)
+                raise TimeIsUp(f"nothing happened for {self.timeout:.0f} s")
+            time.sleep(_PERIOD)
+
+    def ended(self, name: str, process: subprocess.Popen[bytes], since: float) -> dict[str, Any]:
+        """Wait for the end of all processes of a run, and say what its log names."""
+        process.wait(self.timeout)
+        seconds = time.monotonic() - since
+        said = self.log(name).read_text(errors="replace")
+        rank = self.recipe.gpus - 1
+        return {
+            "seconds": round(seconds, 1),
+            "status": process.returncode,
+            "errors": sorted(set(_ERROR.findall(said))),
+            "host and rank": f"host {socket.gethostname()}, rank {rank}" in said,
+            "file": FILE in said,
+        }
+
+
+def whole(bench: Ranks) -> dict[str, Any]:
+    """All ranks are right: three steps.
+
+    Raises:
+        ClickException: they did not train.
+    """
+    tree, since = bench.tree("whole"), time.monotonic()
+    process = bench.start("whole", tree, "--exit-interval", "3")
+    bench.wait("whole", process, until=1)
+    first = time.monotonic() - since
+    found = bench.ended("whole", process, since)
+    _demand(found["status"] == 0, f"the run of whole ranks ended with {found['status']}")
+    return {**found, "seconds_to_first_step": round(first, 1)}
+
+
+def tampered(bench: Ranks) -> dict[str, Any]:
+    """The last rank's tree has a line that no page has written."""
+    bench.last = bench.tree("tampered")
+    with (bench.last / FILE).open("a") as file:
+        file.write("# by hand\n")
+    found = _refused(bench, "tampered", "overlay-not-whole")
+    _demand(found["file"], f"{FILE} is not named")
+    return found
+
+
+def other(bench: Ranks) -> dict[str, Any]:
+    """The last rank's tree is whole, but lacks a page of the others."""
+    bench.last = bench.tree("other", "--without", PAGE)
+    return _refused(bench, "other", "overlay-differs")
+
+
+def _refused(bench: Ranks, name: str, error: str) -> dict[str, Any]:
+    since = time.monotonic()
+    process = bench.start(name, bench.tree("whole"), "--exit-interval", "3")
+    found = bench.ended(name, process, since)
+    _demand(not any("step" in row for row in bench.rows(name)), f"{name} trained")
+    _demand(found["status"] != 0 and error in found["errors"], f"{name} was not refused: {found}")
+    _demand(found["host and rank"], f"{name}: host and rank are not named: {found}")
+    return found
+
+
+def killed(bench: Ranks) -> dict[str, Any]:
+    """The last rank is killed in its second save; all resume from the first.
+
+    Raises:
+        ClickException: the kill came after the save, or the run resumed from somewhere else.
+    """
+    folder = bench.work / "checkpoints"
+    tree, tracker = bench.tree("whole"), folder / TRACKER
+    options = ("--save", str(folder), "--save-interval", str(SAVED))
+    process = bench.start("killed", tree, *options)
+    second = folder / f"iter_{2 * SAVED:07}"
+    bench.until(process, lambda: second.is_dir())
+    _rank(process, bench.recipe.gpus - 1).kill()
+    found = bench.ended("killed", process, time.monotonic())
+    _demand(tracker.read_text().strip() == str(SAVED), "the kill came after the save")
+    trained = len(bench.rows("killed"))
+    since = time.monotonic()
+    again = bench.start("killed", tree, *options, "--exit-interval", str(SAVED + 2))
+    bench.wait("killed", again)
+    steps = [row["step"] for row in bench.rows("killed")[trained:] if "step" in row]
+    _demand(steps[:1] == [SAVED + 1], f"resumed with the steps {steps}")
+    return {**found, "resumed_from": SAVED, "resumed_seconds": round(time.monotonic() - since, 1)}
+
+
+def _rank(process: subprocess.Popen[bytes], number: int) -> psutil.Process:
+    """The process of a rank.
+
+    Raises:
+        ClickException: there is none.
+    """
+    for each in psutil.Process(process.pid).children(recursive=True):
+        if each.environ().get("RANK") == str(number):
+            return each
+    raise click.ClickException(f"rank {number} does not run")
+
+
+def _demand(holds: object, why: str) -> None:
+    if not holds:
+        raise click.ClickException(why)
+
+
+CASES: Mapping[str, Callable[[Ranks], dict[str, Any]]] = {
+    "whole": whole,
+    "tampered": tampered,
+    "other": other,
+    "killed": killed,
+}
+
+
+@click.command()
+@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
+@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees, checkpoints, indices.")
+@click.option("--out", type=_FOLDER, required=True, help="Results and logs.")
+@click.option("--data", type=_FOLDER, required=True, help="Prefix of the training data.")
+@click.option("--gpus", type=click.IntRange(2), default=8, show_default=True, help="Ranks.")
+@click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
+def main(site: Path, work: Path, out: Path, data: Path, gpus: int, timeout: float) -> None:
+    """Run every case, and write the table."""
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    batch = gpus * recipes_index.load(RECIPE).micro_batch_size
+    changes = (f"gpus={gpus}", f"global_batch_size={batch}", "train_iters=20", "eval_interval=0")
+    recipe = recipes_index.with_text(recipes_index.load(RECIPE), changes)
+    places = tuple(each.resolve() for each in (site, work, out, data))
+    result = slice_training.header(Bench(recipe, changes, *places, timeout))
+    result |= {"benchmark": "refusals", "cases": {}}
+    device = result["stack"]["gpu"].split()[-1].lower()
+    target = out / f"refusals_{device}_{gpus}.json"
+    for name, case in CASES.items():
+        bench = Ranks(recipe, changes, *places, timeout)
+        bench.clear(name)
+        result["cases"][name] = case(bench)
+        target.write_text(json.dumps(result, indent=1) + "\n")
+        target.with_suffix(".md").write_text(page(result))
+    print(page(result))
+
+
+def page(result: dict[str, Any]) -> str:
+    """The cases as Markdown."""
+    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
+    cases = result["cases"]
+    lines = [
+        f"# One rank of {result['gpus']} is wrong, {result['date']}",
+        "",
+        f"Written by `benchmarks/refusals.py`. {counted(result['gpus'], 'GPU')}; {stack}.",
+        "",
+        table(_TITLES, (_cells(name, found) for name, found in cases.items())),
+        "",
+    ]
+    if "whole" in cases:
+        first = cases["whole"]["seconds_to_first_step"]
+        lines += [f"The first step of whole ranks ended {first:.0f} s after their start.", ""]
+    if "killed" in cases:
+        lines += [
+            f"The rank that was killed wrote the checkpoint of step {2 * SAVED}; its seconds are "
+            f"those from the kill to the end of all ranks. Started again, they resumed from the "
+            f"complete one of step {cases['killed']['resumed_from']}.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+_TITLES = ("case", "seconds to the end of all ranks", "exit status", "errors", "the log names")
+
+
+def _cells(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+    named = ", ".join(each for each in ("host and rank", "file") if found[each])
+    status = str(found["status"])
+    return (name, f"{found['seconds']:.1f}", status, ", ".join(found["errors"]) or "none", named)
+
+
+if __name__ == "__main__":
+    main()
