@@ -38,13 +38,10 @@ PATCH = Patch(
             target=TARGET,
             pins={"0.19.2": "a7f121cd4f77c6b2", "main-d98e8a64": "a7f121cd4f77c6b2"},
             edit=inserting(
-                """
-                # The module is never called, where DDP waits for a parameter that it still gathers.
-                for hook in tuple(self.linear_kv_up_proj._forward_pre_hooks.values()):
-                    hook(self.linear_kv_up_proj, None)
-                """,
+                "_cppmega_arrived(self.linear_kv_up_proj)  # DDP may still gather its weight",
                 before=_FIRST,
             ),
+            imports=("from cppmega.modules.arrived import arrived as _cppmega_arrived",),
         ),
     ),
     reached="forward",

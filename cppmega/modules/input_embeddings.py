@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cppmega.errors import CppmegaError
 from cppmega.modules import input_embedding_sizes as sizes
+from cppmega.modules.arrived import arrived
 from cppmega.modules.ngram_hash import HASHING, NgramHashEmbedding
 from cppmega.modules.structure_embedding import StructureEmbedding
 from cppmega.ops.ngram_hash import table_rows
@@ -149,8 +150,8 @@ class InputEmbeddings(nn.Module):
             ids = ids.chunk(self.group.size(), dim=-1)[self.group.rank()]
         parts = [part for part in (self.ngram_hash, self.structure) if part is not None]
         own = ids.split([part.ids for part in parts])
-        called = [part(ids) for part, ids in zip(parts, own, strict=True)]
-        columns, matrices = map(list, zip(*called, strict=True))
+        columns = [arrived(part).columns(ids) for part, ids in zip(parts, own, strict=True)]
+        matrices = [part.matrix() for part in parts]
         if surplus := -sum(each.size(-1) for each in columns) % ALIGNED:
             columns.append(columns[0].new_zeros(*columns[0].shape[:-1], surplus))
             matrices.append(matrices[0].new_zeros(len(matrices[0]), surplus))

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from cppmega.modules import mixer_sizes
+from cppmega.modules.arrived import arrived
 from cppmega.modules.bf16_products import bf16_products, bf16_weights
 from cppmega.modules.kept_fp32 import keep_fp32
 from cppmega.modules.mixer_calls import boundaries, projections, refuse_inference
@@ -40,27 +41,6 @@ from cppmega.ops.packed_conv import packed_conv
 MOST_DECAY = 16.0
 LEAST_STEP, MOST_STEP = 1e-3, 0.1
 """Ranges of the initial values of `exp(A_log)`, which is above 0, and of `softplus(dt_bias)`."""
-
-
-class _Convolution(torch.nn.Conv1d):
-    """A convolution of each channel with its own weights, which `packed_conv` computes.
-
-    It and the norm are called for their parameters: Megatron waits for parameters that it still
-    gathers (`--overlap-param-gather`) in a hook of their module's call.
-    """
-
-    def forward(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return weight, `[channels, width]`, and bias, `[channels]`."""
-        assert self.bias is not None
-        return self.weight.squeeze(1), self.bias
-
-
-class _Norm(torch.nn.RMSNorm):
-    """A norm that is computed in fp32."""
-
-    def forward(self) -> Tensor:  # type: ignore[override]
-        """Return the weight in fp32."""
-        return self.weight.float()
 
 
 class M2RNNMixer(MegatronModule):  # type: ignore[misc]
@@ -108,7 +88,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
             self.in_proj, self.out_proj = projections(
                 config, submodules, outer, self.tp_group, name
             )
-        self.conv1d = _Convolution(
+        self.conv1d = torch.nn.Conv1d(
             self.convolved, self.convolved, sizes.conv, groups=self.convolved, **factory_kwargs
         )
         self.A_log = torch.nn.Parameter(torch.empty(self.heads, **fp32))
@@ -116,7 +96,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         square = (self.heads, self.value_dim, self.value_dim)
         self.transition = torch.nn.Parameter(torch.empty(square, **factory_kwargs))
         self.D = torch.nn.Parameter(torch.ones(self.width, **factory_kwargs))
-        self.norm = _Norm(self.width, eps=config.layernorm_epsilon, **factory_kwargs)
+        self.norm = torch.nn.RMSNorm(self.width, eps=config.layernorm_epsilon, **factory_kwargs)
         if config.perform_initialization:
             self._initialize()
         keep_fp32(self, config, ("A_log", "dt_bias"))
@@ -160,8 +140,9 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
             projected, _ = self.in_proj(hidden_states)
         widths = (self.convolved, self.heads, self.width)
         x, decay, gate, _ = projected.split((*widths, projected.size(-1) - sum(widths)), dim=-1)
-        weight, bias = self.conv1d()
-        x = packed_conv(x, weight, bias, bounds)
+        conv = arrived(self.conv1d)
+        assert conv.bias is not None
+        x = packed_conv(x, conv.weight.squeeze(1), conv.bias, bounds)
         q, k, v = torch.split(x, [self.key_dim, self.key_dim, self.width], dim=-1)
         y = m2rnn(
             q,
@@ -172,7 +153,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
             bounds,
         )
         gated = (y.flatten(-2).float() + self.D * v.float()) * silu(gate.float())
-        normed = rms_norm(gated, (self.width,), self.norm(), self.norm.eps)
+        normed = rms_norm(gated, (self.width,), arrived(self.norm).weight.float(), self.norm.eps)
         with bf16_products(self.config):
             out, _ = self.out_proj(normed.to(hidden_states.dtype))
         return out, None

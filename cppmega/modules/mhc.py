@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cppmega.errors import CppmegaError
 from cppmega.modules import kept_fp32, mhc_recompute
+from cppmega.modules.arrived import arrived
 from cppmega.ops import mhc as kernels
 from cppmega.ops import mhc_reference as reference
 from cppmega.ops.dsa_indexer_reference import wide
@@ -38,19 +39,11 @@ class _Open(NamedTuple):
     site: kernels.Site
 
 
-class _Projection(torch.nn.Linear):
-    """A projection that kernels compute from its weight."""
-
-    def forward(self) -> Tensor:  # type: ignore[override]
-        """Return the weight."""
-        return self.weight
-
-
 class HyperConnectionModule(torch.nn.Module):
     """One site: the weights of a sub-layer's input and output in n streams.
 
-    Code that uses parameters must call the module that holds them: Megatron waits in its forward
-    pre-hooks for parameters that are still being gathered (`--overlap-param-gather`).
+    Code that uses parameters must call the module that holds them, or ask for it with `arrived`:
+    they may still be gathered.
 
     Args:
         config: Megatron's TransformerConfig with the fields of mHC.
@@ -62,7 +55,7 @@ class HyperConnectionModule(torch.nn.Module):
         self.iterations: int = config.mhc_sinkhorn_iterations
         values = self.streams * (self.streams + 2)
         fp32 = torch.float32
-        self.mapping_proj = _Projection(
+        self.mapping_proj = torch.nn.Linear(
             self.streams * config.hidden_size, values, bias=False, dtype=fp32
         )
         alpha = config.mhc_init_gating_factor
@@ -157,7 +150,11 @@ class HyperConnectionModule(torch.nn.Module):
 
     def _learned(self) -> reference.Parameters:
         return reference.Parameters(
-            self.mapping_proj(), self.alpha_pre, self.alpha_post, self.alpha_res, self.bias
+            arrived(self.mapping_proj).weight,
+            self.alpha_pre,
+            self.alpha_post,
+            self.alpha_res,
+            self.bias,
         )
 
 

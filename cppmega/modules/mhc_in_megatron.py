@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cppmega.modules import mhc
+from cppmega.modules.arrived import arrived
 from cppmega.ops import mhc as kernels
 from cppmega.ops import mhc_reference as reference
 from cppmega.ops.main_grad import MainGrad
@@ -77,8 +78,8 @@ def read(module: Any, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _learned(module: Any) -> reference.Parameters:
     return reference.Parameters(
-        *(module.mapping_proj.weight, module.alpha_pre, module.alpha_post, module.alpha_res),
-        module.bias,
+        arrived(module.mapping_proj).weight,
+        *(module.alpha_pre, module.alpha_post, module.alpha_res, module.bias),
     )
 
 

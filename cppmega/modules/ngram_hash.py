@@ -52,14 +52,6 @@ class NgramHashEmbedding(nn.Module):
         """The number of ids per token that `columns` takes."""
         return len(self.sizes.tables)
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `columns` of the rows and `matrix`.
-
-        Only a module that is called has its parameters: Megatron waits for those that it still
-        gathers (`--overlap-param-gather`) in a hook of their module's call.
-        """
-        return self.columns(rows), self.matrix()
-
     def columns(self, rows: Tensor) -> Tensor:
         """Look up the n-grams that end at each token.
 

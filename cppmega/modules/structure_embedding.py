@@ -81,14 +81,6 @@ class StructureEmbedding(nn.Module):
             torch._assert_async(fit, f"structure-ids-wrong: {message}")
         return torch.stack((kinds, depths)) + 1
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `columns` of the rows and `matrix`.
-
-        Only a module that is called has its parameters: Megatron waits for those that it still
-        gathers (`--overlap-param-gather`) in a hook of their module's call.
-        """
-        return self.columns(rows), self.matrix()
-
     def columns(self, rows: Tensor) -> Tensor:
         """Mark the rows of each token by a one among zeros.
 

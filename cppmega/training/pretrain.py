@@ -33,6 +33,7 @@ from cppmega.training.garbage import Garbage
 from cppmega.training.graph_pools import GraphPools
 from cppmega.training.log import CUT, MOCK, Log, TrainingStart
 from cppmega.training.model import model_config, model_provider
+from cppmega.training.module_calls import ModuleCalls
 from cppmega.training.plan import TrainingPlan
 from cppmega.training.profiler import StepProfiler
 from cppmega.training.step import ForwardStep
@@ -182,14 +183,18 @@ def _install_hooks(
     finalize = experts.around(training.finalize_model_grads)
     live_code.replace(training, "finalize_model_grads", finalize)
     complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
+    captured = megatron_args.cuda_graphs(args) != "none"  # graphs refuse modules with hooks
+    calls = ModuleCalls(bool(args.overlap_param_gather) and not captured)
     garbage = Garbage()
 
     def begin(models: list[Any]) -> None:
         marks.begin_step()
         complete.before_step(models)
+        calls.before_step(models)
 
     def ended() -> None:
         complete.after_step()
+        calls.after_step()
         garbage.after_step()
 
     named = nonfinite.around_train_step(training.train_step, begin, ended)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cppmega.errors import CppmegaError
+from cppmega.modules import m2rnn
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import metrics
@@ -120,6 +121,24 @@ def check_what_no_loss_reaches_is_named(folder: Path) -> None:
     assert "expert rank 0" not in said[0]
     (lost,) = on_ranks(folder, ONE, trained, RECIPE.plus("--mtp-loss-scaling-factor", "0.0"))
     assert lost.startswith("part-without-gradient") and "mtp.layers.0" in lost, lost
+
+
+def check_a_module_that_is_read_without_a_call_is_named(folder: Path) -> None:
+    """By two replicas that gather parameters during the forward pass, and by no others."""
+    setting, gathers = Configuration(data=2), {"overlap_param_gather": True}
+    plain = RECIPE.with_(gpus=2, overlap_grad_reduce=True)
+    overlapped = plain.with_(**gathers)
+    assert on_ranks(folder, setting, trained, overlapped) == ["trained"] * 2
+    assert on_ranks(folder, setting, trained, plain, without_a_call) == ["trained"] * 2
+    for said in on_ranks(folder, setting, trained, overlapped, without_a_call):
+        assert said.startswith("module-not-called: The parameters of 2 modules"), said
+        mixer = "decoder.layers.3.mixer"
+        assert said.endswith(f"no call: {mixer}.conv1d, {mixer}.norm."), said
+
+
+def without_a_call(model: Any) -> None:
+    """Let M2RNN, in the fourth layer, not wait for its convolution and norm."""
+    vars(m2rnn)["arrived"] = lambda module: module
 
 
 def check_structure_that_is_the_same_everywhere_is_named(folder: Path) -> None:

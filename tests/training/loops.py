@@ -97,7 +97,11 @@ class Loop:
         builder = config.get_builder_cls()(config)
         self.model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
         self.config = self.model.config
-        distributed = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        distributed = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=recipe.overlap_grad_reduce,
+            overlap_param_gather=recipe.overlap_param_gather,
+        )
         self.ddp = DistributedDataParallel(self.config, distributed, self.model)
         options_ = optimizers.OptimizerConfig(
             optimizer="adam",

@@ -18,7 +18,7 @@ PAGES = (
     *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
     *("grad_accumulation_without_apex", "mtp_roll_packed_sequences"),
     *("fully_reshardable_bucket_padding", "log_second_line", "grad_checks_no_host_sync"),
-    "async_save_host_copies",
+    *("async_save_host_copies", "absorbed_mla_gathered_weight"),
 )
 CHECKS = {
     "evaluation": (
@@ -43,6 +43,7 @@ CHECKS = {
         "check_the_load_of_experts_is_logged",
         "check_a_model_of_other_sizes_does_not_take_a_step",
         "check_what_no_loss_reaches_is_named",
+        "check_a_module_that_is_read_without_a_call_is_named",
         "check_structure_that_is_the_same_everywhere_is_named",
     ),
 }
