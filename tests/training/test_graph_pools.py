@@ -106,6 +106,7 @@ def test_the_arguments_of_the_run_decide(training: Any, given: dict[str, Any], t
         mock.patch.object(pretrain, "Log") as log,
         mock.patch("torch.cuda.memory_snapshot", lambda: snapshot(3)),
     ):
-        step, held_out, args = mock.Mock(), mock.Mock(), SimpleNamespace(**given)
+        step, held_out = mock.Mock(), mock.Mock()
+        args = SimpleNamespace(overlap_param_gather=False, **given)
         pretrain._install_hooks(training, checkpointing, plan, step, held_out, args)
     assert log.call_args.kwargs["graph_pools"]() == (3 if taken else None)
