@@ -82,6 +82,8 @@ for step in range(20000 if mode in ("long", "helped", "stubborn") else 50):
         break
 if rank == "0":
     (run / "checkpoints").mkdir(exist_ok=True)
+    # More than a file of the launcher that is replaced at this moment leaves free on a full disk.
+    (run / "checkpoints" / "weights").write_bytes(bytes(2**16))
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step + 1))
 print(f"rank {rank} saved step {step + 1}", flush=True)
 """
