@@ -36,17 +36,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-import filelock
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+import shared_result  # noqa: E402
 import slice_training  # noqa: E402
 from parts_report import RECIPE, VARIANTS, curve, draw, report  # noqa: E402
 from shuffled_structure import shuffled  # noqa: E402
 from slice_training import Bench  # noqa: E402
 
-from cppmega.host import durable  # noqa: E402
 from cppmega.recipe import index as recipes_index  # noqa: E402
 
 _FOLDER = click.Path(path_type=Path)
@@ -69,9 +68,7 @@ class Parts:
     @property
     def runs(self) -> dict[str, Any]:
         """The curves so far, by variant and seed; those of other calls, too."""
-        if not self.found.is_file():
-            return {}
-        runs: dict[str, Any] = json.loads(self.found.read_text())["runs"]
+        runs: dict[str, Any] = shared_result.read(self.found, "runs")["runs"]
         return runs
 
     def left(self, seeds: Sequence[int]) -> list[tuple[str, int]]:
@@ -98,9 +95,8 @@ class Parts:
         bench.clear(run)
         bench.wait(run, bench.start(run, self.tree, "--held-out", str(held_out)))
         found = curve(bench.rows(run))
-        with filelock.FileLock(self.found.with_suffix(".lock")):
-            runs = {**self.runs, run: found}
-            durable.replace(self.found, f"{json.dumps({'runs': runs}, indent=1)}\n".encode())
+        with shared_result.changing(self.found, "runs") as result:
+            result["runs"][run] = found
 
     def copy(self, prefix: Path) -> Path:
         """The dataset with the structure ids of other documents, made once."""

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 import psutil
@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import slice_training  # noqa: E402
-from slice_training import Bench, TimeIsUp  # noqa: E402
+from slice_training import Bench  # noqa: E402
 
 from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
 from cppmega.host.markdown import table  # noqa: E402
@@ -52,7 +52,6 @@ PAGE = "optimizer_copies_at_once"
 """A page that changes no result, and that one tree lacks."""
 SAVED = 3
 """Steps from one checkpoint to the next."""
-_PERIOD = 0.02
 _FOLDER = click.Path(path_type=Path)
 _ERROR = re.compile(r"error: ([a-z-]+)$", re.MULTILINE)
 START = """
@@ -68,6 +67,8 @@ runpy.run_module("cppmega.run", run_name="__main__")
 class Ranks(Bench):
     """Runs whose last rank may have a tree of its own."""
 
+    period: ClassVar[float] = 0.02
+    """Shorter than a save of this model takes."""
     last: Path | None = None
 
     def program(self, tree: Path) -> tuple[str, ...]:
@@ -76,24 +77,13 @@ class Ranks(Bench):
         start.write_text(START)
         return (str(start), str(tree), str(self.last or tree), str(self.recipe.gpus))
 
-    def until(self, process: subprocess.Popen[bytes], holds: Callable[[], bool]) -> None:
-        """Wait until something holds while the run goes.
+    def ended(self, name: str, process: subprocess.Popen[bytes], since: float) -> dict[str, Any]:
+        """Wait for the end of all processes of a run, and say what its log names.
 
         Raises:
-            ClickException: the run has ended.
             TimeIsUp: it was stopped at its time limit.
         """
-        deadline = time.monotonic() + self.timeout
-        while not holds():
-            _demand(process.poll() is None, "the run has ended")
-            if time.monotonic() > deadline:
-                slice_training.kill(process)
-                raise TimeIsUp(f"nothing happened for {self.timeout:.0f} s")
-            time.sleep(_PERIOD)
-
-    def ended(self, name: str, process: subprocess.Popen[bytes], since: float) -> dict[str, Any]:
-        """Wait for the end of all processes of a run, and say what its log names."""
-        process.wait(self.timeout)
+        self.until(process, lambda: process.poll() is not None, "the ranks had not ended")
         seconds = time.monotonic() - since
         said = self.log(name).read_text(errors="replace")
         rank = self.recipe.gpus - 1
@@ -158,7 +148,8 @@ def killed(bench: Ranks) -> dict[str, Any]:
     options = ("--save", str(folder), "--save-interval", str(SAVED))
     process = bench.start("killed", tree, *options)
     second = folder / f"iter_{2 * SAVED:07}"
-    bench.until(process, lambda: second.is_dir())
+    begun = bench.until(process, second.is_dir, "the second save had not begun")
+    _demand(begun, "the run ended before its second save")
     _rank(process, bench.recipe.gpus - 1).kill()
     found = bench.ended("killed", process, time.monotonic())
     _demand(tracker.read_text().strip() == str(SAVED), "the kill came after the save")
@@ -168,7 +159,8 @@ def killed(bench: Ranks) -> dict[str, Any]:
     bench.wait("killed", again)
     steps = [row["step"] for row in bench.rows("killed")[trained:] if "step" in row]
     _demand(steps[:1] == [SAVED + 1], f"resumed with the steps {steps}")
-    return {**found, "resumed_from": SAVED, "resumed_seconds": round(time.monotonic() - since, 1)}
+    seconds = round(time.monotonic() - since, 1)
+    return {**found, "resumed_from": steps[0] - 1, "resumed_seconds": seconds}
 
 
 def _rank(process: subprocess.Popen[bytes], number: int) -> psutil.Process:
@@ -207,9 +199,10 @@ def main(site: Path, work: Path, out: Path, data: Path, gpus: int, timeout: floa
     """Run every case, and write the table."""
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    batch = gpus * recipes_index.load(RECIPE).micro_batch_size
+    shipped = recipes_index.load(RECIPE)
+    batch = gpus * shipped.micro_batch_size
     changes = (f"gpus={gpus}", f"global_batch_size={batch}", "train_iters=20", "eval_interval=0")
-    recipe = recipes_index.with_text(recipes_index.load(RECIPE), changes)
+    recipe = recipes_index.with_text(shipped, changes)
     places = tuple(each.resolve() for each in (site, work, out, data))
     result = slice_training.header(Bench(recipe, changes, *places, timeout))
     result |= {"benchmark": "refusals", "cases": {}}

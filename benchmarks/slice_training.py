@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,6 +176,22 @@ class Bench:
                 raise MemoryError(name)
             tail = self._last_words(name)
             raise click.ClickException(f"{name} exited with {process.returncode}:\n{tail}")
+
+    def until(self, process: subprocess.Popen[bytes], holds: Callable[[], bool], what: str) -> bool:
+        """Wait until something holds, and say whether it does; not if the run has ended before.
+
+        Raises:
+            TimeIsUp: it was stopped at its time limit; says what did not happen.
+        """
+        deadline = time.monotonic() + self.timeout
+        while not holds():
+            if process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                kill(process)
+                raise TimeIsUp(f"{what} after {self.timeout:.0f} s more")
+            time.sleep(self.period)
+        return True
 
     def log(self, name: str) -> Path:
         """The file with what a run's ranks print."""

@@ -46,7 +46,6 @@ copied and never changed. Everything else must be importable.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -57,7 +56,7 @@ from typing import Any
 from unittest import mock
 
 import click
-import filelock
+import shared_result
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -66,7 +65,6 @@ import slice_training  # noqa: E402
 from slice_report import GRAPH_POOLS, WARM, apart, measured, steps_of  # noqa: E402
 from slice_training import Bench, TimeIsUp  # noqa: E402
 
-from cppmega.host import durable  # noqa: E402
 from cppmega.host.markdown import table  # noqa: E402
 from cppmega.host.wording import counted  # noqa: E402
 from cppmega.recipe import Recipe  # noqa: E402
@@ -188,7 +186,7 @@ def main(
         **({"note": note} if note else {}),
     }
     for each in chosen:
-        if each in read(target)["rows"]:
+        if each in shared_result.read(target, "rows")["rows"]:
             continue
         row = ROWS[each]
         every = (f"train_iters={steps + _PROFILED}", *changes, *row.changes)
@@ -198,23 +196,11 @@ def main(
         fused = _ATTENTION not in row.without
         found["changes"], found["gpus"] = row.described, made.gpus
         found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
-        keep(target, header, each, found)
-    print(page(read(target)))
-
-
-def read(target: Path) -> dict[str, Any]:
-    """The result so far."""
-    empty: dict[str, Any] = {"rows": {}}
-    return json.loads(target.read_text()) if target.is_file() else empty
-
-
-def keep(target: Path, header: dict[str, Any], name: str, found: dict[str, Any]) -> None:
-    """Add a row to the result, to which another call may add its own at the same time."""
-    with filelock.FileLock(target.with_suffix(".lock")):
-        result = read(target) | header
-        result["rows"][name] = found
-        durable.replace(target, f"{json.dumps(result, indent=1)}\n".encode())
-        target.with_suffix(".md").write_text(page(result))
+        with shared_result.changing(target, "rows") as result:
+            result.update(header)
+            result["rows"][each] = found
+            target.with_suffix(".md").write_text(page(result))
+    print(page(shared_result.read(target, "rows")))
 
 
 @contextlib.contextmanager

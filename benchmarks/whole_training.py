@@ -105,13 +105,8 @@ def kill_once_saved(bench: Bench, process: subprocess.Popen[bytes], saved: Path)
         ClickException: the run has ended by itself.
         TimeIsUp: the checkpoint is not complete in time.
     """
-    deadline = time.monotonic() + bench.timeout
-    while not saved.is_file() and process.poll() is None:
-        if time.monotonic() > deadline:
-            slice_training.kill(process)
-            raise TimeIsUp(f"the checkpoint was not complete after {bench.timeout:.0f} s more")
-        time.sleep(bench.period)
-    if process.poll() is not None:
+    is_saved = bench.until(process, saved.is_file, "the checkpoint was not complete")
+    if not is_saved or process.poll() is not None:
         raise click.ClickException(
             f"the run ended before it could be killed: train_iters={bench.recipe.train_iters} "
             "leaves too few steps after --kill-after"
@@ -288,7 +283,7 @@ def killed_and_resumed(
     options: RunOptions,
     course: Course,
     others: Sequence[str],
-    save_once: bool = False,
+    save_once: bool,
 ) -> dict[str, Any]:
     """The measurement of the run, whose checkpoint other recipes may load afterwards."""
     killed = part(bench, tree, options, course.kill_after)

@@ -68,11 +68,12 @@ def ran(
                     start_new_session=True,
                 )
 
-        def until(self, process: subprocess.Popen[bytes], holds: Any) -> None:
-            super().until(process, holds)
+        def until(self, process: subprocess.Popen[bytes], holds: Any, what: str) -> bool:
+            held: bool = super().until(process, holds, what)
             tracker = self.work / "checkpoints" / refusals.TRACKER
-            while not tracker.is_file() or not tracker.read_text():
+            while "save" in what and (not tracker.is_file() or not tracker.read_text()):
                 time.sleep(0.01)
+            return held
 
     header = {"date": "2026-01-01", "gpus": 2, "stack": {"gpu": "NVIDIA H200"}}
     monkeypatch.setattr(refusals, "Ranks", Ranks)
