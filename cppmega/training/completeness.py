@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.host.wording import listed
 from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import parameters
 from cppmega.training.nonfinite import gradient, short_name
@@ -21,7 +22,6 @@ from cppmega.training.nonfinite import gradient, short_name
 STEPS = 10
 """Steps of a start within which every parameter must have a gradient. Factors that are zero at
 first have none in the first step."""
-_SHOWN = 4
 _KINDS = ".structure.kinds"
 
 Place = tuple[int, int, int]
@@ -192,13 +192,10 @@ def _refuse_unseen(ranks: Sequence[tuple[Place, list[tuple[str, bool]]]]) -> Non
             unseen[place, name] += 1
     lost = [(place, name) for (place, name), n in unseen.items() if n == holders[place]]
     if lost:
-        shown = ", ".join(
-            f"{name} (stage {place[0]}{_of_expert(place)})" for place, name in lost[:_SHOWN]
-        )
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        shown = listed([f"{name} (stage {place[0]}{_of_expert(place)})" for place, name in lost])
         raise CppmegaError(
             "part-without-gradient",
-            f"{len(lost)} parameters had no gradient in the first {STEPS} steps: {shown}{more}.",
+            f"{len(lost)} parameters had no gradient in the first {STEPS} steps: {shown}.",
             "No loss reaches them, or no token: they keep their first values, and the model is "
             "smaller than it claims to be.",
             "inspect what should use them: routing for experts, the loss for MTP depths, ids that "

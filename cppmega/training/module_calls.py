@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.host.wording import counted
+from cppmega.host.wording import counted, listed
 from cppmega.training.completeness import STEPS
 from cppmega.training.nonfinite import gradient, short_name
-
-_SHOWN = 4
 
 
 @dataclass(slots=True)
@@ -75,11 +73,10 @@ def _any_gradient(parameters: Iterable[Any]) -> bool:
 
 
 def _error(read: Sequence[str]) -> CppmegaError:
-    more = f" and {len(read) - _SHOWN} more" if len(read) > _SHOWN else ""
     return CppmegaError(
         "module-not-called",
         f"The parameters of {counted(len(read), 'module')} have gradients, but no call: "
-        f"{', '.join(read[:_SHOWN])}{more}.",
+        f"{listed(read)}.",
         "With --overlap-param-gather, Megatron waits for parameters before the call of their "
         "module: these may be read as they were a step before.",
         "cppmega status shows which patches are applied; in code of yours, call the module or ask "

@@ -167,13 +167,14 @@ def _install_hooks(
         return bool(torch.distributed.get_rank() == torch.distributed.get_world_size() - 1)
 
     profiler, experts = _profiler(plan), ExpertLoad()
+    graphs = megatron_args.cuda_graphs(args)
     log = Log(
         plan.recipe,
         int(os.environ.get("WORLD_SIZE", "1")),
         mock=plan.options.mock_data,
         squares=step.taken_squares,
         peak=lambda: most_of_all_ranks(torch.cuda.max_memory_allocated() / 2**30),
-        graph_pools=GraphPools(megatron_args.cuda_graphs(args), torch.cuda.memory_snapshot).gib,
+        graph_pools=GraphPools(graphs, torch.cuda.memory_snapshot).gib,
         expert_load=experts.load,
         metrics=plan.options.metrics,
         profiled=profiler.took_disturbed,
@@ -183,8 +184,8 @@ def _install_hooks(
     finalize = experts.around(training.finalize_model_grads)
     live_code.replace(training, "finalize_model_grads", finalize)
     complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
-    captured = megatron_args.cuda_graphs(args) != "none"  # graphs refuse modules with hooks
-    calls = ModuleCalls(bool(args.overlap_param_gather) and not captured)
+    # Graphs refuse modules with hooks.
+    calls = ModuleCalls(bool(args.overlap_param_gather) and graphs == "none")
     garbage = Garbage()
 
     def begin(models: list[Any]) -> None:
