@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
@@ -16,12 +17,12 @@ SHAPE = {
 }
 
 
-def built(module: Any, linear: type, recompute: str = "") -> Any:
+def built(module: Any, projection: type, recompute: str = "") -> Any:
     """A layer of DSA's attention.
 
     Args:
         module: the patched `absorbed_mla` or stock's.
-        linear: the type of the projections that need Transformer Engine.
+        projection: the type of the projections that need Transformer Engine.
         recompute: of the up projection: `fp8`, `fp4`, another word for neither, or nothing.
     """
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -40,7 +41,7 @@ def built(module: Any, linear: type, recompute: str = "") -> Any:
     )
     config.fp8 = "hybrid" if recompute == "fp8" else None
     config.fp4 = "e2m1" if recompute == "fp4" else None
-    linears = dict.fromkeys(("q_proj", "q_up_proj", "kv_up_proj", "proj"), linear)
+    linears = dict.fromkeys(("q_proj", "q_up_proj", "kv_up_proj", "proj"), projection)
     linears |= dict.fromkeys(("q_down_proj", "kv_down_proj"), ColumnParallelLinear)
     parts = module.AbsorbedMLASelfAttentionSubmodules(
         **{f"linear_{name}": kind for name, kind in linears.items()},
@@ -51,6 +52,20 @@ def built(module: Any, linear: type, recompute: str = "") -> Any:
     return module.AbsorbedMLASelfAttention(
         config, parts, layer_number=1, attn_mask_type=AttnMaskType.causal
     )
+
+
+def linear(of: Callable[[Any], Any] = lambda value: value) -> type:
+    """A projection that multiplies what a function makes of its input and its weight."""
+    import torch
+
+    class Linear(torch.nn.Linear):
+        def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+            super().__init__(inputs, outputs, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            return torch.nn.functional.linear(of(x), of(self.weight)), None
+
+    return Linear
 
 
 def core() -> type:

@@ -23,7 +23,7 @@ from cppmega.modules import stated_sizes
 from cppmega.modules.input_embeddings import ALIGNED, feeding, of_trunk
 from tests.configurations import models, training
 from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
-from tests.configurations.late import arrive_late
+from tests.configurations.late import is_same_late
 from tests.configurations.settings import Configuration
 from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.forked_ranks import on_ranks, refusal, without_dropout
@@ -203,9 +203,7 @@ def read_late(setting: Configuration) -> None:
     """Compare a forward pass with one whose parameters arrive as their modules are called."""
     model = filled(setting)
     batch = fed(micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group()))
-    before = forward(model, batch)
-    arrive_late(model)
-    assert forward(model, batch).equal(before)
+    assert is_same_late(model, lambda: [forward(model, batch)])
 
 
 def documents(setting: Configuration, tokens: list[int]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from cppmega.modules import mixer_sizes, stated_sizes
 from tests.configurations import models, training
 from tests.configurations.batches import Batch, boundaries, micro_batch
-from tests.configurations.late import arrive_late
+from tests.configurations.late import is_same_late
 from tests.configurations.settings import Configuration
 from tests.upstream_patches import forked_ranks
 from tests.upstream_patches.distributed_optimizer import on_cpu
@@ -161,9 +161,7 @@ def _read_late(setting: Configuration) -> None:
     with mock.patch.object(models, "configured", without_dropout):
         _, model = of_mixers(setting, models.build, 1)
     batch = micro_batch(setting, 1, 0, 0, 0, parallel_state.get_context_parallel_group())
-    before = _outputs(model, batch)
-    arrive_late(model)
-    assert _outputs(model, batch).equal(before)
+    assert is_same_late(model, lambda: [_outputs(model, batch)])
 
 
 def check_what_is_refused_when_a_model_is_built(folder: Path) -> None:

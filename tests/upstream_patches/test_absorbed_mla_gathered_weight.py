@@ -9,7 +9,7 @@ import pytest
 
 from cppmega.catalogue import loader as catalogue
 from tests.upstream_patches import one_process
-from tests.upstream_patches.absorbed_layers import ABSORBED, SHAPE, built
+from tests.upstream_patches.absorbed_layers import ABSORBED, SHAPE, built, linear
 
 torch = pytest.importorskip("torch")
 
@@ -44,12 +44,10 @@ def check(stock: one_process.Stock) -> None:
 
 def check_late_weights(module: Any, are_waited_for: bool) -> None:
     """In forward and backward, by a layer whose parameters arrive as their modules are called."""
-    from tests.configurations.late import arrive_late
+    from tests.configurations.late import is_same_late
 
     layer = layer_of(module)
-    wanted = trained(layer)
-    arrive_late(layer)
-    assert all(map(torch.equal, trained(layer), wanted)) is are_waited_for
+    assert is_same_late(layer, lambda: trained(layer)) is are_waited_for
 
 
 def check_gathers_end(module: Any, all_of_them: bool) -> None:
@@ -69,7 +67,7 @@ def check_gathers_end(module: Any, all_of_them: bool) -> None:
 def layer_of(module: Any) -> Any:
     """A layer of the patched module or of stock's, with the same weights."""
     torch.manual_seed(0)
-    return built(module, plain_linear())
+    return built(module, linear())
 
 
 def given() -> Any:
@@ -84,14 +82,3 @@ def trained(layer: Any) -> list[Any]:
     output, _ = layer(given(), attention_mask=None)
     output.square().sum().backward()
     return [output.detach(), *(weight.grad.clone() for weight in layer.parameters())]
-
-
-def plain_linear() -> type:
-    class Linear(torch.nn.Linear):
-        def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
-            super().__init__(inputs, outputs, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            return super().forward(x), None
-
-    return Linear

@@ -12,7 +12,7 @@ import pytest
 
 from cppmega.catalogue import loader as catalogue
 from tests.upstream_patches import one_process
-from tests.upstream_patches.absorbed_layers import ABSORBED, SHAPE, built
+from tests.upstream_patches.absorbed_layers import ABSORBED, SHAPE, built, linear
 
 torch = pytest.importorskip("torch")
 
@@ -70,7 +70,7 @@ def check(stock: one_process.Stock) -> None:
 def trained(module: Any, levels: int | None, recompute: str = "") -> list[Any]:
     """Return output and gradients of a layer whose products are rounded to some levels."""
     torch.manual_seed(0)
-    layer = built(module, rounded_linear(), recompute)
+    layer = built(module, linear(Rounding.of), recompute)
     given = torch.randn(5, 1, SHAPE["hidden_size"], requires_grad=True)
     with Rounding.autocast(levels is not None, levels):
         output, _ = layer(given, attention_mask=None)
@@ -98,18 +98,6 @@ class Rounding:
         if cls.levels is None:
             return value
         return value + ((value * cls.levels).round() / cls.levels - value).detach()
-
-
-def rounded_linear() -> type:
-    class Linear(torch.nn.Linear):
-        def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
-            super().__init__(inputs, outputs, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            weight, x = Rounding.of(self.weight), Rounding.of(x)
-            return torch.nn.functional.linear(x, weight), None
-
-    return Linear
 
 
 @contextlib.contextmanager
