@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def watch(words: Sequence[str], *, no_steps: bool) -> None:
         print(f"cppmega: {left}", file=sys.stderr, flush=True)
     watch_ranks()
     atexit.register(_judge_at_exit)
+    _end_workers_at_exit()
 
 
 def returned(stop: SystemExit | None) -> int:
@@ -105,9 +107,7 @@ def _status(stop: SystemExit | None) -> int:
 def _has_running_work() -> bool:
     """Whether Python would wait, before it ends, for threads or processes of the script."""
     threads = [t for t in threading.enumerate() if not t.daemon]
-    multiprocessing = sys.modules.get("multiprocessing")
-    workers = multiprocessing.active_children() if multiprocessing is not None else []
-    return len(threads) > 1 or any(not worker.daemon for worker in workers)
+    return len(threads) > 1 or any(not worker.daemon for worker in _workers())
 
 
 def _judge(end: _End) -> None:
@@ -229,6 +229,34 @@ def _watch_end_of_rank() -> None:
 
         # A forked worker ends without running atexit handlers.
         util.Finalize(None, _end_of_rank, exitpriority=-1)
+    _end_workers_at_exit()
+
+
+def _end_workers_at_exit() -> None:
+    """Let this process end whatever its workers make of SIGTERM."""
+    from multiprocessing import util  # registers the wait for them: after that, they are judged
+
+    util.Finalize(None, _end_workers, exitpriority=0)  # after those of the script
+
+
+def _end_workers() -> None:
+    """Kill the daemonic processes that Python, next, asks to end by SIGTERM and waits for.
+
+    A data loader's workers inherit the handler of Megatron's `--exit-signal-handler`, which only
+    takes note of the signal: a rank whose loader still exists, because of a traceback that has been
+    kept, for example, would wait for them without end.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes them for crashed
+    for worker in _workers():
+        if worker.daemon:
+            worker.kill()
+
+
+def _workers() -> list[Any]:
+    """The processes of `multiprocessing` that Python waits for when this one ends."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    return multiprocessing.active_children() if multiprocessing is not None else []
 
 
 def _end_of_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import inspect
 import io
@@ -39,6 +40,9 @@ from cppmega.training.profiler import StepProfiler
 from cppmega.training.step import ForwardStep
 from cppmega.tree import accepted
 
+_END = 120.0
+"""Seconds that a rank has to end after its loop; then it prints where it waits, and waits on."""
+
 
 def pretrain(plan: TrainingPlan) -> None:
     """Hand over to Megatron's training loop; returns when it has ended.
@@ -74,6 +78,7 @@ def pretrain(plan: TrainingPlan) -> None:
     finally:  # Megatron also ends its loop with SystemExit
         if saves is not None:
             saves.wait()
+        faulthandler.dump_traceback_later(_END)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

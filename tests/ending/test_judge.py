@@ -111,6 +111,27 @@ def test_a_refusal_that_the_script_catches_still_ends_the_run(bench: Bench) -> N
     assert code == 1 and "went on" in out and "page-not-reached" in err
 
 
+WORKER = """
+import multiprocessing, signal, time
+def fails(*_):
+    raise RuntimeError("a worker was killed")
+def works():
+    while True:
+        time.sleep(1)
+signal.signal(signal.SIGCHLD, fails)
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end"))
+multiprocessing.get_context("fork").Process(target=works, daemon=True).start()
+"""
+"""A worker as those of a data loader are, with the handler of Megatron's --exit-signal-handler."""
+
+
+def test_a_run_ends_though_a_worker_does_not_end_when_asked_to(bench: Bench) -> None:
+    code, _, err = run(bench, WORKER + "train()")
+    assert (code, "Traceback" in err) == (0, False), err
+    code, _, err = run(bench, WORKER + "for step in guard.steps(range(1)): half(1)")
+    assert code == 1 and "page-not-reached" in err and "Traceback" not in err, err
+
+
 def test_what_is_replaced_after_the_first_step_is_seen_at_the_end(bench: Bench) -> None:
     body = (
         "train()\nimport megatron.core.thing as thing\n"
