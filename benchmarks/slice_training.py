@@ -59,8 +59,16 @@ def main() -> None:
     """Stock against overlay on a GPU."""
 
 
-class TimeIsUp(click.ClickException):
-    """A run was stopped at its time limit."""
+class Stopped(click.ClickException):
+    """A run was stopped; the steps that it has logged count."""
+
+
+class TimeIsUp(Stopped):
+    """At its time limit."""
+
+
+class StoodStill(Stopped):
+    """Because it said nothing any more."""
 
 
 @dataclass
@@ -149,7 +157,8 @@ class Bench:
         Raises:
             TimeIsUp: it was stopped at its time limit.
             MemoryError: its GPU had too little memory.
-            ClickException: it failed, or stood still and was stopped.
+            StoodStill: it said nothing for `quiet` seconds, and was stopped.
+            ClickException: it failed.
         """
         started = heard = time.monotonic()
         shown, written = 0, -1
@@ -169,7 +178,7 @@ class Bench:
             if now > heard + self.quiet:
                 kill(process)
                 tail = self._last_words(name)
-                raise click.ClickException(f"{name} stood still for {self.quiet:.0f} s:\n{tail}")
+                raise StoodStill(f"{name} stood still for {self.quiet:.0f} s:\n{tail}")
             time.sleep(self.period)
         if process.returncode:
             if _FULL in self.log(name).read_text(errors="replace"):

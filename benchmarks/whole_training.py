@@ -39,7 +39,7 @@ import slice_training  # noqa: E402
 import whole_checks  # noqa: E402
 import whole_report  # noqa: E402
 from slice_report import headline  # noqa: E402
-from slice_training import Bench, TimeIsUp  # noqa: E402
+from slice_training import Bench, StoodStill, Stopped  # noqa: E402
 from whole_checks import Course  # noqa: E402
 
 from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
@@ -66,8 +66,8 @@ class Part:
     """Seconds from its start to the end of its first step."""
     said: str
     """Its log."""
-    in_time: bool = True
-    """Whether it was not stopped at the time limit."""
+    stopped: Stopped | None = None
+    """Why it was stopped, if it did not end by itself and was not killed on purpose."""
 
 
 def part(
@@ -84,18 +84,18 @@ def part(
     process = bench.start(name, tree, *options.words())
     bench.wait(name, process, until=1, after=before)
     first = time.monotonic() - started
-    in_time = True
+    stopped = None
     try:
         bench.wait(name, process, kill_after, after=before)
-    except TimeIsUp:
+    except Stopped as why:
         if kill_after is not None:
             raise  # there may be no checkpoint, and no step is trained twice
-        in_time = False
+        stopped = why
     if kill_after is not None:
         assert options.save is not None
         kill_once_saved(bench, process, options.save / TRACKER)
     said = log.read_bytes()[read:].decode(errors="replace")
-    return Part(bench.rows(name)[before:], first, said, in_time)
+    return Part(bench.rows(name)[before:], first, said, stopped)
 
 
 def kill_once_saved(bench: Bench, process: subprocess.Popen[bytes], saved: Path) -> None:
@@ -138,6 +138,8 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
     name = f"reloaded-{made.name}"
     again.clear(name)
     done = part(again, tree, options, name=name)
+    if isinstance(done.stopped, StoodStill):
+        raise done.stopped
     facts = {"recipe": made.name, "gpus": made.gpus, "seconds_to_first_step": round(done.first, 1)}
     return {**facts, **whole_report.repeated(done.rows, again.rows(NAME), saved)}
 
@@ -203,7 +205,7 @@ def run(
     """Train, kill, resume and report; --set train_iters=N says how long.
 
     What can only fail is refused before anything is started. What the resumed part has done until
-    the time limit is reported, too.
+    the time limit is reported, too; if it stood still, the command fails then.
     """
     with whole_checks.refusing():
         recipe = whole_checks.shipped(recipe_name, changes)
@@ -228,19 +230,20 @@ def run(
     }
     bench.clear(NAME)
     tree = bench.tree(NAME)
-    result = facts | killed_and_resumed(bench, tree, options, course, others, save_once)
+    stopped, found = killed_and_resumed(bench, tree, options, course, others, save_once)
+    result = facts | found
     result["headline"] = headline(result)
     target = out / f"{name or recipe.name}.json"
     write(target, result)
     loads = RunOptions(load=checkpoints, exit_interval=save_after + reload_steps)
-    failed = []
+    failed = [stopped.message] if isinstance(stopped, StoodStill) else []
     for one in again:
         try:
-            found = reloaded(one, tree, loads, save_after)
+            reload = reloaded(one, tree, loads, save_after)
         except (click.ClickException, MemoryError) as error:  # the others can still be loaded
             failed.append(f"{one.recipe.name}: {error}")
         else:
-            result.setdefault("reloads", []).append(found)
+            result.setdefault("reloads", []).append(reload)
             write(target, result)
     print(whole_report.page(result))
     if failed:
@@ -284,8 +287,12 @@ def killed_and_resumed(
     course: Course,
     others: Sequence[str],
     save_once: bool,
-) -> dict[str, Any]:
-    """The measurement of the run, whose checkpoint other recipes may load afterwards."""
+) -> tuple[Stopped | None, dict[str, Any]]:
+    """The measurement of the run, whose checkpoint other recipes may load afterwards.
+
+    Returns:
+        Why the resumed part was stopped, if it was, and the measurement.
+    """
     killed = part(bench, tree, options, course.kill_after)
     notes, again = [], replace(options, profile=None)
     why = why_unsaved(bench.work / CHECKPOINTS, others, save_once)
@@ -293,10 +300,11 @@ def killed_and_resumed(
         notes.append(f"The resumed part saved nothing: {why}.")
         again = replace(again, save=None, load=options.save)
     resumed = part(bench, tree, again)
-    if not resumed.in_time:
-        steps = bench.recipe.train_iters
-        notes.append(f"It was stopped at its time limit, before step {steps}.")
-    return {
+    if resumed.stopped is not None:
+        last = max((row.get("step", 0) for row in resumed.rows), default=0)
+        why = resumed.stopped.message.partition(":")[0]
+        notes.append(f"It was stopped after step {last} of {bench.recipe.train_iters}: {why}.")
+    return resumed.stopped, {
         **whole_report.measured(killed.rows, resumed.rows, course.save_after),
         "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
         "saves": whole_report.saves(killed.said) + whole_report.saves(resumed.said),
