@@ -36,7 +36,7 @@ LONGEST = (
     "test_launch.py",
     "test_mamba3_scan.py",
     "test_megatrons_loop.py",
-    "test_faults.py",
+    "test_kills.py",
     "test_trainer.py",
     "test_wheel.py",
     "test_supervise.py",

@@ -20,11 +20,6 @@ OTHER = ("other", f"{B}:single", 'replacing("return x", "return 1 * x")')
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    return Lab(tmp_path, monkeypatch)
-
-
-@pytest.fixture
 def applied(lab: Lab) -> Lab:
     """Two pages, applied."""
     lab.wheel()
