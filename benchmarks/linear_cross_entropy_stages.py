@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from linear_cross_entropy import GIB, Case, Rival, measure
+from linear_cross_entropy import GIB, measure
+from linear_cross_entropy_rivals import Case, Rival
 from on_gpu import median
 from torch import Tensor
 
