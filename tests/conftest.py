@@ -10,8 +10,12 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.lab import Lab
 
 # A shell starts what is in its background with these ignored, and every child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,6 +80,14 @@ def _place(item: pytest.Item) -> int:
     if name in LONGEST:
         return LONGEST.index(name)
     return len(LONGEST) + ("upstream_patches" not in item.path.parts)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A small tree and its pages; some modules have one of their own, which has more."""
+    from tests.support.lab import Lab  # most tests need nothing of it
+
+    return Lab(tmp_path, monkeypatch)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-import subprocess
-import sys
-import zipfile
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
 
@@ -17,57 +10,14 @@ import pytest
 
 from cppmega import cli
 from cppmega.authoring import drift, drift_report, similar, statements
-from cppmega.authoring.drift_result import Drift, PageDrift, TargetDrift
+from cppmega.authoring.drift_result import Drift
 from cppmega.catalogue import loader as catalogue
-from cppmega.errors import CppmegaError
-from cppmega.overlay import verbs as overlay
-from cppmega.overlay.verbs import Session
 from cppmega.page import Page
-from cppmega.rewriting import fingerprint
-from cppmega.tree import resolve as given
 from cppmega.tree.installed import Tree
-from tests.support import REPOSITORY, VERSIONS, made, pristine, speed
+from tests.authoring.drifts import FILE, OLD, advised, only, page
+from tests.support import made
 
 pytestmark = pytest.mark.slow
-
-FILE = "megatron/core/work.py"
-OLD = """\
-def work(x, scale=1):
-    size = len(x)
-    total = sum(x)
-    if size > 3:
-        total = total * scale
-    size -= 1
-    other = size + 1
-    return total, other
-"""
-EDIT = 'replacing("total * scale", "total * scale * 2")'
-
-SIGNATURE = ("parameter ", "returns ")
-"""How a change of a signature is told, which is on no line of its own."""
-
-
-def page(
-    folder: Path,
-    old: str = OLD,
-    *,
-    pins: dict[str, str] | None = None,
-    target: str = f"{FILE}:work",
-    edit: str = EDIT,
-    fixed: str = "return False",
-    patch: str = 'reached="forward"',
-    name: str = "work_works",
-    more: str = "",
-) -> Page:
-    """A page that pins `old` for 1.0, and more texts for other versions."""
-    path = made.page(
-        folder, name, target=target, source=old, edit=edit, patch=patch, fixed=fixed, more=more
-    )
-    texts = {"1.0": old} | (pins or {})
-    prints = {version: fingerprint.of_source(text) for version, text in texts.items()}
-    text = path.read_text()
-    path.write_text(re.sub(r"\{'?\"?0\.19\.2[^}]*\}", repr(prints), text))
-    return catalogue.load_page(name, path, str(folder))
 
 
 @pytest.fixture
@@ -83,16 +33,6 @@ def compare(tmp_path: Path):
         return drift.compare(trees[0], trees[1], {page.name: page for page in pages})
 
     return go
-
-
-def only(found: Drift) -> tuple[PageDrift, TargetDrift]:
-    """The one page and its one target."""
-    ((one,), (target,)) = found.pages, found.pages[0].targets
-    return one, target
-
-
-def advised(found: Drift) -> tuple[str, str]:
-    return drift_report.advice(found.pages[0], found)
 
 
 def test_comments_docstrings_and_blank_lines_are_no_change(compare, tmp_path: Path) -> None:
@@ -376,40 +316,6 @@ def test_a_page_for_another_package_is_not_compared_without_it(compare, tmp_path
     assert (found.pages[0].word, found.safe) == ("not-compared", True)
 
 
-def other_package(folder: Path, text: str, version: str) -> tuple[str, Tree]:
-    """A release of liger-kernel as its wheel has it: without any megatron."""
-    made.write(folder, {"liger_kernel/x.py": text.encode()})
-    made.dist_info(folder, version, "liger_kernel")
-    return f"liger-kernel=={version}", Tree(folder)
-
-
-def test_two_releases_of_another_package_are_compared(tmp_path: Path) -> None:
-    path = made.page(
-        tmp_path / "pages",
-        target="liger_kernel/x.py:double",
-        edit='replacing("return x", "return 2 * x"), distribution="liger-kernel"',
-    )
-    ours = page(tmp_path / "pages")
-    pages = {one.name: one for one in (catalogue.load_page(path.stem, path, "made"), ours)}
-    stock, later = "def double(x):\n    return x\n", "def double(x):\n    x = +x\n    return x\n"
-    old = other_package(tmp_path / "old", stock, "0.8.4")
-    new = other_package(tmp_path / "new", later, "0.8.5")
-    found = drift.compare(old, new, pages)
-    words = {one.page.name: one.word for one in found.pages}
-    assert words == {"double_doubles": "changed", "work_works": "not-compared"}
-    assert advised(found)[1] == "cppmega pin double_doubles 0.8.5"
-    assert drift_report.closing(found).startswith("not safe: 1 of 1 patches need work for liger-")
-    same = drift.compare(old, old, pages)
-    assert drift_report.closing(same).startswith("safe: all 1 patches are known on liger-kernel==")
-
-
-def test_releases_of_two_packages_have_nothing_to_compare(tmp_path: Path) -> None:
-    megatron = ("0.19.2", Tree(made.tree(tmp_path / "megatron")))
-    with pytest.raises(CppmegaError) as caught:
-        drift.compare(megatron, other_package(tmp_path / "other", "", "0.8.5"), {})
-    assert caught.value.name == "nothing-to-compare"
-
-
 def test_an_edit_on_top_of_another_pages_is_tried_on_top_of_it(compare, tmp_path: Path) -> None:
     first = page(tmp_path / "pages")
     second = page(
@@ -420,235 +326,3 @@ def test_an_edit_on_top_of_another_pages_is_tried_on_top_of_it(compare, tmp_path
     )
     found = compare(OLD, OLD.replace("size + 1", "size + 2"), first, second)
     assert [one.targets[0].fits for one in found.pages] == [True, True]
-
-
-def test_a_patched_tree_counts_as_what_it_was_before(tmp_path: Path) -> None:
-    ours = page(tmp_path / "pages")
-    old = made.tree(tmp_path / "old", {FILE: OLD}, "1.0")
-    new = made.tree(tmp_path / "new", {FILE: OLD.replace("size + 1", "size + 2")}, "2.0")
-    session = Session(old, ())
-    session.pages = {ours.name: ours}
-    assert overlay.apply(session).ok
-    bytes_ = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    found = drift.compare(("old", Tree(old)), ("new", Tree(new)), session.pages)
-    _, target = only(found)
-    assert [change.meets for change in target.changes] == ["elsewhere"]
-    assert {path: path.read_bytes() for path in bytes_} == bytes_
-
-
-# What people name.
-
-
-def wheel(root: Path, to: Path) -> Path:
-    with zipfile.ZipFile(to, "w") as archive:
-        for path in root.rglob("*"):
-            archive.write(path, path.relative_to(root))
-    return to
-
-
-def test_a_wheel_a_folder_and_the_package_itself_are_one_tree(tmp_path: Path) -> None:
-    root = made.tree(tmp_path / "root", {FILE: OLD}, "1.0")
-    built = wheel(root, tmp_path / "megatron_core-1.0-py3-none-any.whl")
-    for name in (str(built), str(root), str(root / "megatron")):
-        tree = given.tree_of(name, tmp_path / "scratch", print)
-        assert (tree.version, tree.read(FILE)) == ("1.0", OLD.encode())
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [("no/such/folder", "no-such-megatron"), ("{}/torn.whl", "no-wheel"), ("{}", "no-megatron")],
-)
-def test_what_is_no_megatron_is_refused(tmp_path: Path, name: str, error: str) -> None:
-    (tmp_path / "torn.whl").write_bytes(b"PK")
-    with pytest.raises(CppmegaError) as caught:
-        given.tree_of(name.format(tmp_path), tmp_path / "scratch", print)
-    assert caught.value.name == error
-
-
-def test_a_version_is_not_a_path() -> None:
-    assert given.is_version("0.19.2") and given.is_version("0.20.0rc1")
-    assert not given.is_version("trees/0.19.2") and not given.is_version("main")
-
-
-RUN = """
-import sys
-from pathlib import Path
-from cppmega.catalogue import loader as catalogue
-folder = Path(sys.argv.pop(1))
-catalogue.builtin_folder = lambda: folder
-from cppmega.cli.main import main
-try:
-    main()
-finally:
-    assert "torch" not in sys.modules
-"""
-
-
-def command(pages: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """`cppmega` with a catalogue of its own, in a process."""
-    return subprocess.run(
-        [sys.executable, "-c", RUN, str(pages), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-    )
-
-
-def test_the_command_answers_on_every_exit(tmp_path: Path) -> None:
-    page(tmp_path / "pages")
-    old = made.tree(tmp_path / "old", {FILE: OLD}, "1.0")
-    new = made.tree(tmp_path / "new", {FILE: OLD.replace("size + 1", "size + 2")}, "2.0")
-    same = command(tmp_path / "pages", "drift", old, old)
-    assert (same.returncode, same.stdout.split()) == (0, ["same", "work_works"])
-    assert "safe: all 1 patches" in same.stderr
-    unsafe = command(tmp_path / "pages", "drift", old, new, "--json")
-    answer = json.loads(unsafe.stdout)
-    assert unsafe.returncode == 1 and answer["schema"] == 1 and answer["ok"] is False
-    (one,) = answer["patches"]
-    assert (one["name"], one["change"], one["safe"]) == ("work_works", "changed", False)
-    assert one["targets"][0]["changes"][0] == {
-        "old": ["other = size + 1"],
-        "new": ["other = size + 2"],
-        "after": "size -= 1",
-        "meets": "elsewhere",
-    }
-    assert one["next"] == f"cppmega pin work_works 2.0 --from {new}"
-    wrong = command(tmp_path / "pages", "drift", old, tmp_path / "none", "--json")
-    assert wrong.returncode == 1
-    assert json.loads(wrong.stdout)["error"]["name"] == "no-such-megatron"
-
-
-# What really changed upstream.
-
-PAIRS = list(pairwise(VERSIONS))
-
-
-@cache
-def real(old: str, new: str) -> Drift:
-    sides = [(version, Tree(pristine(version))) for version in (old, new)]
-    return drift.compare(sides[0], sides[1], catalogue.load())
-
-
-@cache
-def parsed(version: str, path: str) -> ast.Module | None:
-    file = pristine(version) / path
-    return ast.parse(file.read_bytes()) if file.is_file() else None
-
-
-@cache
-def code_of(version: str, target: str) -> str:
-    """A definition as Python reads it, found without the engine; "" where it is missing."""
-    path, _, symbol = target.partition(":")
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
-    node: ast.AST | None = parsed(version, path)
-    for name in symbol.split("."):
-        nodes = [] if node is None else ast.walk(node)
-        node = next((n for n in nodes if isinstance(n, kinds) and n.name == name), None)
-    if node is None:
-        return ""
-    for inner in ast.walk(node):
-        if isinstance(inner, kinds) and ast.get_docstring(inner, clean=False) is not None:
-            inner.body = inner.body[1:] or [ast.Pass()]
-    return ast.unparse(node)
-
-
-@pytest.mark.parametrize(("old", "new"), PAIRS)
-def test_what_is_said_to_have_changed_has_changed_and_nothing_else(old: str, new: str) -> None:
-    said = 0
-    for one in real(old, new).pages:
-        for target in one.targets:
-            before, after = code_of(old, target.target), code_of(new, target.target)
-            if target.word == "same":
-                assert before == after, target
-            elif target.word == "changed":
-                assert (before == after) == (not target.changes), target
-                for change in target.changes:
-                    for line in change.old:
-                        assert line.startswith(SIGNATURE) or line.strip() in before, change
-                    for line in change.new:
-                        assert line.startswith(SIGNATURE) or line.strip() in after, change
-            elif target.word in ("moved", "gone"):
-                assert not after
-            said += 1
-    assert said >= 4
-
-
-@pytest.mark.parametrize(("old", "new"), PAIRS)
-def test_an_upgrade_is_safe_exactly_if_apply_would_go_through(old: str, new: str) -> None:
-    states = {one.page.name: one.new.state for one in real(old, new).pages}
-    outcome = overlay.status(Session(pristine(new), ()))
-    failing = {v.name for v in outcome.plan.failures}
-    assert {one.page.name for one in real(old, new).pages if not one.safe} == failing, states
-
-
-def of_page(old: str, new: str, name: str) -> dict[str, TargetDrift]:
-    one = next(one for one in real(old, new).pages if one.page.name == name)
-    return {target.target.partition(":")[2]: target for target in one.targets}
-
-
-@pytest.mark.parametrize(("old", "new"), PAIRS)
-def test_the_dataset_helpers_never_changed(old: str, new: str) -> None:
-    assert of_page(old, new, "dataset_helpers_prebuilt")["compile_helpers"].word == "same"
-
-
-def test_017_gave_the_packed_roll_its_empty_pieces() -> None:
-    roll = of_page("0.16.1", "0.17.1", "mtp_roll_packed_sequences")
-    assert roll["roll_tensor"].word == "same"
-    packed = roll["_roll_tensor_packed_seq"]
-    assert packed.word == "changed"
-    assert "    if local_seq_len == 0:" in packed.changes[0].new
-    assert {change.meets for change in packed.changes} == {"replaced"}  # our edit has no loop
-    assert not any(change.old for change in packed.changes)
-
-
-def test_019_lets_the_roll_be_given_nothing() -> None:
-    roll = of_page("0.18.2", "0.19.2", "mtp_roll_packed_sequences")
-    (change,) = roll["roll_tensor"].changes
-    assert change.new == ("if tensor is None:", "    return (None, None)")
-    assert (change.old, change.meets) == ((), "elsewhere")
-    assert roll["_roll_tensor_packed_seq"].word == "same"
-
-
-MTP = "megatron/core/transformer/multi_token_prediction.py"
-
-
-def test_a_real_function_that_was_renamed_and_moved_is_found(tmp_path: Path) -> None:
-    """Real text, and what a later release may well do with it."""
-    text = (pristine("0.19.2") / MTP).read_text()
-    old = made.tree(tmp_path / "old", {MTP: text}, "0.19.2")
-    function = re.search(r"\ndef roll_tensor\(.*?\n(?=\ndef )", text, re.S)
-    assert function is not None
-    renamed = {
-        MTP: text.replace(function[0], "\n"),
-        "megatron/core/transformer/mtp_roll.py": function[0].replace("roll_tensor(", "roll(", 1),
-    }
-    new = made.tree(tmp_path / "new", renamed, "0.20.0")
-    pages = catalogue.load()
-    pages = {name: pages[name] for name in ("mtp_roll_packed_sequences",)}
-    found = drift.compare(("0.19.2", Tree(old)), ("0.20.0", Tree(new)), pages)
-    targets = {target.target.partition(":")[2]: target for target in found.pages[0].targets}
-    assert found.pages[0].word == "gone"
-    assert targets["roll_tensor"].nearest[0].target == "megatron/core/transformer/mtp_roll.py:roll"
-    assert targets["_roll_tensor_packed_seq"].word == "same"
-
-
-def test_the_report_takes_seconds(tmp_path: Path) -> None:
-    """Ten, of a processor of the usual speed that does nothing else."""
-    for version in ("0.18.2", "0.19.2"):
-        pristine(version)
-    code = (
-        "import resource, runpy, sys\n"
-        "sys.argv = ['cppmega', 'drift', '0.18.2', '0.19.2', '--json']\n"
-        "try:\n    runpy.run_module('cppmega', run_name='__main__')\n"
-        "finally:\n"
-        "    used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "    print('seconds', used.ru_utime + used.ru_stime, file=sys.stderr)\n"
-    )
-    before = speed.slowness()
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
-    )
-    assert json.loads(done.stdout)["schema"] == 1
-    slow = (before + speed.slowness()) / 2
-    assert float(done.stderr.split("seconds")[-1]) / slow < 10

@@ -24,7 +24,7 @@ from cppmega.proof import verify
 from cppmega.rewriting import fingerprint
 from cppmega.tree import resolve, wheels
 from cppmega.tree.installed import Tree
-from tests.authoring.test_drift import command
+from tests.authoring.drifts import command
 from tests.support import REPOSITORY, made, pristine
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the tests of the preflight share: launches to ask about, and trees to break."""
+"""What the tests of the preflight share: launches to ask about, machines, and trees to break."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
+from cppmega.preflight.devices import Devices
 from cppmega.preflight.findings import Finding
-from cppmega.preflight.messages import ParsedLine, RankAnswer
+from cppmega.preflight.messages import Device, ParsedLine, RankAnswer
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.training import options as trainer_options
@@ -23,6 +24,11 @@ SLICE = recipes_index.load("nam56r_h200_slice")
 V32 = recipes_index.load("dsv32_h200_slice")
 FUSED = recipes_index.load("nam56r_h200_slice_fused")
 SMOKE = recipes_index.load("smoke_cpu")
+
+GIB = 2**30
+H200 = Device("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, "GPU-1")
+GB10 = Device("NVIDIA GB10", (12, 1), 120 * GIB, 119 * GIB)
+TORCH = ("sm_80", "sm_90", "sm_100", "compute_120")
 
 
 def launch(recipe: Recipe | None = None, *words: str, **more: Any) -> Context:
@@ -35,6 +41,14 @@ def launch(recipe: Recipe | None = None, *words: str, **more: Any) -> Context:
     return Context(
         recipe=recipe, options=options, arguments=words if recipe is None else further, **more
     )
+
+
+def on(*found: Device, recipe: Any = SLICE, words: tuple[str, ...] = (), **more: Any) -> Context:
+    """A launch on a machine with these GPUs."""
+    fields = {name: more.pop(name) for name in ("imports", "reported") if name in more}
+    context = launch(recipe, *words, training_machine=True, **more)
+    context.__dict__["devices"] = Devices(found, TORCH, **fields)
+    return context
 
 
 def parsed(args: Mapping[str, Any]) -> RankAnswer:

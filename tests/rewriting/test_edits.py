@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import libcst as cst
@@ -28,11 +27,6 @@ from cppmega.rewriting.repeatable import is_repeatable
 from cppmega.rewriting.rewrite import Step
 from tests.support.lab import FILES, REPOSITORY, A, Lab
 from tests.support.made import edit_text, pin
-
-
-@pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    return Lab(tmp_path, monkeypatch)
 
 
 def step(edit: Callable[[Any], Any], symbol: str = "double", **more: Any) -> Step:

@@ -20,7 +20,7 @@ from cppmega.runs.folder import Run
 from cppmega.runs.profile import SUMMARY, KernelTotal, KindTotal, Profile
 from cppmega.training.step_profile import profile_of
 from cppmega.training.trace import parse
-from tests.runs.test_runs import make
+from tests.runs.made import make
 from tests.support.traces import MadeTrace
 
 OPTIONS: dict[str, Any] = {"data": [], "tokenizer": None, "eod": None, "mock_data": False}

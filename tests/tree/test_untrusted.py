@@ -16,12 +16,7 @@ from cppmega.tree.installed import Tree
 from tests.support import made
 from tests.support.lab import FILES, REPOSITORY, A, Lab
 from tests.support.made import snapshot, write
-from tests.tree.test_trees import _checkout, _git
-
-
-@pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    return Lab(tmp_path, monkeypatch)
+from tests.tree.labs import checkout, run_git
 
 
 def refused(name: str, lab: Lab) -> CppmegaError:
@@ -36,10 +31,10 @@ def refused(name: str, lab: Lab) -> CppmegaError:
 
 def test_a_checkout_runs_nothing_of_its_configuration(lab: Lab, tmp_path: Path) -> None:
     """A partial clone whose remote is a command: git fetches what it misses, whoever owns it."""
-    _checkout(lab)
+    checkout(lab)
     lab.page()
     ran = tmp_path / "ran"
-    blob = _git(lab.root, "rev-parse", f"HEAD:{A}").strip()
+    blob = run_git(lab.root, "rev-parse", f"HEAD:{A}").strip()
     (lab.root / ".git/objects" / blob[:2] / blob[2:]).unlink()
     for name, value in {
         "core.repositoryformatversion": "1",
@@ -51,7 +46,7 @@ def test_a_checkout_runs_nothing_of_its_configuration(lab: Lab, tmp_path: Path) 
         "core.pager": f"touch {ran}",
         "filter.x.smudge": f"touch {ran}",
     }.items():
-        _git(lab.root, "config", name, value)
+        run_git(lab.root, "config", name, value)
     (lab.root / ".gitattributes").write_text("*.py filter=x\n")
     lab.change(A, b"# the sum", b"# edited")
     git = ["git", "-C", str(lab.root), "cat-file", "blob", blob]
@@ -66,11 +61,11 @@ def test_a_checkout_with_the_line_ends_of_windows(lab: Lab) -> None:
     """`core.autocrlf` changes bytes and no code: applied, and reverted to the bytes there were."""
     lab.export()
     (lab.root / ".gitattributes").write_text("*.py text eol=crlf\n")
-    _git(lab.root, "init", "-q")
-    _git(lab.root, "add", ".")
-    _git(lab.root, "commit", "-qm", "upstream")
+    run_git(lab.root, "init", "-q")
+    run_git(lab.root, "add", ".")
+    run_git(lab.root, "commit", "-qm", "upstream")
     (lab.root / A).unlink()
-    _git(lab.root, "checkout", "-q", "--", A)
+    run_git(lab.root, "checkout", "-q", "--", A)
     lab.page()
     before = snapshot(lab.root)
     assert b"\r\n" in before[A]
@@ -85,23 +80,23 @@ def test_a_checkout_with_the_line_ends_of_windows(lab: Lab) -> None:
 
 
 def test_worktrees_packs_and_submodules_are_checkouts(lab: Lab, tmp_path: Path) -> None:
-    _checkout(lab)
-    _git(lab.root, "gc", "-q")
-    _git(lab.root, "worktree", "add", "-q", str(tmp_path / "second"))
+    checkout(lab)
+    run_git(lab.root, "gc", "-q")
+    run_git(lab.root, "worktree", "add", "-q", str(tmp_path / "second"))
     assert Tree(tmp_path / "second").pristine(A)[0] == "git"
     assert Tree(tmp_path / "second").git_blob(A) == FILES[A]
     with_sha256 = tmp_path / "third"
     write(with_sha256, FILES)
-    _git(with_sha256, "init", "-q", "--object-format=sha256")
-    _git(with_sha256, "add", ".")
-    _git(with_sha256, "commit", "-qm", "upstream")
+    run_git(with_sha256, "init", "-q", "--object-format=sha256")
+    run_git(with_sha256, "add", ".")
+    run_git(with_sha256, "commit", "-qm", "upstream")
     assert Tree(with_sha256).pristine(A)[0] == "git"
     assert Tree(with_sha256).git_blob(A) == FILES[A]
 
 
 @pytest.mark.parametrize("damage", ["HEAD", "objects"])
 def test_a_damaged_repository_vouches_for_nothing(lab: Lab, damage: str) -> None:
-    _checkout(lab)
+    checkout(lab)
     place = lab.root / ".git" / damage
     if place.is_dir():
         place.rename(lab.root / "moved")

@@ -1,0 +1,289 @@
+"""Preflight of the kernels on the GPUs: each check broken, and each healthy."""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from cppmega.errors import CppmegaError
+from cppmega.preflight.ask import ask
+from cppmega.preflight.checks import kernel_parity, mhc_kernels, tilelang_first_kernel
+from cppmega.preflight.messages import (
+    ConnectionsAnswer,
+    ConnectionsOrder,
+    Device,
+    FirstKernelAnswer,
+    FirstKernelOrder,
+    ParityAnswer,
+    ParityOrder,
+    SharedMemory,
+    SparseAttention,
+)
+from cppmega.preflight.workers import mhc_kernels as mhc_worker
+from cppmega.preflight.workers import parity
+from tests.preflight.contexts import (
+    FUSED,
+    GB10,
+    H200,
+    SLICE,
+    SMOKE,
+    V32,
+    holds,
+    launch,
+    on,
+    parsed,
+    refuses,
+    says_nothing,
+)
+from tests.support import REPOSITORY, patched, pristine
+from tests.support.lab import Lab
+
+pytestmark = pytest.mark.slow
+
+
+def test_kernels_that_can_be_imported() -> None:
+    holds("kernels", on(H200, imports={"triton": ""}))
+    broken = on(H200, imports={"triton": "", "tilelang": "ImportError: libcuda.so.1"})
+    assert "libcuda" in refuses("kernels", "kernel-not-importable", broken).what
+
+
+KERNEL = """
+import tilelang
+
+@tilelang.jit(pass_configs={"tl.enable_aggressive_shared_memory_merge": %s})
+def kernel():
+    pass
+"""
+
+
+def test_the_shared_memory_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = SLICE.with_(architectures=())
+    says_nothing("shared_memory_flag", on(H200, root=patched("0.19.2")))
+    lab = Lab(tmp_path, monkeypatch)
+    lab.files["megatron/core/kernels.py"] = (KERNEL % True).encode()
+    made = on(GB10, recipe=recipe, root=lab.wheel())
+    assert holds("shared_memory_flag", made) == "1 TileLang kernels carry the flag"
+    lab.change("megatron/core/kernels.py", b"True", b"False")
+    found = refuses("shared_memory_flag", "shared-memory-flag", made)
+    assert "kernels.py:4: kernel is not built with" in found.what
+    assert "pass_configs" in found.next  # no page of this catalogue adds it
+    shipped = on(GB10, recipe=recipe, root=made.root, catalogues=[REPOSITORY / "upstream_patches"])
+    found = refuses("shared_memory_flag", "shared-memory-flag", shipped)
+    assert found.next.startswith("CPPMEGA_SMEM_MERGE=1 python -m cppmega.apply_patches")
+
+
+def test_parity_of_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU both sides are the reference; one that drops the head weights is found."""
+    from cppmega.ops import dsa_indexer
+
+    reference, calls = dsa_indexer.indexer_loss, count()
+
+    def every_other(q: Any, k: Any, weights: Any, *terms: Any) -> Any:
+        kept = weights if next(calls) % 2 else weights * 0 + 1
+        return reference(q, k, kept, *terms)
+
+    fine = {one.kernel: one.error for one in parity.compare("cpu") if one.ok}
+    names = {name for name in fine if name.startswith("DSA indexer")}
+    assert len(names) == 4 and {fine[name] for name in names} == {0.0}
+    monkeypatch.setattr(dsa_indexer, "indexer_loss", every_other)
+    found = {one.kernel for one in parity.compare("cpu") if one.kernel in names and not one.ok}
+    assert found == names - {"DSA indexer, prologue"}
+    monkeypatch.setattr(dsa_indexer, "obstacle", lambda *call: "there is no room")
+    with pytest.raises(ValueError, match="declined: there is no room"):
+        parity._refuse_declined("cuda", dsa_indexer.obstacle())
+
+
+ATTENTION = SparseAttention(heads=3, width=24, value_width=16, key_per_head=False)
+
+
+@pytest.mark.parametrize("sizes", [ATTENTION, structs.replace(ATTENTION, key_per_head=True)])
+def test_parity_of_the_sparse_attention(
+    sizes: SparseAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU the reference of all heads in bf16 next to that of each; wrong scores are found."""
+    from cppmega.ops import dsa_attention
+
+    for other in ("_cross_entropy", "_hadamard", "_indexer_prologue", "_indexer_loss"):
+        monkeypatch.setattr(parity, other, lambda *given, **named: 0.0)
+    attend = dsa_attention.sparse_attention
+
+    def compared() -> dict[str, float | None]:
+        found = parity.inspect(ParityOrder(device="cpu", attention=sizes)).kernels
+        return {one.kernel: one.error for one in found if one.kernel.startswith("DSA attention")}
+
+    def wrong_beyond_one_head(query: Any, *given: Any, **named: Any) -> Any:
+        return attend(query * (1.1 if query.size(2) > 1 else 1.0), *given, **named)
+
+    fine = compared()
+    assert len(fine) == (1 if sizes.key_per_head else 2)
+    assert all(error is not None and 0 < error < 5e-3 for error in fine.values()), fine
+    monkeypatch.setattr(dsa_attention, "sparse_attention", wrong_beyond_one_head)
+    wrong = compared()
+    assert wrong.keys() == fine.keys()
+    assert all(error is not None and error > parity.TOLERANCE for error in wrong.values()), wrong
+
+
+def test_the_sparse_attention_is_compared_at_the_recipe_s_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the recipe wants a page with kernels for it, on the releases of one key and of many."""
+    sizes = SparseAttention(heads=32, width=128, value_width=64, key_per_head=False)
+    tensor = FUSED.with_(tensor_model_parallel_size=2, gpus=2)
+    newer, older = pristine("0.19.2"), pristine("0.18.2")
+    assert kernel_parity.attention(launch(FUSED, root=newer)) == sizes
+    halved = structs.replace(sizes, heads=16)
+    assert kernel_parity.attention(launch(tensor, root=newer)) == halved
+    of_heads = kernel_parity.attention(launch(FUSED, root=older))
+    assert of_heads == structs.replace(sizes, key_per_head=True)
+    wide = kernel_parity.attention(launch(V32, root=newer))
+    assert wide is not None and (wide.width, wide.value_width) == (576, 512)
+    for recipe in (SLICE, SMOKE, None):
+        assert kernel_parity.attention(launch(recipe, root=newer)) is None
+    asked: list[Any] = []
+
+    def answer(worker: str, order: Any, *given: Any) -> ParityAnswer:
+        asked.append(msgspec.json.decode(msgspec.json.encode(order), type=ParityOrder))
+        return ParityAnswer([], [])
+
+    monkeypatch.setattr(kernel_parity, "ask", answer)
+    for recipe in (FUSED, SLICE):
+        holds("kernel_parity", on(H200, recipe=recipe, root=newer, deep=True))
+    assert [order.attention for order in asked] == [sizes, None]
+
+
+def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    says_nothing("kernel_parity", on(H200))
+    answers = {one.kernel: one.ok for one in parity.compare("cpu")}
+    assert answers["walsh-hadamard transform"]
+    from cppmega.ops import hadamard
+
+    transform = hadamard.walsh_hadamard
+    monkeypatch.setattr(hadamard, "walsh_hadamard", lambda x, scale: transform(x, scale) * 1.1)
+    (broken,) = [one for one in parity.compare("cpu") if one.kernel == "walsh-hadamard transform"]
+    assert not broken.ok and broken.error == pytest.approx(0.1, abs=0.01)
+    answer = ParityAnswer([broken], [SharedMemory("_row_kernel", 120000, False)])
+    assert [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_90"})] == ["kernel-differs"]
+    small = [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_121"})]
+    assert small == ["kernel-differs", "shared-memory-too-large"]
+
+
+MAMBA3 = """
+import torch
+
+class Mamba3(torch.nn.Module):
+    def __init__(self, d_model, is_mimo, mimo_rank, chunk_size, device, dtype):
+        super().__init__()
+        self.factor = {factor}
+
+    def forward(self, tokens):
+        return tokens * self.factor
+"""
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"), [("2.0", "the largest output"), ("0.0", "zeros"), ("1e40", "not finite")]
+)
+def test_the_first_kernel_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: str, says: str
+) -> None:
+    """The worker in a process of its own, with a stand-in for Mamba-3 on CPU."""
+    modules = tmp_path / "mamba_ssm" / "modules"
+    modules.mkdir(parents=True)
+    (modules / "mamba3.py").write_text(MAMBA3.format(factor=factor))
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    worker = "cppmega.preflight.workers.first_kernel"
+    answer = ask(worker, FirstKernelOrder(device="cpu"), FirstKernelAnswer, environ)
+    if factor == "2.0":
+        assert says in tilelang_first_kernel.judge(answer)
+        return
+    with pytest.raises(CppmegaError) as refused:
+        tilelang_first_kernel.judge(answer)
+    assert refused.value.name == "tilelang-first-kernel" and says in refused.value.what
+    assert "cppmega explain tilelang_3071" in refused.value.next
+
+
+def test_where_the_first_kernel_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    any_gpu = SLICE.with_(architectures=())
+    says_nothing("tilelang_first_kernel", on(H200))
+    monkeypatch.setattr(tilelang_first_kernel, "folder_of", lambda name: None)
+    says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
+    (tmp_path / "ops" / "tilelang" / "mamba3").mkdir(parents=True)
+    monkeypatch.setattr(tilelang_first_kernel, "folder_of", lambda name: tmp_path)
+    asked: list[str] = []
+
+    def answer(worker: str, order: Any, kind: Any, environ: Any) -> FirstKernelAnswer:
+        asked.append(environ["TILELANG_CACHE_DIR"])
+        assert order.device == "cuda" and not list(Path(asked[-1]).iterdir())
+        return FirstKernelAnswer(missing="" if len(asked) == 1 else "no scan", largest=0.0)
+
+    monkeypatch.setattr(tilelang_first_kernel, "ask", answer)
+    refuses("tilelang_first_kernel", "tilelang-first-kernel", on(GB10, recipe=any_gpu))
+    assert "no scan" in says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
+    assert len(set(asked)) == 2, "each time without a cache"
+
+
+CONNECTED = {
+    **{"bf16": True, "fp16": False, "hidden_size": 64, "enable_mhc_connections": True},
+    **{"use_fused_mhc": True, "mhc_num_residual_streams": 4},
+}
+ON_DEV = {"enable_mhc_connections": False, "enable_hyper_connections": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared", "why"),
+    [
+        ({}, 99, ""),
+        ({"hidden_size": 60}, 99, "width of 60"),
+        ({"mhc_num_residual_streams": 3}, 99, "3 streams"),
+        ({"mhc_num_residual_streams": None, "num_residual_streams": 3} | ON_DEV, 99, "3 streams"),
+        ({}, 64, "sm_75 gives a block 64 KiB"),
+    ],
+)
+def test_connections_that_their_kernels_decline(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], shared: int, why: str
+) -> None:
+    pytest.importorskip("triton")
+    from cppmega.ops import dsa_indexer_device
+
+    asked: list[ConnectionsOrder] = []
+
+    def answer(worker: str, order: Any, kind: Any, environ: Any) -> Any:
+        asked.append(order)
+        return mhc_worker.inspect(order)
+
+    kind = dsa_indexer_device.Gpu((9, 0) if shared == 99 else (7, 5), shared << 10)
+    monkeypatch.setattr(dsa_indexer_device, "gpu_of", lambda device: kind)
+    monkeypatch.setattr(mhc_kernels, "ask", answer)
+    context = on(H200)
+    context.__dict__["process"] = parsed({**CONNECTED, **changes})
+    if not why:
+        assert holds("mhc_kernels", context) == "4 streams of 64"
+        assert (asked[0].device, asked[0].dtype) == ("cuda", "bfloat16")
+    else:
+        assert why in refuses("mhc_kernels", "mhc-kernels-decline", context).what
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({"enable_mhc_connections": False}, H200), ({"use_fused_mhc": False}, H200), ({}, None)],
+)
+def test_connections_that_are_not_fused(changes: dict[str, Any], found: Device | None) -> None:
+    context = on(*([found] if found else []))
+    context.__dict__["process"] = parsed({**CONNECTED, **changes})
+    says_nothing("mhc_kernels", context)
+
+
+def test_the_kernels_are_asked_in_a_process() -> None:
+    pytest.importorskip("triton")
+    order = ConnectionsOrder(device="cpu", dtype="bfloat16", streams=4, width=64)
+    worker = "cppmega.preflight.workers.mhc_kernels"
+    answer = ask(worker, order, ConnectionsAnswer, dict(os.environ))
+    assert answer.obstacle == "the streams are on cpu"
