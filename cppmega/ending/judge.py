@@ -242,9 +242,9 @@ def _end_workers_at_exit() -> None:
 def _end_workers() -> None:
     """Kill the daemonic processes that Python, next, asks to end by SIGTERM and waits for.
 
-    A data loader's workers inherit the handler of Megatron's `--exit-signal-handler`, which only
-    takes note of the signal: a rank whose loader still exists, because of a traceback that has been
-    kept, for example, would wait for them without end.
+    With `--exit-signal-handler`, Megatron gives its data loader's workers a handler that only takes
+    note of the signal, in place of torch's, which ends them: a rank whose loader still exists,
+    because of a traceback that has been kept, for example, would wait for them without end.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes them for crashed

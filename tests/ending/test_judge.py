@@ -122,7 +122,7 @@ signal.signal(signal.SIGCHLD, fails)
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end"))
 multiprocessing.get_context("fork").Process(target=works, daemon=True).start()
 """
-"""A worker as those of a data loader are, with the handler of Megatron's --exit-signal-handler."""
+"""A worker as those of a data loader are, with the handler of `--exit-signal-handler`."""
 
 
 def test_a_run_ends_though_a_worker_does_not_end_when_asked_to(bench: Bench) -> None:
