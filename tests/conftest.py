@@ -47,6 +47,7 @@ LONGEST = (
     "test_smoke.py",
     "test_survives.py",
     "test_verify.py",
+    "test_proof_process.py",
     "test_process.py",
     "test_linear_ce_heads.py",
     "test_judge.py",

@@ -22,30 +22,12 @@ from cppmega.edits import (
 )
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
-from cppmega.rewriting import function_source, marks, rewrite
+from cppmega.rewriting import function_source, rewrite
 from cppmega.rewriting.repeatable import is_repeatable
 from cppmega.rewriting.rewrite import Step
+from tests.rewriting.one_edit import PLAIN, edited, fails, step
 from tests.support.lab import FILES, REPOSITORY, A, Lab
-from tests.support.made import edit_text, pin
-
-
-def step(edit: Callable[[Any], Any], symbol: str = "double", **more: Any) -> Step:
-    return Step("page", Edit(f"{A}:{symbol}", {}, edit, **more), marked=False)
-
-
-def edited(text: str, edit: Callable[[Any], Any], symbol: str = "f", **more: Any) -> str:
-    """The text with one edit, without the comment that names the page."""
-    done = rewrite.rewrite(text.encode(), A, [step(edit, symbol, **more)])
-    return done.data.decode().replace(f"  # {marks.COMMENT}page", "")
-
-
-def fails(name: str, text: str, edit: Callable[[Any], Any], **more: Any) -> CppmegaError:
-    with pytest.raises(CppmegaError) as caught:
-        edited(text, edit, **more)
-    assert caught.value.name == name
-    assert "page" in caught.value.what or name == "helper-name-taken"
-    return caught.value
-
+from tests.support.made import pin
 
 # -- replacing --------------------------------------------------------------------------------
 
@@ -159,8 +141,6 @@ def test_page_linters_are_not_written_along() -> None:
 
 # -- what an edit may not do --------------------------------------------------------------------
 
-_PLAIN = "def f(x):\n    return x\n"
-
 
 @pytest.mark.parametrize(
     ("edit", "said"),
@@ -177,29 +157,29 @@ _PLAIN = "def f(x):\n    return x\n"
 )
 def test_bad_edit_has_a_name(edit: Any, said: str) -> None:
     """Whatever a page's edit does, the user reads which page it was."""
-    assert said in fails("bad-edit", _PLAIN, edit).what
+    assert said in fails("bad-edit", PLAIN, edit).what
 
 
 def test_edit_that_only_changes_a_comment_changes_nothing() -> None:
     def comment(node: Any) -> Any:
         return cst.parse_statement('def f(x):\n    """Doc."""\n    # a comment\n    return x\n')
 
-    fails("bad-edit", _PLAIN, comment)
+    fails("bad-edit", PLAIN, comment)
 
 
 def test_edit_whose_result_it_would_edit_again() -> None:
     """The second pass must change nothing: what comes out is no text that the page knows."""
     minus = pin(b"def f(x):  # patched by cppmega: page\n    return -x\n", "f")
-    pins = {"1": pin(_PLAIN.encode(), "f"), "2": minus}
+    pins = {"1": pin(PLAIN.encode(), "f"), "2": minus}
     broken = Step("page", Edit(f"{A}:f", pins, replacing("return x", "return -x")), marked=False)
     with pytest.raises(CppmegaError) as caught:
-        rewrite.rewrite(_PLAIN.encode(), A, [broken])
+        rewrite.rewrite(PLAIN.encode(), A, [broken])
     assert "edit again" in caught.value.what
     other = Step(
         "page", Edit(f"{A}:f", {}, replacing("return x", "return -x")), False, frozenset({minus})
     )
     with pytest.raises(CppmegaError):
-        rewrite.rewrite(_PLAIN.encode(), A, [other])
+        rewrite.rewrite(PLAIN.encode(), A, [other])
 
 
 @pytest.mark.parametrize(
@@ -213,7 +193,7 @@ def test_edit_whose_result_it_would_edit_again() -> None:
 )
 def test_undefined_names_are_refused(edit: Any, name: str) -> None:
     """The earlier overlay wrote `D = d_v` with no `d_v`: a NameError in the first backward."""
-    assert f"names: {name}." in fails("undefined-name", _PLAIN, edit).what
+    assert f"names: {name}." in fails("undefined-name", PLAIN, edit).what
 
 
 def test_upstream_own_undefined_names_do_not_matter() -> None:
@@ -235,7 +215,7 @@ def test_leading_comment_above_a_decorator_is_outside() -> None:
         return replacing("return x", "return -x")(node.with_changes(leading_lines=[above]))
 
     with pytest.raises(CppmegaError) as caught:
-        edited("@staticmethod\n" + _PLAIN, comment)
+        edited("@staticmethod\n" + PLAIN, comment)
     assert caught.value.name == "edit-reaches-beyond-its-target"
 
 
@@ -253,166 +233,6 @@ def test_second_definition_of_the_target_is_refused() -> None:
     with pytest.raises(CppmegaError) as caught:
         rewrite.rewrite(text, A, [step(same, "C"), step(twice, "C.f")])
     assert caught.value.name == "edit-mismatch" and "`cppmega diff page`" in caught.value.next
-
-
-# -- helpers, imports, marks --------------------------------------------------------------------
-
-
-def helper(x):  # type: ignore[no-untyped-def]
-    return math.floor(x)  # noqa: F821
-
-
-def test_helpers_and_imports_stand_where_they_can_be_used() -> None:
-    text = '"""Doc."""\n\nfrom __future__ import annotations\n\nimport os\n\n\n' + _PLAIN
-    done = edited(
-        text, replacing("return x", "return helper(x)"), helpers=(helper,), imports=("import math",)
-    )
-    assert done.index("import os") < done.index("import math") < done.index("def helper")
-    assert done.index("def helper") < done.index("def f")
-    assert "import os\nimport math\n" in done and "noqa" not in done
-    scope: dict[str, Any] = {}
-    exec(done, scope)
-    assert scope["f"](1.5) == 1
-
-
-def test_import_that_is_there_is_not_repeated() -> None:
-    text = "import math\n\n\n" + _PLAIN
-    done = edited(text, replacing("return x", "return math.pi"), imports=("import math",))
-    assert done.count("import math") == 1
-
-
-def test_imports_only_behind_the_target() -> None:
-    """The last import may stand below the target, at an end without a line end."""
-    text = "if True:\n    def f(x):\n        return x\nimport os"
-    done = edited(text, replacing("return x", "return math.pi"), imports=("import math",))
-    assert done.startswith("import math\n") and done.endswith("import os")
-
-
-def test_one_helper_of_two_edits() -> None:
-    text = _PLAIN + "\n\n@staticmethod\ndef g(x):\n    return x\n"
-    steps = [
-        step(
-            replacing("return x", "return helper(x)"),
-            name,
-            helpers=(helper,),
-            imports=("import math",),
-        )
-        for name in ("g", "f")
-    ]
-    done = rewrite.rewrite(text.encode(), A, steps).data.decode()
-    assert done.count("def helper") == 1 == done.count("import math")
-    assert done.index("def helper") < done.index("def f")
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "helper = print",
-        "def helper():\n    pass",
-        "class helper:\n    pass",
-        "from os import path as helper",
-        "try:\n    import helper\nexcept ImportError:\n    pass",
-    ],
-)
-def test_helper_name_that_upstream_uses(head: str) -> None:
-    """Our helper would silently replace upstream's function, or the other way round."""
-    text = f"{head}\n\n\n{_PLAIN}"
-    fails("helper-name-taken", text, replacing("return x", "return helper(x)"), helpers=(helper,))
-
-
-def test_methods_get_their_helpers_in_front_of_the_class() -> None:
-    text = (
-        "@object\nclass C:\n    def f(self, x):\n        return x\n"
-        "\n    def g(self, x):\n        return x\n"
-    )
-    steps = [
-        step(
-            replacing("return x", "return helper(x)"),
-            f"C.{name}",
-            helpers=(helper,),
-            imports=("import math",),
-        )
-        for name in "fg"
-    ]
-    done = rewrite.rewrite(text.encode(), A, steps).data.decode()
-    assert done.index("def helper") < done.index("@object")
-    assert done.count("helper(x)") == 3
-
-
-@pytest.mark.parametrize(
-    ("head", "traced"),
-    [
-        ("import torch\n", True),
-        ("import torch.nn as nn\n", False),
-        ("import torch.nn\n", True),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n", False),
-    ],
-)
-def test_mark_uses_torch_only_where_it_is_there_at_run_time(head: str, traced: bool) -> None:
-    """`import torch` below TYPE_CHECKING would be a NameError when the file is imported."""
-    marked = Step("page", Edit(f"{A}:f", {}, replacing("return x", "return -x")), marked=True)
-    done = rewrite.rewrite((head + _PLAIN).encode(), A, [marked]).data.decode()
-    assert ("assume_constant_result" in done) == traced
-    assert '    _cppmega_reached("page")\n    return -x' in done
-
-
-def test_mark_stands_behind_the_docstring_and_in_the_named_function() -> None:
-    text = (
-        'class C:\n    def __init__(self):\n        """Doc."""\n        self.x = 1\n'
-        "\n    def f(self): return 1\n"
-    )
-    for mark, after in (
-        (None, '"""Doc."""\n        _cppmega'),
-        ("f", "f(self):\n        _cppmega"),
-    ):
-        edit = Edit(f"{A}:C", {}, replacing("self.x = 1", "self.x = 2"), mark=mark)
-        done = rewrite.rewrite(text.encode(), A, [Step("page", edit, marked=True)]).data.decode()
-        assert after in done
-    edit = Edit(f"{A}:C", {}, replacing("self.x = 1", "self.x = 2"), mark="nowhere")
-    with pytest.raises(CppmegaError) as caught:
-        rewrite.rewrite(text.encode(), A, [Step("page", edit, marked=True)])
-    assert caught.value.name == "mark-has-no-place"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f(x):\n    return x\n",
-        "def f(x):  # said\n    return x\n",
-        "def f(x): return x  # said\n",
-    ],
-)
-def test_unmarked_target_names_its_page(text: str) -> None:
-    """Whoever reads the file, and whoever lost the receipt, can see whose text it is."""
-    done = rewrite.rewrite(text.encode(), A, [step(replacing("x", "-x"), "f")])
-    assert done.data.decode().count(f"{marks.COMMENT}page\n") == 1
-    assert ("# said; patched" in done.data.decode()) == ("said" in text)
-
-
-def test_reached_marks_are_flags(lab: Lab) -> None:
-    lab.wheel()
-    lab.page()
-    lab.apply()
-    assert lab.value("_CPPMEGA_REACHED") == set()
-    assert lab.value("(double(1), double(2), _CPPMEGA_REACHED)[2]") == {"page"}
-
-
-def test_an_edit_without_a_mark_leaves_it_to_the_others_of_its_page(lab: Lab) -> None:
-    """A hook that declines a call has not sent it through the patch."""
-    lab.wheel()
-    pair = (("double", "x + x", "2 * x", ""), ("tail", "str(x)", "repr(x)", None))
-    lab.page(
-        edits=", ".join(
-            edit_text(f"{A}:{name}", f"replacing({old!r}, {new!r})", FILES[A], mark=repr(mark))
-            for name, old, new, mark in pair
-        )
-    )
-    assert lab.apply().ok
-    assert lab.value("(double(2), _CPPMEGA_REACHED)[1]") == set()
-    assert lab.value("(tail('x'), _CPPMEGA_REACHED)") == ("'x'/1", {"page"})
-    assert lab.text().count(f"  # {marks.COMMENT}page") == 1
-    lab.revert()
-    lab.pristine()
 
 
 # -- everything together ------------------------------------------------------------------------
