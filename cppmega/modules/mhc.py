@@ -124,8 +124,8 @@ class HyperConnectionModule(torch.nn.Module):
         apart = self._split(streams)
         if self.fused:
             fuse = self.fuse_accumulation and torch.is_grad_enabled()
-            return kernels.read(apart, self._learned(), self.iterations, fuse_accumulation=fuse)
-        x, h_post, h_res = self._call(self._plain_read, apart, *self._learned())
+            return kernels.read(apart, learned(self), self.iterations, fuse_accumulation=fuse)
+        x, h_post, h_res = self._call(self._plain_read, apart, *learned(self))
         return x, kernels.Site(apart, h_post, h_res)
 
     def _plain_read(self, streams: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,14 +148,13 @@ class HyperConnectionModule(torch.nn.Module):
     def _split(self, streams: Tensor) -> Tensor:
         return split(streams, self.streams)
 
-    def _learned(self) -> reference.Parameters:
-        return reference.Parameters(
-            arrived(self.mapping_proj).weight,
-            self.alpha_pre,
-            self.alpha_post,
-            self.alpha_res,
-            self.bias,
-        )
+
+def learned(site: Any) -> reference.Parameters:
+    """The parameters of a site, ours or Megatron's, once they have arrived."""
+    return reference.Parameters(
+        arrived(site.mapping_proj).weight,
+        *(site.alpha_pre, site.alpha_post, site.alpha_res, site.bias),
+    )
 
 
 def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:

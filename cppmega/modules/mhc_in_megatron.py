@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from cppmega.modules import mhc
-from cppmega.modules.arrived import arrived
 from cppmega.ops import mhc as kernels
 from cppmega.ops import mhc_reference as reference
 from cppmega.ops.main_grad import MainGrad
@@ -49,7 +48,7 @@ def weights(module: Any, streams: Tensor) -> reference.Weights:
     """Replace `compute_mappings`: the weights of `[s, b, n * C]`, in fp32."""
     return kernels.weights(
         mhc.split(streams, module.n),
-        _learned(module),
+        mhc.learned(module),
         module.sinkhorn_iterations,
         fuse_accumulation=_accumulates(module),
     )
@@ -69,18 +68,11 @@ def read(module: Any, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return module.aggregate(streams, h_pre), h_res, h_post, streams
     x, site = kernels.read(
         mhc.split(streams, module.n),
-        _learned(module),
+        mhc.learned(module),
         module.sinkhorn_iterations,
         fuse_accumulation=_accumulates(module),
     )
     return x, site.h_res, site.h_post, site.streams.flatten(-2)
-
-
-def _learned(module: Any) -> reference.Parameters:
-    return reference.Parameters(
-        arrived(module.mapping_proj).weight,
-        *(module.alpha_pre, module.alpha_post, module.alpha_res, module.bias),
-    )
 
 
 def _accumulates(module: Any) -> bool:

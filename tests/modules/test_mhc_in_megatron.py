@@ -77,7 +77,7 @@ def check(dropout: float, recomputes: bool, accumulates: bool) -> None:
         phi.main_grad, phi.grad_added_to_main_grad = torch.ones_like(phi), False
     streams = torch.randn(3, 2, N * C, requires_grad=True)
     factors = torch.randn(3, 2, N, C)
-    inputs = streams, *mhc_in_megatron._learned(built)
+    inputs = streams, *mhc.learned(built)
     found = site(built, streams, recomputes)
     mine = list(torch.autograd.grad(found, inputs, factors))
     if accumulates:
