@@ -84,7 +84,14 @@ class Rival:
     repeats: int = 20
 
 
-def _ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
+def ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
+    """The scalar loss by `linear_cross_entropy` with these options.
+
+    Args:
+        leave_out: tell it how many tokens count.
+        options: of `linear_cross_entropy`; the backend is one of them, and must run.
+    """
+
     def loss(case: Case) -> Tensor:
         given = dict(options)
         if options.get("upstream") == "weighted-scalar":
@@ -101,7 +108,7 @@ def _ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
 
 
 OURS_IN_FP32 = Rival(
-    "bf16 inputs, fp32 arithmetic", _ours(backend="reference", upstream="weighted-scalar"), None
+    "bf16 inputs, fp32 arithmetic", ours(backend="reference", upstream="weighted-scalar"), None
 )
 
 
@@ -110,7 +117,7 @@ def _into_main_grad(case: Case) -> Tensor:
     if not hasattr(weight, "main_grad"):
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         weight.grad_added_to_main_grad = False
-    return _ours(backend="triton", upstream="weighted-scalar", gradient_accumulation_fusion=True)(
+    return ours(backend="triton", upstream="weighted-scalar", gradient_accumulation_fusion=True)(
         case
     )
 
@@ -211,9 +218,9 @@ def rivals(pull_3345: Path | None) -> list[Rival]:
     for package, entries in {
         "liger-kernel": [
             Rival("Liger mean", _liger_mean, "liger_cross_entropy_kernel"),
-            Rival("Liger none", _ours(backend="liger"), "liger_cross_entropy_kernel"),
+            Rival("Liger none", ours(backend="liger"), "liger_cross_entropy_kernel"),
         ],
-        "cut-cross-entropy": [Rival("CCE", _ours(backend="cce"), "cce_backward_kernel", 5)],
+        "cut-cross-entropy": [Rival("CCE", ours(backend="cce"), "cce_backward_kernel", 5)],
     }.items():
         try:
             version = importlib.metadata.version(package)
@@ -224,15 +231,15 @@ def rivals(pull_3345: Path | None) -> list[Rival]:
             Rival(f"{rival.name} ({version})", rival.loss, rival.kernel, rival.repeats)
             for rival in entries
         ]
-    promised = _ours(backend="triton", upstream="weighted-scalar")
+    promised = ours(backend="triton", upstream="weighted-scalar")
     return [
         *found,
         Rival("ours", promised, "_row_kernel"),
         Rival(
             "ours, masked tokens left out",
-            _ours(leave_out=True, backend="triton", upstream="weighted-scalar"),
+            ours(leave_out=True, backend="triton", upstream="weighted-scalar"),
             "_row_kernel",
         ),
         Rival("ours, into main_grad", _into_main_grad, "_row_kernel"),
-        Rival("ours, any upstream gradient", _ours(backend="triton"), "_row_kernel"),
+        Rival("ours, any upstream gradient", ours(backend="triton"), "_row_kernel"),
     ]

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from linear_cross_entropy import GIB, measure
-from linear_cross_entropy_rivals import Case, Rival
+from linear_cross_entropy_rivals import Case, Rival, ours
 from on_gpu import median
 from torch import Tensor
 
 from cppmega.ops import linear_cross_entropy_triton as kernels
-from cppmega.ops.linear_cross_entropy import linear_cross_entropy
 
 TOKENS, HIDDEN, VOCABULARY = 32768, 4096, 131072
 
@@ -82,18 +81,7 @@ def row_kernel_sweep() -> list[dict[str, float]]:
 def whole_step(chunk: int) -> dict[str, float]:
     """Forward and backward by chunk size."""
 
-    def loss(case: Case) -> Tensor:
-        out = linear_cross_entropy(
-            case.x,
-            case.w,
-            case.targets,
-            loss_weights=case.mask,
-            upstream="weighted-scalar",
-            backend="triton",
-            chunk_tokens=chunk,
-        )
-        return case.reduce(out.loss)
-
+    loss = ours(backend="triton", upstream="weighted-scalar", chunk_tokens=chunk)
     row = measure(Rival("ours", loss, "_row_kernel"), Case.random(TOKENS, HIDDEN, VOCABULARY))
     return {
         "chunk": chunk,

@@ -96,6 +96,18 @@ def run(case: Case, upstream: str, **options: Any) -> Dense:
     return Dense(out.loss.detach(), out.argmax, *grads)
 
 
+def promised(case: Case, **options: Any) -> Tensor:
+    """The op's loss, with the promise that its upstream gradient is a multiple of the weights."""
+    return linear_cross_entropy(
+        case.hidden,
+        case.weight,
+        case.targets,
+        loss_weights=case.weights,
+        upstream="weighted-scalar",
+        **options,
+    ).loss
+
+
 def error(got: Tensor, want: Tensor) -> float:
     """Relative error in the 2-norm; NaN is infinitely wrong."""
     value = ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-300)).item()

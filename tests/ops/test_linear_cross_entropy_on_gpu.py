@@ -24,6 +24,7 @@ from tests.ops.linear_cross_entropy_cases import (  # noqa: E402
     dense,
     error,
     make_case,
+    promised,
     run,
     started,
     unrounded,
@@ -187,12 +188,7 @@ def test_a_broken_promise_stops_the_device() -> None:
 def check_broken() -> None:
     """Break the promise on CUDA; the process must not survive it."""
     case = make_case(300, 64, 500, 0, 1.0, torch.bfloat16, device="cuda")
-    linear_cross_entropy(
-        *case[:3],
-        loss_weights=case.weights,
-        upstream="weighted-scalar",
-        caller="linear_ce_some_patch",
-    ).loss.sum().backward()
+    promised(case, caller="linear_ce_some_patch").sum().backward()
     torch.cuda.synchronize()
 
 

@@ -6,9 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from cppmega.ops.linear_cross_entropy_autograd import deferred_scalar  # noqa: E402
-from tests.ops.linear_cross_entropy_cases import dense, error, make_case, run  # noqa: E402
+from tests.ops.linear_cross_entropy_cases import dense, error, make_case, promised, run  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -17,14 +16,7 @@ pytestmark = pytest.mark.slow
 def test_a_broken_promise_is_an_error(row: int) -> None:
     # Row 0 has weight 0, row 2 has not; neither may get another gradient.
     case = make_case()
-    loss = linear_cross_entropy(
-        case.hidden,
-        case.weight,
-        case.targets,
-        loss_weights=case.weights,
-        upstream="weighted-scalar",
-        caller="linear_ce_some_patch",
-    ).loss
+    loss = promised(case, caller="linear_ce_some_patch")
     gradient = (case.scalar * case.weights).double()
     gradient[row] += 1e-3
     with pytest.raises(RuntimeError, match=r"linear_ce_some_patch: .*arbitrary"):
@@ -33,13 +25,7 @@ def test_a_broken_promise_is_an_error(row: int) -> None:
 
 def test_ignored_rows_are_outside_the_promise() -> None:
     case = make_case()
-    loss = linear_cross_entropy(
-        case.hidden,
-        case.weight,
-        case.targets,
-        loss_weights=case.weights,
-        upstream="weighted-scalar",
-    ).loss
+    loss = promised(case)
     gradient = (case.scalar * case.weights).double()
     gradient[case.targets == -100] = 123.0
     loss.backward(gradient)
