@@ -23,7 +23,8 @@ GIB = 2**30
 _CONTEXT = 2 * GIB
 """CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers."""
 _CHUNK = GIB
-"""`LOGITS_BYTES` of `cppmega.ops.linear_cross_entropy_chunks`, which imports torch."""
+"""`LOGITS_BYTES` of `cppmega.ops.linear_cross_entropy_chunks`, which imports torch; the logits of
+fewer tokens take less."""
 _UNFUSED_SCORES = 3
 """Full fp32 score tensors that unfused DSA keeps per layer: scores, softmax, and the mask or its
 product."""
@@ -128,21 +129,24 @@ def _states(recipe: Recipe, rank: int) -> int:
 
 def _bytes(recipe: Recipe, dense: int, routed: int) -> int:
     """Bytes of a rank's parameters and of what training adds to them."""
-    tensor, replicas = recipe.tensor_model_parallel_size, recipe.data_parallel_size
-    expert = recipe.expert_model_parallel_size
-    spread = routed // expert
+    replicas, spread = recipe.data_parallel_size, _spread(recipe, routed)
     if recipe.kind == "loop":
         return (dense + spread) * 16  # fp32 weight, gradient and Adam's two moments
     # A bf16 weight and an fp32 gradient; an fp32 weight and two moments, sharded over the replicas.
     shard = replicas if recipe.use_distributed_optimizer else 1
-    expert_shard = max(replicas * tensor // expert, 1) if recipe.use_distributed_optimizer else 1
+    copies = max(replicas // recipe.expert_model_parallel_size, 1)
+    expert_shard = copies if recipe.use_distributed_optimizer else 1
     return dense * 6 + dense * 12 // shard + spread * 6 + spread * 12 // expert_shard
+
+
+def _spread(recipe: Recipe, routed: int) -> int:
+    """A rank's share of the routed experts, which EP spreads and TP splits (Megatron's default)."""
+    return routed // (recipe.expert_model_parallel_size * recipe.tensor_model_parallel_size)
 
 
 def _fp8_copies(recipe: Recipe, dense: int, routed: int) -> int:
     """Bytes of the copies in FP8 of a rank's weights, which are kept from step to step."""
-    spread = routed // recipe.expert_model_parallel_size
-    own = dense * _in_fp8(recipe) + spread * _in_fp8(recipe, routed=True)
+    own = dense * _in_fp8(recipe) + _spread(recipe, routed) * _in_fp8(recipe, routed=True)
     return _FP8_COPIES * own
 
 
@@ -166,14 +170,21 @@ def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
         stage += _blocks(recipe, len(letters), tokens, begins)
         stages.append(stage - shared * _indexer_scores(recipe, tokens, fused))
     if rank == recipe.pipeline_model_parallel_size - 1:
-        depth = sum(kept[letter] for letter in layout.mtp) + 10 * tokens * recipe.hidden_size
+        joined = 10 * _own_tokens(recipe, tokens) * recipe.hidden_size
+        depth = sum(kept[letter] for letter in layout.mtp) + joined
         stages[-1] += depth * layout.depths
     mixtures = pipeline.under_way(recipe, rank)
     most = max(sum(stages[n] * passes for n, passes in each.items()) for each in mixtures)
     others = tuple(gate for gate in recipe.gates if gate != MAMBA_RECOMPUTE)
     plain = recipe.with_(recompute_modules=(), gates=others)
     again = (_kept(plain, letter, tokens, fused) - kept[letter] for letter in kept)
-    return most + max(again)
+    passing = _passing_scores(recipe, tokens) if "D" in kept and not fused else 0
+    return most + max(*again, passing)
+
+
+def _own_tokens(recipe: Recipe, tokens: int) -> int:
+    """Tokens whose stream a rank keeps: with TP, recipes run with sequence parallelism."""
+    return tokens // recipe.tensor_model_parallel_size
 
 
 def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
@@ -186,7 +197,7 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
     saved, site = _saved(recipe), _kept_by_site(recipe, tokens)
     # The layer's input and its normalised copy, and what its hyper-connection keeps. Routers and
     # MLA read that copy in bf16.
-    stream = (2 + (2 if letter in "ED+" else saved)) * tokens * hidden + site
+    stream = (2 + (2 if letter in "ED+" else saved)) * _own_tokens(recipe, tokens) * hidden + site
     if letter == "-":
         mlp = _kept_by_mlp(recipe, recipe.ffn_hidden_size, "mlp", saved)
         return stream + mlp * tokens // tensor
@@ -202,7 +213,7 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
         shared = _kept_by_mlp(
             recipe, recipe.moe_shared_expert_intermediate_size or 0, "moe_act", saved
         )
-        return stream + tokens * (read + routed + shared)
+        return stream + tokens * read + tokens * (routed + shared) // tensor
     heads = recipe.num_attention_heads // tensor
     if letter in "D+":
         assert recipe.kv_lora_rank and recipe.qk_head_dim and recipe.v_head_dim
@@ -246,7 +257,7 @@ def _kept_by_site(recipe: Recipe, tokens: int) -> int:
     """The streams and the sub-layer's output; recomputed: the output in place of the input."""
     if not recipe.uses_mhc or _recomputes_streams(recipe):
         return 0
-    return _streams(recipe, tokens) + 2 * tokens * recipe.hidden_size
+    return _streams(recipe, tokens) + 2 * _own_tokens(recipe, tokens) * recipe.hidden_size
 
 
 def _recomputes_streams(recipe: Recipe) -> bool:
@@ -280,7 +291,8 @@ def _sites(recipe: Recipe, letters: int) -> int:
 
 
 def _streams(recipe: Recipe, tokens: int) -> int:
-    return 2 * tokens * recipe.hidden_size * recipe.mhc_num_residual_streams
+    streams = recipe.mhc_num_residual_streams
+    return 2 * _own_tokens(recipe, tokens) * recipe.hidden_size * streams
 
 
 def _kept_by_mlp(recipe: Recipe, width: int, module: str, saved: int) -> int:
@@ -300,6 +312,16 @@ def _dsa_scores(recipe: Recipe, tokens: int, heads: int, fused: bool) -> int:
     return attention + _indexer_scores(recipe, tokens, fused)
 
 
+def _passing_scores(recipe: Recipe, tokens: int) -> int:
+    """Bytes by which an unfused indexer exceeds the attention of its layer, which comes later.
+
+    It has the scores of all its heads, which TP does not split, before and after their ReLU.
+    """
+    heads = recipe.num_attention_heads // recipe.tensor_model_parallel_size
+    surplus = 2 * (recipe.dsa_indexer_n_heads or 0) - _UNFUSED_SCORES * heads
+    return max(4 * tokens * recipe.seq_length * surplus, 0)
+
+
 def _indexer_scores(recipe: Recipe, tokens: int, fused: bool) -> int:
     """Bytes that the loss of one indexer keeps."""
     if not recipe.dsa_indexer_loss_coeff or _recomputes_attention(recipe):
@@ -317,6 +339,6 @@ def _logits(recipe: Recipe) -> int:
     heads = 1 + recipe.layout.depths
     if recipe.uses_linear_cross_entropy:
         # One chunk of logits; each head's dW in fp32 and dX in bf16 wait for the backward pass.
-        return _CHUNK + heads * recipe.hidden_size * (4 * rows + 2 * tokens)
+        return min(_CHUNK, 2 * tokens * rows) + heads * recipe.hidden_size * (4 * rows + 2 * tokens)
     # bf16 logits; the softmax in fp32 is kept for the backward pass, once per head.
     return tokens * rows * (2 + 4) * heads

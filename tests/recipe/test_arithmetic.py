@@ -369,11 +369,23 @@ def test_memory_is_spread_as_the_layout_says() -> None:
     assert estimate(four).states == dense * 6 + dense * 12 // 4 + routed * 18
 
 
+def test_tensor_parallelism_spreads_weights_experts_and_streams() -> None:
+    """On H200, a rank had 410,744,192 parameters and a peak of 9.2 GiB, with unfused DSA 14.1."""
+    four = recipes_index.load("nam56r_h200_4gpu_tp4")
+    assert estimate(four).states == pytest.approx(18 * 410_744_192, rel=5e-3)
+    context = 2
+    assert estimate(four, attends=True).gib - context == pytest.approx(9.2, rel=0.06)
+    assert estimate(four).gib == pytest.approx(14.1, rel=0.06)
+
+
 def test_logits_are_kept_only_by_heads_that_make_them() -> None:
     native = recipes_index.load("nam56r_h200_slice")
     assert estimate(native).logits == 3 * 4096 * 65536 * 6
     linear = native.with_(cross_entropy_fusion_impl="linear")
-    assert estimate(linear).logits == GIB + 3 * 4096 * (4 * 65536 + 2 * 4096)
+    one_chunk = 4096 * 65536 * 2
+    assert estimate(linear).logits == one_chunk + 3 * 4096 * (4 * 65536 + 2 * 4096)
+    four = linear.with_(micro_batch_size=4, global_batch_size=4)
+    assert estimate(four).logits == GIB + 3 * 4096 * (4 * 65536 + 2 * 4 * 4096)
 
 
 def test_the_whole_model_fits_one_and_two_gpus_by_the_estimate() -> None:
