@@ -25,7 +25,7 @@ WHOLE = (
     *("nam56r_h200_1gpu", "nam56r_h200_2gpu_ep2", "nam56r_full_h200_4gpu"),
     *("nam56r_h200_8gpu_bf16", "nam56r_h200_8gpu_fp8"),
     *("nam56r_full_h200_2gpu_pp2", "nam56r_full_h200_2gpu_pp2_vpp2"),
-    "nam56r_full_h200_4gpu_pp2_vpp2",
+    *("nam56r_full_h200_4gpu_mbs4", "nam56r_full_h200_4gpu_pp2_vpp2"),
 )
 SHARED, CUT = "nam56r_h200_2gpu_ep2_index_share", "nam56r_h100_1gpu_cut"
 FAMILY = {name: recipes_index.load(name) for name in (*WHOLE, SHARED, CUT)}
@@ -64,6 +64,7 @@ FP8_EXPERTS = (*FP8, "gates=(('CPPMEGA_SELECTIVE_FP8_MOE', '1'),)")
         (ALONE, FP8_EXPERTS, 128.9),
         ("nam56r_h200_2gpu_ep2", (), 125.9),
         ("nam56r_h200_2gpu_ep2", FP8, 124.3),
+        ("nam56r_full_h200_4gpu_mbs4", (), 108.2),
         ("nam56r_full_h200_2gpu_pp2", (), 117.0),
         ("nam56r_full_h200_2gpu_pp2_vpp2", (), 96.1),
     ],
