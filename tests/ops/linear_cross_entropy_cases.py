@@ -171,9 +171,11 @@ def unrounded(case: Case) -> Dense:
 
 
 def started(*command: str) -> subprocess.Popen[str]:
+    """Start a script of this repository, which finds what the calling process finds."""
+    found = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         command,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
