@@ -12,7 +12,7 @@ import pytest
 from cppmega.runs import failures, json_file
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Run
-from tests.rank.test_guard import Bench
+from tests.rank.bench import Bench
 from tests.support import PATIENCE, REPOSITORY, made
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cppmega.runs.folder import Run
-from tests.launch.test_supervise import needs_tmux, until
+from tests.launch.bench import needs_tmux, until
 from tests.support import PATIENCE, REPOSITORY, patched
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]

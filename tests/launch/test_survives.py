@@ -22,12 +22,10 @@ from cppmega.runs import failures, json_file, listing, liveness, logs
 from cppmega.runs.folder import Run
 from cppmega.runs.json_file import read_object
 from cppmega.runs.status import Failure, Status
-from tests.launch.test_supervise import Bench, bench, gone, ranks, ranks_recorded, ready, until
+from tests.launch.bench import Bench, gone, ranks, ranks_recorded, ready, until
 from tests.support import PATIENCE, REPOSITORY
 
 pytestmark = pytest.mark.slow
-
-__all__ = ["bench"]
 
 
 def test_a_status_is_written_on_a_full_disk(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank.test_guard import Bench
+from tests.rank.bench import Bench
 from tests.support import PATIENCE, free_port, made
 
 LOOP = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank.test_guard import Bench
+from tests.rank.bench import Bench
 from tests.support import made
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 from cppmega.host import process
 from cppmega.rank import child_processes
 from tests import forkserver
-from tests.rank.test_guard import Bench, finish
+from tests.rank.bench import Bench, finish
 from tests.support import PATIENCE, free_port, made
 
 pytestmark = pytest.mark.slow
