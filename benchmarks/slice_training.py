@@ -350,7 +350,8 @@ def header(bench: Bench) -> dict[str, Any]:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
     )
     if done.returncode:
-        raise click.ClickException(f"the GPU cannot be named: {done.stderr[-3000:]}")
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise click.ClickException(f"This host has no GPU that torch can use. {why}")
     return {
         "schema": 1,
         "benchmark": "slice_training",
