@@ -6,13 +6,10 @@ the Mamba layers' kept, the memory estimate exceeds the GPU's memory.
 
 from cppmega.recipe.index import load
 
-RECIPE = load("nam56r_h200_2gpu_ep2").with_(
+RECIPE = load("nam56r_full_h200_4gpu_mbs4").with_(
     name="nam56r_full_h200_4gpu",
     purpose="the whole NAM56R on 4 x H200, EP 4, dense indexer loss",
-    gpus=4,
-    expert_model_parallel_size=4,
     micro_batch_size=8,
-    global_batch_size=32,
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     gates=(("CPPMEGA_MAMBA_RECOMPUTE", "1"),),
 )

@@ -1,6 +1,6 @@
 """The whole NAM56R on four H200 with EP 4, at the micro-batch at which nothing is recomputed.
 
-In one call on one host it was 10 % faster per GPU than micro-batches of eight with their experts
+On one host it was 10 % faster per GPU than micro-batches of eight with their experts
 recomputed (`benchmarks/results/nam56r_full_h200_4gpu_rows.md`).
 """
 
