@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import forkserver
-from tests.support import PATIENCE
+from tests.support.processes import assert_all_pass, started
 
 pytestmark = pytest.mark.slow
 
 torch = pytest.importorskip("torch")
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 S, B, H, V = 6, 3, 8, 20
 ONE_RANK = """
 import sys
@@ -31,18 +28,10 @@ def test_equals_megatron(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     python, store = forkserver.executable(), str(tmp_path / "store")
     processes = [
-        subprocess.Popen(
-            [python, "-c", ONE_RANK, str(rank), str(ranks), store],
-            env=os.environ
-            | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        started(python, "-c", ONE_RANK, str(rank), str(ranks), store, PYTHONWARNINGS="ignore")
         for rank in range(ranks)
     ]
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    assert_all_pass(processes)
 
 
 class Setup:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +11,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy
-from tests.support import REPOSITORY
 
 UPSTREAMS = ("weighted-scalar", "arbitrary")
 
@@ -168,15 +165,3 @@ def unrounded(case: Case) -> Dense:
     d_logits *= (case.scalar * case.weights.double()).unsqueeze(1)
     loss = torch.nn.functional.softplus(lag, threshold=100).squeeze(1)
     return Dense(loss, logits.argmax(1), d_logits @ w, d_logits.t() @ x)
-
-
-def started(*command: str) -> subprocess.Popen[str]:
-    """Start a script of this repository, which finds what the calling process finds."""
-    found = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )

@@ -26,10 +26,10 @@ from tests.ops.linear_cross_entropy_cases import (  # noqa: E402
     make_case,
     promised,
     run,
-    started,
     unrounded,
 )
 from tests.support import PATIENCE  # noqa: E402
+from tests.support.processes import started  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,10 @@ from tests.ops.linear_cross_entropy_cases import (  # noqa: E402
     error,
     make_case,
     run,
-    started,
 )
-from tests.support import PATIENCE  # noqa: E402
+from tests.support.processes import assert_all_pass, started  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-
-def assert_all_pass(processes: list[subprocess.Popen[str]]) -> None:
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
 
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
