@@ -10,8 +10,8 @@ Every case starts `nam56r_small_cut` with a replica on each GPU; the last rank d
     killed    it is killed while the ranks write their second checkpoint; all are started again
 
 For each, DIR/refusals_DEVICE_GPUS.json and .md get the seconds from the start to the end of all
-processes (after the kill: from the kill), and which of error, host, rank and file the log names. A
-case that trains where it should refuse, or resumes elsewhere than from its last complete
+processes (after the kill: from the kill), and which of error, host, rank and file the log names;
+of a rank that is killed, torchrun names rank and exit code. A case that trains where it should refuse, or resumes elsewhere than from its last complete
 checkpoint, fails the call.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
@@ -54,6 +54,8 @@ SAVED = 3
 """Steps from one checkpoint to the next."""
 _FOLDER = click.Path(path_type=Path)
 _ERROR = re.compile(r"error: ([a-z-]+)$", re.MULTILINE)
+_ROOT_CAUSE = re.compile(r"^Root Cause.*?^ +rank +: (\d+).*?^ +exitcode +: (-?\d+)", re.M | re.S)
+"""In torchrun's report."""
 START = """
 import os, runpy, sys
 first, last, ranks = sys.argv[1:4]
@@ -160,7 +162,14 @@ def killed(bench: Ranks) -> dict[str, Any]:
     steps = [row["step"] for row in bench.rows("killed")[trained:] if "step" in row]
     _demand(steps[:1] == [SAVED + 1], f"resumed with the steps {steps}")
     seconds = round(time.monotonic() - since, 1)
+    found["first_failure"] = first_failure(bench.log("killed").read_text(errors="replace"))
     return {**found, "resumed_from": steps[0] - 1, "resumed_seconds": seconds}
+
+
+def first_failure(said: str) -> dict[str, int] | None:
+    """The rank that torchrun reports as the first that failed, and its exit code."""
+    found = _ROOT_CAUSE.search(said)
+    return {"rank": int(found[1]), "exit_code": int(found[2])} if found else None
 
 
 def _rank(process: subprocess.Popen[bytes], number: int) -> psutil.Process:
@@ -233,10 +242,15 @@ def page(result: dict[str, Any]) -> str:
         first = cases["whole"]["seconds_to_first_step"]
         lines += [f"The first step of whole ranks ended {first:.0f} s after their start.", ""]
     if "killed" in cases:
+        failed = cases["killed"]["first_failure"]
+        named = "torchrun names none"
+        if failed:
+            named = f"torchrun names rank {failed['rank']}, exit code {failed['exit_code']}"
         lines += [
             f"The rank that was killed wrote the checkpoint of step {2 * SAVED}; its seconds are "
-            f"those from the kill to the end of all ranks. Started again, they resumed from the "
-            f"complete one of step {cases['killed']['resumed_from']}.",
+            f"those from the kill to the end of all ranks. As the first that failed, {named}. "
+            f"Started again, they resumed from the complete one of step "
+            f"{cases['killed']['resumed_from']}.",
             "",
         ]
     return "\n".join(lines)

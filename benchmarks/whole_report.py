@@ -51,6 +51,7 @@ def measured(
             "resumed_from_step": saved,
             "repeated_steps": [both[0], both[-1]],
             "largest_difference": apart(again, lost),
+            "first_difference": abs(again[both[0]] - lost[both[0]]),
             "loss_span": max(again.values()) - min(again.values()),
         },
         "held_out_losses": [
@@ -156,7 +157,8 @@ def page(result: dict[str, Any]) -> str:
         f"Killed with SIGKILL after step {resume['killed_after_step']} and resumed from the "
         f"checkpoint of step {resume['resumed_from_step']}: over steps "
         f"{resume['repeated_steps'][0]} to {resume['repeated_steps'][1]}, trained before and after "
-        f"the kill, the losses differ by at most {resume['largest_difference']:.2e}.",
+        f"the kill, the losses differ by at most {resume['largest_difference']:.2e}"
+        f"{_at_first(resume)}.",
         "",
         *(f"- {each}" for each in result["saves"]),
         "",
@@ -195,6 +197,13 @@ def _evaluations(rows: list[list[Any]], heads: list[str]) -> list[str]:
         "",
         table(("after step", *heads, "tokens", "seconds"), cells),
     ]
+
+
+def _at_first(resume: dict[str, Any]) -> str:
+    """What the first repeated step differs by, which earlier results do not have."""
+    if "first_difference" not in resume:
+        return ""
+    return f", in the first of them by {resume['first_difference']:.2e}"
 
 
 def _reloaded(found: dict[str, Any]) -> str:

@@ -15,13 +15,15 @@ Every row but the first changes one thing of the recipe:
     grads       weight gradients are written in bf16, and then added to fp32
     products    every expert of a layer has products of its own
     gathered    every GPU computes its experts for all tokens, which are gathered, not exchanged
+    beside      the shared expert is computed while tokens are exchanged
     averaged    the reduction of gradients averages them, and they are not scaled before it
     shared      IndexShare: three of nine DSA layers select keys for all
     heads       the heads' losses are taken from logits
     dsa         DSA in plain torch, as the release has it; its scores are recomputed
     plain       DSA in plain torch; nothing is recomputed for it
     mhc         hyper-connections in plain torch
-    alone       on one GPU, without parallelism
+    alone       on one GPU, without parallelism, with all sequences of a step
+    share       on one GPU, without parallelism, with a GPU's share of the sequences of a step
     glue        without the pages that save time between the large kernels
     stock       DSA, heads and glue as the release has them, one sequence at a time, all recomputed
     stock_two   and two at a time
@@ -50,7 +52,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,6 +87,15 @@ class Row:
     """Megatron's own."""
     without: tuple[str, ...] = ()
     """Pages that are left out."""
+    shares: bool = False
+    """A step has the sequences of one of the recipe's replicas."""
+
+    def of(self, recipe: Recipe) -> Row:
+        """The row with the changes that depend on the recipe."""
+        if not self.shares:
+            return self
+        batch = recipe.global_batch_size // recipe.data_parallel_size
+        return replace(self, changes=(*self.changes, f"global_batch_size={batch}"))
 
     @property
     def described(self) -> list[str]:
@@ -127,6 +138,7 @@ ROWS: Mapping[str, Row] = {
     "grads": Row(("gradient_accumulation_fusion=False",)),
     "products": Row(variables={"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"}),
     "gathered": Row(("moe_token_dispatcher_type=allgather",)),
+    "beside": Row(arguments=("--moe-shared-expert-overlap",)),
     "averaged": Row(("ddp_average_in_collective=True",)),
     "shared": Row(("dsa_index_pattern=FSSFSSFSS",)),
     "heads": Row((_HEADS,)),
@@ -134,6 +146,7 @@ ROWS: Mapping[str, Row] = {
     "plain": Row((_PLAIN_DSA,), without=_DSA),
     "mhc": Row(("use_fused_mhc=False",)),
     "alone": Row(_ALONE),
+    "share": Row(_ALONE, shares=True),
     "glue": Row(without=_GLUE),
     "stock": Row((*_STOCK, _ONE), without=(*_DSA, *_GLUE)),
     "stock_two": Row((*_STOCK, "micro_batch_size=2"), without=(*_DSA, *_GLUE)),
@@ -188,7 +201,7 @@ def main(
     for each in chosen:
         if each in shared_result.read(target, "rows")["rows"]:
             continue
-        row = ROWS[each]
+        row = ROWS[each].of(base)
         every = (f"train_iters={steps + _PROFILED}", *changes, *row.changes)
         made = recipes_index.with_text(recipes_index.load(recipe), every)
         with in_environment(made, row):

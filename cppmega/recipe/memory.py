@@ -254,10 +254,16 @@ def _kept_by_mamba3(recipe: Recipe) -> int:
 
 
 def _kept_by_site(recipe: Recipe, tokens: int) -> int:
-    """The streams and the sub-layer's output; recomputed: the output in place of the input."""
+    """The streams and the sub-layer's output; recomputed: the output in place of the input.
+
+    The plain implementation keeps the output in fp32, and the streams three times: for the weights
+    of the site, for the sub-layer's input, and for the streams after it.
+    """
     if not recipe.uses_mhc or _recomputes_streams(recipe):
         return 0
-    return _streams(recipe, tokens) + 2 * _own_tokens(recipe, tokens) * recipe.hidden_size
+    streams = _streams(recipe, tokens)
+    output = 2 * _own_tokens(recipe, tokens) * recipe.hidden_size
+    return streams + output if recipe.use_fused_mhc else 2 * (3 * streams + output)
 
 
 def _recomputes_streams(recipe: Recipe) -> bool:

@@ -91,6 +91,20 @@ def test_every_case_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     page = (tmp_path / "refusals_h200_2.md").read_text()
     assert page in done.output and "| 1 | overlay-differs | host and rank, file |" in page
     assert "resumed from the complete one of step 3" in page
+    assert "torchrun names none" in page
+
+
+def test_torchrun_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run([*command, "2", str(script)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert refusals.first_failure(done.stderr) == {"rank": 1, "exit_code": -9}
 
 
 @pytest.mark.parametrize(

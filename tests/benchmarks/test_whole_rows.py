@@ -110,8 +110,18 @@ def test_rows_run_once_each_in_their_own_environment(
 def test_every_row_is_a_recipe_that_differs_from_the_first(name: str) -> None:
     row = rows.ROWS[name]
     two, four = map(recipes_index.load, ("nam56r_h200_2gpu_ep2", "nam56r_full_h200_4gpu"))
-    changed = [recipes_index.with_text(recipe, row.changes) != recipe for recipe in (two, four)]
+    changed = [
+        recipes_index.with_text(recipe, row.of(recipe).changes) != recipe for recipe in (two, four)
+    ]
     assert any(changed) is bool(row.changes)
     own = dict(two.environment)
     assert all(own.get(variable) != value for variable, value in row.variables.items())
     assert bool(row.described) is (name not in ("recipe", "again"))
+
+
+@pytest.mark.parametrize("name", ["nam56r_h200_4gpu_ep4", "nam56r_h200_4gpu_tp4"])
+def test_one_gpu_has_the_steps_of_a_replica(name: str) -> None:
+    recipe = recipes_index.load(name)
+    alone = recipes_index.with_text(recipe, rows.ROWS["share"].of(recipe).changes)
+    assert alone.gpus == 1 and alone.micro_batch_size == recipe.micro_batch_size
+    assert alone.micro_batches == recipe.micro_batches

@@ -92,3 +92,18 @@ def test_one_block_of_a_deep_model_is_not_the_cheapest() -> None:
     logits = estimate(recipe).logits
     # 64 sites at once, when the logits are gone; 8 blocks of 8 sites, the first without streams.
     assert one - some == (64 * stream - logits) - 7 * stream
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "measured"),
+    [
+        ("gpt_mhc_h200", True, 54.7),
+        ("gpt_mhc_h200", False, 77.8),
+        ("gpt_mhc_h200_4gpu_tp2_pp2", True, 16.1),
+        ("gpt_mhc_h200_4gpu_tp2_pp2", False, 27.7),
+    ],
+)
+def test_residual_streams_need_what_they_needed(name: str, fused: bool, measured: float) -> None:
+    """On H200 (`mhc_training_h200.md`, `gpt_mhc_h200_4gpu_tp2_pp2_rows.md`)."""
+    recipe = recipes_index.load(name).with_(use_fused_mhc=fused)
+    assert estimate(recipe).gib == pytest.approx(measured, rel=0.1)
