@@ -10,9 +10,9 @@ Every case starts `nam56r_small_cut` with a replica on each GPU; the last rank d
     killed    it is killed while the ranks write their second checkpoint; all are started again
 
 For each, DIR/refusals_DEVICE_GPUS.json and .md get the seconds from the start to the end of all
-processes (after the kill: from the kill), and which of error, host, rank and file the log names;
-of a rank that is killed, torchrun names rank and exit code. A case that trains where it should refuse, or resumes elsewhere than from its last complete
-checkpoint, fails the call.
+processes (after the kill: from the kill), and which of error, host, rank and file the log names; of
+a rank that is killed, torchrun names rank and exit code. A case that trains where it should refuse,
+or resumes elsewhere than from its last complete checkpoint, fails the call.
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
 copied and never changed. Everything else must be importable.
