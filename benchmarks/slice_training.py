@@ -297,7 +297,8 @@ def prepare(prefix: Path, text: tuple[Path, ...], site: Path, structure: bool = 
 
 def environment(*first: Path) -> dict[str, str]:
     """This environment, with the repository and then these folders first in PYTHONPATH."""
-    path = os.pathsep.join([str(REPOSITORY), *map(str, first), os.environ.get("PYTHONPATH", "")])
+    folders = (str(REPOSITORY), *map(str, first), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, folders))  # an empty entry would be the current folder
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 

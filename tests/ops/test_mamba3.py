@@ -24,8 +24,8 @@ from tests.ops import mamba3_stand_ins  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn, leaves, token_by_token  # noqa: E402
 from tests.ops.mamba3_errors import WIDE  # noqa: E402
 from tests.ops.mamba3_scan_checks import check  # noqa: E402
+from tests.support.processes import python_path  # noqa: E402
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MIMO = Shape()
 NORM = MIMO._replace(out_norm=True)
 SISO = MIMO._replace(rank=1)
@@ -170,7 +170,7 @@ def test_mamba_ssm_is_imported_without_the_compiled_scan_of_mamba_1(tmp_path: Pa
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        env={**os.environ, "PYTHONPATH": python_path(tmp_path)},
         capture_output=True,
         text=True,
     )
