@@ -36,7 +36,7 @@ with metrics.open("a") as file:
         file.flush()
     say({"start": "nam56r_h200_2gpu_ep2", "overlay": "abc", "mock_data": False})
     for step in range(done + 1, last + 1):
-        loss = 11.1 - step / 100 + (0.001 if done else 0)
+        loss = 11.1 - step / 100 + (0.001 * (step - done) if done else 0)
         losses = {"lm loss": loss, "mtp_1 loss": loss, "mtp_2 loss": loss, "indexer loss": 0.1}
         say({"step": step, "seconds": 0.5, "tokens_per_second": 20000.0, "tflops_per_gpu": 250.0,
              "tflops_per_gpu_by_megatron": 200.0, "peak_gib": 110.0, "loss": loss,
@@ -128,7 +128,8 @@ def test_lost_steps_are_compared_with_their_repetition_and_counted_once(
     run, resume = result["runs"]["overlay"], result["resume"]
     assert run["steps"] == 30 and [row[0] for row in run["curve"]] == list(range(1, 31))
     assert resume["killed_after_step"] == 25 and resume["repeated_steps"] == [21, 25]
-    assert resume["largest_difference"] == pytest.approx(0.001)
+    assert resume["largest_difference"] == pytest.approx(0.005)
+    assert resume["first_difference"] == pytest.approx(0.001)
     assert run["losses"]["lm loss"][20] == pytest.approx(11.1 - 0.21 + 0.001)
     assert [row[0] for row in result["held_out_losses"]] == [10, 20, 30]
     assert result["saves"] == ["checkpoint of step 20: 76.0 GiB in 60.0 s"]
@@ -141,6 +142,7 @@ def test_the_page_has_speed_losses_balance_and_kill(result: dict[str, Any]) -> N
     assert "lm loss 11.090, mtp_1 loss 11.090, mtp_2 loss 11.090; random weights" in page
     assert "expected to have 11.910 (ln V = 11.090), from which the farthest is 6.9%" in page
     assert "0.25 to 2.00, the most of the median layer 2.00" in page
+    assert "the losses differ by at most 5.00e-03, in the first of them by 1.00e-03." in page
     assert "after step 25" in page and "checkpoint of step 20" in page
     assert "| 20 | 11.0000 | 11.0000 | 11.0000 | 1,000 | 1.0 |" in page
 
