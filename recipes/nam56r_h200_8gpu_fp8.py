@@ -1,7 +1,6 @@
 """The whole NAM56R on one host of 8 H200 with FP8 matrix products (per-tensor scaling).
 
-EP 8 and micro-batch 10. M2RNN's projections and DSA stay in bf16. The memory estimate is that of
-bf16 products: it includes neither the FP8 copies of weights nor activations that are kept in FP8.
+EP 8 and micro-batch 10. M2RNN's projections and DSA stay in bf16.
 """
 
 from cppmega.recipe.index import load

@@ -30,7 +30,7 @@ RECIPE = BASE.with_(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
     dist_ckpt_optim_fully_reshardable=True,
-    global_batch_size=2,
+    global_batch_size=4,
     train_iters=4,
     lr=1e-3,
     lr_decay_style="linear",
@@ -41,7 +41,12 @@ LAYOUTS = {
     "EP 1": (Configuration(data=2), RECIPE.with_(gpus=2)),
     "PP 2": (Configuration(pipeline=2), RECIPE.with_(gpus=2, **STAGES)),
     "EP 2": (Configuration(data=2, expert=2), RECIPE.with_(gpus=2, expert_model_parallel_size=2)),
+    "EP 2, twice": (
+        Configuration(data=4, expert=2),
+        RECIPE.with_(gpus=4, expert_model_parallel_size=2),
+    ),
 }
+"""In the last one, as with EP 4 on eight GPUs, two ranks have the same experts."""
 GIVEN = RunOptions(mock_data=True, save_interval=2)
 
 
@@ -75,7 +80,7 @@ def whole(setting: Configuration, folder: Path) -> tuple[dict[str, Any], Any]:
 
 def check_states_are_the_same_at_every_expert_parallel_size(folder: Path) -> None:
     """There and back: weights, masters, moments, steps, rates, and the training steps after it."""
-    for first, second in (("one rank", "EP 2"), ("EP 2", "PP 2")):
+    for first, second in (("one rank", "EP 2, twice"), ("EP 2", "PP 2")):
         name = f"{first} to {second}"
         there, moved, back = (folder / f"{name}, {n}" for n in (1, 2, 3))
         for made in (there, moved, back):
