@@ -1,4 +1,4 @@
-"""Linear cross-entropy on two ranks, and its row kernel under Triton's interpreter."""
+"""Linear cross-entropy on two and eight ranks, and its row kernel under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from tests.support.processes import assert_all_pass, started  # noqa: E402
 pytestmark = pytest.mark.slow
 
 
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    python = forkserver.executable()
-    store = str(tmp_path / "store")
-    assert_all_pass([started(python, "-c", ONE_RANK, str(rank), store) for rank in range(2)])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_equal_one(ranks: int, tmp_path: Path) -> None:
+    given = (forkserver.executable(), "-c", ONE_RANK, str(tmp_path / "store"), str(ranks))
+    assert_all_pass([started(*given, str(rank)) for rank in range(ranks)])
 
 
 ONE_RANK = """
 import sys
 from tests.ops.test_linear_cross_entropy_processes import check_rank, torch
 torch.manual_seed(0)
-check_rank(int(sys.argv[1]), sys.argv[2])
+check_rank(sys.argv[1], *map(int, sys.argv[2:]))
 """
 
 
-def check_rank(rank: int, store: str) -> None:
-    """One of two ranks: every rank must find what the dense computation finds."""
+def check_rank(store: str, ranks: int, rank: int) -> None:
+    """Every rank must find what the dense computation finds."""
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )
     group = torch.distributed.group.WORLD
-    # Padding on the second rank; in part, not at all, and nothing but padding on it.
-    for vocabulary, padding in ((50, 8), (58, 0), (20, 38)):
+    # Padding on the last rank: in part, not at all, and nothing but padding on it.
+    for vocabulary, padding in ((60, 4), (64, 0), (20, 44)):
         case = make_case(vocabulary=vocabulary, padding=padding, std=3.0)
-        shard = case.weight.shape[0] // 2
+        shard = case.weight.shape[0] // ranks
         mine = slice(rank * shard, (rank + 1) * shard)
         want = dense(case, case.scalar * case.weights)
         want = want._replace(weight_grad=want.weight_grad[mine])
@@ -60,12 +60,12 @@ def check_rank(rank: int, store: str) -> None:
             assert error(part.hidden_grad, want.hidden_grad) > 1e-3 or padding > vocabulary
             torch.distributed.all_reduce(part.hidden_grad)
             assert_same(part, want, 1e-12)
-    # Equal maxima on both ranks: the lower token id.
+    # Equal maxima on all ranks: the lower token id.
     x, w = torch.ones(2, 2), torch.ones(3, 2)
     out = linear_cross_entropy(x, w, torch.tensor([5, 0]), tp_group=group, return_argmax=True)
     assert out.argmax is not None
     assert out.argmax.tolist() == [0, 0]
-    torch.testing.assert_close(out.loss, torch.full((2,), 6.0).log())
+    torch.testing.assert_close(out.loss, torch.full((2,), 3.0 * ranks).log())
     torch.distributed.destroy_process_group()
 
 
