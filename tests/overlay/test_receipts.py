@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from cppmega.cli.group import carrying
 from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt, transaction
 from cppmega.overlay import verbs as overlay
+from tests.support.git import commit_all, run_git
 from tests.support.lab import FILES, A, B, Lab
 
 OTHER = ("other", f"{B}:single", 'replacing("return x", "return 1 * x")')
@@ -128,25 +128,18 @@ def test_only_is_not_taken_out_by_name(applied: Lab) -> None:
 
 
 def test_patched_text_that_was_committed(lab: Lab) -> None:
-    def git(*words: str) -> str:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
-        command = ["git", *identity, "-C", str(lab.root), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
     lab.export()
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "upstream")
+    commit_all(lab.root)
     lab.page()
     assert lab.apply().ok
-    git("commit", "-qam", "oops")
+    run_git(lab.root, "commit", "-qam", "oops")
     verdict = lab.refused()
     assert verdict.state == "drifted" and "was committed" in verdict.detail
     assert "git" in verdict.next and "revert" in verdict.next
     with pytest.raises(CppmegaError) as caught:
         lab.revert()
     assert "was committed" in caught.value.what and caught.value.name != "original-missing"
-    git("revert", "--no-edit", "HEAD")
+    run_git(lab.root, "revert", "--no-edit", "HEAD")
     assert lab.apply().ok
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,7 @@ BYTES = {"kind": "byte", "vocab_size": 257, "eod": 256}
 
 def dataset(prefix: Path, tokens: int = 20_000, **tokenizer: Any) -> Path:
     """An indexed dataset of bytes, with its card."""
-    ids = (np.arange(tokens) % 257).astype(np.uint16)
-    with_suffix(prefix, ".bin").write_bytes(ids.tobytes())
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 1, 2)
-    body = np.array([tokens], np.int32).tobytes() + np.array([0, 0, 1], np.int64).tobytes()
-    with_suffix(prefix, ".idx").write_bytes(head + body)
-    data, index = corpus.digest(prefix)
+    data, index = corpus.digest(write(prefix, np.arange(tokens) % 257, [tokens]))
     card = Card(
         tokenizer=TokenizerRecord(**{**BYTES, **tokenizer}),
         documents=1,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import py_compile
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from cppmega.overlay.receipt import Receipt
 from cppmega.rank import imported, provenance, witness
 from cppmega.rank.provenance import Judged
+from tests.support.git import commit_all
 
 A, B = "megatron/core/a.py", "megatron/core/b.py"
 FILES = {"megatron/core/__init__.py": b"", A: b"VALUE = 1\n", B: b"from megatron.core import a\n"}
@@ -56,15 +56,9 @@ class Site:
         os.utime(source, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
         return Path(str(cached))
 
-    def git(self, *words: str) -> None:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "gc.auto=0"]
-        subprocess.run(["git", *identity, "-C", str(self.root), *words], check=True)
-
     def commit(self) -> None:
         for info in self.root.glob("*.dist-info/*"):
             info.unlink()
         for folder in self.root.glob("*.dist-info"):
             folder.rmdir()
-        self.git("init", "-q")
-        self.git("add", ".")
-        self.git("commit", "-qm", "upstream")
+        commit_all(self.root)

@@ -13,9 +13,10 @@ import pytest
 from cppmega.errors import CppmegaError
 from cppmega.tree import installed as tree
 from cppmega.tree.installed import Tree
+from tests.support.git import run_git
 from tests.support.lab import FILES, REPOSITORY, A, B, Lab
 from tests.support.made import dist_info, pin, write
-from tests.tree.labs import checkout, fails, run_git
+from tests.tree.labs import checkout, fails
 
 # -- which tree -------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
 from cppmega.tree.installed import Tree
 from tests.support import made
+from tests.support.git import commit_all, run_git
 from tests.support.lab import FILES, REPOSITORY, A, Lab
 from tests.support.made import snapshot, write
-from tests.tree.labs import checkout, run_git
+from tests.tree.labs import checkout
 
 
 def refused(name: str, lab: Lab) -> CppmegaError:
@@ -61,9 +62,7 @@ def test_a_checkout_with_the_line_ends_of_windows(lab: Lab) -> None:
     """`core.autocrlf` changes bytes and no code: applied, and reverted to the bytes there were."""
     lab.export()
     (lab.root / ".gitattributes").write_text("*.py text eol=crlf\n")
-    run_git(lab.root, "init", "-q")
-    run_git(lab.root, "add", ".")
-    run_git(lab.root, "commit", "-qm", "upstream")
+    commit_all(lab.root)
     (lab.root / A).unlink()
     run_git(lab.root, "checkout", "-q", "--", A)
     lab.page()
@@ -87,9 +86,7 @@ def test_worktrees_packs_and_submodules_are_checkouts(lab: Lab, tmp_path: Path) 
     assert Tree(tmp_path / "second").git_blob(A) == FILES[A]
     with_sha256 = tmp_path / "third"
     write(with_sha256, FILES)
-    run_git(with_sha256, "init", "-q", "--object-format=sha256")
-    run_git(with_sha256, "add", ".")
-    run_git(with_sha256, "commit", "-qm", "upstream")
+    commit_all(with_sha256, "--object-format=sha256")
     assert Tree(with_sha256).pristine(A)[0] == "git"
     assert Tree(with_sha256).git_blob(A) == FILES[A]
 
