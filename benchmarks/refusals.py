@@ -95,6 +95,7 @@ class Ranks(Bench):
             "errors": sorted(set(_ERROR.findall(said))),
             "host and rank": f"host {socket.gethostname()}, rank {rank}" in said,
             "file": FILE in said,
+            "first_failure": first_failure(said),
         }
 
 
@@ -162,7 +163,6 @@ def killed(bench: Ranks) -> dict[str, Any]:
     steps = [row["step"] for row in bench.rows("killed")[trained:] if "step" in row]
     _demand(steps[:1] == [SAVED + 1], f"resumed with the steps {steps}")
     seconds = round(time.monotonic() - since, 1)
-    found["first_failure"] = first_failure(bench.log("killed").read_text(errors="replace"))
     return {**found, "resumed_from": steps[0] - 1, "resumed_seconds": seconds}
 
 
