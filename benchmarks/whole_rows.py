@@ -208,6 +208,7 @@ def main(
             found = ran(Bench(made, every, *places, timeout), each, steps, row)
         fused = _ATTENTION not in row.without
         found["changes"], found["gpus"] = row.described, made.gpus
+        found["global_batch_size"] = made.global_batch_size
         found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
         with shared_result.changing(target, "rows") as result:
             result.update(header)
@@ -259,8 +260,8 @@ def page(result: dict[str, Any]) -> str:
         f"{', '.join(result['changes']) or 'The recipe as it is'}; every row changes one thing "
         "of the first. Rates are medians of the steps after the tenth that were not profiled, and "
         "ratios compare those steps that both rows have. The last two columns compare the losses "
-        "of a row's steps with those of the first: how much the mean of the last ten is higher, "
-        "and the largest difference.",
+        "of a row's steps with those of the first, if they have the same sequences: how much the "
+        "mean of the last ten is higher, and the largest difference.",
         "",
         *([result["note"], ""] if "note" in result else []),
         table(
@@ -289,7 +290,7 @@ def _cells(name: str, row: dict[str, Any], first: dict[str, Any] | None) -> tupl
         *(name, changes, str(row["unprofiled_steps"]), rate, f"{_faster(row, first):.3f}"),
         *(f"{row['tflops_per_gpu']:.0f}", f"{row['peak_gib']:.1f}", f"{row['estimate_gib']:.1f}"),
         f"{row['graph_pool_gib']:.1f}" if "graph_pool_gib" in row else "",
-        *(("", "") if row is first else _compared(_losses(row), _losses(first))),
+        *_compared(row, first),
     )
 
 
@@ -300,7 +301,8 @@ def _faster(row: dict[str, Any], first: dict[str, Any]) -> float:
         statistics.median(seconds for step, *_, seconds in each["curve"] if WARM < step <= last)
         for each in (row, first)
     )
-    return others / own * first["gpus"] / row["gpus"]
+    sequences = row["global_batch_size"] / first["global_batch_size"]
+    return others / own * sequences * first["gpus"] / row["gpus"]
 
 
 def _losses(row: dict[str, Any]) -> dict[int, float]:
@@ -308,13 +310,16 @@ def _losses(row: dict[str, Any]) -> dict[int, float]:
     return {step: loss for step, loss, *_ in row["curve"]}
 
 
-def _compared(losses: dict[int, float], first: dict[int, float]) -> tuple[str, str]:
+def _compared(row: dict[str, Any], first: dict[str, Any]) -> tuple[str, str]:
     """How the losses of a row differ from those of the first, over the steps of both."""
-    both = sorted(set(losses) & set(first))
-    difference = apart(losses, first)
+    if row is first or row["global_batch_size"] != first["global_batch_size"]:
+        return ("", "")  # of other sequences, losses say nothing
+    own, others = _losses(row), _losses(first)
+    both = sorted(set(own) & set(others))
+    difference = apart(own, others)
     if difference is None:
         return ("", "")
-    higher = statistics.mean(losses[step] - first[step] for step in both[-_LAST:])
+    higher = statistics.mean(own[step] - others[step] for step in both[-_LAST:])
     return (f"{higher:+.4f}", f"{difference:.4f}")
 
 

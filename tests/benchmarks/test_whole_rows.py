@@ -27,7 +27,8 @@ with open(sys.argv[1], "a") as file:
     for step in range(1, 28):
         file.write(json.dumps({
             "step": step,
-            "seconds": 1e4 / float(sys.argv[2]), "tokens_per_second": float(sys.argv[2]),
+            "seconds": 4096 * int(sys.argv[4]) / float(sys.argv[2]),
+            "tokens_per_second": float(sys.argv[2]),
             "tflops_per_gpu": 250.0, "tflops_per_gpu_by_megatron": 200.0, "peak_gib": 110.0,
             "loss": float(sys.argv[3]) - step, "grad_norm": 1.0, "losses": {"lm loss": 11.0},
             "mock_data": False, "profiled": step > 25}) + "\\n")
@@ -48,7 +49,8 @@ def test_rows_run_once_each_in_their_own_environment(
         tokens = "20000" if name == "recipe" else "15000"
         code = FULL if name == "heads" else WRITES
         loss = "40.5" if name == "fp8_gather" else "40.0"
-        command = [sys.executable, "-c", code, str(bench.metrics(name)), tokens, loss]
+        sequences = str(bench.recipe.global_batch_size)
+        command = [sys.executable, "-c", code, str(bench.metrics(name)), tokens, loss, sequences]
         with (bench.out / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -79,7 +81,7 @@ def test_rows_run_once_each_in_their_own_environment(
         "--out",
         str(tmp_path),
         "--only",
-        "recipe,recomputed,products,heads,fp8_gather,dsa,alone",
+        "recipe,recomputed,products,heads,fp8_gather,dsa,alone,share",
     ]
     for _ in range(2):  # the second call finds everything done
         done = CliRunner().invoke(rows.main, arguments, catch_exceptions=False)
@@ -92,12 +94,15 @@ def test_rows_run_once_each_in_their_own_environment(
         ("fp8_gather", "plain", None, None, ("--fp8-param-gather",)),
         ("dsa", "without-dsa", None, None, ()),
         ("alone", "plain", None, None, ()),
+        ("share", "plain", None, None, ()),
     ]
-    assert not any((*left_out[:5], left_out[6])) and left_out[5][::2] == ("--without",) * 3
+    assert not any((*left_out[:5], *left_out[6:])) and left_out[5][::2] == ("--without",) * 3
     found = json.loads((tmp_path / "nam56r_h200_2gpu_ep2_rows.json").read_text())
     assert found["changes"] == [] and found["rows"]["products"]["changes"] == [f"{PRODUCTS}=0"]
     assert f"| products | {PRODUCTS}=0 | 25 | 7500 | 0.750 | 250 | 110.0 | " in done.output
     assert "overlap_param_gather=False | 25 | 15000 | 1.500 | " in done.output
+    share = next(line for line in done.output.splitlines() if line.startswith("| share |"))
+    assert "global_batch_size=8 | 25 | 15000 | 1.500 | " in share and share.endswith(" |  |  |")
     assert "cross_entropy_fusion_impl=native |  | out of memory |" in done.output
     gather, products = (
         next(line for line in done.output.splitlines() if line.startswith(f"| {name} |"))
