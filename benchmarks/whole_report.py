@@ -211,14 +211,20 @@ def _reloaded(found: dict[str, Any]) -> str:
     compared = ""
     if difference is not None:
         compared = f", whose losses differ from the run's by at most {difference:.2e}"
-    took = ", ".join(f"{seconds:.2f}" for seconds in found["seconds"])
     return (
         f"`{found['recipe']}`, on {counted(found['gpus'], 'GPU')}, loaded the checkpoint of step "
         f"{found['from_step']} and trained steps {found['losses'][0][0]} to "
         f"{found['losses'][-1][0]}{compared}; its first step ended "
-        f"{found['seconds_to_first_step']:.0f} s after its start. "
-        f"These steps took {took} s, with at most {found['peak_gib']:.1f} GiB."
+        f"{found['seconds_to_first_step']:.0f} s after its start.{_took(found)}"
     )
+
+
+def _took(found: dict[str, Any]) -> str:
+    """What the steps of a reload needed, which earlier results do not have."""
+    if "seconds" not in found:
+        return ""
+    took = ", ".join(f"{seconds:.2f}" for seconds in found["seconds"])
+    return f" These steps took {took} s, with at most {found['peak_gib']:.1f} GiB."
 
 
 def mtp(run: dict[str, Any]) -> list[str]:
