@@ -11,9 +11,10 @@ import pytest
 
 from tests.support import REPOSITORY
 
+pytest.importorskip("torch")
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 RESULTS = REPOSITORY / "benchmarks" / "results"
-WRITERS = {
+BENCHMARKS = {
     "mhc_training": ("mhc_training", "of_recipe"),
     "parts": ("parts", "report"),
     "refusals": ("refusals", "page"),
@@ -21,27 +22,48 @@ WRITERS = {
     "whole_rows": ("whole_rows", "page"),
     "whole_training": ("whole_report", "page"),
 }
+"""What writes the pages of a benchmark that its results name."""
+NAMES = {
+    "cli": ("cli", "table"),
+    "code_corpus": ("code_corpus", "page"),
+    "configurations": ("configurations", "table"),
+    "dsa_attention_h200": ("dsa_attention", "table"),
+    "dsa_indexer_h200": ("dsa_indexer", "table"),
+    "dsa_sharing_h200": ("dsa_sharing", "table"),
+    "dsa_sparse_mla_h200": ("dsa_sparse_mla", "table"),
+    "input_embeddings_h200": ("input_embeddings", "table"),
+    "mamba3_h200": ("mamba3", "table"),
+    "mhc_training_h200": ("mhc_training_report", "table"),
+    "mhc_upstream": ("mhc_upstream", "table"),
+    "mixer_curves_h200": ("mixer_curves", "table"),
+    "upstream_unit_tests_cpu": ("upstream_tests_report", "table"),
+    "upstream_unit_tests_h200": ("upstream_tests_report", "table"),
+}
+"""And that of a single result."""
 
 
-def _benchmark(path: Path) -> str:
-    """Who writes the page of a result; empty for results of another layout."""
+def _writer(path: Path) -> tuple[str, str] | None:
+    if path.stem in NAMES:
+        return NAMES[path.stem]
     result = json.loads(path.read_text())
-    found = result.get("benchmark", "") if "schema" in result else ""
-    if found == "whole_rows" and "rows" not in result:
-        return "slice_training"  # one row of many, as a run of its own
-    return found if found in WRITERS else ""
+    if "schema" not in result:
+        return None
+    name = result.get("benchmark")
+    one_row = name == "whole_rows" and "rows" not in result  # shown as a run of its own
+    return BENCHMARKS.get("slice_training" if one_row else name)
 
 
-PAGES = [path for path in sorted(RESULTS.glob("*.json")) if _benchmark(path)]
+PAGES = {path: writer for path in sorted(RESULTS.glob("*.json")) if (writer := _writer(path))}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_is_written_from_its_result(path: Path) -> None:
     """Remarks may follow."""
-    module, function = WRITERS[_benchmark(path)]
-    written = getattr(importlib.import_module(module), function)(json.loads(path.read_text()))
-    assert path.with_suffix(".md").read_text().startswith(written)
+    module, function = PAGES[path]
+    made = getattr(importlib.import_module(module), function)(json.loads(path.read_text()))
+    text = made if isinstance(made, str) else "\n".join(made)
+    assert text and path.with_suffix(".md").read_text().startswith(text)
 
 
 def test_every_writer_has_a_page() -> None:
-    assert {_benchmark(path) for path in PAGES} == set(WRITERS)
+    assert set(PAGES.values()) == {*BENCHMARKS.values(), *NAMES.values()}

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
-import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -286,85 +278,6 @@ def test_code_that_hears_nothing_ends_with_its_process(lab: Lab, how: str) -> No
     done = lab.run("apply", prelude=_SLOW.format("bad-edit"))
     assert done.returncode not in (0, None) and said in done.stderr and "page.py" in done.stderr
     assert snapshot(lab.root) == before
-
-
-@contextmanager
-def _timer(seconds: float) -> Iterator[None]:
-    """A timer of the caller, such as pytest's own time limit; it must be heard by the end."""
-    heard: list[int] = []
-    handler = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
-    before = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-        deadline = time.monotonic() + 100
-        while not heard and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert heard == [signal.SIGALRM]
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *before)
-
-
-def test_a_timer_that_was_set_goes_on() -> None:
-    with _timer(0.1), containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
-        pass
-
-
-@pytest.mark.parametrize("at", range(4))
-def test_a_timer_that_ends_between_two_lines_is_not_the_page_s(
-    monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    """The machine stops for a moment, before or after one of the handlers is set."""
-    set_handler, lines = containment._signal, itertools.count()
-
-    def stop() -> None:
-        if next(lines) == at:
-            time.sleep(0.1)
-
-    def slowly(*arguments: Any) -> Any:
-        stop()
-        before = set_handler(*arguments)
-        stop()
-        return before
-
-    monkeypatch.setattr(containment, "_signal", slowly)
-    with _timer(0.05), containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
-        pass
-
-
-def test_ctrl_c_passes() -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        containment.contained(lambda what: CppmegaError("a", what, "b", "c")),
-    ):
-        raise KeyboardInterrupt
-
-
-def test_what_others_do_meanwhile_is_not_the_page(tmp_path: Path) -> None:
-    """A profiler's thread may write its files while a rank loads its pages."""
-    go, done = threading.Event(), threading.Event()
-
-    def write() -> None:
-        go.wait(100)
-        (tmp_path / "profile").write_text("x")
-        subprocess.run(["true"], check=True)
-        done.set()
-
-    other = threading.Thread(target=write)
-    other.start()
-    with containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
-        go.set()
-        assert done.wait(100)
-    other.join()
-    assert (tmp_path / "profile").read_text() == "x"
-
-
-def test_libraries_that_a_page_imports_may_register(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-    monkeypatch.setattr(containment, "_register", lambda function: seen.append(function))
-    with containment.contained(lambda what: CppmegaError("a", what, "b", "c")):
-        atexit.register(json.dumps)
-    assert seen == [json.dumps]
 
 
 @pytest.mark.parametrize("prefix", [False, True], ids=["beside", "PYTHONPYCACHEPREFIX"])
