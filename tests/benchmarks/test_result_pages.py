@@ -25,7 +25,6 @@ BENCHMARKS = {
 """What writes the pages of a benchmark that its results name."""
 NAMES = {
     "cli": ("cli", "table"),
-    "code_corpus": ("code_corpus", "page"),
     "configurations": ("configurations", "table"),
     "dsa_attention_h200": ("dsa_attention", "table"),
     "dsa_indexer_h200": ("dsa_indexer", "table"),
@@ -36,6 +35,7 @@ NAMES = {
     "mhc_training_h200": ("mhc_training_report", "table"),
     "mhc_upstream": ("mhc_upstream", "table"),
     "mixer_curves_h200": ("mixer_curves", "table"),
+    "nam56r_h200_1gpu": ("slice_report", "table"),  # one of many rows, as a run of its own
     "upstream_unit_tests_cpu": ("upstream_tests_report", "table"),
     "upstream_unit_tests_h200": ("upstream_tests_report", "table"),
 }
@@ -46,11 +46,7 @@ def _writer(path: Path) -> tuple[str, str] | None:
     if path.stem in NAMES:
         return NAMES[path.stem]
     result = json.loads(path.read_text())
-    if "schema" not in result:
-        return None
-    name = result.get("benchmark")
-    one_row = name == "whole_rows" and "rows" not in result  # shown as a run of its own
-    return BENCHMARKS.get("slice_training" if one_row else name)
+    return BENCHMARKS.get(result.get("benchmark")) if "schema" in result else None
 
 
 PAGES = {path: writer for path in sorted(RESULTS.glob("*.json")) if (writer := _writer(path))}
