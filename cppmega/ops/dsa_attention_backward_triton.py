@@ -28,6 +28,7 @@ from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_sparse_triton import product
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded
+from cppmega.ops.launch_device import on_its_device
 
 HOPPER_REGISTERS = 168
 """Registers per thread with latent and rotary parts of 64: three programs fit on an SM of sm_90."""
@@ -46,6 +47,7 @@ def _contribute(into, columns, x, there, WIDTH: tl.constexpr, ATOMIC: tl.constex
         tl.store(into[:, None] + columns[None, :], x.to(into.dtype.element_ty), mask=mask)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, grad, dq,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops.dsa_indexer_bits_triton import UNIT, Places, Rows, set_bits
+from cppmega.ops.launch_device import on_its_device
 
 WHOLE = 128
 """Rows and columns of the bits are multiples of this, so that they are read without a mask."""
@@ -23,6 +24,7 @@ CHUNK = 256
 """Candidate tiles that are examined at a time while a list is built."""
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _lists_kernel(  # type: ignore[no-untyped-def]
     marks, lists, counts, own, other, batch_step, own_step, other_step,

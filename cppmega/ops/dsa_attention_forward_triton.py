@@ -22,6 +22,7 @@ from cppmega.ops.dsa_attention_order_triton import bounds_of_row, visible
 from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_indexer_device import Gpu
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded
+from cppmega.ops.launch_device import on_its_device
 
 WARPS = 4
 """Warps of a program in forward and backward: one warp group computes the rows of a product."""
@@ -61,6 +62,7 @@ def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):  # ty
     )
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, scale, sq, sk, topk,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cppmega.ops.dsa_attention_problem import Absorbed
 from cppmega.ops.dsa_indexer_tiles_triton import padded
+from cppmega.ops.launch_device import on_its_device
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -68,6 +69,7 @@ def place_of(bits, first, b, at, near, there, sk, words):  # type: ignore[no-unt
     return tl.load(first + word, mask=there, other=0) - tl.load(first + origin) + ones(lower)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _bits_kernel(  # type: ignore[no-untyped-def]
     indices, starts, ends, bound_batch, bound_row, bits, sq, sk, topk, q0, part, words,
@@ -85,6 +87,7 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_or(word, bit, mask=visible(at, start, end), sem="relaxed")
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count the bits set in each word."""
@@ -92,6 +95,7 @@ def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):  # type: ignore[no-
     tl.store(counts + at, ones(tl.load(bits + at, mask=at < words, other=0)), mask=at < words)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     contributions, first, total, sk, words, b0, region, out_row, out_batch,

@@ -25,6 +25,7 @@ from cppmega.ops.dsa_attention_per_head_tiles import tiles_for, widths_of
 from cppmega.ops.dsa_indexer_bits_triton import UNIT, chosen
 from cppmega.ops.dsa_indexer_device import contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E, padded, rows_of
+from cppmega.ops.launch_device import on_its_device
 
 P_TERMS, DS_TERMS = 1, 2
 """Number of terms in the inputs' type into which P and dS are split for their products.
@@ -66,6 +67,7 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(place, (sums * by).to(out.dtype.element_ty), mask=mask)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     query, key, value, bits, lists, counts, out, rest, lse, scale, sq, sk, q0, words, tiles, others,
@@ -124,6 +126,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(lse + (b * HEADS + head) * sq + row, sum_log, mask=inside)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _query_kernel(  # type: ignore[no-untyped-def]
     query, key, value, bits, lists, counts, out, rest, upstream, lse, delta, dq,
@@ -181,6 +184,7 @@ def _query_kernel(  # type: ignore[no-untyped-def]
         _store(dq + D, sums_2, row, inside, dq_row, softmax_scale, E, E_PAD)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_kernel(  # type: ignore[no-untyped-def]
     query, key, value, bits, lists, counts, upstream, lse, delta, dk, dv,
@@ -246,6 +250,7 @@ def _key_kernel(  # type: ignore[no-untyped-def]
     _store(dv, sums_v, lane, inside, dv_row, 1.0, V, V_PAD)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _shared_kernel(  # type: ignore[no-untyped-def]
     shares, out, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,

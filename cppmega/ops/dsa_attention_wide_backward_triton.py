@@ -27,6 +27,7 @@ from cppmega.ops.dsa_attention_wide_tiles import padded_heads
 from cppmega.ops.dsa_attention_wide_triton import chosen_keys, slots_in_use, wide_tiles
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E
+from cppmega.ops.launch_device import on_its_device
 
 SCRATCH_BYTES = 1 << 29
 """Maximum memory of P and dS. A query with 128 heads and 2048 keys takes 1 MiB."""
@@ -50,6 +51,7 @@ def _rows_of_keys(key, at, k_row, V: tl.constexpr, R: tl.constexpr):  # type: ig
     return keys, turned
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, starts, ends, out, rest, lse, grad, made,
@@ -109,6 +111,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
             keys = next_keys
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _query_kernel(  # type: ignore[no-untyped-def]
     key, indices, starts, ends, made, dq, batch, sq, sk, topk, slots, q0,
@@ -139,6 +142,7 @@ def _query_kernel(  # type: ignore[no-untyped-def]
     tl.store(dq + place, acc.to(dq.dtype.element_ty), mask=(heads < HEADS)[:, None])
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_kernel(  # type: ignore[no-untyped-def]
     query, indices, starts, ends, grad, made, bits, of_word, words, region, into,

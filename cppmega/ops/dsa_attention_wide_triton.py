@@ -17,6 +17,7 @@ from cppmega.ops.dsa_attention_order_triton import bounds_of_row, visible
 from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_attention_wide_tiles import WideTiles, tiles_of
 from cppmega.ops.dsa_indexer_tiles_triton import LOG2_E
+from cppmega.ops.launch_device import on_its_device
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,6 +38,7 @@ def slots_in_use(indices, topk, start, end):  # type: ignore[no-untyped-def]
     return (tl.max(last, axis=0) + 63) // 64 * 64
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, starts, ends, out, rest, lse, scale, batch, sq, sk, topk,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cppmega.ops.dsa_indexer_tiles_triton import padded, row_bounds
 from cppmega.ops.dsa_indexer_topk_triton import bounds_of
+from cppmega.ops.launch_device import on_its_device
 
 UNIT = 32
 """Queries and keys covered by one mark."""
@@ -24,6 +25,7 @@ SLOTS = 1024
 """Maximum number of a query's entries that are read at a time."""
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _bits_kernel(  # type: ignore[no-untyped-def]
     indices, starts, ends, bits, across, marks, sq, sk, topk, q0, part, rows, words, bound_batch,

@@ -31,6 +31,7 @@ from cppmega.ops.dsa_indexer_tiles_triton import (
     row_bounds,
     rows_of,
 )
+from cppmega.ops.launch_device import on_its_device
 
 BLOCK = 64
 """Queries and keys of a tile of the target."""
@@ -85,6 +86,7 @@ def _log_sum_step(s, top, total):  # type: ignore[no-untyped-def]
     return higher, total * tl.exp2(top - higher) + tl.sum(tl.exp2(s - higher[:, None]), axis=1)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _lse_kernel(  # type: ignore[no-untyped-def]
     query, key, starts, ends, bits, lse, scale, sq, sk, q0, width,
@@ -143,6 +145,7 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + (b * HEADS + head) * sq + row, top + tl.log2(total), mask=row < sq)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile_kernel(  # type: ignore[no-untyped-def]
     query, key, lse, q, k, weights, index_lse, starts, ends, rows, target, out, losses,

@@ -23,8 +23,10 @@ from torch import Tensor
 from cppmega.ops.dsa_indexer_bits_triton import Places, Rows, set_bits
 from cppmega.ops.dsa_indexer_dense_triton import AttentionTiles
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
+from cppmega.ops.launch_device import on_its_device
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather_kernel(  # type: ignore[no-untyped-def]
     full, indices, target, sq, topk, q0, part, rows, width, SLOTS: tl.constexpr

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.hadamard_triton import butterflies
+from cppmega.ops.launch_device import on_its_device
 
 if TYPE_CHECKING:
     from cppmega.ops.dsa_indexer_prologue import Inputs, Rotary
@@ -110,6 +111,7 @@ def _turn_rows(  # type: ignore[no-untyped-def]
     tl.store(out + ours + d[None, :], y.to(out.dtype.element_ty), mask=full)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _prologue_kernel(  # type: ignore[no-untyped-def]
     q, k, weights, out_q, out_k, out_w, cos, sin, bounds_q, bounds_k, scale, mscale, tokens, batch,

@@ -24,6 +24,7 @@ from torch import Tensor
 from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
+from cppmega.ops.launch_device import on_its_device
 
 _ELEMENTS = 8192
 """Scores, keys times heads, that a program of `target` holds at a time."""
@@ -67,6 +68,7 @@ def _target_scores(  # type: ignore[no-untyped-def]
     return s
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _target_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, target, scale, sq, topk,
@@ -157,6 +159,7 @@ def kl_terms(t, p, log_p, EPS: tl.constexpr, INSIDE_LOGS: tl.constexpr):  # type
     return t * (tl.log(tl.maximum(t, EPS)) - log_p)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradients_kernel(  # type: ignore[no-untyped-def]
     q, k, weights, indices, scores, target, rows, factor, loss, dq, dk, dw, g_out,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_topk_triton import bounds_of
+from cppmega.ops.launch_device import on_its_device
 
 LOG2_E = 1.4426950408889634
 """Converts exponents from base e to base 2."""
@@ -74,6 +75,7 @@ def rows_of(base, row, step, inside, D: tl.constexpr, D_PAD: tl.constexpr):  # t
     )
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _query_kernel(  # type: ignore[no-untyped-def]
     q, k, weights, g, starts, ends, factor, dq, dw, sq, sk, q0, width,
@@ -115,6 +117,7 @@ def _query_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_kernel(  # type: ignore[no-untyped-def]
     q, k, weights, g, starts, ends, factor, dk, sq, sk, q0, q1, width,

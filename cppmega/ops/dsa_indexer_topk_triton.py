@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops.dsa_indexer_device import contiguous_rows
+from cppmega.ops.launch_device import on_its_device
 
 SCRATCH_BYTES = 1 << 30
 """Maximum scratch memory of one launch. On 132 SMs 4096 keys need 17 MiB, 32k keys 135 MiB."""
@@ -227,6 +228,7 @@ def _log_sum_exp(rows, lane, first, end, top, CHUNK: tl.constexpr):  # type: ign
     return top + tl.log(tl.sum(sums, axis=1))
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose_kernel(  # type: ignore[no-untyped-def]
     q, k, weights, starts, ends, scratch, indices, chosen, lse,

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cppmega.ops.launch_device import on_its_device
+
 LONGEST = 1 << 15
 """Longest row, in elements, that one program holds."""
 
@@ -30,6 +32,7 @@ def butterflies(x, ROWS: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):  
     return x
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _transform_kernel(  # type: ignore[no-untyped-def]
     source, out, scale, rows, N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr

@@ -48,6 +48,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.ops import linear_cross_entropy_external as external
 from cppmega.ops import linear_cross_entropy_reference as reference
+from cppmega.ops.launch_device import on_device_of
 from cppmega.ops.linear_cross_entropy_autograd import DeferredScalar, Recompute, main_grad_of
 from cppmega.ops.linear_cross_entropy_chunks import (
     ChunkKernels,
@@ -272,7 +273,8 @@ def linear_cross_entropy(
             main_grad=main_grad is not None,
             ignore_index=ignore_index,
         )
-        loss, predicted = run(rows, weight, flat_targets, request)
+        with on_device_of(rows):  # they launch on the current device
+            loss, predicted = run(rows, weight, flat_targets, request)
         argmax = predicted.view(shape) if return_argmax else None
         return LinearCrossEntropyOutput(loss.view(shape), argmax, name)
 

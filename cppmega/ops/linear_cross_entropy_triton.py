@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.linear_cross_entropy_chunks import RowStatistics, Softmax
 
 VECTOR: tl.constexpr = tl.constexpr(8)
@@ -41,6 +42,7 @@ _ELEMENTS = 4096
 """Elements per program of the scaling kernel."""
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
     logits,
@@ -118,6 +120,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             tl.store(base + column, gradient, mask=inside, eviction_policy="evict_first")
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale_kernel(source, factor, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """out = factor * source in fp32, rounded once. `factor` is one number in device memory."""

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from cppmega.ops import mamba3_operands as operands
 from cppmega.ops.dsa_indexer_reference import wide
+from cppmega.ops.launch_device import on_device_of
 from cppmega.ops.mamba3_operands import Operands
 from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters, normed
 
@@ -102,7 +103,8 @@ def mixed(
     if boundaries is None and length % chunk:
         more = chunk - length % chunk
         inputs = Inputs(*(_lengthened(each, more) for each in inputs))
-    return _mixed(inputs, parameters, definition, boundaries, chunk)[:, :length]
+    with on_device_of(inputs.x):  # mamba-ssm launches on the current device
+        return _mixed(inputs, parameters, definition, boundaries, chunk)[:, :length]
 
 
 def _lengthened(x: Tensor, more: int) -> Tensor:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mamba3_reference import A_FLOOR, EPSILON, Definition
 
 TOKENS = 16
@@ -59,6 +60,7 @@ def _exchanged(  # type: ignore[no-untyped-def]
     tl.store(out + _places(token, G, R, N, ROWS), v.to(out.dtype.element_ty), mask=known)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _states_kernel(  # type: ignore[no-untyped-def]
     keys, queries, key_norm, query_norm, to_keys, to_queries, length, keys_b, keys_l, queries_b,
@@ -95,6 +97,7 @@ def _states_gradient(  # type: ignore[no-untyped-def]
     tl.store(sums + tl.program_id(0).to(tl.int64) * N + n, of_weight)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _states_backward_kernel(  # type: ignore[no-untyped-def]
     keys, queries, key_norm, query_norm, of_keys, of_queries, d_keys, d_queries, sums, tokens,
@@ -139,6 +142,7 @@ def _rate(x, HEAVY_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.maximum(rate, LEAST_RATE), tl.where(rate >= LEAST_RATE, slope, 0.0)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _heads_kernel(  # type: ignore[no-untyped-def]
     dt, decay, trap, dt_bias, angles, to_log_a, to_dt, to_trap, to_angles, length, dt_b, dt_l,
@@ -171,6 +175,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         tl.store(to_angles + of_all, spread, mask=here[:, :, None] & (k < K)[None, None, :])
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _heads_backward_kernel(  # type: ignore[no-untyped-def]
     dt, decay, dt_bias, of_log_a, of_dt, of_trap, of_angles, d_dt, d_decay, d_trap, d_angles, sums,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mamba3_scan_tiles_triton import PI, begins, fraction, rates
 
 
@@ -21,6 +22,7 @@ def _steps(dt, b, g, first, length, H: tl.constexpr, HEADS: tl.constexpr, T: tl.
     return tl.load(dt + place, mask=here, other=0.0), place, here
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def angles_kernel(  # type: ignore[no-untyped-def]
     angles, dt, theta, length, chunks, angles_b, angles_l, H: tl.constexpr, G: tl.constexpr,
@@ -39,6 +41,7 @@ def angles_kernel(  # type: ignore[no-untyped-def]
         now = fraction(tl.dot(step * 0.5, rate, now, input_precision="ieee"))
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def later_kernel(  # type: ignore[no-untyped-def]
     d_theta, starts, from_later, length, chunks, of_side, PACKED: tl.constexpr, H: tl.constexpr,
@@ -57,6 +60,7 @@ def later_kernel(  # type: ignore[no-untyped-def]
         now = tl.where(last < chunk * T, now, 0.0) + more
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def angles_backward_kernel(  # type: ignore[no-untyped-def]
     angles, dt, starts, from_later, of_angles, of_dt, d_angles, d_dt, length, chunks, angles_b,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mamba3_scan_tiles_triton import (
     at_rows,
     begins,
@@ -66,6 +67,7 @@ def _scan(  # type: ignore[no-untyped-def]
         plain = tl.dot(left, other, plain * across)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def states_kernel(  # type: ignore[no-untyped-def]
     queries, keys, log_a, dt, trap, angles, theta, starts, x, z, given, query_bias, key_bias,

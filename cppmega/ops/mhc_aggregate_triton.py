@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mhc_sinkhorn_triton import empty
 
 COLUMNS = 1024
@@ -22,6 +23,7 @@ COLUMNS = 1024
 WARPS = 4
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _aggregate_kernel(  # type: ignore[no-untyped-def]
     streams, h_pre, out, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr
@@ -37,6 +39,7 @@ def _aggregate_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + token * C + c, total.to(out.dtype.element_ty), mask=here)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _aggregate_backward_kernel(  # type: ignore[no-untyped-def]
     streams, h_pre, gradient, d_streams, d_pre, C: tl.constexpr, N: tl.constexpr,

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
+
 # The interpreter has no product of bf16.
 PART = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
 
@@ -51,6 +53,7 @@ def product(left, high, middle, low):  # type: ignore[no-untyped-def]
     return tl.dot(left, high.to(PART), step)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)

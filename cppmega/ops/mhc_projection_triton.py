@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mhc_parts_triton import product
 
 PROGRAMS = 1024
@@ -34,6 +35,7 @@ def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return 128, 64 if n < 8 else 32, 3 if dtype != torch.float32 else 2
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _projection_kernel(  # type: ignore[no-untyped-def]
     streams, phi, parts, tokens, each, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,

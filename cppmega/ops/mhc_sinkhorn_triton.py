@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mhc_reference import EPS
 
 SINKHORN_EPS = tl.constexpr(EPS)
@@ -163,6 +164,7 @@ def gradient_of_logits(  # type: ignore[no-untyped-def]
     return smooth * (e - tl.sum(e * smooth, 1)[:, None, :])
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
@@ -171,6 +173,7 @@ def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl
     tl.store(out + at, doubly_stochastic(a, iterations), mask=token < tokens)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _sinkhorn_backward_kernel(  # type: ignore[no-untyped-def]
     logits, gradient, out, tokens, iterations,

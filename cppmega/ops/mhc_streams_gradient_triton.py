@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mhc_parts_triton import PART, product
 from cppmega.ops.mhc_projection_triton import padded
 
@@ -46,6 +47,7 @@ def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return (64, 64, 3 if bf16 else 2) if n == 4 else (128 if bf16 else 64, 64, 2)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
     streams, phi, d_values, d_parts, h_pre, gradient, begun, d_streams, parts, tokens, each,
@@ -109,6 +111,7 @@ def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, d_phi, mask=inside[:, None] & known[None, :])
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _phi_gradient_kernel(  # type: ignore[no-untyped-def]
     parts, out, size, count, ADD: tl.constexpr, ELEMENTS: tl.constexpr

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mhc_sinkhorn_triton import empty
 
 COLUMNS = 1024
@@ -35,6 +36,7 @@ def _tile_backward(n: int) -> tuple[int, int]:
     return (512, 2) if n < 8 else (64, 1)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_kernel(  # type: ignore[no-untyped-def]
     streams, h_res, h_post, output, bias, out, C: tl.constexpr, N: tl.constexpr,
@@ -58,6 +60,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + (token * N + j) * C + c, total.to(out.dtype.element_ty), mask=here)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_backward_kernel(  # type: ignore[no-untyped-def]
     streams, h_res, h_post, output, bias, gradient, d_streams, d_res, d_post, d_output,
@@ -104,6 +107,7 @@ def _update_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(d_post + token * N + j, tl.sum(sums[N * N + j], 0))
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gradient_kernel(  # type: ignore[no-untyped-def]
     h_post, gradient, out, tokens, most, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,

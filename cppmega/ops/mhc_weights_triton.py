@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.mhc_parts_triton import store_parts
 from cppmega.ops.mhc_projection_triton import padded
 from cppmega.ops.mhc_sinkhorn_triton import (
@@ -53,6 +54,7 @@ def _logits(pre, post, res, r, alpha_pre, alpha_post, alpha_res, bias, N: tl.con
     return pre, post, res
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights_kernel(  # type: ignore[no-untyped-def]
     parts, alpha_pre, alpha_post, alpha_res, bias, values, h_pre, h_post, h_res, tokens, count,
@@ -87,6 +89,7 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
     tl.store(h_res + at, doubly_stochastic(res, iterations), mask=matrix)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values, d_parts, sums,
@@ -146,6 +149,7 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(d_values + token * PADDED + V, of_streams, mask=here)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _parameters_kernel(  # type: ignore[no-untyped-def]
     sums, d_pre, d_post, d_res, d_bias, programs, N: tl.constexpr, PADDED: tl.constexpr,

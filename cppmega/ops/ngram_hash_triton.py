@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
+
 BLOCK = 128
 """Rows that a program reads."""
 
@@ -24,6 +26,7 @@ RUN = 16
 """Gradients of one row that a program adds at a time."""
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _read_kernel(  # type: ignore[no-untyped-def]
     tables, rows, out, count, D: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
@@ -38,6 +41,7 @@ def _read_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + n[:, None] * D + d[None, :], read, mask=(n < count)[:, None] & has_d)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     rows, order, gradient, out, count,

@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
+
 ELEMENTS = 2048
 """Pairs that a program turns, about."""
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     given, cos, sin, out, rows, b, heads, given_s, given_b, given_h, scale,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
+
 TOKENS = 64
 """Tokens that a program takes at a time."""
 
@@ -27,6 +29,7 @@ def splits(tokens: int) -> int:
     return max(1, -(-tokens // PART))
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradients_kernel(  # type: ignore[no-untyped-def]
     inp, weight, given, of_inp, parts, tokens, hidden, each,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
+
 ROWS = 8
 """Rows that a program copies."""
 
@@ -17,6 +19,7 @@ COLUMNS = 512
 """Columns that it copies: 1 KiB of each row in 16 bits."""
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_kernel(  # type: ignore[no-untyped-def]
     part, out, rows, inner, width, part_s, part_b, out_s, out_b,

@@ -1,0 +1,54 @@
+"""Launches on the GPU of a kernel's tensors, whichever GPU is current.
+
+Triton launches on the current device and its stream. With tensors of another device the kernel
+would fault, or run unordered with the work of that device's stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import torch
+
+_Kernel = TypeVar("_Kernel")
+
+
+def on_its_device(kernel: _Kernel) -> _Kernel:
+    """Launch a Triton kernel on the device of its first argument; a decorator above `triton.jit`.
+
+    The kernel remains a kernel of Triton's, so that torch.compile traces its launches, for which
+    Inductor generates guards of its own.
+    """
+    kind: Any = type(kernel)
+    kernel.__class__ = _launching(kind)
+    return kernel
+
+
+@functools.cache
+def _launching(kind: Any) -> Any:
+    """The class of Triton's kernels, compiled or interpreted, that launches on its device."""
+
+    class OnItsDevice(kind):  # type: ignore[misc]
+        def __getitem__(self, grid: Any) -> Any:
+            run = self.run
+
+            def launch(*arguments: Any, **named: Any) -> Any:
+                first = arguments[0] if arguments else next(iter(named.values()))
+                try:
+                    device = first.get_device()
+                except AttributeError:  # a descriptor of a tensor's tiles
+                    device = first.base.get_device()
+                if device < 0 or device == torch._C._cuda_getDevice():
+                    return run(*arguments, grid=grid, warmup=False, **named)
+                with torch.cuda.device(device):
+                    return run(*arguments, grid=grid, warmup=False, **named)
+
+            return launch
+
+    return OnItsDevice
+
+
+def on_device_of(tensor: torch.Tensor) -> torch.cuda.device:
+    """A context in which a tensor's device is current, for launches of other packages."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
