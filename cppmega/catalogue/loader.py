@@ -37,7 +37,7 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
 
     Raises:
         CppmegaError: `bad-page` (the header law), `page-failed`, `duplicate-page`,
-            `no-catalogue`, `unknown-page` (in an `after`), `after-cycle`.
+            `no-catalogue`, `empty-catalogue`, `unknown-page` (in an `after`), `after-cycle`.
     """
     pages: dict[str, Page] = {}
     for folder, label in [(builtin_folder(), BUILTIN), *((f, str(f)) for f in extra)]:
@@ -48,7 +48,10 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
                 "Its patches would silently be missing.",
                 "pass an existing folder as --patches, or run `cppmega revert` to start over",
             )
-        for name, path in page_files(folder):
+        found = page_files(folder)
+        if not found and label != BUILTIN:
+            raise _empty(folder)
+        for name, path in found:
             page = load_page(name, path, label)
             if name in pages:
                 raise CppmegaError(
@@ -64,6 +67,21 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
                 raise unknown(other, pages, f"{page.name} declares after={other!r}")
     _refuse_cycle(pages)
     return pages
+
+
+def _empty(folder: Path) -> CppmegaError:
+    """The error for a folder without pages, which names folders inside it that have some."""
+    inside = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and page_files(entry)]
+    return CppmegaError(
+        "empty-catalogue",
+        f"{folder} contains no pages"
+        + (f"; {', '.join(entry.name for entry in inside)} in it does." if inside else "."),
+        "The patches of the catalogue that is meant would be missing, and an apply would remove "
+        "those that are already in the tree.",
+        f"pass --patches {inside[0]}"
+        if inside
+        else "pass the folder that contains the pages; `cppmega revert` removes every patch",
+    )
 
 
 def _refuse_cycle(pages: Mapping[str, Page]) -> None:

@@ -189,7 +189,8 @@ def new(
 
     where = folder or scaffold.default_folder()
     is_own = where.resolve() != catalogue.builtin_folder().resolve()
-    pages = catalogue.load([where] if is_own and where.is_dir() else [])
+    begun = is_own and where.is_dir() and catalogue.page_files(where)
+    pages = catalogue.load([where] if begun else [])
     tree = Tree(root or find_root()) if targets else None
     path = scaffold.new(name, where, targets, tree, pages)
     extra = f" --patches {where}" if is_own else ""

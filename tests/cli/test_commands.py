@@ -22,6 +22,7 @@ from cppmega.overlay import verdict
 from cppmega.preflight.checks import ORDER
 from tests.support import VERSIONS, copy, shown, speed
 from tests.support.lab import A, B, Lab
+from tests.support.made import snapshot
 
 
 @pytest.fixture
@@ -272,6 +273,28 @@ def test_catalogue_that_is_not_there(lab: Lab, capsys: pytest.CaptureFixture[str
         capsys, "apply", "--patches", "nowhere", "--json", "--megatron", str(lab.root)
     )
     assert code == 1 and value["error"]["name"] == "no-catalogue"
+
+
+def test_catalogue_without_pages_removes_nothing(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped folder, or the one above: the patches that a team applied stay in the tree."""
+    lab.wheel()
+    (tmp_path / "checkout").mkdir()
+    team = tmp_path / "checkout" / "patches"
+    lab.page("theirs", f"{B}:single", 'replacing("x", "x + 1", times=1)', folder=team)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "_shared.py").touch()
+    root = ("--megatron", str(lab.root), "--json")
+    assert answer(capsys, "apply", "--patches", str(team), *root)[0] == 0
+    before = snapshot(lab.root)
+    for folder, hint in ((tmp_path / "empty", "revert"), (team.parent, f"--patches {team}")):
+        for verb in ("apply", "status", "diff"):
+            code, value = answer(capsys, verb, "--patches", str(folder), *root)
+            assert code == 1 and value["error"]["name"] == "empty-catalogue"
+            assert str(folder) in value["error"]["what"] and hint in value["error"]["next"]
+    assert snapshot(lab.root) == before
+    lab.applied("theirs")
 
 
 def test_wrong_root_says_what_a_root_is(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
