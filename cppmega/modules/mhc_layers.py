@@ -7,7 +7,7 @@ a GPT model keeps its keys and has two sites next to its sub-layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.ssm.mamba_layer import MambaLayer
@@ -40,13 +40,35 @@ class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
         self.hyper_connection = mhc.HyperConnectionModule(config)
         if hasattr(layer, "tp_group"):
             self.tp_group = layer.tp_group
-        setattr(layer, _only_output(layer), self.hyper_connection.bias_dropout_add)
+        self._bias: list[Tensor | None] = []
+        if isinstance(layer, MambaLayer):
+            layer.mamba_bda = self._without_write
+        else:
+            setattr(layer, _only_output(layer), self.hyper_connection.bias_dropout_add)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """Return what the layer returns, with streams in place of hidden states."""
         read = self.hyper_connection.read(hidden_states)
         with mhc_recompute.scope(self.hyper_connection):
-            return self.inner_layer(hidden_states=read, **kwargs)
+            out = self.inner_layer(hidden_states=read, **kwargs)
+        if not isinstance(self.inner_layer, MambaLayer):
+            return out
+        (bias,) = self._bias
+        return self.hyper_connection.bias_dropout_add(self.training, False)((out, bias), read, 0.0)
+
+    def _without_write(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Replace a Mamba layer's `mamba_bda`: the layer returns the mixer's output.
+
+        `mamba_layer_recompute` runs the layer again in the backward pass, when its site is not
+        open. The bias, a parameter, goes around its checkpoint, which cannot return one.
+        """
+
+        def output(out_with_bias: tuple[Tensor, Tensor | None], *ignored: Any) -> Tensor:
+            out, bias = out_with_bias
+            self._bias = [bias]
+            return out
+
+        return output
 
     def mamba_state_shapes_per_request(self) -> Any:
         """Return the shapes of the Mamba layer."""
@@ -55,8 +77,6 @@ class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
 
 def _only_output(layer: Any) -> str:
     """The attribute that holds the bias-dropout-add of the only sub-layer."""
-    if isinstance(layer, MambaLayer):
-        return "mamba_bda"
     outputs = [bda for _, bda, _ in _sub_layers(layer)]
     if len(outputs) != 1:
         raise CppmegaError(
