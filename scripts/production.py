@@ -21,7 +21,7 @@ from cppmega.cli import recipes_list
 from cppmega.host.markdown import table
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
-from cppmega.recipe.arithmetic import flops, record_flops
+from cppmega.recipe.arithmetic import flops, parameters, record_flops
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 EARLIER = "earlier_overlay"
@@ -112,9 +112,11 @@ def measured(link: str, folder: Path = RESULTS) -> str:
 def reported(folder: Path = RESULTS) -> str:
     """The table of what the earlier overlay's authors reported, in both units."""
     earlier = json.loads((folder / f"{EARLIER}.json").read_text())
-    model = recipes_index.load(earlier["recipe_of_the_model"])
+    whole = recipes_index.load(earlier["recipe_of_the_model"])
+    trunk = whole.with_(pattern=whole.pattern.partition("/")[0])
     rows = []
     for row in earlier["rows"]:
+        model = trunk if row.get("without_mtp") else whole
         tokens, counted = row.get("tokens_per_second_per_gpu"), flops(model)
         if tokens:
             honest = tokens * counted / 1e12
@@ -145,7 +147,10 @@ def page(folder: Path = RESULTS) -> str:
         "",
         "## Reported by the earlier overlay",
         "",
-        "The whole NAM56R. The formula of these rows counts "
+        "The whole NAM56R; its README named 4.73 billion parameters, those of a width of 3584 with "
+        "one MTP depth, and the pattern `*EME*EME*EMM*`. Its launchers train the width 4096, two "
+        f"depths and `AEMEAEMEAEMR`: {parameters(model).total / 1e9:.2f} billion parameters.",
+        "The formula of these rows counts "
         f"{record_flops(model) / 1e9:.2f} GFLOP a token: attention as full "
         "attention, Mamba-3 and M2RNN as Mamba-2.",
         f"With every layer counted as it is, a token costs {flops(model) / 1e9:.2f}.",

@@ -78,7 +78,9 @@ def speed() -> str:
         f"{best[False] / 1000:.1f}k tokens/s with the patches;\nthe release alone reaches "
         f"{best[True] / 1000:.1f}k ([table](#train)). The whole model, {size / 1e9:.1f} billion "
         f"parameters,\ntrains at {longest.tokens / 1000:.1f}k tokens/s per GPU on "
-        f"{longest.result['gpus']} H200 ([curves](benchmarks/results/{longest.file.stem}.png)).\n"
+        f"{longest.result['gpus']} H200 ([curves](benchmarks/results/{longest.file.stem}.png)). "
+        "Its authors name 4.73 billion\nand another pattern of layers; what they launched is what "
+        "trains here ([why](docs/production.md#reported-by-the-earlier-overlay)).\n"
     )
 
 
@@ -165,8 +167,8 @@ def connections() -> str:
         "forward and backward,\n"
         f"{times['ours'] / times['least']:.2f} times the time of a copy of what it must read and "
         "write. The kernels that Megatron's branch dev chooses on an H200\n"
-        f"take {dev:.1f} times as long, and those of Transformer Engine {rival:.1f} times "
-        "([what limits them](benchmarks/results/mhc_designs.md)). Four streams make\n"
+        f"without cuTile take {dev:.1f} times as long, and those of Transformer Engine {rival:.1f} "
+        "times ([what limits them](benchmarks/results/mhc_designs.md)). Four streams make\n"
         f"forward and backward of a GPT of 8 layers {ours:.0%} longer, and {others:.0%} with dev's "
         "kernels ([training](benchmarks/results/mhc_training_h200.md)).\n"
     )
@@ -229,7 +231,8 @@ def upstream() -> str:
         result = json.loads((RESULTS / f"{name}.json").read_text())
         counts.append(
             f"{result['passed_on_both']} pass on both trees on {device.upper()}, "
-            f"{len(result['differences'])} differ ([result](benchmarks/results/{name}.md))"
+            f"{len(result['differences'])} differ, with the {len(result['pages'])} pages that "
+            f"applied on {result['date']} ([result](benchmarks/results/{name}.md))"
         )
     return "; ".join(counts) + ".\n"
 

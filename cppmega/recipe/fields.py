@@ -126,7 +126,7 @@ class Fields:
     moe_router_topk_scaling_factor: float | None = None
     moe_aux_loss_coeff: float = 0.0
     moe_grouped_gemm: bool = True
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
     moe_permute_fusion: bool = False
     """Order tokens by expert and back in Transformer Engine's kernels instead of torch's."""
     moe_router_fusion: bool = False

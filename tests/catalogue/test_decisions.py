@@ -145,7 +145,7 @@ def test_every_script_argument_and_number_has_a_row(name: str) -> None:
     [
         ("CPPMEGA_DUALPIPEV=1", ("Decision:     declined", "Not measured: DualPipeV", "#1524")),
         ("--mla-down-proj-fusion", ("Decision:     part of Megatron", "hybrid stack")),
-        ("289", ("(as reported)", "(nam56r_h200_slice_fused.md)", "237")),
+        ("289", ("(as reported)", "(nam56r_h200_2gpu_ep2.md)", "237")),
         ("CPPMEGA_SMEM_MERGE", ("is read by smem_merge:", "is read by smem_merge_mamba:")),
         (env.CACHE.name, (env.CACHE.meaning,)),
         ("combined_1f1b_autocast", ("Target:", "Gate:     always on")),

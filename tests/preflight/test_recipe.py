@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cppmega.catalogue import decisions
 from cppmega.errors import CppmegaError
 from cppmega.recipe import index as recipes_index
 from tests.preflight.contexts import SLICE, SMOKE, holds, launch, refuses, says_nothing
@@ -74,3 +75,10 @@ def test_arguments_that_are_the_recipes_or_the_trainers() -> None:
         assert refuses("owned_arguments", "argument-not-megatrons", asked).next == instead
     own = on(None, "--mock-data", recipe=SLICE.plus("--lr", "1"))
     refuses("owned_arguments", "argument-not-megatrons", own)
+
+
+def test_the_dispatcher_of_another_package_is_chosen_as_its_row_says() -> None:
+    _, _, words = decisions.load()["hybridep"].instead.partition("launch with --set ")
+    change, _, arguments = words.partition(" -- ")
+    recipe = recipes_index.with_text(recipes_index.load("nam56r_h200_8gpu_bf16"), [change])
+    holds("owned_arguments", on(None, "--mock-data", "--", *arguments.split(), recipe=recipe))
