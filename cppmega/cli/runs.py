@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cppmega.cli import completion
 from cppmega.cli.group import FINE, cli, json_option
@@ -28,7 +29,7 @@ _plot = click.option(
 
 
 @cli.command()
-@click.argument("recipe", shell_complete=completion.recipes)
+@click.argument("recipe", required=False, shell_complete=completion.recipes)
 @options
 @_runs
 @click.option("--name", help="Name of the run folder (default: recipe and time).")
@@ -36,7 +37,8 @@ _plot = click.option(
 @click.option(
     "--resume",
     metavar="RUN",
-    help="Resume from the newest checkpoint of another run.",
+    help="Resume from the newest checkpoint of another run, with its launch: RECIPE, options and "
+    "arguments may be left out, and replace its own where they are given.",
     shell_complete=completion.runs,
 )
 @click.option(
@@ -49,7 +51,7 @@ _plot = click.option(
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    recipe: str,
+    recipe: str | None,
     folder: Path | None,
     name: str | None,
     tmux: str | None,
@@ -71,15 +73,23 @@ def launch(
     \b
     cppmega launch smoke_cpu --tmux demo
     cppmega launch nam56r_h200_slice --data PREFIX --tmux big
+    cppmega launch --resume big --set train_iters=2000
     cppmega launch RECIPE --nnodes 2 --rdzv HOST:29500 --name big --runs SHARED   (on every host)
     """
     from cppmega.launch import start
     from cppmega.launch.request import LaunchRequest
     from cppmega.recipe.run_options import RunOptions
 
+    if recipe is not None and recipe.startswith("-"):  # there was no recipe before the --
+        arguments = (recipe, *arguments)
+        recipe = None
+    if recipe is None and resume is None:
+        raise click.UsageError("Missing argument 'RECIPE'; only --resume RUN can do without")
+    named = click.get_current_context().get_parameter_source
     request = LaunchRequest(
-        recipe=recipe,
+        recipe=recipe or "",
         options=RunOptions(**trainer_options),
+        given=frozenset(o for o in trainer_options if named(o) is ParameterSource.COMMANDLINE),
         arguments=arguments,
         runs=folder,
         name=name,

@@ -21,7 +21,6 @@ from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import folder as run_folder
 from cppmega.runs import tmux
-from cppmega.runs.folder import Run
 from cppmega.runs.manifest import DataRecord
 from cppmega.training import requirements
 
@@ -37,17 +36,28 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
     """
     # Ranks may have another working directory; and a manifest must mean something later.
     request = replace(request, options=request.options.absolute())
-    recipe = recipes_index.with_text(recipes_index.load(request.recipe), request.options.changes)
     runs = run_folder.root(request.runs).absolute()
+    environ, earlier = {**os.environ}, None
+    if request.resume is not None:
+        old = run_folder.find(runs, request.resume)
+        # A tmux session's name may be another run's later.
+        request = replace(request, resume=old.name if old.path.parent == runs else str(old.path))
+        earlier = launch_resume.earlier(old)
+        request = launch_resume.continued(request, earlier)
+        environ = {**earlier.environment, **environ}
+    recipe = recipes_index.with_text(recipes_index.load(request.recipe), request.options.changes)
+    if earlier is not None:
+        launch_resume.check(recipe, earlier)
     if request.tmux is not None:
         _check_session(request.tmux, request.recipe)
     nproc = _ranks(request, recipe)
     _check_nodes(request)
     folder = _folder(request, recipe, runs)
-    old = run_folder.find(runs, request.resume) if request.resume is not None else None
-    if old is not None:  # a tmux session's name may be another run's later
-        request = replace(request, resume=old.name if old.path.parent == runs else str(old.path))
-    options = _options(request, recipe, folder, old)
+    if earlier is not None:
+        launch_resume.report(request, recipe, earlier, environ)
+        load = request.options.load or earlier.run.checkpoints
+        request = replace(request, options=replace(request.options, load=load))
+    options = _options(request.options, recipe, folder)
     _refuse_finished(recipe, options.load)
     requirements.check_profile(recipe.plus(*request.arguments), options)
     _check_loop(recipe, options, nproc * request.nodes)
@@ -57,7 +67,7 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
         recipe_file=recipes_index.file_of(request.recipe),
         options=options,
         arguments=request.arguments,
-        environ=environment_of(recipe, os.environ),
+        environ=environment_of(recipe, environ),
         nodes=request.nodes,
         folder=folder,
     )
@@ -149,11 +159,8 @@ def _folder(request: LaunchRequest, recipe: Recipe, runs: Path) -> Path:
     return folder
 
 
-def _options(request: LaunchRequest, recipe: Recipe, folder: Path, old: Run | None) -> RunOptions:
+def _options(options: RunOptions, recipe: Recipe, folder: Path) -> RunOptions:
     """The trainer's options with this run's own folders."""
-    options = request.options
-    if old is not None:
-        options = launch_resume.resumed_options(options, recipe, old)
     data = options.data
     if recipe.kind == "loop" and not data:
         data = (str(folder / "data"),)

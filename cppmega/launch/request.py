@@ -17,9 +17,11 @@ class LaunchRequest:
     """The request of the command line."""
 
     recipe: str
-    """A shipped name or a path."""
+    """A shipped name or a path; empty: the recipe that the resumed run kept."""
     options: RunOptions
     """The trainer's options."""
+    given: frozenset[str] = frozenset()
+    """Options that were named, which matters for those with their default value."""
     arguments: tuple[str, ...] = ()
     """Megatron's own arguments, after `--`."""
     runs: Path | None = None

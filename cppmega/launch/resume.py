@@ -1,16 +1,27 @@
-"""The settings that a launch takes over from the run that it resumes."""
+"""The launch of an earlier run, taken over by the launch that resumes from it.
+
+What the new command names itself replaces what the earlier one had, and is reported.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.host import console
+from cppmega.host import console, env, redact
+from cppmega.launch.request import LaunchRequest
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import folder as run_folder
 from cppmega.runs.folder import Run
+from cppmega.training import options as trainer_options
 
 _SHAPE = (
     *("hidden_size", "ffn_hidden_size", "num_layers", "mtp_num_layers", "pattern"),
@@ -20,39 +31,198 @@ _SHAPE = (
 """Fields of a recipe that decide the shapes of the weights in a checkpoint."""
 
 
-def resumed_options(options: RunOptions, recipe: Recipe, old: Run) -> RunOptions:
-    """The options, with checkpoint and data of an earlier run unless they name their own.
+_OF_THE_EARLIER_RUN = {"load", "metrics", "profile", "profile_after", "profile_folder"}
+"""Options that are not taken over: where that run began, and the records that it left."""
+_MERGED = {"changes", "accept"}
+"""Options of `name=value` words, each of which is replaced by name."""
+_OF_DATA = {"data", "mock_data", "tokenizer", "eod", "held_out", "data_cache"}
+
+_FAMILIES = (env.PREFIX, "NVTE_", "MEGATRON_")
+_LISTED = {
+    *("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
+    *("NCCL_ALGO", "NCCL_PROTO"),
+}
+"""Variables, and families of them, that decide what is computed. Others describe a machine."""
+_OF_ONE_SHELL = {*env.OF_ONE_RUN, env.RUNS.name, env.CACHE.name}
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The launch of the run that is resumed, as its manifest states it."""
+
+    run: Run
+    options: RunOptions
+    arguments: tuple[str, ...]
+    """Megatron's own arguments, after `--`."""
+    environment: Mapping[str, str]
+    """The variables that decide what is computed, without those that the recipe set."""
+    recipe: Recipe | None
+    """The recipe that it kept, with its changes; None: this release cannot load it."""
+
+    @property
+    def recipe_file(self) -> Path:
+        """Its copy of the recipe."""
+        return self.run.path / "recipe" / f"{self.run.outline.recipe.name}.py"
+
+
+def earlier(run: Run) -> Earlier:
+    """Read the launch of a run.
 
     Raises:
-        CppmegaError: `run-damaged`, `run-of-another-recipe`, `run-of-another-model`,
-            `run-still-running`, `nothing-to-resume`.
+        CppmegaError: `run-damaged`.
     """
-    before = old.manifest.options
-    _refuse_other_recipe(recipe, old)
+    manifest, name = run.manifest, run.outline.recipe.name
+    line = manifest.torchrun
+    at = line.index("cppmega.trainer") if "cppmega.trainer" in line else len(line)
+    _, arguments = trainer_options.read(line[at + 2 :])  # -m cppmega.trainer RECIPE, then they
+    try:
+        kept = recipes_index.load(str(run.path / "recipe" / f"{name}.py"))
+        recipe: Recipe | None = recipes_index.with_text(kept, manifest.recipe.changes)
+    except CppmegaError:  # an older release's: a checkpoint's own check compares what it can
+        recipe = None
+    by_recipe = recipe.environment if recipe is not None else ()
+    environment = {
+        name: value
+        for name, value in manifest.environment.items()
+        if (name.startswith(_FAMILIES) or name in _LISTED)
+        and name not in _OF_ONE_SHELL
+        and (name, value) not in by_recipe
+    }
+    options = replace(manifest.options, changes=manifest.recipe.changes)
+    if options.save is not None and options.save.parent.name == (manifest.name or run.name):
+        options = replace(options, save=None)  # its own folder
+    return Earlier(run, options, arguments, environment, recipe)
+
+
+def continued(request: LaunchRequest, old: Earlier) -> LaunchRequest:
+    """The request, with everything that the earlier launch stated and this one does not.
+
+    Raises:
+        CppmegaError: `value-not-recorded`.
+    """
+    options, before = request.options, old.options
+    given = {
+        field.name
+        for field in fields(options)
+        if field.name in request.given or getattr(options, field.name) != field.default
+    }
+    if "mock_data" in given:
+        given |= _OF_DATA
+    elif "data" in given:  # the old ones' card named it, or the command line did
+        given |= {"mock_data", "tokenizer", "eod"}
+    kept: dict[str, Any] = {
+        field.name: getattr(before, field.name)
+        for field in fields(options)
+        if field.name not in given | _OF_THE_EARLIER_RUN
+    }
+    for name in _MERGED:
+        words = (*getattr(before, name), *getattr(options, name))
+        kept[name] = tuple({word.partition("=")[0]: word for word in words}.values())
+    arguments = tuple(chain(*{**_by_flag(old.arguments), **_by_flag(request.arguments)}.values()))
+    options = replace(options, **kept)
+    variables = (value for name, value in old.environment.items() if name not in os.environ)
+    for word in (*options.words(), *arguments, *variables):
+        if redact.HIDDEN in word:
+            raise CppmegaError(
+                "value-not-recorded",
+                f"The launch of {old.run.name} has a value that its manifest does not hold, as "
+                f"it looked like a credential: {word}.",
+                "A run without it would not be the same.",
+                "give the option, argument or variable again",
+            )
+    nproc = request.nproc
+    manifest = old.run.manifest
+    if nproc is None and old.recipe is not None and old.recipe.gpus == 0:
+        nproc = manifest.nproc * manifest.nodes // request.nodes or None  # a loop states no GPUs
+    return replace(
+        request,
+        recipe=request.recipe or str(old.recipe_file),
+        options=options,
+        arguments=arguments,
+        nproc=nproc,
+    )
+
+
+def check(recipe: Recipe, old: Earlier) -> None:
+    """Check that a run can be resumed, and with this recipe.
+
+    Raises:
+        CppmegaError: `run-of-another-recipe`, `run-of-another-model`, `run-still-running`,
+            `nothing-to-resume`.
+    """
+    run = old.run
+    _refuse_other_recipe(recipe, run)
     _refuse_other_model(recipe, old)
-    if old.state() in run_folder.LIVE:
+    if run.state() in run_folder.LIVE:
         raise CppmegaError(
             "run-still-running",
-            f"{old.name} is {old.state()}.",
+            f"{run.name} is {run.state()}.",
             "Two runs would continue from one checkpoint while it is still being written.",
-            f"cppmega stop {old.word}",
+            f"cppmega stop {run.word}",
         )
-    step = old.checkpoint()
-    if step is None:
-        raise _nothing_to_resume(old)
-    console.say(f"resuming from step {step} of {old.name}")
-    options = replace(options, load=options.load or old.checkpoints)
-    if options.data or options.mock_data:
-        return options
-    return replace(
-        options,
-        data=before.data,
-        held_out=options.held_out or before.held_out,
-        tokenizer=options.tokenizer or before.tokenizer,
-        eod=options.eod or before.eod,
-        mock_data=before.mock_data,
-        data_cache=options.data_cache or before.data_cache,
+    if run.checkpoint() is None:
+        raise _nothing_to_resume(run)
+
+
+def report(
+    request: LaunchRequest, recipe: Recipe, old: Earlier, environ: Mapping[str, str]
+) -> None:
+    """Say what was taken over, and what this launch has instead."""
+    before = _stated(old.options, old.arguments, old.environment)
+    now = _stated(
+        request.options,
+        request.arguments,
+        {name: value for name, value in environ.items() if name in old.environment},
     )
+    if old.recipe is not None:
+        for field in fields(recipe):
+            values = getattr(old.recipe, field.name), getattr(recipe, field.name)
+            if values[0] != values[1]:
+                key = f"--set {field.name}"
+                before[key], now[key] = (str(value) for value in values)
+    name = old.run.name
+    console.say(f"resuming from step {old.run.checkpoint()} of {name}")
+    if same := [_spelled(key, value) for key, value in before.items() if now.get(key) == value]:
+        console.say(f"  taken over from {name}: {' '.join(same)}")
+    for key in dict.fromkeys((*before, *now)):
+        if before.get(key) != now.get(key):
+            mine, theirs = (
+                _spelled(key, table[key]) if key in table else f"no {key}"
+                for table in (now, before)
+            )
+            console.say(f"  {mine}; {name} had {theirs}")
+
+
+def _spelled(key: str, value: str) -> str:
+    joined = "=" if key.startswith("--set ") or not key.startswith("-") else " "
+    return f"{key}{joined}{value}" if value else key
+
+
+def _stated(
+    options: RunOptions, arguments: Iterable[str], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """What a launch states: option, argument or variable -> value, as a command line has it."""
+    table = {
+        f"--set {name}": value
+        for name, _, value in (text.partition("=") for text in options.changes)
+    }
+    words = options.words(without={"changes", *_OF_THE_EARLIER_RUN})
+    for prefix, line in (("", words), ("-- ", arguments)):
+        for flag, group in _by_flag(line).items():
+            values = [word.removeprefix(f"{flag}=") for word in group if word != flag]
+            table[prefix + flag] = shlex.join(values)
+    return {**table, **environment}
+
+
+def _by_flag(words: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The words of a command line by flag, each with its values; one that recurs keeps all."""
+    groups: dict[str, tuple[str, ...]] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+        groups[flag] = (*groups.get(flag, ()), word)
+    return groups
 
 
 def _nothing_to_resume(old: Run) -> CppmegaError:
@@ -74,17 +244,15 @@ def _refuse_other_recipe(recipe: Recipe, old: Run) -> None:
             "run-of-another-recipe",
             f"{old.name} is a run of recipe {name}, not of {recipe.name}.",
             "Its checkpoint is another model's, or the record of it would be another recipe's.",
-            f"cppmega launch {name} --resume {old.word}",
+            f"cppmega launch --resume {old.word}",
         )
 
 
-def _refuse_other_model(recipe: Recipe, old: Run) -> None:
+def _refuse_other_model(recipe: Recipe, old: Earlier) -> None:
     """Compare with the recipe that the old run kept: not every checkpoint names its model."""
-    kept, changes = old.path / "recipe" / f"{recipe.name}.py", old.outline.recipe.changes
-    try:
-        then = recipes_index.with_text(recipes_index.load(str(kept)), changes)
-    except CppmegaError:
-        return  # an older release's recipe: the checkpoint's own check compares what it can
+    then = old.recipe
+    if then is None:
+        return
     # A loop learns a vector for every position.
     shape = (*_SHAPE, "seq_length") if recipe.kind == "loop" else _SHAPE
     differences = [
@@ -95,8 +263,7 @@ def _refuse_other_model(recipe: Recipe, old: Run) -> None:
     if differences:
         raise CppmegaError(
             "run-of-another-model",
-            f"{old.name} and this launch differ: {', '.join(differences)}.",
+            f"{old.run.name} and this launch differ: {', '.join(differences)}.",
             "The weights of its checkpoint do not fit.",
-            "the --set with which it was launched: "
-            + (" ".join(f"--set {text}" for text in changes) or "none"),
+            f"cppmega launch --resume {old.run.word}, with the recipe that it kept and its --set",
         )

@@ -326,7 +326,7 @@ def _began_already(node: Node) -> CppmegaError:
         "run-began-already",
         f"{node.run.name} has a process in charge, or had one: it is {node.state()}.",
         "A second one would overwrite how it ended.",
-        f"cppmega logs {node.run.word}; to continue training: cppmega launch RECIPE --resume "
+        f"cppmega logs {node.run.word}; to continue training: cppmega launch --resume "
         f"{node.run.word}",
     )
 

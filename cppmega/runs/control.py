@@ -108,8 +108,7 @@ def _ended(run: Run, state: RunState, why: str) -> CppmegaError:
         "run-ended",
         f"{run.name} is {state}: {MEANING[state]}.",
         why,
-        f"cppmega launch {run.outline.recipe.name or 'RECIPE'} --resume {run.word}, to resume "
-        "from its checkpoint",
+        f"cppmega launch --resume {run.word}, to resume from its checkpoint",
     )
 
 
