@@ -27,6 +27,7 @@ from torch import Tensor
 from cppmega.errors import CppmegaError
 from cppmega.ops import m2rnn_reference as reference
 from cppmega.ops.dsa_indexer_device import gpu_obstacle
+from cppmega.ops.token_rows import with_rows
 
 __all__ = ["document_bounds", "m2rnn", "obstacle"]
 
@@ -123,12 +124,6 @@ def m2rnn(
         None if bounds is None else bounds.int().contiguous(),
     )
     return found
-
-
-def with_rows(x: Tensor) -> Tensor:
-    """`[s, b, D]` whose s * b rows have one constant stride, as in a slice of columns."""
-    is_rows = x.stride(-1) == 1 and x.stride(0) == x.size(1) * x.stride(1)
-    return x if is_rows else x.contiguous()
 
 
 def _check_shapes(

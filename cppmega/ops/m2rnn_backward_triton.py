@@ -35,6 +35,7 @@ from cppmega.ops.m2rnn_forward_triton import (
     tile_rows,
     weights,
 )
+from cppmega.ops.token_rows import row_stride
 
 PROGRAMS = 16
 """Maximum number of programs per head and part of its rows."""
@@ -190,7 +191,7 @@ def backward(
     documents = b if bounds is None else len(bounds) - 1
     _backward_kernel[(len(d_weight) * heads,)](
         q, k, v, weight, decay, fresh, q if bounds is None else bounds, states, gradient, within,
-        d_q, d_k, d_v, d_weight, d_log_decay, s, b, q.stride(1), k.stride(1), v.stride(1), heads,
+        d_q, d_k, d_v, d_weight, d_log_decay, s, b, *map(row_stride, (q, k, v)), heads,
         documents, len(d_weight) // len(d_v), len(d_v), K=k.size(-1), V=width,
         ROWS=tile_rows(k.size(-1)), TILE_V=tile(width), CHUNK=forwards.CHUNK,
         PACKED=bounds is not None, NARROW=is_narrow(v, weight),

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.token_rows import row_stride
+
 CHUNK = 64
 """Steps from one saved state to the next."""
 
@@ -185,7 +187,7 @@ def forward(
     if v.numel() and documents:
         _forward_kernel[(documents * heads * len(out),)](
             q, k, v, weight, decay, fresh, q if bounds is None else bounds,
-            out if states is None else states, out, s, b, q.stride(1), k.stride(1), v.stride(1),
+            out if states is None else states, out, s, b, *map(row_stride, (q, k, v)),
             heads, len(out), K=k.size(-1), V=width, ROWS=tile_rows(k.size(-1)),
             TILE_V=tile(width), CHUNK=CHUNK, PACKED=bounds is not None, SAVE=states is not None,
             NARROW=is_narrow(v, weight), num_warps=WARPS,

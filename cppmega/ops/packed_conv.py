@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from cppmega.errors import CppmegaError
 from cppmega.ops import packed_conv_reference as reference
-from cppmega.ops.m2rnn import TYPES, obstacle, with_rows
+from cppmega.ops.m2rnn import TYPES, obstacle
+from cppmega.ops.token_rows import with_rows
 
 __all__ = ["packed_conv"]
 

@@ -45,5 +45,5 @@ def positions(length: int, bounds: Tensor | None, device: torch.device) -> Tenso
     at = torch.arange(length, dtype=torch.int32, device=device)
     if bounds is None:
         return at
-    starts = bounds.int()
+    starts = bounds.int().contiguous()  # as searchsorted wants it
     return at - starts[torch.searchsorted(starts, at, right=True) - 1]

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.token_rows import row_stride
+
 TOKENS, COLUMNS = 32, 64
 """The tile of a program."""
 
@@ -111,7 +113,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, position: Tensor, out: Tens
     s, b, c = x.shape
     if x.numel():
         _forward_kernel[_grid(x)](
-            x, weight, bias, position, out, s * b, b, x.stride(1),
+            x, weight, bias, position, out, s * b, b, row_stride(x),
             C=c, TAPS=weight.size(1), TOKENS=TOKENS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
 
@@ -139,7 +141,7 @@ def backward(
         return
     sizes = {"C": c, "TAPS": weight.size(1), "TOKENS": TOKENS, "COLUMNS": COLUMNS}
     _sums_gradient_kernel[_grid(x)](
-        x, weight, bias, position, gradient, d_sums, parts, s * b, b, x.stride(1),
+        x, weight, bias, position, gradient, d_sums, parts, s * b, b, row_stride(x),
         **sizes, num_warps=WARPS,
     )  # fmt: skip
     _input_gradient_kernel[_grid(x)](

@@ -23,6 +23,7 @@ from tests.ops.m2rnn_checks import (  # noqa: E402
     Shape,
     both_ways,
     check,
+    check_all_layouts,
     check_parts,
     check_repeats,
     drawn,
@@ -128,6 +129,20 @@ check(CONVOLUTION, packs, (0, 1, 1, 4, 21, 33, 70))
 check_repeats(CONVOLUTION, packs, (0, 1, 1, 4, 21, 33, 70))
 """
     )
+
+
+def test_layouts_in_plain_torch() -> None:
+    check_all_layouts(1, FULL, "cpu")
+
+
+@pytest.mark.slow
+def test_layouts_in_the_interpreter() -> None:
+    interpreted("check_all_layouts(0, full, 'cpu')")
+
+
+@pytest.mark.gpu
+def test_layouts_on_cuda() -> None:
+    check_all_layouts(0, torch.bfloat16, "cuda")
 
 
 def test_what_has_no_kernel_is_said() -> None:
