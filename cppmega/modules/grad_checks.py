@@ -2,8 +2,8 @@
 
 As soon as a bucket is complete, in the middle of the backward pass, Megatron compares the norm of
 its gradients with NaN and Inf, and reads both results on the host. Here the norms are taken at the
-same points and stay on the device; they are compared when all reductions have ended, still before
-the optimizer changes a weight. A gradient that is not finite is then given to
+same points and stay on the device; they are compared when the reductions of a model chunk have
+ended, still before the optimizer changes a weight. A gradient that is not finite is then given to
 Megatron's own check, with the norm that it had before the reduction.
 """
 
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import rerun_state_machine
 from torch import Tensor
 
-_NORMS = "_cppmega_norms"
+_WITHHELD = "_cppmega_withheld"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ class _KnownNorms:
     buckets: Sequence[_KnownNorm]
 
 
+_noted: dict[Any, list[Tensor]] = {}
+"""Norms by group of buckets, in the order of Megatron's own checks. None was read yet."""
+
+
 def note(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
     """Take the norms of a group of buckets before its reduction, in place of `check_grads`.
 
@@ -53,42 +58,57 @@ def note(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
         RuntimeError: Megatron's, if the norms of an earlier reduction were never settled and are
             not finite, or at once in a check for size.
     """
-    _settle([group])
+    if group in _noted:
+        _settle()
     if check_for_large:
         group.check_grads(check_for_nan_or_inf, check_for_large)
     elif check_for_nan_or_inf:
-        setattr(group, _NORMS, [bucket.grad_data.norm(p=2) for bucket in group.buckets])
+        _noted[group] = [bucket.grad_data.norm(p=2) for bucket in group.buckets]
 
 
 def settled(groups: Sequence[Any]) -> Iterator[Any]:
-    """The groups, one after another; after the last one, their norms are checked.
+    """The groups, one after another; after the last one, all norms so far are checked.
 
     Raises:
         RuntimeError: Megatron's, if one is not finite.
     """
     yield from groups
-    _settle(groups)
+    _settle()
 
 
-def _settle(groups: Sequence[Any]) -> None:
-    noted = [(group, vars(group).pop(_NORMS)) for group in groups if _NORMS in vars(group)]
-    if not noted:
+def _settle() -> None:
+    if not _noted:
         return
+    noted = list(_noted.items())
+    _noted.clear()
     finite = torch.stack([norm for _, norms in noted for norm in norms]).isfinite().all()
-    if finite.item() and not _compares_repeated_results():
-        return
+    machine = rerun_state_machine.get_rerun_state_machine()
+    if finite.item():
+        if machine.mode == rerun_state_machine.RerunMode.DISABLED:
+            return
+        if _only_looks_for_failures(machine):
+            _withheld(machine).extend(noted)
+            return
+    # Megatron numbers its checks, and compares those of one number when it runs a step again: it
+    # must be given the finite norms of other model chunks, too.
+    withheld = _withheld(machine)
+    noted, withheld[:] = withheld + noted, []
     for group, norms in noted:
         known = _KnownNorms([_KnownNorm(norm) for norm in norms])
         type(group).check_grads(known, check_for_nan_or_inf=True, check_for_large=False)
 
 
-def _compares_repeated_results() -> bool:
-    """Whether Megatron runs a step again or injects errors, and must be given finite norms, too."""
-    from megatron.core import rerun_state_machine
-
-    machine = rerun_state_machine.get_rerun_state_machine()
+def _only_looks_for_failures(machine: Any) -> bool:
+    """Whether Megatron neither runs this step again nor injects errors, which take any norm."""
     modes, states = rerun_state_machine.RerunMode, rerun_state_machine.RerunState
-    if machine.mode == modes.DISABLED:
-        return False
     first = machine.mode == modes.VALIDATE_RESULTS and machine.state == states.INITIAL_RUN
-    return not first or bool(machine.error_injector.should_inject_errors)
+    return bool(first and not machine.error_injector.should_inject_errors)
+
+
+def _withheld(machine: Any) -> list[tuple[Any, list[Tensor]]]:
+    """The finite norms of this pass that Megatron was not given."""
+    numbers, norms = getattr(machine, _WITHHELD, (None, []))
+    if numbers is not machine.validation_counts:  # each pass has new ones
+        norms = []
+        setattr(machine, _WITHHELD, (machine.validation_counts, norms))
+    return norms

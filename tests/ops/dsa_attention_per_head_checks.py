@@ -12,7 +12,7 @@ from cppmega.ops import dsa_attention_per_head as per_head
 from cppmega.ops import dsa_attention_per_head_tiles as tiles
 from cppmega.ops import dsa_attention_per_head_triton as kernels
 from cppmega.ops import dsa_attention_reference as reference
-from cppmega.ops.dsa_indexer_bits_triton import Rows
+from cppmega.ops.dsa_indexer_bounds import RowBounds
 from cppmega.ops.dsa_indexer_problem import Bounds
 from tests.ops.dsa_indexer_checks import relative
 from tests.ops.test_dsa_indexer import documents
@@ -175,9 +175,8 @@ def check_lists(shape: Shape) -> None:
     row = torch.arange(shape.sq)
     near = torch.stack([row - 1, row, row % 3, row + 2], -1).repeat(shape.batch, 1, 1)
     near[1, 32:64] = -1
-    made = bits.Bits(
-        near, shape.sk, (0, shape.sq), Rows.of(None, None, shape.batch, near), across=True
-    )
+    causal = RowBounds.of(None, None, shape.batch, shape.sq, near)
+    made = bits.Bits(near, shape.sk, (0, shape.sq), causal, across=True)
     seen = reference.visible(near, shape.sk, None, None)
     chosen = torch.zeros(shape.batch, made.rows, made.columns, dtype=torch.bool)
     b, q, slot = seen.nonzero(as_tuple=True)

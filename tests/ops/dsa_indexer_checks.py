@@ -99,7 +99,7 @@ def check_loss(
     use_relu: bool = True,
     part_bytes: int | None = None,
     repeatable: bool = False,
-    rows: bool = True,
+    rows: bool | Tensor = True,
     std: float = 1.0,
 ) -> None:
     """Loss and gradients of fp32 inputs against the plain path in fp64."""
@@ -107,7 +107,7 @@ def check_loss(
     tiles.G_BYTES = part_bytes or tiles.G_BYTES
     topk_kernels.launch_for = lambda heads, width: SMALL
     made = inputs(sq, batch, heads, width, attention, dtype=torch.float32, std=std)
-    counts = rows_that_count(batch, sq) if rows else None
+    counts = rows_that_count(batch, sq) if rows is True else None if rows is False else rows
     loss = Loss(
         softmax_scale=0.3, coefficient=0.7, sparse=sparse, inside_logs=inside_logs,
         repeatable=repeatable,

@@ -210,6 +210,25 @@ check_loss({sparse}, 18, 2, 2, 16, (2, 1 if {sparse} else 2, 144), Bounds(), til
     )
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_kernels_read_any_layout_of_rows_and_bounds(sparse: bool) -> None:
+    """Bounds `[sq]` beside `[b, sq]`, and rows with an expanded batch or as a slice."""
+    pytest.importorskip("triton")
+    interpreted(
+        f"""
+starts, ends = documents(9)
+both = torch.stack([ends, torch.arange(1, 10, dtype=torch.int32)])
+counts = torch.tensor([1, 1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
+wider = torch.stack([torch.cat([counts, ~counts]), torch.cat([~counts, counts])])
+for bounds, rows in (
+    (Bounds(starts, both), counts.expand(2, 9)),
+    (Bounds(both.long() - both, ends.expand(2, 9)), wider[:, :9]),
+):
+    check_loss({sparse}, 9, 2, 2, 16, (2, 1, 16), bounds, tile=16, rows=rows)
+"""
+    )
+
+
 class Recorder:
     """Stands for a kernel and only counts its launches."""
 
