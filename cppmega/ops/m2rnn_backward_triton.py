@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops import m2rnn_forward_triton as forwards
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.m2rnn_forward_triton import (
     candidate,
     extent,
@@ -61,6 +62,7 @@ def products(h, d_x, turned, d_w, NARROW: tl.constexpr):  # type: ignore[no-unty
         return tl.dot(d_x, turned, input_precision="ieee"), d_w
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, weight, decay, fresh, bounds, states, gradient, within, d_q, d_k, d_v, d_weight,

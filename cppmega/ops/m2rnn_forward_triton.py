@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.token_rows import row_stride
 
 CHUNK = 64
@@ -118,6 +119,7 @@ def extent(bounds, document, s, PACKED: tl.constexpr):  # type: ignore[no-untype
         return document, 0, s
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, weight, decay, fresh, bounds, states, out, s, b, q_rows, k_rows, v_rows, heads, parts,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.launch_device import on_its_device
 from cppmega.ops.token_rows import row_stride
 
 TOKENS, COLUMNS = 32, 64
@@ -43,6 +44,7 @@ def _sums(  # type: ignore[no-untyped-def]
     return total
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, position, out, tokens, b, x_rows, C: tl.constexpr, TAPS: tl.constexpr,
@@ -58,6 +60,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, y.to(out.dtype.element_ty), mask=here)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums_gradient_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, position, gradient, d_sums, parts, tokens, b, x_rows, C: tl.constexpr,
@@ -82,6 +85,7 @@ def _sums_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(part + TAPS * C, tl.sum(d_total, 0), mask=columns < C)
 
 
+@on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _input_gradient_kernel(  # type: ignore[no-untyped-def]
     d_sums, weight, position, d_x, tokens, b, C: tl.constexpr, TAPS: tl.constexpr,
