@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -39,6 +41,7 @@ def check(stock: one_process.Stock) -> None:
                 assert ours == theirs, (overlaps, mode, broken)
                 refused = ours["error"] or ours["reruns"]
                 assert bool(refused) == (broken is not None), (overlaps, mode, broken, ours)
+    several_chunks_end_as_in_stock()
     one_host_read_per_step()
     sizes_are_checked_at_once()
     forgotten_norms_are_checked_by_the_next_reduction()
@@ -78,19 +81,8 @@ class Run:
 
     def outcome(self, mode: Any, broken: int | None) -> dict[str, Any]:
         """What two steps of Megatron's loop, of which the second is broken, end with."""
-        from megatron.core import rerun_state_machine as reruns
-
-        from tests.upstream_patches.distributed_optimizer import OnCpu
-
-        reruns.destroy_rerun_state_machine()
-        reruns.initialize_rerun_state_machine(mode=mode)
-        machine = reruns.get_rerun_state_machine()
         error, passes = "", []
-        with (
-            mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1)),
-            mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
-            OnCpu(),  # type: ignore[no-untyped-call]
-        ):
+        with reruns_on_cpu(mode) as machine:
             for step in range(2):
                 try:
                     while machine.should_run_forward_backward(None):
@@ -109,6 +101,66 @@ class Run:
             "state": machine.state,
             "gradients": None if broken is not None else grads,
         }
+
+
+def several_chunks_end_as_in_stock() -> None:
+    """A NaN in any model chunk, in one pass or in each: logs, checkpoint and status."""
+    from megatron.core.rerun_state_machine import RerunMode
+
+    modes = (RerunMode.DISABLED, RerunMode.VALIDATE_RESULTS)  # the third one fails up to 0.18
+    for mode, overlaps, broken, repeats in itertools.product(
+        modes, (False, True), (0, 1), (False, True)
+    ):
+        ours = ending(mode, overlaps, broken, repeats)
+        with immediate():
+            theirs = ending(mode, overlaps, broken, repeats)
+        assert ours == theirs, (mode, overlaps, broken, repeats, ours, theirs)
+        if mode == RerunMode.VALIDATE_RESULTS:
+            saves, ends, status = ours["exits"]
+            assert (ends, status) == (True, 16 if repeats else 17), ours
+            assert saves or not repeats, ours  # 0.15 saves in either case
+
+
+def ending(mode: Any, overlaps: bool, broken: int, repeats: bool) -> dict[str, Any]:
+    """How a run of two model chunks ends if one has a NaN in its second step."""
+    from megatron.core import rerun_state_machine as reruns
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    with reruns_on_cpu(mode) as machine, mock.patch.object(reruns.logger, "handlers", [handler]):
+        chunks = [Run(overlaps) for _ in range(2)]
+        passes, error, exits = 0, "", None
+        for step in range(2):
+            try:
+                while machine.should_run_forward_backward(None):
+                    passes += 1
+                    for place in (1, 0):
+                        failing = step == 1 and place == broken and (passes == 2 or repeats)
+                        chunks[place].backward(1 if failing else None)
+                    for chunk in chunks:
+                        chunk.ddp.finish_grad_sync()
+            except RuntimeError as raised:
+                error = str(raised)
+            exits = machine.should_checkpoint_and_exit()
+    return {"said": said, "error": error, "passes": passes, "exits": exits}
+
+
+@contextlib.contextmanager
+def reruns_on_cpu(mode: Any) -> Iterator[Any]:
+    """Megatron's machine for running steps again, which keeps the state of a GPU's generator."""
+    from megatron.core import rerun_state_machine as reruns
+
+    from tests.upstream_patches.distributed_optimizer import OnCpu
+
+    reruns.destroy_rerun_state_machine()
+    reruns.initialize_rerun_state_machine(mode=mode)
+    with (
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1)),
+        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+        OnCpu(),  # type: ignore[no-untyped-call]
+    ):
+        yield reruns.get_rerun_state_machine()
 
 
 @contextlib.contextmanager
