@@ -35,8 +35,6 @@ class Variable(Generic[T_co]):
     """Converts the variable's text to its value; an unset variable is an empty text."""
     of_one_run: bool = False
     """Set by cppmega for the processes of one run, and never by a user."""
-    of_one_model: bool = False
-    """Describes the model that is trained; it is hidden from proofs, which build other models."""
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T_co:
         """The value in an environment, by default that of this process."""
@@ -80,37 +78,31 @@ INDEX_CACHE = Variable(
     "CPPMEGA_INDEX_CACHE",
     "1: DSA layers share chosen keys, as the page dsa_index_share describes",
     lambda text: text.strip().lower() in ON,
-    of_one_model=True,
 )
 DSA_INDEX_PATTERN = Variable(
     "CPPMEGA_DSA_INDEX_PATTERN",
     "with CPPMEGA_INDEX_CACHE=1: F or S for each DSA layer of the decoder, Full or Shared",
     str.strip,
-    of_one_model=True,
 )
 NGRAM_HASH = Variable(
     "CPPMEGA_NGRAM_HASH",
     "sizes of a model's n-gram hash embedding, as JSON; set by the trainer from its recipe",
     str.strip,
-    of_one_model=True,
 )
 STRUCTURE = Variable(
     "CPPMEGA_STRUCTURE",
     "sizes of a model's structure embedding, as JSON; set by the trainer from its recipe",
     str.strip,
-    of_one_model=True,
 )
 MAMBA3 = Variable(
     "CPPMEGA_MAMBA3",
     "sizes of a model's Mamba-3 mixers, as JSON; set by the trainer from its recipe",
     str.strip,
-    of_one_model=True,
 )
 M2RNN = Variable(
     "CPPMEGA_M2RNN",
     "sizes of a model's M2RNN mixers, as JSON; set by the trainer from its recipe",
     str.strip,
-    of_one_model=True,
 )
 OVERLAY = Variable(
     "CPPMEGA_OVERLAY",
@@ -145,4 +137,3 @@ VARIABLES: tuple[Variable[object], ...] = (
 NAMES = frozenset(variable.name for variable in VARIABLES)
 OF_ONE_RUN = tuple(variable.name for variable in VARIABLES if variable.of_one_run)
 """Variables that, in the environment of a new launch, are left over from another run."""
-OF_ONE_MODEL = tuple(variable.name for variable in VARIABLES if variable.of_one_model)

@@ -67,6 +67,8 @@ class ProvedPage(msgspec.Struct, frozen=True):
     revision: str
     digest: str
     detail: str = ""
+    environment: dict[str, str] = {}
+    """The variables that it ran with; empty: by an earlier cppmega, with those of its shell."""
 
 
 class Receipt(msgspec.Struct):

@@ -1,4 +1,8 @@
-"""Start the process that runs proofs, read its answers, and end it in time."""
+"""Start the process that runs proofs, read its answers, and end it in time.
+
+A proof is about code. Its process has a stated environment, so that a switch which somebody set for
+one launch cannot decide whether a patch does what it promises.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,6 @@ from typing import IO
 import msgspec
 
 from cppmega.host import python
-from cppmega.host.env import OF_ONE_MODEL
-from cppmega.host.process import alone
 from cppmega.proof import frames
 from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready, Side, TextOrder
 
@@ -24,6 +26,37 @@ START = 600.0
 """Seconds that loading the pages and importing Megatron may take, on a slow file system."""
 MARGIN = 15.0
 """Seconds in which the worker itself reports a proof that it ended."""
+
+_OF_A_USER = ("HOME", "USER", "LOGNAME", "TZ", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR")
+_OF_A_MACHINE = (
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONPYCACHEPREFIX"),
+    *("CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+    *("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_PTXAS_PATH"),
+    *("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TILELANG_CACHE_DIR"),
+)
+"""Variables that a proof sees as they are: where programs, packages, caches and devices are."""
+_FIXED = {
+    "PYTHONOPTIMIZE": "",  # proofs use assertions, also in code that they call
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def stated_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """The complete environment of a process that proves.
+
+    Args:
+        more: variables that depend on what it proves.
+    """
+    kept = {name: os.environ[name] for name in _OF_A_USER + _OF_A_MACHINE if name in os.environ}
+    return {**kept, **more, **_FIXED}
+
+
+def recorded_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """What of that environment may matter to a result, for its record."""
+    stated = stated_environment(more).items()
+    return {name: value for name, value in sorted(stated) if name not in _OF_A_USER}
 
 
 def answers(
@@ -42,7 +75,7 @@ def answers(
         root: the tree that the worker imports.
         side: what the tree holds.
         pages: the pages, in the order of their results.
-        environment: additional variables of the worker.
+        environment: variables of the worker besides the stated ones.
         forks: whether every proof gets its own process.
         ordered: files whose patched texts the worker computes as well.
         texts: receives the hashes of these texts.
@@ -82,13 +115,7 @@ def _started(
         stderr=output,
         pass_fds=[order.answers],
         start_new_session=True,  # it is ended together with everything that it started
-        env={
-            **{n: value for n, value in alone(os.environ).items() if n not in OF_ONE_MODEL},
-            **environment,
-            "PYTHONOPTIMIZE": "",  # proofs use assertions, also in code that they call
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
+        env=stated_environment(environment),
     )
     assert worker.stdin is not None
     with contextlib.suppress(BrokenPipeError), worker.stdin:  # it ended; the caller reports it

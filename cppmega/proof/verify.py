@@ -26,6 +26,8 @@ from cppmega.proof.needs import missing_needs, uses_gpu
 from cppmega.proof.scratch_tree import build
 
 _ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not reach it"
+_ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""On a machine with a GPU, Megatron takes its CPU paths only if the GPU is hidden."""
 _OTHER_CODE = ("AttributeError", "NameError", "TypeError")
 """Errors of a proof on code whose names and signatures differ from those it was written for."""
 
@@ -57,7 +59,11 @@ _EXPECTED: Mapping[Side, str] = {
 
 
 def verify(
-    session: Session, names: Sequence[str] = (), record: list[Path] | None = None
+    session: Session,
+    names: Sequence[str] = (),
+    record: list[Path] | None = None,
+    *,
+    store: bool = True,
 ) -> list[Proved]:
     """Prove the pages that the tree needs, and record the proofs in the receipt of a patched tree.
 
@@ -67,6 +73,7 @@ def verify(
     Args:
         names: prove only these pages; without names, pages in a failure state fail as well.
         record: keep proofs that need more than a CPU with their pages; receives the files written.
+        store: whether the results go into the receipt.
 
     Raises:
         CppmegaError: a named page is not needed here, or the tree is in a bad state;
@@ -104,7 +111,7 @@ def verify(
         _judge(plan, page, missing[page.name], runs[page.name], page.name in unsteady)
         for page in pages
     ]
-    if applied and loaded.exists and not loaded.problem:
+    if store and applied and loaded.exists and not loaded.problem:
         _record(session, plan, proved)
     proved += [of_retired(page, missing[page.name], runs[page.name]) for page in retired]
     proved += [] if names else [_of_failure(verdict) for verdict in plan.failures]
@@ -171,8 +178,7 @@ def _run(
     """Prove on one side: all CPU pages in one worker, each GPU page in a worker of its own."""
     on_gpu = [page for page in pages if uses_gpu(page)]
     on_cpu = [page for page in pages if page not in on_gpu]
-    # On a machine with a GPU, Megatron takes its CPU paths only if the GPU is hidden.
-    yield from _worker(root, side, plan, on_cpu, say, {"CUDA_VISIBLE_DEVICES": ""}, texts=texts)
+    yield from _worker(root, side, plan, on_cpu, say, _ON_CPU, texts=texts)
     for page in on_gpu:
         yield from _worker(root, side, plan, [page], say, {}, forks=False)
 
@@ -278,10 +284,13 @@ def _record(session: Session, plan: Plan, proved: Sequence[Proved]) -> None:
         if loaded.receipt.digest != plan.loaded.receipt.digest:
             return  # another apply has run meanwhile, and the proofs are not about its result
         for one in proved:
+            page = plan.pages[one.name]
+            variables = proof_process.recorded_environment({} if uses_gpu(page) else _ON_CPU)
             loaded.receipt.proofs[one.name] = ProvedPage(
                 proof=one.proof,
-                revision=plan.pages[one.name].revision,
+                revision=page.revision,
                 digest=loaded.receipt.digest,
                 detail=one.detail,
+                environment=variables if one.runs else {},
             )
         transaction.commit(session.read_tree(), {}, loaded.receipt)

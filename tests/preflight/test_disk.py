@@ -7,6 +7,7 @@ import json
 import os
 import py_compile
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
 from cppmega.recipe.run_options import RunOptions
 from cppmega.tree.installed import Tree, sha256
+from tests import forkserver
 from tests.preflight.contexts import (
     SLICE,
     SMOKE,
@@ -349,6 +351,13 @@ def proved(lab: Lab, **fields: str) -> Receipt:
     return receipt.load(Tree(lab.root)).receipt
 
 
+@pytest.fixture
+def proving_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks prove, which need not import the engine again."""
+    monkeypatch.setattr(sys, "executable", forkserver.executable())
+
+
+@pytest.mark.usefixtures("proving_forks")
 def test_proofs(lab: Lab) -> None:
     needing = SLICE.with_(patches=("page",))
     training = {"root": lab.root, "training_machine": True}
@@ -357,9 +366,29 @@ def test_proofs(lab: Lab) -> None:
     proved(lab)
     assert "1 of 1" in holds("proofs", launch(needing, **training))
     proved(lab, proof="failed", detail="it returned 3")
-    assert "it returned 3" in refuses("proofs", "proof-failed", launch(root=lab.root)).what
+    found = refuses("proofs", "proof-failed", launch(root=lab.root)).what
+    assert "it returned 3" in found and "it passes on stock" in found
     proved(lab, digest="of another overlay")
     refuses("proofs", "proof-stale", launch(root=lab.root))
+
+
+@pytest.mark.usefixtures("proving_forks")
+def test_a_failed_proof_that_passes_now(lab: Lab) -> None:
+    """As one that an earlier release ran with a switch of somebody's shell."""
+    proof = "from megatron.core.a import double\nassert double(True) is not True\n"
+    page = lab.page(edit='replacing("x + x", "x + x + 1")')
+    proof = "def verify():\n    from megatron.core.a import double\n    assert double(2) == 5\n"
+    page.write_text(page.read_text().partition("def verify")[0] + proof)
+    assert lab.apply().ok
+    before = proved(lab, proof="failed", detail="No dot product attention backend")
+    found = holds("proofs", launch(root=lab.root))
+    assert "1 of 1" in found and "cppmega verify page stores that" in found
+    assert lab.receipt() == before
+    page.write_text(page.read_text().replace("== 5", "== 6"))
+    assert lab.apply().ok
+    proved(lab, proof="failed", detail="No dot product attention backend")
+    found = refuses("proofs", "proof-failed", launch(root=lab.root)).what
+    assert "on patched code: AssertionError" in found
 
 
 def test_bytecode(lab: Lab) -> None:

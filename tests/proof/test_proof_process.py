@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cppmega.host import process
+from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.proof import needs, proof_process, verify
 from tests.proof.proving import IN_NEW_INTERPRETERS
@@ -168,6 +169,37 @@ def test_a_proof_on_cpu_sees_no_gpu(prove, monkeypatch: pytest.MonkeyPatch) -> N
     """With one in sight Megatron would take its other paths, in a fork that cannot use it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert prove(verify=_SEES.format(sees="", pid=os.getpid(), forked=True)).proof == "passed"
+
+
+_LEAKS = """\
+NVTE_FUSED_ATTN=0 NVTE_DEBUG=1 NCCL_ALGO=Ring CUDA_LAUNCH_BLOCKING=1 CUBLAS_WORKSPACE_CONFIG=:16:8
+TORCHDYNAMO_DISABLE=1 TORCH_CUDA_ARCH_LIST=1.0 PYTORCH_CUDA_ALLOC_CONF=x:y TRITON_INTERPRET=1
+PYTHONOPTIMIZE=2 PYTHONDEVMODE=1 PYTHONHASHSEED=7 OMP_NUM_THREADS=64 MKL_NUM_THREADS=2
+CPPMEGA_LINEAR_CE_KERNEL=liger CPPMEGA_INDEX_CACHE=1 MEGATRON_ANYTHING=1 RANK=3 WORLD_SIZE=4
+GLOO_SOCKET_IFNAME=nothing NVIDIA_TF32_OVERRIDE=1 SOME_NAME_OF_TOMORROW=1
+"""
+_CLEAN = """\
+import os
+leaked = {one.partition("=")[0]: one.partition("=")[2] for one in @LEAKS@.split()}
+assert not [name for name, value in leaked.items() if os.environ.get(name) == value]
+assert os.environ["CC"] == "a-compiler" and os.environ["OMP_NUM_THREADS"] == "1"
+from megatron.core.thing import double
+assert double(2) == 4
+""".replace("@LEAKS@", repr(_LEAKS))
+
+
+def test_a_proof_runs_in_a_stated_environment(
+    prove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in _LEAKS.split():
+        monkeypatch.setenv(*one.split("=", 1))
+    monkeypatch.setenv("CC", "a-compiler")
+    proved = prove(verify=_CLEAN)
+    assert proved.proof == "passed", proved
+    stored = receipt.load(Session(tmp_path / "root").read_tree()).receipt.proofs["double_doubles"]
+    assert stored.environment["CUDA_VISIBLE_DEVICES"] == "" and "PATH" in stored.environment
+    assert stored.environment["CC"] == "a-compiler"
+    assert not {"HOME", "NVTE_FUSED_ATTN"} & stored.environment.keys()
 
 
 @IN_NEW_INTERPRETERS

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay.verdict import DONE, Verdict
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark, refuse
+from cppmega.proof import verify
 
-AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patches")
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files", "patches")
 
 
 def check(context: Context) -> str:
-    """Read the results of the last `cppmega verify` in the receipt.
+    """Read the results of the last `cppmega verify` in the receipt, and repeat those that failed.
+
+    A failure may have had a cause that is gone: a full disk, memory, a variable that an earlier
+    release let into proofs. The repeated result is not stored: the preflight writes nothing.
 
     Raises:
         CppmegaError: `proof-failed`, `proof-stale`, `proof-missing`.
     """
     done = [v for v in context.plan.verdicts.values() if v.state in DONE]
-    refuse(_lacking_proofs(context, done))
-    passed = sum(v.proof == "passed" for v in done)
+    repeated = _repeated([verdict.name for verdict in done if verdict.proof == "failed"], context)
+    refuse(_lacking_proofs(context, done, repeated))
+    passed = sum(v.proof == "passed" for v in done) + len(repeated)
     summary = f"{passed} of {len(done)} applied patches are proved"
+    if repeated:
+        names = " ".join(repeated)
+        return Remark(
+            f"{summary}; the last cppmega verify of {names} failed, and now it passes: "
+            f"cppmega verify {names} stores that"
+        )
     if passed < len(done):
         return Remark(f"{summary}; cppmega verify proves the others, as far as this machine can")
     return summary
 
 
-def _lacking_proofs(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:
+def _repeated(failed: list[str], context: Context) -> dict[str, verify.Proved]:
+    """The results of failed proofs now, by name."""
+    if not failed:
+        return {}
+    proved = verify.verify(context.session, failed, store=False)
+    return {one.name: one for one in proved}
+
+
+def _lacking_proofs(
+    context: Context, done: list[Verdict], repeated: Mapping[str, verify.Proved]
+) -> Iterator[CppmegaError]:
     must = context.wanted_patches if context.training_machine and context.needs_gpu else ()
     stale = [verdict.name for verdict in done if verdict.proof == "stale"]
     if stale:
@@ -41,10 +62,12 @@ def _lacking_proofs(context: Context, done: list[Verdict]) -> Iterator[CppmegaEr
         proved = context.receipt.proofs.get(verdict.name)
         detail = proved.detail if proved is not None else ""
         again = f"cppmega verify {verdict.name}"
-        if verdict.proof == "failed":
+        now = repeated.get(verdict.name)
+        if now is not None and now.proof != "passed":
             yield CppmegaError(
                 "proof-failed",
-                f"The proof of {verdict.name} failed: {detail}.",
+                f"The proof of {verdict.name} failed: {detail}. Repeated now it is {now.proof}: "
+                f"{now.detail}.",
                 "The patch is in the file and does not do what it promises.",
                 again,
             )
