@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cppmega.ops.once_differentiable import once_differentiable
+
 
 @cache
 def direct(operator: Any) -> Callable[..., Any]:
@@ -34,6 +36,7 @@ def direct(operator: Any) -> Callable[..., Any]:
             return outputs
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
             return operator._backward_fn(ctx, *gradients)
 

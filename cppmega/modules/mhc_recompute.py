@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cppmega.modules import mhc_options
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 class Recipe:
@@ -108,6 +109,7 @@ class _Again(torch.autograd.Function):
         return function(*inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         inputs = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad():

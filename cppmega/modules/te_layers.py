@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cppmega.ops.grouped_linear import grouped_linear
 from cppmega.ops.linear import linear as product
+from cppmega.ops.once_differentiable import once_differentiable
 
 _LINEAR = "transformer_engine.pytorch.module.linear"
 _PRODUCTS = "transformer_engine.pytorch.cpp_extensions"
@@ -165,6 +166,7 @@ class _Operation(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.own.saved_tensors = ctx.saved_tensors
         d_x, (d_weight,) = ctx.operation.op_backward(ctx.own, *gradients)

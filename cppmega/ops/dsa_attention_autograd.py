@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops import dsa_attention_forward_triton as narrow
 from cppmega.ops import dsa_attention_wide_triton as wide
 from cppmega.ops.dsa_attention_backward_triton import Backward
 from cppmega.ops.dsa_attention_problem import Absorbed, Attended
 from cppmega.ops.dsa_attention_wide_backward_triton import WideBackward
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 class _Absorbed(torch.autograd.Function):

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops.dsa_attention_bits_triton import WHOLE, Bits
 from cppmega.ops.dsa_attention_per_head_triton import Gradients, Heads
 from cppmega.ops.dsa_indexer_bits_triton import Rows
+from cppmega.ops.once_differentiable import once_differentiable
 
 BITS_BYTES = 1 << 29
 """Maximum memory of a part's bits, by query: there is one part up to 64k queries and keys."""

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops import dsa_indexer_reference as reference
 from cppmega.ops.dsa_indexer_device import gpu_obstacle
 from cppmega.ops.dsa_indexer_problem import Bounds, Loss
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 class IndexerOutput(NamedTuple):

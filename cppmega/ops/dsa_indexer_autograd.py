@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops import dsa_indexer_per_head_triton as per_head
 from cppmega.ops import dsa_indexer_sparse_triton as sparse
@@ -16,6 +15,7 @@ from cppmega.ops.dsa_indexer_dense_triton import DenseTarget
 from cppmega.ops.dsa_indexer_problem import Bounds, Loss
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles
 from cppmega.ops.linear_cross_entropy_triton import scaled
+from cppmega.ops.once_differentiable import once_differentiable
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

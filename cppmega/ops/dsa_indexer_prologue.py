@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops import dsa_indexer_prologue_reference as reference
 from cppmega.ops.dsa_indexer_reference import wide
+from cppmega.ops.once_differentiable import once_differentiable
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 

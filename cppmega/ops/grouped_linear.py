@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cppmega.ops.main_grad import MainGrad
+from cppmega.ops.once_differentiable import once_differentiable
 
 Products = Callable[..., Any]
 """Transformer Engine's `general_grouped_gemm`."""
@@ -58,6 +59,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         parts = gradients[0].contiguous().split_with_sizes(ctx.splits)

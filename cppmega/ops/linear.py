@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cppmega.ops.main_grad import MainGrad
+from cppmega.ops.once_differentiable import once_differentiable
 from cppmega.ops.weight_gradient import add_weight_gradient
 
 BYTES = 16
@@ -60,6 +61,7 @@ class _Linear(torch.autograd.Function):
         return x @ _padded(weight, added).t()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         (gradient,) = gradients

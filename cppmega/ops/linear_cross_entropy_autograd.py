@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.errors import CppmegaError
 from cppmega.ops.linear_cross_entropy_chunks import ChunkKernels, Problem, Softmax, walk
 from cppmega.ops.main_grad import MainGrad
+from cppmega.ops.once_differentiable import once_differentiable
 
 PROMISE_TOLERANCE = 1e-5
 """Relative error per row up to which an upstream gradient is `scalar * weight`.

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops import m2rnn_backward_triton as backwards
 from cppmega.ops import m2rnn_forward_triton as forwards
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 class Recurrence(torch.autograd.Function):

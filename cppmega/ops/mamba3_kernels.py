@@ -24,6 +24,7 @@ from cppmega.ops.dsa_indexer_reference import wide
 from cppmega.ops.launch_device import on_device_of
 from cppmega.ops.mamba3_operands import Operands
 from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters, normed
+from cppmega.ops.once_differentiable import once_differentiable
 
 VERSION = "2.3.2.post1"
 """Of mamba-ssm: the one release that has Mamba-3."""
@@ -195,6 +196,7 @@ class _Mimo(torch.autograd.Function):
         return _mimo(made, inputs, parameters, boundaries, chunk)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = [each.detach() for each in ctx.saved_tensors]
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])

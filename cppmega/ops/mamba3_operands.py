@@ -17,6 +17,7 @@ from cppmega.ops import mamba3_operands_triton as kernels
 from cppmega.ops.dsa_indexer_reference import wide
 from cppmega.ops.kernel_choice import interpreted
 from cppmega.ops.mamba3_reference import EPSILON, Definition, Inputs, Parameters, decay_rate
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 class Operands(NamedTuple):
@@ -95,6 +96,7 @@ class _Computed(torch.autograd.Function):
         return tuple(compute(*_from_sources(x, *read), definition))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         found = gradients(*_from_sources(*ctx.saved_tensors), ctx.definition, Operands(*upstream))
         return None, None, *found

@@ -11,6 +11,7 @@ from cppmega.ops import mamba3_operands as operands
 from cppmega.ops import mamba3_scan as scan
 from cppmega.ops.mamba3_operands import Operands
 from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 def mixed(
@@ -43,6 +44,7 @@ class _Mixed(torch.autograd.Function):
         return scan.forward(made, inputs, parameters, boundaries)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = [each.detach() for each in ctx.saved_tensors]
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops import mhc_aggregate_triton as aggregation
 from cppmega.ops import mhc_parts_triton as in_parts
@@ -22,6 +21,7 @@ from cppmega.ops import mhc_update_triton as updates
 from cppmega.ops import mhc_weights_triton as mappings
 from cppmega.ops.main_grad import MainGrad
 from cppmega.ops.mhc_reference import Parameters
+from cppmega.ops.once_differentiable import once_differentiable
 
 Found = tuple[Tensor, Tensor, Tensor]
 """`h_pre`, `h_post` and `h_res`."""

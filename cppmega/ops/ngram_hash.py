@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops.kernel_choice import interpreted
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 def hashing(orders: Sequence[int], heads: int, sizes: Sequence[int], seed: int) -> Tensor:

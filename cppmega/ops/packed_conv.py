@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.errors import CppmegaError
 from cppmega.ops import packed_conv_reference as reference
 from cppmega.ops.m2rnn import TYPES, obstacle
+from cppmega.ops.once_differentiable import once_differentiable
 from cppmega.ops.token_rows import with_rows
 
 __all__ = ["packed_conv"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops.kernel_choice import taken
+from cppmega.ops.once_differentiable import once_differentiable
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cppmega.ops.kernel_choice import interpreted
+from cppmega.ops.once_differentiable import once_differentiable
 
 
 def split_columns(projected: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
