@@ -33,6 +33,10 @@ def test_a_recipe_wants_the_pages_that_its_fields_mean_nothing_without() -> None
     assert warmed.variables == ((pages["dsa_dense_loss_warmup"].patch.variables[0], "100"),)
     assert "mhc_connections" in wanted_patches(fused.with_(mhc_num_residual_streams=4), pages)
     assert "mhc_connections" not in wanted_patches(fused, pages)
+    counts = "moe_expert_bias_counts"
+    for counting in (whole, recipes_index.load("dsv32_h200_slice")):
+        assert counts in wanted_patches(counting, pages)
+    assert counts not in wanted_patches(whole.with_(moe_router_enable_expert_bias=False), pages)
     padded = fused.with_(packed_documents=True, document_multiple=8)
     assert "mtp_roll_packed_sequences" in wanted_patches(padded, pages)
     assert "mtp_roll_packed_sequences" not in wanted_patches(fused, pages)

@@ -35,6 +35,7 @@ PAGES = {
     "log_second_line": ("0.17.1", "0.18.2", "0.19.2"),
     "mamba_packed_seq_idx": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "mla_rope_kernel": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+    "moe_expert_bias_counts": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "moe_expert_bias_padding_mask": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "moe_router_graph_no_host_sync": ("0.17.1", "0.18.2", "0.19.2"),
     "mtp_loss_no_host_sync": ("0.17.1",),
