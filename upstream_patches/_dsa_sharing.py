@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-from cppmega.catalogue.megatron_args import cuda_graphs, has_experts, layer_pattern, variables
+from cppmega.catalogue.megatron_args import (
+    captures,
+    cuda_graphs,
+    has_experts,
+    layer_pattern,
+    variables,
+)
 from cppmega.errors import CppmegaError
 from cppmega.host import env
+from cppmega.host.cuda_graphs import graph_parts
 from cppmega.modules import dsa_layer_kinds as kinds
-
-_PARTS, _PARTS_UP_TO_0_17 = "cuda_graph_modules", "cuda_graph_scope"
-"""Both names of the argument that lists the parts of a layer to capture in CUDA graphs."""
 
 
 def problems(args: Any) -> Iterator[CppmegaError]:
@@ -52,7 +56,7 @@ def outside_stacks(args: Any, refused_graphs: Container[str]) -> Iterator[Cppmeg
     """
     switch = f"unset {env.INDEX_CACHE.name}"
     alone = switch if is_asked(args) else "--dsa-indexer-topk-freq 1"
-    if cuda_graphs(args) in refused_graphs and _captures_attention(args):
+    if cuda_graphs(args) in refused_graphs and captures(args, "attn"):
         yield CppmegaError(
             "dsa-index-share-in-graphs",
             "DSA layers that share keys do not support CUDA graphs of single attention layers "
@@ -65,8 +69,8 @@ def outside_stacks(args: Any, refused_graphs: Container[str]) -> Iterator[Cppmeg
         yield CppmegaError(
             "dsa-index-share-in-graphs-of-some-layers",
             "DSA layers share keys, and Megatron's local CUDA graphs of "
-            f"{', '.join(sorted(_parts(args)))} capture the attention of only some of them: dense "
-            "layers and MoE layers are captured differently.",
+            f"{', '.join(sorted(graph_parts(args)))} capture the attention of only some of them: "
+            "dense layers and MoE layers are captured differently.",
             "A replayed layer cannot pass its keys to one that is not captured, nor take them "
             "from it.",
             f"--cuda-graph-impl transformer_engine, or train without CUDA graphs, or {alone}",
@@ -81,20 +85,6 @@ def outside_stacks(args: Any, refused_graphs: Container[str]) -> Iterator[Cppmeg
         )
 
 
-def _parts(args: Any) -> set[str]:
-    """The parts of layers that are captured; empty for whole layers."""
-    parts = getattr(args, _PARTS, None) or getattr(args, _PARTS_UP_TO_0_17, None) or ()
-    parts = (parts,) if isinstance(parts, str) else parts
-    names = {getattr(part, "name", part) for part in parts}
-    return set() if "full" in names else names
-
-
-def _captures_attention(args: Any) -> bool:
-    """Whether attention layers are captured in separate CUDA graphs."""
-    parts = _parts(args)
-    return not parts or "attn" in parts
-
-
 def _captures_some_layers(args: Any) -> bool:
     """Whether local CUDA graphs hold either the dense layers of a GPT model or its MoE layers.
 
@@ -106,13 +96,13 @@ def _captures_some_layers(args: Any) -> bool:
         return False
     frequency = getattr(args, "moe_layer_freq", 1)
     both = len(set(frequency)) > 1 if isinstance(frequency, list) else frequency > 1
-    parts = _parts(args)
+    parts = graph_parts(args)
     return both and ("moe" in parts) != bool(parts & {"attn", "mlp"})
 
 
 def _option_of_parts(args: Any) -> str:
-    name = _PARTS if hasattr(args, _PARTS) else _PARTS_UP_TO_0_17
-    return f"--{name.replace('_', '-')}"
+    has = hasattr(args, "cuda_graph_modules")
+    return "--cuda-graph-modules" if has else "--cuda-graph-scope"  # until 0.17
 
 
 def decided(args: Any) -> kinds.Sources:

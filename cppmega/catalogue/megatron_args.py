@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from cppmega.host import env
+from cppmega.host.cuda_graphs import captures as captures
+from cppmega.host.cuda_graphs import cuda_graphs as cuda_graphs
 
 
 def variables(args: object) -> Mapping[str, str]:
@@ -60,15 +62,3 @@ def recomputes(args: object, module: str = "") -> bool:
     if not module:
         return granularity == "full"
     return granularity == "selective" and module in (getattr(args, "recompute_modules", None) or ())
-
-
-def cuda_graphs(args: object) -> str:
-    """How CUDA graphs are captured: none, local, transformer_engine or full_iteration.
-
-    `--enable-cuda-graph` and `--external-cuda-graph`, deprecated names in every release, count
-    where Megatron has not replaced them yet.
-    """
-    older = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
-    named = next((how for name, how in older.items() if getattr(args, name, False)), "none")
-    given = getattr(args, "cuda_graph_impl", None) or "none"
-    return str(given) if given != "none" else named

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.host.cuda_graphs import cuda_graphs
 
 GATE = "CPPMEGA_LEMYX_DSA"
 STEPS = "CPPMEGA_DSA_DENSE_LOSS_STEPS"
@@ -115,7 +116,7 @@ def obstacles(config: Any) -> Iterator[CppmegaError]:
         yield _ineffective("The indexer has no loss: dsa_indexer_loss_coeff is 0.", _COEFFICIENT)
     if not getattr(config, "dsa_indexer_use_sparse_loss", False):
         yield _ineffective("The indexer's loss is dense in every step.", _SPARSE)
-    if _captures(config):
+    if cuda_graphs(config) != "none":
         yield CppmegaError(
             "dsa-dense-loss-in-graphs",
             f"{GATE} is on together with CUDA graphs.",
@@ -143,12 +144,6 @@ def _ineffective(what: str, instead: str) -> CppmegaError:
         "It would seem to be on, but no step would differ.",
         f"{instead}, or unset {GATE} and apply again",
     )
-
-
-def _captures(config: Any) -> bool:
-    older = ("enable_cuda_graph", "external_cuda_graph")  # names of 0.16
-    named = getattr(config, "cuda_graph_impl", None) or "none"
-    return named != "none" or any(getattr(config, name, False) for name in older)
 
 
 def _cudnn(config: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
+from cppmega.host.cuda_graphs import cuda_graphs
 from cppmega.modules.stated_sizes import Count, Positive, read
 
 
@@ -103,7 +104,7 @@ def obstacles(args: Any) -> Iterator[CppmegaError]:
             "--overlap-moe-expert-parallel-comm",
             "Its schedule calls the MTP depths without the context of their tokens.",
         )
-    if has("cuda_graph_impl") == "full_iteration":
+    if cuda_graphs(args) == "full_iteration":
         yield _unsupported(
             "--cuda-graph-impl full_iteration",
             "The graph replays copies of the tokens, and what is attached to them is not copied.",

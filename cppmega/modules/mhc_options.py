@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.host.cuda_graphs import cuda_graphs
 
 RECOMPUTED = "mhc"
 """Its name among `recompute_modules`."""
@@ -96,7 +97,7 @@ def _layers(options: Any) -> Iterator[CppmegaError]:
         yield _refusal(
             "--hidden-dropout", "Dropout between a sub-layer and the streams is not defined here."
         )
-    if getattr(options, "cuda_graph_impl", "none") != "none":
+    if cuda_graphs(options) != "none":
         yield _refusal(
             "--cuda-graph-impl", "The graphs of a layer take one stream, and a site has several."
         )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
+from cppmega.host.cuda_graphs import captures, cuda_graphs
 from cppmega.modules.stated_sizes import Positive, read
 from cppmega.ops import mamba3_scan_sizes
 
@@ -136,9 +137,12 @@ def _general(args: Any) -> Iterator[CppmegaError]:
         )
     if has("fp32_residual_connection"):
         yield _unsupported("--fp32-residual-connection", "It has not been tested.")
-    graphs = has("cuda_graph_modules") or ()
-    if "mamba" in [getattr(module, "name", module) for module in graphs]:
-        yield _unsupported("CUDA graphs of mamba", "No capture of these mixers was tried.")
+    if captures(args, "mamba"):
+        yield _unsupported(
+            f"CUDA graphs of Mamba layers ({cuda_graphs(args)})",
+            "No capture of these mixers was tried.",
+            "--cuda-graph-impl none, or name other parts of layers in --cuda-graph-modules",
+        )
 
 
 def _of_mamba3(sizes: Mamba3, args: Any) -> Iterator[CppmegaError]:
@@ -221,10 +225,10 @@ def other_models(
         )
 
 
-def _unsupported(what: str, why: str) -> CppmegaError:
+def _unsupported(what: str, why: str, instead: str = "") -> CppmegaError:
     return CppmegaError(
         "mixer-not-supported",
         f"The model has Mamba-3 or M2RNN layers together with {what}.",
         why,
-        f"leave out {what}, or train a pattern without M and R",
+        f"{instead or f'leave out {what}'}, or train a pattern without M and R",
     )

@@ -78,11 +78,15 @@ def test_a_text_without_sense_is_refused(text: str) -> None:
         ({"use_mup": True}, "mixer-not-supported", "MuP"),
         ({"init_model_with_meta_device": True}, "mixer-not-supported", "meta device"),
         ({"fp32_residual_connection": True}, "mixer-not-supported", "fp32-residual"),
-        ({"cuda_graph_modules": ["attn", "mamba"]}, "mixer-not-supported", "graphs of mamba"),
         (
-            {"cuda_graph_modules": [SimpleNamespace(name="mamba")]},
+            {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "mamba"]},
             "mixer-not-supported",
-            "graphs of mamba",
+            "graphs of Mamba layers (local)",
+        ),
+        (
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
+            "mixer-not-supported",
+            "graphs of Mamba layers (transformer_engine)",
         ),
         ({"hidden_size": 80}, "mamba3-heads", "2 x 80 channels"),
         (
@@ -98,7 +102,8 @@ def test_what_the_mixers_do_not_go_with_is_named(
     (found,) = sizes.obstacles(SimpleNamespace(**arguments), STATED)
     assert found.name == name and said in found.what
     assert not [*sizes.obstacles(SimpleNamespace(**arguments), {})]
-    allowed = {"context_parallel_size": 1, "cuda_graph_modules": ["attn"], "hidden_size": 256}
+    allowed = {"context_parallel_size": 1, "cuda_graph_impl": "local", "hidden_size": 256}
+    allowed["cuda_graph_modules"] = ["attn"]
     assert not [*sizes.obstacles(SimpleNamespace(**allowed), STATED)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppmega.catalogue.megatron_args import cuda_graphs, has_experts
+from cppmega.catalogue.megatron_args import captures, cuda_graphs, has_experts
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
@@ -36,7 +36,7 @@ def check(context: Context) -> str:
             "tensors as arguments: Megatron would end the run at its first step.",
             "--set cuda_graph_impl=none, or --set packed_documents=false",
         )
-    if "moe" in _captured(args) and not _drops_and_pads(args):
+    if _captures_experts(args) and not _drops_and_pads(args):
         raise CppmegaError(
             "graph-of-dropless-experts",
             "CUDA graphs would capture complete MoE layers, whose experts drop no tokens.",
@@ -62,12 +62,9 @@ def check(context: Context) -> str:
     return f"a pool of about {pool:.1f} GiB"
 
 
-def _captured(args: object) -> set[str]:
-    """The kinds of modules in graphs; complete layers include their experts."""
-    named = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope", None)
-    names = {named} if isinstance(named, str) else {str(getattr(x, "name", x)) for x in named or ()}
-    whole = (not names or "full" in names) and cuda_graphs(args) in _BY_LAYER
-    return names | ({"moe"} if whole and has_experts(args) else set())
+def _captures_experts(args: object) -> bool:
+    """Whether graphs hold complete MoE layers."""
+    return has_experts(args) and cuda_graphs(args) in _BY_LAYER and captures(args, "moe")
 
 
 def _drops_and_pads(args: object) -> bool:
