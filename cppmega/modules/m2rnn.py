@@ -12,6 +12,9 @@ The decay is `exp(-exp(A_log) * softplus(decay + dt_bias))`. Convolution and rec
 every document of a pack. The norm spans all heads together, and its learned weight is the only one;
 no projection has a bias.
 
+In the backward, the gradient of every step's state is clipped to `gradient_clipping`, 1 in all of
+the authors' configurations: `cppmega.ops.m2rnn_reference` defines it.
+
 Initial values are the authors': identity transitions, D of 1, `exp(A_log)` uniform up to 16, and
 `softplus(dt_bias)` log-uniform from 0.001 to 0.1. The linear layers are initialized as Megatron's,
 and the convolution as `torch.nn.Conv1d`. `A_log` and `dt_bias` stay in fp32 when a model is
@@ -77,6 +80,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
             raise obstacle
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
+        self.gradient_clipping = sizes.gradient_clipping
         self.heads = sizes.heads(d_model)
         self.width = self.heads * self.value_dim
         self.convolved = 2 * self.key_dim + self.width
@@ -151,6 +155,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
             self.transition,
             -self.A_log.exp() * softplus(decay.float() + self.dt_bias),
             bounds,
+            self.gradient_clipping,
         )
         gated = (y.flatten(-2).float() + self.D * v.float()) * silu(gate.float())
         normed = rms_norm(gated, (self.width,), arrived(self.norm).weight.float(), self.norm.eps)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.host.cuda_graphs import captures, cuda_graphs
-from cppmega.modules.stated_sizes import Positive, read
+from cppmega.modules.stated_sizes import Positive, PositiveReal, read
 from cppmega.ops import mamba3_scan_sizes
 
 
@@ -75,6 +75,9 @@ class M2RNN:
     key_dim: Positive = 64
     value_dim: Positive = 16
     conv: Positive = 4
+    gradient_clipping: PositiveReal | None = 1.0
+    """The largest element of a state's gradient, in each step of the backward; None: any. See
+    `cppmega.ops.m2rnn_reference`."""
 
     def heads(self, hidden: int) -> int:
         """The number of value heads in a model of that width."""
@@ -184,6 +187,10 @@ def _of_m2rnn(sizes: M2RNN, args: Any) -> Iterator[CppmegaError]:
     if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", None) == "delayed":
         yield _unsupported(
             "--fp8-recipe delayed", "One context is around all layers, and M2RNN's stay in bf16."
+        )
+    if getattr(args, "fp16", None) and sizes.gradient_clipping is not None:
+        yield _unsupported(
+            "--fp16", "M2RNN's gradient_clipping would clip gradients times the scale of the loss."
         )
     ranks = getattr(args, "tensor_model_parallel_size", 1) or 1
     if ranks > 1:

@@ -17,6 +17,7 @@ from cppmega.host import env
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+PositiveReal = Annotated[float, Meta(gt=0)]
 Sizes = TypeVar("Sizes")
 
 

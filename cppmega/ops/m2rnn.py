@@ -81,6 +81,7 @@ def m2rnn(
     transition: Tensor,
     log_decay: Tensor,
     bounds: Tensor | None = None,
+    gradient_clipping: float | None = None,
 ) -> Tensor:
     """Compute `m2rnn_reference.m2rnn`.
 
@@ -92,18 +93,21 @@ def m2rnn(
         log_decay: `[s, b, heads]`, fp32, not above 0.
         bounds: `[documents + 1]` as returned by `document_bounds`, with b = 1; None: each of the b
             sequences is one document.
+        gradient_clipping: the largest element of a state's gradient, above 0; None: any.
 
     Returns:
         `[s, b, heads, V]` in the type of v.
 
     Raises:
         CppmegaError: `m2rnn-no-kernel`.
-        ValueError: the shapes do not match.
+        ValueError: the shapes do not match, or `gradient_clipping` is not above 0.
     """
     _check_shapes(q, k, v, transition, log_decay, bounds)
+    if gradient_clipping is not None and not gradient_clipping > 0:
+        raise ValueError(f"gradient_clipping={gradient_clipping} is not above 0")
     why = obstacle(v.device, v.dtype, k.size(-1), v.size(-1))
     if why is not None and v.device.type == "cpu":
-        return reference.m2rnn(q, k, v, transition, log_decay, bounds)
+        return reference.m2rnn(q, k, v, transition, log_decay, bounds, gradient_clipping)
     if why is None:
         why = _types_obstacle(q, k, v, transition, log_decay)
     if why is not None:
@@ -122,6 +126,7 @@ def m2rnn(
         transition.contiguous(),
         log_decay.contiguous(),
         None if bounds is None else bounds.int().contiguous(),
+        gradient_clipping,
     )
     return found
 

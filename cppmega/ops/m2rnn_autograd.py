@@ -13,7 +13,7 @@ from cppmega.ops.once_differentiable import once_differentiable
 
 
 class Recurrence(torch.autograd.Function):
-    """`m2rnn(q, k, v, transition, log_decay, bounds)`."""
+    """`m2rnn(q, k, v, transition, log_decay, bounds, gradient_clipping)`."""
 
     @staticmethod
     def forward(
@@ -24,6 +24,7 @@ class Recurrence(torch.autograd.Function):
         transition: Tensor,
         log_decay: Tensor,
         bounds: Tensor | None,
+        gradient_clipping: float | None,
     ) -> Tensor:
         decay, fresh = log_decay.exp(), -torch.expm1(log_decay)
         parts = forwards.parts(k.size(-1))
@@ -31,6 +32,7 @@ class Recurrence(torch.autograd.Function):
         states = forwards.saved_states(v, k.size(-1)) if any(ctx.needs_input_grad) else None
         forwards.forward(q, k, v, transition, decay, fresh, bounds, states, out)
         ctx.save_for_backward(q, k, v, transition, log_decay, bounds, states)
+        ctx.gradient_clipping = gradient_clipping
         return _sum(out, v.dtype)
 
     @staticmethod
@@ -50,6 +52,7 @@ class Recurrence(torch.autograd.Function):
         backwards.backward(
             *(q, k, v, transition, log_decay.exp(), -torch.expm1(log_decay), bounds, states),
             *(gradient.contiguous(), within, d_q, d_k, d_v, d_weight, d_log_decay),
+            ctx.gradient_clipping,
         )
         return (
             d_q.sum(2).to(q.dtype),
@@ -57,7 +60,7 @@ class Recurrence(torch.autograd.Function):
             _sum(d_v, v.dtype),
             d_weight.sum(0).to(transition.dtype),
             _sum(d_log_decay, torch.float32),
-            None,
+            *(None, None),
         )
 
 

@@ -11,6 +11,9 @@ share, each program its contribution to a transition's gradient, and the program
 theirs to those of v and of the decay, which are sums over rows; all are summed afterwards, in a
 fixed order.
 
+The gradient of a state is clipped as soon as it is complete, so that in later products it is never
+larger.
+
 With 16-bit inputs, states and their gradients are multiplied as the sums of two tensors of the
 transition's type each.
 
@@ -68,7 +71,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     q, k, v, weight, decay, fresh, bounds, states, gradient, within, d_q, d_k, d_v, d_weight,
     d_log_decay, s, b, q_rows, k_rows, v_rows, heads, documents, programs, parts,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,
-    CHUNK: tl.constexpr, PACKED: tl.constexpr, NARROW: tl.constexpr,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, NARROW: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = K % ROWS == 0 and V == TILE_V
     part, place = tl.program_id(0) % parts, tl.program_id(0) // parts
@@ -139,6 +142,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 wide_y = d_y.to(tl.float32)[None, :]
                 tl.store(to_q + i, tl.sum((f * h + u * z) * wide_y, 1), mask=has_i)
                 d_h += q_t.to(tl.float32)[:, None] * wide_y
+                if CLIP is not None:  # NaN remains NaN, as in torch
+                    d_h = tl.clamp(d_h, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
                 tl.store(to_f, f * tl.sum(d_h * (h - z)))
                 d_x = u * d_h * (1.0 - z * z)
                 tl.store(to_k + i, tl.sum(d_x * v_t.to(tl.float32)[None, :], 1), mask=has_i)
@@ -178,6 +183,7 @@ def backward(
     d_v: Tensor,
     d_weight: Tensor,
     d_log_decay: Tensor,
+    gradient_clipping: float | None,
 ) -> None:
     """Write the gradients; inputs are those of `forward`, and everything else is contiguous.
 
@@ -188,6 +194,7 @@ def backward(
         d_v: `[parts, s, b, heads, V]`, the contribution of each part of the rows.
         d_weight: fp32 `[programs * parts, heads, V, V]`, the contribution of each program.
         d_log_decay: fp32 `[parts, s, b, heads]`.
+        gradient_clipping: the largest element of a state's gradient; None: any.
     """
     s, b, heads, width = v.shape
     documents = b if bounds is None else len(bounds) - 1
@@ -196,7 +203,7 @@ def backward(
         d_q, d_k, d_v, d_weight, d_log_decay, s, b, *map(row_stride, (q, k, v)), heads,
         documents, len(d_weight) // len(d_v), len(d_v), K=k.size(-1), V=width,
         ROWS=tile_rows(k.size(-1)), TILE_V=tile(width), CHUNK=forwards.CHUNK,
-        PACKED=bounds is not None, NARROW=is_narrow(v, weight),
+        PACKED=bounds is not None, NARROW=is_narrow(v, weight), CLIP=gradient_clipping,
         num_warps=forwards.WARPS, num_stages=1,  # more need more shared memory than sm_120 has
     )  # fmt: skip
 

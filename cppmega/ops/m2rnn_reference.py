@@ -11,10 +11,21 @@ is given as its logarithm, which remains exact where f is so close to 1 that it 
 States start at zero, in packed sequences at the beginning of every document.
 
 Everything is computed in fp32 and rounded once; in fp64 everything is fp64. Gradients come from
-autograd.
+autograd, with one exception. Transitions are unbounded, and the gradient of a state can grow in
+every step back through time until it overflows. The authors clip it in each step, and so does this
+with `gradient_clipping`: the gradient of `h[t]`, which is the sum of those through `y[t]` and
+through `h[t + 1]`, is clamped element by element to `[-gradient_clipping, gradient_clipping]`
+before anything is computed from it.
+
+That is the authors' definition in plain torch, `xma/layers/m2rnn/torch_implementation.py` of
+open-lm-engine/accelerated-model-architectures at 384ed0a. Their Triton kernel clamps the gradient
+through `h[t + 1]` and then adds that through `y[t]`. The configurations that they published, in
+`configs/research/m2rnn` of open-lm-engine/lm-engine, clip at 1.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +40,7 @@ def m2rnn(
     transition: Tensor,
     log_decay: Tensor,
     bounds: Tensor | None = None,
+    gradient_clipping: float | None = None,
 ) -> Tensor:
     """Compute the recurrence, step by step.
 
@@ -40,6 +52,7 @@ def m2rnn(
         log_decay: `[s, b, heads]`, not above 0; fp32 (fp64).
         bounds: `[documents + 1]`, where documents begin and the last one ends, ascending; None:
             each of the b sequences is one document.
+        gradient_clipping: the largest element of a state's gradient, above 0; None: any.
 
     Returns:
         `[s, b, heads, V]` in the type of v.
@@ -56,5 +69,8 @@ def m2rnn(
         state = state.masked_fill(begins[t], 0)
         outer = key[t, :, None, :, None] * value[t, :, :, None, :]
         state = decay[t] * state + fresh[t] * torch.tanh(state @ weight + outer)
+        if gradient_clipping is not None and state.requires_grad:
+            bound = partial(torch.clamp, min=-gradient_clipping, max=gradient_clipping)
+            state.register_hook(bound)  # type: ignore[no-untyped-call]
         found.append(torch.einsum("bk,bhkv->bhv", query[t], state))
     return torch.stack(found).to(v.dtype) if found else torch.empty_like(v)

@@ -15,7 +15,7 @@ from cppmega.host import env
 from cppmega.modules import dsa_loss_schedule, stated_sizes
 from cppmega.modules.input_embedding_sizes import NgramHash, Structure
 from cppmega.modules.mixer_sizes import M2RNN, Mamba3
-from cppmega.modules.stated_sizes import Count, Positive
+from cppmega.modules.stated_sizes import Count, Positive, PositiveReal
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]
@@ -24,7 +24,6 @@ Precision = Literal["bf16", "fp8", "fp32"]
 Activation = Literal["gelu", "squared_relu", "swiglu"]
 Attention = Literal["full", "mla", "dsa"]
 
-PositiveReal = Annotated[float, Meta(gt=0)]
 NonNegativeReal = Annotated[float, Meta(ge=0)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 """Decay of a running average: at 1, it would never forget."""

@@ -32,14 +32,14 @@ from cppmega.smoke.checkpoint import keep_saves_here
 keep_saves_here()
 
 
-def mixer(hidden=42, key=5, value=3, seed=1, columns=ColumnParallelLinear, **more):
+def mixer(hidden=42, key=5, value=3, seed=1, columns=ColumnParallelLinear, sizes=None, **more):
     config = TransformerConfig(
         num_layers=1, hidden_size=hidden, num_attention_heads=2, use_cpu_initialization=True, **more
     )
     torch.manual_seed(seed)
     linear = MambaMixerSubmodules(columns, RowParallelLinear)
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp"])
-    return M2RNNMixer(config, linear, M2RNN(key, value), hidden, 1, groups)
+    return M2RNNMixer(config, linear, sizes or M2RNN(key, value), hidden, 1, groups)
 
 
 def packs(*bounds):
@@ -77,6 +77,18 @@ def gradients():
     for name, p in made.named_parameters():
         rows = p.grad.flatten(1) if p.ndim > 1 else p.grad[:, None]
         assert torch.isfinite(rows).all() and (rows != 0).any(1).all(), name
+
+
+def clipped():
+    x, upstream, found = torch.randn(9, 1, 42), 100 * torch.randn(9, 1, 42), []
+    for sizes in (M2RNN(5, 3), M2RNN(5, 3, gradient_clipping=1.0), M2RNN(5, 3, 4, None)):
+        made = mixer(sizes=sizes)
+        out, _ = made(x)
+        out.backward(upstream)
+        found.append((out, made.transition.grad, made.D.grad))
+    usual, at_1, free = found
+    assert all(torch.equal(a, b) for a, b in zip(usual, at_1, strict=True))
+    assert [torch.equal(a, b) for a, b in zip(usual, free, strict=True)] == [True, False, True]
 
 
 def first_values():
@@ -142,7 +154,8 @@ def padded():
 import json, traceback
 results = {}
 for call in (
-    count, documents, gradients, first_values, zero_is_never_drawn, precision, saved, padded
+    count, documents, gradients, clipped, first_values, zero_is_never_drawn, precision, saved,
+    padded,
 ):
     try:
         call()
@@ -167,7 +180,7 @@ def results() -> dict[str, str]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("count", "documents", "gradients", "first_values", "zero_is_never_drawn"),
+        *("count", "documents", "gradients", "clipped", "first_values", "zero_is_never_drawn"),
         *("precision", "saved", "padded"),
     ],
 )

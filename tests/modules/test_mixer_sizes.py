@@ -15,7 +15,7 @@ from cppmega.recipe.render import missing, render
 from cppmega.training import requirements
 
 MAMBA3 = sizes.Mamba3(groups=4, rank=2)
-M2RNN = sizes.M2RNN(conv=3)
+M2RNN = sizes.M2RNN(conv=3, gradient_clipping=0.5)
 WHOLE = recipes_index.load("nam56r_h200_8gpu_bf16")
 STATED = {"CPPMEGA_MAMBA3": stated_sizes.text(MAMBA3)}
 
@@ -61,6 +61,23 @@ def test_mamba_ssm_is_needed_for_what_our_scan_does_not_support(
 ) -> None:
     recipe = recipes_index.load("nam56r_h200_slice").with_(pattern="DEM-", mamba3=mamba3)
     assert (recipe.uses_mamba_ssm, recipe.uses_mimo) == (mamba_ssm, mimo)
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [("{}", 1.0), ('{"gradient_clipping": 2}', 2.0), ('{"gradient_clipping": null}', None)],
+)
+def test_gradients_of_m2rnns_states_are_clipped_at_1_unless_stated(
+    text: str, bound: float | None
+) -> None:
+    assert sizes.m2rnn({"CPPMEGA_M2RNN": text}) == sizes.M2RNN(gradient_clipping=bound)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("inf")])
+def test_a_bound_of_gradients_is_above_zero_and_finite(bound: float) -> None:
+    with pytest.raises(CppmegaError, match="gradient_clipping") as caught:
+        WHOLE.with_(m2rnn=sizes.M2RNN(gradient_clipping=bound))
+    assert caught.value.name == "recipe-invalid"
 
 
 @pytest.mark.parametrize("text", ["1", "{", '{"groups": 0}', '{"rope_fraction": 0.3}'])
@@ -112,6 +129,7 @@ def test_what_the_mixers_do_not_go_with_is_named(
     [
         ({"hidden_size": 79}, "m2rnn-heads", "width of 79"),
         ({"tensor_model_parallel_size": 2}, "m2rnn-tensor-parallel", "2 tensor-parallel"),
+        ({"fp16": True}, "mixer-not-supported", "--fp16"),
         ({"fp4": "e2m1"}, "mixer-not-supported", "--fp4-format"),
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "mixer-not-supported", "--fp8-recipe"),
         ({"context_parallel_size": 2}, "mixer-not-supported", "context parallelism"),

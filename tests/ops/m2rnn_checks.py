@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ def check(
     given: Sequence[Tensor],
     documents: Sequence[int] | None = None,
     slack: float = 1.5,
-) -> None:
+) -> list[Tensor]:
     """Result and gradients against fp64: errors of at most `slack` times those of fp32, rounded.
 
     They are rounded to the type of the inputs, also the gradient of the decay, which is fp32. A
@@ -100,6 +101,38 @@ def check(
         error = (mine.double() - exact).norm()
         floor = (low.to(given[0].dtype).double() - exact).norm()
         assert error <= slack * floor + 4e-7 * exact.norm(), (number, documents, error, floor)
+    return found
+
+
+def check_clipping(dtype: torch.dtype, device: str = "cpu") -> None:
+    """States' gradients are clipped as defined: some, none, and such as would overflow.
+
+    These are of transitions so large that every step multiplies a gradient by 9,000, with states of
+    zero, where tanh is steepest.
+    """
+    for shape, documents, bound in (
+        (Shape(6, 1, 2, 20, 16), (0, 1, 1, 6), 0.3),
+        (Shape(3, 1, 1, 5, 3), None, 1e4),
+    ):
+        given = drawn(shape, dtype, device)
+        found = check(_clipped(bound), given, documents)
+        bounds = None if documents is None else torch.tensor(documents, device=device)
+        free = both_ways(m2rnn.m2rnn, given, bounds)
+        same = [torch.equal(a, b) for a, b in zip(found, free, strict=True)]
+        assert same == [True, True, *[bound == 1e4] * 4], "the output, and the gradient of q"
+    q, k, v, transition, decay = drawn(Shape(12, 1, 1, 5, 3), dtype, device)
+    grown = [q, k * 0, v, transition * 0 + 1e4 * torch.eye(3).to(transition), decay * 0 - 2.3]
+    assert not torch.isfinite(both_ways(m2rnn.m2rnn, grown, None)[2]).all()
+    check(_clipped(1.0), grown)
+    leaf = k.detach().requires_grad_()
+    out = m2rnn.m2rnn(q, leaf, v, transition, decay, None, 1.0)
+    (of_k,) = torch.autograd.grad(out, leaf, torch.full_like(out, torch.nan))
+    assert of_k.isnan().all()
+
+
+def _clipped(bound: float) -> tuple[Op, Op]:
+    kernel, definition = (partial(op, gradient_clipping=bound) for op in RECURRENCE)
+    return kernel, definition
 
 
 def check_repeats(ops: tuple[Op, Op], given: Sequence[Tensor], documents: Sequence[int]) -> None:

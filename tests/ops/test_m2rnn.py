@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.ops.m2rnn_checks import (  # noqa: E402
     both_ways,
     check,
     check_all_layouts,
+    check_clipping,
     check_parts,
     check_repeats,
     drawn,
@@ -85,6 +87,60 @@ def test_the_gradient_is_that_of_numbers() -> None:
         assert torch.autograd.gradcheck(outputs, leaves)
 
 
+def step_by_step(
+    given: list[Tensor], bounds: list[int], upstream: Tensor, bound: float
+) -> list[Tensor]:
+    """All gradients, from those of one step at a time; that of a state is clamped."""
+    q, k, v, transition, log_decay = given
+
+    def step(state: Tensor, key: Tensor, value: Tensor, weight: Tensor, log: Tensor) -> Tensor:
+        decay = log.exp()[..., None, None]
+        moved = state @ weight + key[:, None, :, None] * value[:, :, None, :]
+        return decay * state + (1 - decay) * torch.tanh(moved)
+
+    states = [torch.zeros(v.size(1), v.size(2), k.size(2), v.size(3), dtype=v.dtype)]
+    for t in range(len(v)):
+        states[t] = states[t] * (t not in bounds)
+        states.append(step(states[t], k[t], v[t], transition, log_decay[t]))
+    found, of_state = [torch.zeros_like(x) for x in given], torch.zeros_like(states[0])
+    for t in reversed(range(len(v))):
+        leaves = [x.clone().requires_grad_() for x in (states[t], k[t], v[t], transition)]
+        leaves.append(log_decay[t].clone().requires_grad_())
+        state = step(*leaves)
+        found[0][t] = torch.einsum("bhkv,bhv->bk", state, upstream[t])
+        of_state = of_state + q[t, :, None, :, None] * upstream[t, :, :, None, :]
+        of_state, found[1][t], found[2][t], of_weight, found[4][t] = torch.autograd.grad(
+            state, leaves, of_state.clamp(-bound, bound)
+        )
+        found[3] += of_weight
+        of_state = of_state * (t not in bounds)
+    return found
+
+
+@pytest.mark.parametrize("bound", [0.2, 1.0, 1e9])
+@pytest.mark.parametrize(("b", "bounds"), [(2, [0]), (1, [0, 3, 4, 9])])
+def test_the_gradient_of_each_state_is_clipped(bound: float, b: int, bounds: list[int]) -> None:
+    given = [x.to(FULL) for x in drawn(Shape(9, b, 3, 4, 2), FULL)]
+    leaves = [x.clone().requires_grad_() for x in given]
+    documents = torch.tensor(bounds) if b == 1 else None
+    gradients = []
+    for clipping in (bound, None):
+        out = reference.m2rnn(*leaves, documents, clipping)
+        upstream = torch.linspace(-1, 2, out.numel(), dtype=FULL).view_as(out).sin()
+        gradients.append(torch.autograd.grad(out, leaves, upstream))
+    found, free = gradients
+    for mine, exact in zip(found, step_by_step(given, bounds, upstream, bound), strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-14)
+    same = [torch.equal(a, b) for a, b in zip(found, free, strict=True)]
+    assert same == [True, *[bound == 1e9] * 4]
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
+def test_a_bound_that_is_not_above_zero_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match="not above 0"):
+        op.m2rnn(*drawn(Shape(3, 1, 3, 4, 2), FULL), gradient_clipping=bound)
+
+
 def test_what_follows_the_last_document_is_one_more() -> None:
     found = op.document_bounds(torch.tensor([0, 3, 7]), 9)
     assert found.tolist() == [0, 3, 7, 9] and found.dtype == torch.int32
@@ -129,6 +185,11 @@ check(CONVOLUTION, packs, (0, 1, 1, 4, 21, 33, 70))
 check_repeats(CONVOLUTION, packs, (0, 1, 1, 4, 21, 33, 70))
 """
     )
+
+
+@pytest.mark.slow
+def test_clipping_in_the_interpreter() -> None:
+    interpreted("check_clipping(full)\ncheck_clipping(half)")
 
 
 def test_layouts_in_plain_torch() -> None:
@@ -187,14 +248,16 @@ def test_every_kernel_compiles_and_fits_shared_memory(monkeypatch: pytest.Monkey
         monkeypatch.setattr(name, lambda *call: None)
     packed = torch.tensor([0, 64])
     # Without packs, and for sizes of one, which Triton compiles in, kernels are others.
-    for shape, dtype, bounds, targets in (
-        (Shape(64, 1, 51, 64, 16), torch.bfloat16, packed, (100, 120)),  # 80 has more than 120
-        (Shape(64, 1, 51, 128, 64), torch.float32, packed, (120,)),
-        (Shape(64, 2, 51, 64, 16), torch.float16, None, (90,)),
-        (Shape(1, 1, 1, 16, 16), torch.bfloat16, None, (90,)),
+    for shape, dtype, bounds, clipping, targets in (
+        # 80 has more memory than 120.
+        (Shape(64, 1, 51, 64, 16), torch.bfloat16, packed, 1.0, (100, 120)),
+        (Shape(64, 1, 51, 128, 64), torch.float32, packed, 1.0, (120,)),
+        (Shape(64, 2, 51, 64, 16), torch.float16, None, None, (90,)),
+        (Shape(1, 1, 1, 16, 16), torch.bfloat16, None, None, (90,)),
     ):
         found.clear()
-        both_ways(op.m2rnn, drawn(shape, dtype), bounds)
+        recurrence = partial(op.m2rnn, gradient_clipping=clipping)
+        both_ways(recurrence, drawn(shape, dtype), bounds)
         both_ways(packed_conv, drawn_conv(shape.s, shape.b, 944, 4, dtype), bounds)
         check_fits(found, modules, targets)
 
@@ -209,6 +272,7 @@ def test_errors_on_cuda(dtype: torch.dtype) -> None:
     check(RECURRENCE, packs, documents)
     check_repeats(RECURRENCE, packs, documents)
     check_parts(packs, (0, 1, 4, 21, 150, 214, 333))
+    check_clipping(dtype, "cuda")
     conv = drawn_conv(333, 1, 944, 4, dtype, "cuda")
     check(CONVOLUTION, conv, documents)
     check_repeats(CONVOLUTION, conv, documents)
