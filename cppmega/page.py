@@ -80,8 +80,8 @@ class Patch:
     reached: Reached
     """When a run must pass through at least one edited symbol."""
     feature: tuple[str, ...] = ()
-    """Targets without which there is nothing to fix; if the tree lacks one, the patch is not
-    applicable."""
+    """Definitions without which there is nothing to fix; if the tree lacks one, the patch is not
+    applicable. A target of the page is none of them: upstream may rename it and keep the bug."""
     when: Callable[[Any], bool] | None = None
     """Called with the run's arguments (Megatron's namespace): whether it must reach the patch."""
     refuses: Callable[[Any, Mapping[str, tuple[int, ...]]], Iterable[CppmegaError]] | None = None

@@ -45,7 +45,9 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    feature=(
+        "megatron/core/transformer/experimental_attention_variant/absorbed_mla.py:_apply_absorbed_v_up_projection",
+    ),
     when=gathers_meanwhile,
 )
 

@@ -74,7 +74,6 @@ PATCH = Patch(
         ),
     ),
     reached="save",
-    feature=(SCHEDULE, DONE),
     when=saves_so,
     wanted_by=lambda recipe: recipe.async_save,
 )

@@ -32,7 +32,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
     when=lambda args: bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
 )
 

@@ -66,7 +66,7 @@ PATCH = Patch(
         ),
     ),
     reached="startup",
-    feature=(LOSS, LAYER),
+    feature=(LAYER,),
     when=asked_for,
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy,
 )

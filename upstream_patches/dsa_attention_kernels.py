@@ -233,7 +233,7 @@ PATCH = Patch(
     ),
     reached="forward",
     when=_reaches,
-    feature=(TARGET,),
+    feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
     wanted_by=lambda recipe: recipe.uses_tilelang,
     provides={"dsa_sparse_attention": ("fused",)},
     refuses=refuses,

@@ -139,7 +139,7 @@ PATCH = Patch(
     after=("dsa_attention_kernels", "dsa_indexer_kernels"),
     reached="startup",
     when=uses_dsa,
-    feature=(f"{FOLDER}/dsa_kernels.py:_log_declined_hook", LAYER),
+    feature=(f"{FOLDER}/dsa_kernels.py:_log_declined_hook",),
     refuses=refuses,
 )
 

@@ -56,7 +56,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer",),
     when=rotates,
 )
 

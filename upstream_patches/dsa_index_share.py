@@ -158,7 +158,7 @@ PATCH = Patch(
     ),
     reached="startup",
     when=uses_dsa,
-    feature=(LAYER,),
+    feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
     refuses=refuses,
     gate="CPPMEGA_INDEX_CACHE",
     wanted_by=lambda recipe: bool(recipe.dsa_index_pattern),

@@ -195,7 +195,9 @@ PATCH = Patch(
     ),
     reached="forward",
     when=shares_dsa_keys,
-    feature=(CARRIER,),
+    feature=(
+        "megatron/core/transformer/experimental_attention_variant/dsa.py:source_dsa_compute_layer",
+    ),
     after=("dsa_indexer_kernels", "dsa_backend_limits"),
     refuses=refuses,
 )

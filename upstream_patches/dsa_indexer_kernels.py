@@ -243,7 +243,7 @@ PATCH = Patch(
     after=("dsa_indexer_loss_off",),
     reached="forward",
     when=lambda args: uses_dsa(args) and getattr(args, "dsa_kernel_backend", None) != "cudnn",
-    feature=(TARGET,),
+    feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
     # TileLang's indexer has only the sparse loss; for the dense one, Megatron holds all scores.
     wanted_by=lambda recipe: (
         recipe.uses_tilelang

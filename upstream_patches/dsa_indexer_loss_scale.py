@@ -55,7 +55,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET, SCALER),
+    feature=(SCALER,),
 )
 
 

@@ -63,7 +63,7 @@ PATCH = Patch(
     reached="forward",
     # True also where a hybrid pattern names the layers.
     when=uses_dsa,
-    feature=(TARGET,),
+    feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer",),
 )
 
 

@@ -222,7 +222,9 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(VALIDATE,),
+    feature=(
+        "megatron/core/transformer/experimental_attention_variant/dsa_layout.py:PackedCPIndexerLayout",
+    ),
     when=lambda args: uses_dsa(args) and getattr(args, "context_parallel_size", 1) > 1,
 )
 

@@ -142,7 +142,9 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(HOOK,),
+    feature=(
+        "megatron/core/transformer/experimental_attention_variant/ops/sparse_mla.py:SparseMLA",
+    ),
     when=lambda args: False,  # also with TileLang, `dsa_attention_kernels` may attend
     wanted_by=lambda recipe: (
         recipe.uses_dsa

@@ -202,7 +202,6 @@ PATCH = Patch(
         *EDITS,
     ),
     reached="startup",
-    feature=(WRAPPER, MIXER),
     when=has_mixers,
     refuses=refuses,
 )

@@ -69,7 +69,7 @@ PATCH = Patch(
     ),
     reached="startup",
     when=lambda args: bool(getattr(args, "fp8", None)),
-    feature=(TARGET,),
+    feature=("megatron/training/arguments.py:validate_args",),
     refuses=refuses,
     gate=GATE,
 )

@@ -52,7 +52,6 @@ PATCH = Patch(
     ),
     reached="startup",
     when=lambda args: bool(getattr(args, "use_megatron_fsdp", False)),
-    feature=(TARGET,),
 )
 
 

@@ -41,7 +41,6 @@ PATCH = Patch(
         bool(getattr(args, "use_megatron_fsdp", False))
         and getattr(args, "tensor_model_parallel_size", 1) > 1
     ),
-    feature=(TARGET,),
 )
 
 

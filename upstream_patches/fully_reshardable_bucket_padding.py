@@ -67,7 +67,6 @@ PATCH = Patch(
         ),
     ),
     reached="save",
-    feature=(TARGET,),
     when=saves_it,
     wanted_by=lambda recipe: recipe.dist_ckpt_optim_fully_reshardable,
 )

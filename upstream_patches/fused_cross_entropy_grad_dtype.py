@@ -61,7 +61,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(GRADIENT,),
     when=lambda args: (
         bool(getattr(args, "cross_entropy_loss_fusion", False))
         and getattr(args, "cross_entropy_fusion_impl", "native") == "native"

@@ -70,7 +70,6 @@ PATCH = Patch(
         ),
     ),
     reached="startup",
-    feature=(BUILT, BACKWARD),
     when=fuses,
     wanted_by=lambda recipe: recipe.gradient_accumulation_fusion,
 )

@@ -63,7 +63,6 @@ PATCH = Patch(
         ),
     ),
     reached="backward",
-    feature=(CHECKED, FINISHED),
     when=checks,
 )
 

@@ -48,7 +48,7 @@ PATCH = Patch(
         ),
     ),
     reached="log",
-    feature=(TARGET,),
+    feature=("megatron/training/training.py:train_step",),
     when=has_experts,
 )
 

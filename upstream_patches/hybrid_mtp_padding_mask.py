@@ -31,7 +31,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    feature=("megatron/core/models/hybrid/hybrid_model.py:HybridModel",),
     when=lambda args: bool(layer_pattern(args)) and has_mtp(args),
 )
 

@@ -63,10 +63,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(
-        POSTPROCESS,
-        "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
-    ),
+    feature=("megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",),
     when=lambda args: asked_for(args) and not layer_pattern(args),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.kind != "hybrid",
 )

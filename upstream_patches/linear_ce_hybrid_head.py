@@ -62,10 +62,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(
-        f"{MAMBA}.__init__",
-        "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",
-    ),
+    feature=("megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw",),
     when=lambda args: asked_for(args) and bool(layer_pattern(args)),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy and recipe.kind == "hybrid",
     after=("hybrid_mtp_padding_mask",),

@@ -42,7 +42,7 @@ PATCH = Patch(
         ),
     ),
     reached="log",
-    feature=(TARGET,),
+    feature=("megatron/training/training.py:train_step",),
     after=("hybrid_moe_metrics",),
 )
 

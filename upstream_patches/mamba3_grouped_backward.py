@@ -65,7 +65,7 @@ PATCH = Patch(
     ),
     reached="backward",
     when=runs_mimo,
-    feature=(PLAIN,),
+    feature=("mamba_ssm/modules/mamba3.py:Mamba3",),
     wanted_by=lambda recipe: recipe.uses_mimo,
 )
 

@@ -49,7 +49,7 @@ PATCH = Patch(
     ),
     reached="forward",
     when=runs_mimo,
-    feature=(FORWARD,),
+    feature=("mamba_ssm/modules/mamba3.py:Mamba3",),
     wanted_by=lambda recipe: recipe.uses_mimo,
     after=("mamba3_grouped_backward",),
 )

@@ -87,7 +87,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
     gate="CPPMEGA_MAMBA_RECOMPUTE",
 )
 

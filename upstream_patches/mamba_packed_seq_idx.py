@@ -104,7 +104,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TRAINING,),
+    feature=("megatron/core/ssm/mamba_mixer.py:_check_mamba_sequence_packing_support",),
     when=packs_for_mamba,
 )
 

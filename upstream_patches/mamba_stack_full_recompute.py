@@ -16,7 +16,9 @@ from typing import Any
 from cppmega.catalogue.megatron_args import layer_pattern, recomputes
 from cppmega.page import Edit, Patch, Source
 
-TARGET = "megatron/core/ssm/mamba_block.py:MambaStack.forward"
+OLD_STACK = "megatron/core/ssm/mamba_block.py:MambaStack"
+STACKS = (OLD_STACK, "megatron/core/models/hybrid/hybrid_block.py:HybridStack")
+TARGET = f"{OLD_STACK}.forward"
 
 
 def _cppmega_run_layers(stack, run, hidden_states):
@@ -118,12 +120,12 @@ PATCH = Patch(
     when=lambda args: (
         recomputes(args) and bool(layer_pattern(args) or getattr(args, "is_hybrid_model", False))
     ),
-    feature=(TARGET,),
 )
 
 
 def fixed_upstream(source: Source) -> bool:
-    return "recompute_granularity" in source.text(TARGET)
+    texts = [text for stack in STACKS if (text := source.text(f"{stack}.forward"))]
+    return bool(texts) and all("recompute_granularity" in text for text in texts)
 
 
 def verify() -> None:
@@ -131,8 +133,12 @@ def verify() -> None:
     from unittest import mock
 
     import torch
-    from megatron.core.ssm.mamba_block import MambaStack
     from megatron.core.tensor_parallel import random
+
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
+    except ImportError:
+        from megatron.core.ssm.mamba_block import MambaStack as Stack
 
     class Layer(torch.nn.Linear):
         calls, layer_number = 0, 1
@@ -143,10 +149,11 @@ def verify() -> None:
 
     def train(**config):
         torch.manual_seed(0)
-        stack = MambaStack.__new__(MambaStack)
+        stack = Stack.__new__(Stack)
         torch.nn.Module.__init__(stack)
         stack.layers = torch.nn.ModuleList(Layer(4, 4) for _ in range(5))
         stack.pre_process, stack.post_process, stack.post_layer_norm = True, False, False
+        stack.num_layers_per_pipeline_rank = len(stack.layers)
         stack.config = SimpleNamespace(
             fp8=None, fp4=None, flash_decode=False, cuda_graph_impl="none", cuda_graph_scope=[]
         )

@@ -66,7 +66,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
     when=rotates,
 )
 

@@ -52,7 +52,7 @@ PATCH = Patch(
         ),
     ),
     reached="startup",
-    feature=(TARGET,),
+    feature=("megatron/training/training.py:setup_model_and_optimizer",),
 )
 
 

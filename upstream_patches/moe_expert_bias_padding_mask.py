@@ -33,7 +33,8 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    # Up to 0.15 the router receives no mask.
+    feature=("megatron/core/transformer/moe/moe_layer.py:MoELayer.route",),
     when=has_experts,
 )
 

@@ -90,7 +90,6 @@ PATCH = Patch(
     ),
     reached="forward",
     when=lambda args: has_mtp(args) and recomputes(args),
-    feature=(TARGET,),
 )
 
 

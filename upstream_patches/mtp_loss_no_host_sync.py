@@ -26,7 +26,10 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    # Up to 0.16 the model computes this loss itself.
+    feature=(
+        "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionLayer.forward_single_position",
+    ),
     when=has_mtp,
 )
 

@@ -174,7 +174,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(f"{FILE}:roll_tensor",),
     when=has_mtp,
     # With documents padded inside the pack, stock rolls labels at the wrong boundaries.
     wanted_by=lambda recipe: (

@@ -49,7 +49,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
     when=has_mtp,
     after=("mtp_roll_packed_sequences",),
 )

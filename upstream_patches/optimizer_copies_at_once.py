@@ -81,7 +81,6 @@ PATCH = Patch(
         ),
     ),
     reached="backward",
-    feature=(GRADS, PARAMS),
     when=copies_here,
 )
 

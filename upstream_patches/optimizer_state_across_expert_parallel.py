@@ -160,7 +160,6 @@ PATCH = Patch(
         ),
     ),
     reached="never",
-    feature=(TARGET,),
     refuses=refuses,
     wanted_by=lambda recipe: (
         recipe.dist_ckpt_optim_fully_reshardable and recipe.num_experts is not None

@@ -99,7 +99,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(KEEP,),
     when=recomputes_tracked,
 )
 

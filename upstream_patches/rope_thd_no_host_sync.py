@@ -129,7 +129,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
     when=lambda args: False,  # only runs that pack sequences and do not fuse RoPE reach it
 )
 

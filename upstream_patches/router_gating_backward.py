@@ -49,7 +49,6 @@ PATCH = Patch(
         ),
     ),
     reached="backward",
-    feature=(TARGET,),
     when=in_fp32,
 )
 

@@ -155,7 +155,6 @@ self.step(increment=num_steps)
         ),
     ),
     reached="startup",
-    feature=(f"{SCHEDULER}.load_state_dict",),
     when=lambda args: bool(getattr(args, "override_opt_param_scheduler", False)),
 )
 

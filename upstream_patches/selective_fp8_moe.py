@@ -157,7 +157,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(ROUTED,),
     when=lambda args: bool(getattr(args, "fp8", None)) and has_experts(args),
     gate="CPPMEGA_SELECTIVE_FP8_MOE",
 )

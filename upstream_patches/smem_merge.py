@@ -37,7 +37,9 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    feature=(
+        "megatron/core/transformer/experimental_attention_variant/ops/tilelang_utils.py:require_tilelang",
+    ),
     when=lambda args: getattr(args, "dsa_kernel_backend", None) == "tilelang",
     gate="CPPMEGA_SMEM_MERGE",
     provides={"shared_memory_merge": (True,)},

@@ -67,7 +67,7 @@ PATCH = Patch(
         ),
     ),
     reached="never",  # TileLang compiles a kernel's source, which would include a mark
-    feature=(f"{FOLDER}/mamba3_mimo_fwd.py:mamba_mimo_fwd",),
+    feature=("mamba_ssm/modules/mamba3.py:Mamba3",),
     gate="CPPMEGA_SMEM_MERGE",
     provides={"shared_memory_merge": (True,)},
 )

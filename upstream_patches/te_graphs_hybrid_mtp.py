@@ -117,7 +117,8 @@ PATCH = Patch(
     when=lambda args: (
         cuda_graphs(args) == "transformer_engine" and has_mtp(args) and bool(layer_pattern(args))
     ),
-    feature=(f"{HELPER}._discover_layers",),  # 0.16 does not capture MTP at all
+    # 0.16 does not capture MTP at all.
+    feature=("megatron/core/transformer/cuda_graphs.py:TECudaGraphHelper.capture_finished",),
 )
 
 

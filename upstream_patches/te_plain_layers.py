@@ -88,7 +88,6 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(LINEAR, EXPERTS, NORM),
     when=uses_its_layers,
 )
 

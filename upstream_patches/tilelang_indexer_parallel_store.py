@@ -47,7 +47,9 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    feature=(TARGET,),
+    feature=(
+        "megatron/core/transformer/experimental_attention_variant/ops/tilelang_indexer_fwd.py:indexer_fwd_interface",
+    ),
     when=lambda args: False,  # also with TileLang, other kernels may compute the scores
 )
 

@@ -18,7 +18,7 @@ from cppmega.authoring.statements import Touched
 from cppmega.errors import CppmegaError
 from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt
-from cppmega.overlay.receipt import Loaded
+from cppmega.overlay.receipt import Loaded, Receipt
 from cppmega.overlay.survey import MISSING
 from cppmega.overlay.verdict import FAILURES, NEEDED, PatchState
 from cppmega.page import Edit, Page
@@ -34,6 +34,7 @@ _OF_FAILURE: Mapping[PatchState, Word] = {
     "ambiguous": "ambiguous",
     "foreign": "foreign",
     "conflict": "conflict",
+    "unported": "unported",
 }
 
 
@@ -55,9 +56,13 @@ def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Pa
             "No patch would be compared, and all of them would be reported as safe.",
             "cppmega drift OLD NEW, with two releases of one package",
         )
-    before = _side(*old, pages, {})
+    before = _side(*old, pages, Receipt())
+    served = [name for name, v in before.plan.verdicts.items() if v.state in NEEDED]
     # Answers belong to the bytes of a file, so unchanged files are surveyed only once.
-    after = _side(*new, pages, before.plan.survey.used)
+    known = Receipt(
+        survey=before.plan.survey.used, served=dict.fromkeys(served, before.tree.version)
+    )
+    after = _side(*new, pages, known)
     order = planning.in_order(pages)
     drifts = [_page(pages[name], before, after, order) for name in sorted(pages)]
     words = list(MEANING)
@@ -79,11 +84,18 @@ def proved(drift: Drift, proofs: Mapping[str, Proved]) -> Drift:
     return Drift(drift.old, drift.new, tuple(pages))
 
 
-def _side(
-    requested: str, tree: Tree, pages: Mapping[str, Page], answers: Mapping[str, str]
-) -> Side:
+def _side(requested: str, tree: Tree, pages: Mapping[str, Page], earlier: Receipt) -> Side:
+    """Diagnose one tree.
+
+    Args:
+        earlier: the answers and the pages of the tree that comes before it.
+    """
     loaded = receipt.load(tree)
-    known = structs.replace(loaded.receipt, survey={**answers, **loaded.receipt.survey})
+    known = structs.replace(
+        loaded.receipt,
+        survey={**earlier.survey, **loaded.receipt.survey},
+        served={**earlier.served, **loaded.receipt.served},
+    )
     gates = {page.patch.gate: "1" for page in pages.values() if page.patch.gate}
     loaded = Loaded(known, loaded.problem, loaded.exists)
     return Side(requested, planning.make(tree, loaded, pages, environment=gates))
@@ -95,8 +107,6 @@ def _page(page: Page, old: Side, new: Side, order: Sequence[str]) -> PageDrift:
     targets: tuple[TargetDrift, ...] = ()
     if word not in ("not-needed", "not-compared"):
         targets = tuple(_target(t, page, old, new, order) for t in _targets(page, old, new))
-    if word == "not-applicable" and any(target.renamed for target in targets):
-        word = "gone"  # apply would mistake a renamed feature for a removed one
     if word == "same" and any(target.word not in ("same", "left") for target in targets):
         word = "changed"
     return PageDrift(page, word, was, now, targets)

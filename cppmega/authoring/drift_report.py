@@ -94,6 +94,11 @@ def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
         return "restore upstream's file, then compare again", page.new.next
     if page.word == "conflict":
         return f"{page.new.next}: {page.new.detail}", f"cppmega explain {name}"
+    if page.word == "unported":
+        return (
+            f"if the bug is still there, add an Edit for its place to {page.page.path} and pin it; "
+            "if not, declare that in fixed_upstream(), or leave the patch out once"
+        ), f"{APPLY} --without {name}"
     return _repair(page, pin_command(page.page, new))
 
 

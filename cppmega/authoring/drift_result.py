@@ -29,6 +29,7 @@ Word = Literal[
     "ambiguous",
     "foreign",
     "conflict",
+    "unported",
 ]
 MEANING: dict[Word, str] = {
     "lost-again": "OLD has the fix, NEW has the bug again",
@@ -46,10 +47,8 @@ MEANING: dict[Word, str] = {
     "ambiguous": "the target is defined more than once",
     "foreign": "a file of NEW differs from upstream's",
     "conflict": "two pages edit one symbol and declare no order",
+    "unported": "OLD needs the patch, and what it depends on does not exist in NEW",
 }
-
-_RENAMED = 0.75
-"""Definitions that are at least so similar count as the same under another name."""
 
 TargetWord = Literal["same", "changed", "moved", "gone", "added", "left", "ambiguous", "unreadable"]
 """`added`: the page edits it in NEW only; `left`: in OLD only."""
@@ -72,12 +71,6 @@ class TargetDrift:
     nearest: tuple[Match, ...] = ()
     fixed_there: bool = False
     """Whether the page's `fixed_upstream` accepts the nearest match."""
-
-    @property
-    def renamed(self) -> bool:
-        """Whether the target is gone, and a very similar definition has the bug."""
-        alike = bool(self.nearest) and self.nearest[0].likeness >= _RENAMED
-        return alike and not self.fixed_there
 
     def as_json(self) -> dict[str, Any]:
         """One entry of `targets` in the JSON answer."""
@@ -111,7 +104,7 @@ class PageDrift:
     @property
     def safe(self) -> bool:
         """Whether `apply` would succeed with the page on NEW, and rightly so."""
-        if self.word in ("not-compared", "gone", "not-fixed"):
+        if self.word in ("not-compared", "not-fixed"):
             return self.word == "not-compared"
         return self.new.state not in FAILURES
 

@@ -138,15 +138,12 @@ def page_text(pins: Sequence[tuple[str, str, str]], after: Sequence[str] = ()) -
     names = ["TARGET"] if len(rows) == 1 else [f"TARGET_{n}" for n in range(1, len(rows) + 1)]
     constants = "\n".join(_constant(n, row[0]) for n, row in zip(names, rows, strict=True))
     edits = "".join(_edit(name, *row) for name, row in zip(names, rows, strict=True))
-    feature = "".join(f"{name}, " for name in names).strip()
-    feature = feature if len(names) == 1 else feature.rstrip(",")
     following = (
         _AFTER.format(names="".join(f'"{name}", ' for name in after).strip()) if after else ""
     )
     return _PAGE.format(
         constants=constants,
         edits=edits,
-        feature=f"({feature})," if pins else "(),  # TODO: the target, once there is one",
         after=following,
         name=names[0],
     )
@@ -196,8 +193,9 @@ PATCH = Patch(
 {edits}    ),
     # TODO: when must a run pass through the target? startup, forward, backward, save or never.
     reached="forward",
-    # If one of these is missing from Megatron, there is nothing to fix.
-    feature={feature}
+    # TODO: what the bug depends on, such as the class of a feature. Where Megatron lacks it, there
+    # is nothing to fix. Never the target: if upstream renamed it, the patch would disappear.
+    feature=(),
 {after})
 
 

@@ -46,9 +46,10 @@ def drift(
     upstreamed    NEW has the fix and the patch retires; --prove tests that the fix works
     not-fixed     NEW's text has the fix, but fails the proof
     newly-needed  NEW needs the patch, OLD did not
+    unported      OLD needs the patch, and NEW lacks what it depends on
     lost-again    OLD has the fix, NEW has the bug again
 
-    Exit status 0: after the upgrade every patch is known, fixed upstream or not applicable.
+    Exit status 0: after the upgrade every patch that OLD needs is known or fixed upstream.
     """
     import tempfile
 

@@ -74,6 +74,9 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
             text=plan.pages[name].text,
             reached=dict(plan.pages[name].reached),
         )
+    resolved = {name for name, v in plan.verdicts.items() if v.state == "upstreamed"}
+    resolved |= {*new.pages, *(set(plan.excluded) & set(plan.only or plan.excluded))}
+    new.served = {k: v for k, v in plan.loaded.receipt.once_applied.items() if k not in resolved}
     new.digest = overlay_digest(new)
     new.survey = dict(sorted(plan.survey.used.items()))
     new.code = code_text.known()

@@ -137,6 +137,7 @@ def make(
             diagnoses[name] = diagnosis
             plan.edits[name] = diagnosis.edits
             plan.before[name] = diagnosis.before or {}
+    _refuse_vanished(plan)
     order = in_order(pages)
     plan.verdicts.update(_conflicts(plan.edits, pages, order))
     needed = [name for name in order if name in diagnoses and name not in plan.verdicts]
@@ -165,6 +166,24 @@ def _off(page: Page, excluded: Mapping[str, str], environment: Mapping[str, str]
         detail = f"set {page.patch.gate}=1 to turn it on"
         return Verdict(page.name, page.patch.kind, "off", target, detail)
     return None
+
+
+def _refuse_vanished(plan: Plan) -> None:
+    """Make patches that were applied before, and that are not applicable now, failures.
+
+    A feature that upstream renamed looks like one that it removed, and the bug would train on.
+    """
+    before = plan.loaded.receipt.once_applied
+    gone = {n: v for n, v in plan.verdicts.items() if v.state == "not-applicable" and n in before}
+    words = "".join(f" --without {name}" for name in gone)
+    for name, verdict in gone.items():
+        plan.verdicts[name] = replace(
+            verdict,
+            state="unported",
+            detail=f"{verdict.detail}, but the patch applied to megatron-core {before[name]}",
+            next=f"port it, if the bug is still there (cppmega explain {name}); if nothing is left "
+            f"to fix, say so once: python -m cppmega.apply_patches{words}",
+        )
 
 
 def in_order(pages: Mapping[str, Page]) -> list[str]:

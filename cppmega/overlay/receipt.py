@@ -21,7 +21,9 @@ FOLDER = ".cppmega"
 SCHEMA = 2
 """The digest of schema 1 does not cover the kernels and modules that patched text runs."""
 
-_LASTING = {"identity", "megatron", "gates", "excluded", "only", "catalogues", "pages", "files"}
+_LASTING = {
+    *("identity", "megatron", "gates", "excluded", "only", "catalogues", "pages", "files", "served")
+}
 """Fields that are read from a receipt of any later schema."""
 
 
@@ -86,6 +88,9 @@ class Receipt(msgspec.Struct):
     """Pages removed by `revert NAME` or left out by `--only`."""
     only: list[str] = []
     """The pages of `--only`; empty: every page."""
+    served: dict[str, str] = {}
+    """Pages that an earlier apply has applied and this one has not, although nobody left them out
+    by name -> the version of megatron-core then."""
     catalogues: list[str] = []
     catalogue_hashes: dict[str, str] = {}
     """Catalogue -> hash of its contents; it is loaded again only if they still match."""
@@ -94,6 +99,11 @@ class Receipt(msgspec.Struct):
     survey: dict[str, str] = {}
     code: dict[str, Any] = {}
     """Facts about the code of pages and modules, by the hashes of their files."""
+
+    @property
+    def once_applied(self) -> dict[str, str]:
+        """Every page that this or an earlier apply has applied -> the version of megatron-core."""
+        return {**self.served, **dict.fromkeys(self.pages, self.megatron)}
 
     def dump(self) -> bytes:
         """The bytes of the JSON file."""
@@ -166,6 +176,7 @@ def load(tree: Tree) -> Loaded:
             catalogue_hashes=receipt.catalogue_hashes,
             survey=receipt.survey,
             code=receipt.code,
+            served=receipt.once_applied,
         )
         problem = (
             f"the receipt was written for another installation (megatron-core {receipt.megatron})"

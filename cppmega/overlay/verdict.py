@@ -21,6 +21,7 @@ PatchState = Literal[
     "conflict",
     "too-late",
     "stale-reference",
+    "unported",
 ]
 Proof = Literal["passed", "failed", "unverified", "stale"]
 
@@ -39,6 +40,7 @@ MEANING: dict[PatchState, str] = {
     "conflict": "two pages edit one symbol without a declared order",
     "too-late": "its module was imported before the patch was armed",
     "stale-reference": "something still holds the original object",
+    "unported": "it applied before, and what it depends on does not exist in this tree",
 }
 PROOFS: dict[Proof, str] = {
     "passed": "the proof holds: on this machine, or as it was recorded on a GPU",
@@ -56,6 +58,7 @@ FAILURES: frozenset[PatchState] = frozenset(
         "conflict",
         "too-late",
         "stale-reference",
+        "unported",
     }
 )
 DONE: frozenset[PatchState] = frozenset({"applied", "armed"})

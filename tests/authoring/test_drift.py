@@ -171,7 +171,7 @@ def test_a_fix_that_may_be_lost_is_unsafe(compare, tmp_path: Path) -> None:
     assert "MAY HAVE LOST" in next(drift_report.lines(found))
 
 
-FEATURE = f'reached="forward", feature=("{FILE}:work",)'
+FEATURE = f'reached="forward", feature=("{FILE}",)'
 
 
 HALF = """\
@@ -270,26 +270,31 @@ def test_a_feature_that_comes_and_one_that_goes(compare, tmp_path: Path) -> None
     assert (came.pages[0].word, came.safe) == ("newly-needed", True)
 
 
-def test_a_feature_that_goes_is_safe(compare, tmp_path: Path) -> None:
+def test_a_feature_that_goes_is_unsafe(compare, tmp_path: Path) -> None:
+    """It may have a new name; `apply` after the upgrade refuses, too."""
     went = compare(OLD, None, page(tmp_path / "pages", patch=FEATURE))
-    assert (went.pages[0].word, went.safe) == ("not-applicable", True)
+    assert (went.pages[0].word, went.pages[0].new.state) == ("unported", "unported")
+    assert advised(went)[1] == "python -m cppmega.apply_patches --without work_works"
+    assert drift_report.closing(went).startswith("not safe: 1 of 1 patches")
 
 
 def test_a_feature_under_a_new_name_is_no_feature_that_goes(compare, tmp_path: Path) -> None:
-    """`apply` on NEW says not-applicable, and the bug trains on."""
-    renamed = OLD.replace("def work", "def labour")
-    found = compare(OLD, renamed, page(tmp_path / "pages", patch=FEATURE))
+    """Upstream renamed the class that the bug depends on, and the function: the bug is there."""
+    kit = f'reached="forward", feature=("{FILE}:Kit",)'
+    text = f"class Kit:\n    pass\n\n\n{OLD}"
+    renamed = text.replace("def work", "def labour").replace("Kit", "Tools")
+    found = compare(text, renamed, page(tmp_path / "pages", patch=kit))
     one, target = only(found)
-    assert (one.word, one.new.state, one.safe) == ("gone", "not-applicable", False)
+    assert (one.word, one.new.state, one.safe) == ("unported", "unported", False)
     assert target.nearest[0].target == f"{FILE}:labour"
-    assert "not safe" in drift_report.closing(found)
+    assert any(f"nearest: {FILE}:labour" in line for line in drift_report.lines(found))
 
 
-def test_a_feature_under_a_new_name_with_the_fix_is_safe(compare, tmp_path: Path) -> None:
+def test_a_target_under_a_new_name_with_the_fix_is_said(compare, tmp_path: Path) -> None:
     fixed = FIXED.replace("def work", "def labour")
     found = compare(OLD, fixed, page(tmp_path / "pages", patch=FEATURE, fixed=IS_FIXED))
     one, target = only(found)
-    assert (one.word, one.safe, target.fixed_there) == ("not-applicable", True, True)
+    assert (one.word, one.new.state, target.fixed_there) == ("gone", "absent", True)
     assert any("the first has the fix" in line for line in drift_report.lines(found))
 
 

@@ -9,6 +9,9 @@ import pytest
 from tests.support.lab import FILES, TARGET, A, B, Lab
 from tests.support.made import dist_info, edit_text, pin, write
 
+LAYER = f"{A}:Layer"
+"""A feature that the pages of these tests depend on."""
+
 # -- the target changed ------------------------------------------------------------------------
 
 
@@ -145,7 +148,7 @@ def test_torn_file_is_never_upstreamed_or_not_applicable(
 ) -> None:
     """Half a file has no feature and no bug: that is no answer about upstream."""
     lab.wheel() if vouched else lab.export()
-    lab.page(fixed=fixed, feature=(TARGET,), code=f"TARGET = {TARGET!r}")
+    lab.page(fixed=fixed, feature=(LAYER,), code=f"TARGET = {TARGET!r}")
     (lab.root / A).write_bytes(FILES[A][: FILES[A].index(b"x):")])
     verdict = lab.refused()
     assert verdict.state == "drifted" and "cannot be read as Python" in verdict.detail
@@ -197,8 +200,9 @@ def test_hand_edit_is_never_upstreamed(lab: Lab) -> None:
 def test_hand_deleted_feature_is_not_not_applicable(lab: Lab) -> None:
     """The wheel has the symbol, somebody deleted it: the feature is not missing upstream."""
     lab.wheel()
-    lab.page(feature=(TARGET,))
+    lab.page(feature=(LAYER,))
     lab.change(A, b"def double(x):", b"def treble(x):")
+    lab.change(A, b"class Layer:", b"class Lair:")
     assert lab.refused().state == "absent"
 
 

@@ -290,7 +290,7 @@ def test_an_export_has_nobody_who_vouches(tmp_path: Path, monkeypatch: pytest.Mo
 def test_patches(healthy: Context) -> None:
     assert "applied" in holds("patches", healthy)
     # A release without the feature: what the recipe counts on is not there.
-    needing = SMOKE.with_(patches=("mamba_stack_full_recompute",))
+    needing = SMOKE.with_(patches=("mhc_fused_kernels",))
     asked = launch(needing, root=healthy.root)
     assert "not-applicable" in refuses("patches", "patch-missing", asked).what
 

@@ -297,7 +297,7 @@ def lab() -> Iterator[Lab]:
     folder = Path(tempfile.mkdtemp(prefix="cppmega-property-"))
     with pytest.MonkeyPatch.context() as patch:
         made = Lab(folder, patch)
-        made.page(feature=(TARGET,), fixed=f'"2 * x" in source.text({TARGET!r})')
+        made.page(feature=(f"{A}:Layer",), fixed=f'"2 * x" in source.text({TARGET!r})')
         made.page("tail", f"{A}:tail", 'replacing("str(x)", "repr(x)")')
         yield made
     shutil.rmtree(folder)
