@@ -2,8 +2,9 @@
 
 What: A `TELinear` that nothing quantizes, without a bias and with TP 1, is a product of PyTorch,
     whose weight gradient is added to `main_grad` where that is on. Such a `TEGroupedLinear` calls
-    the products of Transformer Engine itself. Every other call is Transformer Engine's. The
-    `RMSNorm` that `TENorm` builds runs its operation without a fuser.
+    the products of Transformer Engine itself. Every other call is Transformer Engine's, as are all
+    while its functions are replaced, by which ModelOpt quantizes. The `RMSNorm` that `TENorm`
+    builds runs its operation without a fuser, and keeps its class.
 Why: Each call of such a linear layer takes 0.4 ms on the host, each norm 0.6 (while a profiler ran,
     NAM56R on two H200). In the forward pass the GPU waits for the host, and 222 such calls were a
     fifth of its time. The products of the experts began 0.9 ms after their last token had arrived,
@@ -109,6 +110,15 @@ def verify() -> None:
 
     prepared = []
 
+    class _Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, x):  # type: ignore[no-untyped-def]
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            raise NotImplementedError
+
     class Linear(torch.nn.Module):
         def forward(self, x, **ignored):  # type: ignore[no-untyped-def]
             prepared.append(self)
@@ -174,6 +184,15 @@ def verify() -> None:
             before = len(prepared)
             layer(**other)(x)
             assert len(prepared) == before + 1, f"a product alone cannot compute {other}"
+        # As ModelOpt quantizes: in the call of a layer, the function that it calls is replaced.
+        theirs = {te_layers._LINEAR: SimpleNamespace(Linear=Linear, _Linear=_Linear)}
+        with mock.patch.dict(sys.modules, theirs):
+            before = len(prepared)
+            mine(x)
+            assert len(prepared) == before, "Transformer Engine prepares for quantization"
+            with mock.patch.object(_Linear, "apply", mock.Mock()):
+                mine(x)
+            assert len(prepared) == before + 1, "a function that quantizes is left out"
 
     def products(weights, parts, out, *ignored, layout, **more):  # type: ignore[no-untyped-def]
         found = [
@@ -199,6 +218,7 @@ def verify() -> None:
     )
     with mock.patch.object(te, "_get_extra_te_kwargs", lambda config: {}):
         norm = te.TENorm(config, 4)
+    assert type(norm) is RMSNorm, "ModelOpt does not find what it prunes"
     values = torch.randn(5, 2, 4, requires_grad=True)
     upstream = torch.randn(5, 2, 4)
     found = torch.autograd.grad(norm(values), (values, norm.weight), upstream)

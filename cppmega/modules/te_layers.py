@@ -7,8 +7,9 @@ fuser of operations. Where nothing is quantized, the host spends most of such a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,9 +18,13 @@ from torch import Tensor
 from cppmega.ops.grouped_linear import grouped_linear
 from cppmega.ops.linear import linear as product
 from cppmega.ops.once_differentiable import once_differentiable
+from cppmega.ops.weight_gradient import adds_in_one_product
 
 _LINEAR = "transformer_engine.pytorch.module.linear"
+_EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
 _PRODUCTS = "transformer_engine.pytorch.cpp_extensions"
+_DECORATES = ("transformer_engine.pytorch.jit", "torch._dynamo")
+"""Modules whose decorators Transformer Engine puts around its own functions."""
 _PLAIN = "_cppmega_is_plain"
 
 
@@ -32,14 +37,22 @@ def linear(layer: Any, x: Tensor) -> Tensor | None:
 
     Returns:
         `[..., N]`, or None for another type than bf16 or fp16, for layers with a bias, tensor
-        parallelism, quantization, offloading or delayed weight gradients, and on a CPU.
+        parallelism, quantization, offloading or delayed weight gradients, on a CPU, where this
+        PyTorch cannot add the weight gradient in one product, and while Transformer Engine's
+        functions are replaced, by which ModelOpt quantizes.
     """
     plain = vars(layer).get(_PLAIN)
     if plain is None:
         plain = vars(layer)[_PLAIN] = _is_plain(layer, [layer.weight])
-    if not plain or not _computes_plainly(x, layer.weight):
+    weight = layer.weight
+    if not plain or not _computes_plainly(x, weight):
         return None
-    return product(x, layer.weight, layer.fuse_wgrad_accumulation)
+    fused = layer.fuse_wgrad_accumulation
+    if fused and not adds_in_one_product(weight, getattr(weight, "main_grad", weight)):
+        return None
+    if not _calls_its_own(_LINEAR, "Linear", "general_gemm"):
+        return None
+    return product(x, weight, fused)
 
 
 def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
@@ -60,6 +73,8 @@ def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
         return None
     weights = [layer._parameters[name] for name in names]
     if not _computes_plainly(x, weights[0]):
+        return None
+    if not _calls_its_own(_EXPERTS, "GroupedLinear", "general_grouped_gemm"):
         return None
     # As Transformer Engine does, which is told so by Megatron in the first micro-batch.
     first = not layer.disable_parameter_transpose_cache and layer.is_first_microbatch
@@ -122,9 +137,49 @@ def _computes_plainly(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-@cache
-def norm(kind: type) -> type:
-    """The same kind of norm, called without a fuser of operations.
+def _calls_its_own(module: str, kind: str, product: str) -> bool:
+    """Whether a layer of Transformer Engine would call the functions that Transformer Engine has.
+
+    Args:
+        module: the module of the layer.
+        kind: the name of its class; that of its autograd function has an underscore more.
+        product: the name of the function by which it multiplies.
+    """
+    loaded = [sys.modules.get(name) for name in (module, _PRODUCTS)]
+    own, products = ({} if each is None else vars(each) for each in loaded)
+    layer, function = own.get(kind), own.get(f"_{kind}")
+    if layer is None or function is None:
+        return True  # another release, which has no such function that could be replaced
+    return (
+        (function.__module__, function.__name__) == (layer.__module__, f"_{kind}")
+        and "apply" not in vars(function)  # it is inherited from PyTorch
+        and _defined_in(function, "forward")
+        and _defined_in(function, "backward")
+        and _defined_in(layer, "forward")
+        and own.get(product) is products.get(product)
+    )
+
+
+def _defined_in(owner: type, name: str) -> bool:
+    """Whether a class still has the method of its own definition, by the code that is called.
+
+    The names of a function do not show it, because `functools.wraps` copies them.
+    """
+    method: Any = getattr(owner, name)
+    while getattr(method, "__globals__", {}).get("__name__", "").startswith(_DECORATES):
+        method = method.__wrapped__
+    code = getattr(method, "__code__", None)
+    return (
+        code is not None
+        and code.co_qualname == f"{owner.__qualname__}.{name}"
+        and method.__globals__["__name__"] == owner.__module__
+    )
+
+
+def norm(kind: type) -> Callable[..., Any]:
+    """Build norms of a kind that are called without a fuser of operations.
+
+    Their class stays the same, because ModelOpt finds by it what it can prune.
 
     Args:
         kind: Transformer Engine's `RMSNorm`; one from before it had operations stays as it is.
@@ -132,13 +187,27 @@ def norm(kind: type) -> type:
     if not hasattr(kind, "op_forward"):
         return kind
 
+    def build(*given: Any, **settings: Any) -> Any:
+        built = kind(*given, **settings)
+        built.forward = MethodType(_without_fuser(type(built).forward), built)
+        return built
+
+    return build
+
+
+@cache
+def _without_fuser(fused: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of a norm whose class has the given one, which builds a fuser."""
+
     def forward(self: Any, input: Tensor, *more: Any, **named: Any) -> Any:  # noqa: A002
+        own = type(self).forward  # that of another class, or another one, if somebody replaced it
         # The fuser initializes weights that have no values yet, and can be traced.
-        if more or named or self.weight.is_meta or torch.compiler.is_compiling():
-            return kind.forward(self, input, *more, **named)  # type: ignore[attr-defined]
+        known = own is fused and not (more or named or self.weight.is_meta)
+        if not known or torch.compiler.is_compiling():
+            return own(self, input, *more, **named)
         return _Operation.apply(input, self.weight, self)  # type: ignore[no-untyped-call]
 
-    return type(kind)(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return forward
 
 
 class _Context:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from cppmega.ops.main_grad import MainGrad
 from cppmega.ops.once_differentiable import once_differentiable
-from cppmega.ops.weight_gradient import add_weight_gradient
+from cppmega.ops.weight_gradient import MIXED, add_weight_gradient
 
 BYTES = 16
 """What the length of a row must be a multiple of."""
@@ -96,6 +96,6 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """`a @ b`, rounded once to the given type."""
     if a.dtype == dtype:
         return a @ b
-    if a.is_cuda:
+    if a.is_cuda and MIXED:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cppmega.modules import te_layers  # noqa: E402
+from cppmega.ops import weight_gradient  # noqa: E402
 
 
 def quiet(state: str = "") -> ModuleType:
@@ -41,6 +46,29 @@ def layer(weight: Any = None, **changed: Any) -> Any:
 
 
 X = torch.randn(5, 4, dtype=torch.bfloat16)
+TE = """
+from torch import autograd, nn
+
+class _{0}(autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, x):
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient
+
+class {0}(nn.Module):
+    @no_torch_dynamo
+    def forward(self, x):
+        return _{0}.apply(self.weight, x)
+"""
+JIT = """
+from functools import wraps
+
+def no_torch_dynamo(function):
+    return wraps(function)(lambda *given: function(*given))
+"""
 
 
 class Quantized(torch.nn.Parameter):
@@ -177,6 +205,109 @@ def test_numbers_of_tokens_on_a_device_are_not_read(products: list[dict[str, Any
     assert not products
 
 
+CALLS: dict[str, tuple[str, str, Callable[[], Any]]] = {
+    "Linear": (te_layers._LINEAR, "general_gemm", lambda: te_layers.linear(layer(), X)),
+    "GroupedLinear": (
+        *(te_layers._EXPERTS, "general_grouped_gemm"),
+        lambda: te_layers.experts(experts(), X, [2, 3]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *(("_{}", "apply"), ("_{}", "forward"), ("_{}", "backward")),  # ModelOpt: the first two
+        *(("{}", "forward"), ("", "_{}"), ("", "product")),
+    ],
+)
+def test_a_replaced_function_of_transformer_engine_is_called(
+    products: Any, monkeypatch: pytest.MonkeyPatch, kind: str, owner: str, name: str
+) -> None:
+    module, product, call = CALLS[kind]
+    jit: Any = ModuleType("transformer_engine.pytorch.jit")
+    exec(JIT, vars(jit))
+    te: Any = quiet()
+    te.__name__, te.no_torch_dynamo = module, jit.no_torch_dynamo
+    exec(TE.format(kind), vars(te))
+    setattr(te, product, vars(sys.modules[te_layers._PRODUCTS]).setdefault(product, len))
+    monkeypatch.setitem(sys.modules, module, te)
+    assert call() is not None
+
+    replaced = getattr(te, owner.format(kind)) if owner else te
+    name = product if name == "product" else name.format(kind)
+    theirs = getattr(replaced, name)
+    another: Any = functools.wraps(theirs)(lambda *given: theirs(*given))
+    if isinstance(theirs, type):
+        another = type(theirs)(name, (theirs,), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(replaced, name, another)
+        assert call() is None
+    assert call() is not None
+
+
+def test_a_sum_of_another_type_needs_a_product_of_two_types(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed, own, without = (layer(fuse_wgrad_accumulation=True) for _ in range(3))
+    mixed.weight.main_grad, own.weight.main_grad = torch.zeros(3, 4), torch.zeros(3, 4).bfloat16()
+    assert all(te_layers.linear(each, X) is not None for each in (mixed, own, without))
+    monkeypatch.setattr(weight_gradient, "MIXED", False)  # PyTorch up to 2.7
+    assert te_layers.linear(mixed, X) is None
+    assert all(te_layers.linear(each, X) is not None for each in (own, without))
+
+
+class Norm(torch.nn.Module):
+    """As Transformer Engine's: an operation whose `forward` builds a fuser."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.weight, self.fused = torch.nn.Parameter(torch.rand(size) + 1), 0
+
+    def forward(self, x: Any) -> Any:
+        self.fused += 1
+        return self.op_forward(SimpleNamespace(save_for_backward=lambda *_: None), x, None, None)
+
+    def op_forward(self, ctx: Any, x: Any, before: Any, after: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x * self.weight
+
+    def op_backward(self, ctx: Any, gradient: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradient * self.weight, ((gradient * x).sum(0),)
+
+
+def test_a_norm_keeps_its_class_and_runs_without_a_fuser() -> None:
+    norm = te_layers.norm(Norm)(size=4)
+    assert type(norm) is Norm and "forward" not in norm.state_dict()
+    x = torch.randn(5, 4, requires_grad=True)
+    upstream = torch.randn(5, 4)
+    for each in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        out = each(x)
+        assert out.equal(x * norm.weight)
+        found = torch.autograd.grad(out, (x, each.weight), upstream) if each.fused == 0 else ()
+        wanted = torch.autograd.grad(x * norm.weight, (x, norm.weight), upstream)
+        assert all(mine.equal(other) for mine, other in zip(found, wanted, strict=bool(found)))
+    assert norm.fused == 0 and copy.deepcopy(norm).weight is not norm.weight
+
+
+def test_a_norm_with_another_forward_is_called_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = te_layers.norm(Norm)(size=4)
+    x = torch.ones(2, 4)
+
+    class Quantized(Norm):
+        def forward(self, x: Any) -> Any:
+            return super().forward(2 * x)
+
+    norm.__class__ = Quantized  # as ModelOpt does
+    assert norm(x).equal(2 * norm.weight.expand(2, 4)) and norm.fused == 1
+    norm.__class__ = Norm
+    assert norm(x).equal(norm.weight.expand(2, 4)) and norm.fused == 1
+    monkeypatch.setattr(Norm, "forward", lambda self, x: 3 * x)
+    assert norm(x).equal(3 * x)
+
+
 def test_a_norm_without_operations_stays_as_it_is() -> None:
     assert te_layers.norm(torch.nn.RMSNorm) is torch.nn.RMSNorm
 
@@ -190,7 +321,7 @@ def test_a_norm_has_the_bits_of_its_own_call(dtype: Any, zero_centered: bool) ->
     settings = {"zero_centered_gamma": zero_centered, "device": "cuda", "dtype": dtype}
     theirs = te.RMSNorm(4096, **settings)
     ours = te_layers.norm(te.RMSNorm)(4096, **settings)
-    assert type(ours) is not te.RMSNorm and isinstance(ours, te.RMSNorm)
+    assert type(ours) is te.RMSNorm
     with torch.no_grad():
         theirs.weight.add_(0.1 * torch.randn_like(theirs.weight))
     ours.load_state_dict(theirs.state_dict())
