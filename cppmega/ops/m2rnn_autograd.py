@@ -41,6 +41,8 @@ class Recurrence(torch.autograd.Function):
         q, k, v, transition, log_decay, bounds, states = ctx.saved_tensors
         s, b, heads, width = v.shape
         key_dim = k.size(-1)
+        if not (v.numel() and key_dim):
+            return *map(torch.zeros_like, (q, k, v, transition, log_decay)), None, None
         count = backwards.programs(b if bounds is None else len(bounds) - 1)
         parts = forwards.parts(key_dim)
         like: dict[str, Any] = {"dtype": torch.float32, "device": v.device}

@@ -186,7 +186,7 @@ def forward(
     """
     s, b, heads, width = v.shape
     documents = b if bounds is None else len(bounds) - 1
-    if v.numel() and documents:
+    if out.numel() and documents:
         _forward_kernel[(documents * heads * len(out),)](
             q, k, v, weight, decay, fresh, q if bounds is None else bounds,
             out if states is None else states, out, s, b, *map(row_stride, (q, k, v)),

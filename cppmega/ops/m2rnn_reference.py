@@ -73,4 +73,6 @@ def m2rnn(
             bound = partial(torch.clamp, min=-gradient_clipping, max=gradient_clipping)
             state.register_hook(bound)  # type: ignore[no-untyped-call]
         found.append(torch.einsum("bk,bhkv->bhv", query[t], state))
-    return torch.stack(found).to(v.dtype) if found else torch.empty_like(v)
+    if not found:  # empty, and yet a function of all inputs, whose gradients are zeros
+        return (value * ((query * key).sum() + weight.sum() + log_decay.sum())).to(v.dtype)
+    return torch.stack(found).to(v.dtype)

@@ -72,6 +72,7 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
     if (
         x.ndim != 3
         or weight.ndim != 2
+        or not weight.size(1)
         or len(weight) != x.size(2)
         or bias.shape != weight.shape[:1]
     ):

@@ -45,9 +45,9 @@ def drawn(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]
     joined = normal(1, s, b, 2 * k + heads * v).to(device, dtype)
     query, key, value = joined.split((k, k, heads * v), dim=-1)
     decay = -2 * torch.rand(s, b, heads, generator=torch.Generator().manual_seed(2))
-    decay[..., 0], decay[..., -1] = -1e-7, -200.0
+    decay[..., :1], decay[..., -1:] = -1e-7, -200.0
     # So small that a gradient neither grows from step to step nor magnifies the rounding of others.
-    transition = torch.eye(v) + normal(3, heads, v, v) * (0.2 / v**0.5)
+    transition = torch.eye(v) + normal(3, heads, v, v) * (0.2 / max(v, 1) ** 0.5)
     return [
         query,
         key,
@@ -170,6 +170,32 @@ def check_layouts(op: Op, given: Sequence[Tensor], documents: Sequence[int] | No
             )
         for number, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert torch.isfinite(b).all() and torch.equal(a, b), (name, number, len(given[0]))
+
+
+def check_empty(way: int, dtype: torch.dtype, device: str) -> None:
+    """Without any element of some dimension, results and gradients are zeros or empty.
+
+    Args:
+        way: 0 for the kernels, 1 for the definitions.
+        dtype: the type of the inputs.
+        device: where they are.
+    """
+    for op, given, documents in (
+        *((RECURRENCE[way], drawn(Shape(0, b, 2, 5, 3), dtype, device), None) for b in (1, 2)),
+        (RECURRENCE[way], drawn(Shape(0, 1, 2, 5, 3), dtype, device), (0, 0)),
+        (RECURRENCE[way], drawn(Shape(3, 0, 2, 5, 3), dtype, device), None),
+        (RECURRENCE[way], drawn(Shape(3, 1, 0, 5, 3), dtype, device), (0, 3)),
+        (RECURRENCE[way], drawn(Shape(3, 2, 2, 0, 3), dtype, device), None),
+        (RECURRENCE[way], drawn(Shape(3, 2, 2, 5, 0), dtype, device), None),
+        *((CONVOLUTION[way], drawn_conv(0, b, 3, 2, dtype, device), None) for b in (1, 2)),
+        (CONVOLUTION[way], drawn_conv(0, 1, 3, 2, dtype, device), (0, 0)),
+        (CONVOLUTION[way], drawn_conv(3, 0, 3, 2, dtype, device), None),
+        (CONVOLUTION[way], drawn_conv(3, 1, 0, 2, dtype, device), (0, 3)),
+    ):
+        bounds = None if documents is None else torch.tensor(documents, device=device)
+        of = given[2] if len(given) == 5 else given[0]
+        for mine, x in zip(both_ways(op, given, bounds), (of, *given), strict=True):
+            assert mine.shape == x.shape and mine.dtype == x.dtype and not mine.any()
 
 
 def dense(x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from tests.ops.m2rnn_checks import (  # noqa: E402
     check,
     check_all_layouts,
     check_clipping,
+    check_empty,
     check_parts,
     check_repeats,
     drawn,
@@ -196,14 +197,43 @@ def test_layouts_in_plain_torch() -> None:
     check_all_layouts(1, FULL, "cpu")
 
 
+def test_empty_tensors_in_plain_torch() -> None:
+    check_empty(1, FULL, "cpu")
+
+
 @pytest.mark.slow
 def test_layouts_in_the_interpreter() -> None:
     interpreted("check_all_layouts(0, full, 'cpu')")
 
 
+@pytest.mark.slow
+def test_empty_tensors_in_the_interpreter() -> None:
+    interpreted("check_empty(0, full, 'cpu')")
+
+
+@pytest.mark.slow
+def test_second_derivatives_of_kernels_are_errors() -> None:
+    interpreted(
+        """
+import pytest
+for (op, _), given in (
+    (RECURRENCE, drawn(Shape(2, 1, 1, 1, 1), full)),
+    (CONVOLUTION, drawn_conv(2, 1, 1, 1, full)),
+):
+    for number in range(len(given)):
+        leaves = list(given)
+        leaves[number] = leaves[number].detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(op(*leaves).sum(), leaves[number], create_graph=True)
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            torch.autograd.grad(gradient.sum(), leaves[number])
+"""
+    )
+
+
 @pytest.mark.gpu
 def test_layouts_on_cuda() -> None:
     check_all_layouts(0, torch.bfloat16, "cuda")
+    check_empty(0, torch.bfloat16, "cuda")
 
 
 def test_what_has_no_kernel_is_said() -> None:
@@ -235,6 +265,8 @@ def test_shapes_and_types_that_do_not_fit_are_refused(monkeypatch: pytest.Monkey
     x, weight, bias = drawn_conv(3, 2, 8, 4, torch.bfloat16)
     with pytest.raises(ValueError, match="bias"):
         packed_conv(x, weight, bias[1:])
+    with pytest.raises(ValueError, match=r"weight \(8, 0\)"):
+        packed_conv(x, weight[:, :0], bias)
     with pytest.raises(ValueError, match="2 sequences"):
         packed_conv(x, weight, bias, torch.tensor([0, 3]))
 
