@@ -183,7 +183,8 @@ class Backward:
         call, tiles, rows = self.call, self.tiles, queries[1] - queries[0]
         (batch, sq, sk, topk), atomic = call.sizes(), order is None
         _backward_kernel[((elements[1] - elements[0]) * rows, self.blocks)](
-            call.query, call.key, call.indices, *call.bounds, *self.attended, self.grad, self.dq,
+            call.query, call.key, call.indices, *call.bounds[:2], *call.bounds.strides,
+            *self.attended, self.grad, self.dq,
             call.indices if order is None else order.bits,
             call.indices if order is None else order.first, contributions,
             call.softmax_scale, call.softmax_scale * LOG2_E, sq, sk, topk, batch,

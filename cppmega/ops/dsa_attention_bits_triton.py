@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_indexer_bits_triton import UNIT, Places, Rows, set_bits
+from cppmega.ops.dsa_indexer_bits_triton import UNIT, Places, set_bits
+from cppmega.ops.dsa_indexer_bounds import RowBounds
 from cppmega.ops.launch_device import on_its_device
 
 WHOLE = 128
@@ -71,7 +72,7 @@ class Bits:
     """
 
     def __init__(
-        self, indices: Tensor, sk: int, part: tuple[int, int], bounds: Rows, *, across: bool
+        self, indices: Tensor, sk: int, part: tuple[int, int], bounds: RowBounds, *, across: bool
     ) -> None:
         self.part, self.batch = part, indices.size(0)
         self.rows = triton.cdiv(part[1] - part[0], WHOLE) * WHOLE

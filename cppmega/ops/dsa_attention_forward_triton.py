@@ -127,7 +127,7 @@ def forward(call: Absorbed, *, want_rest: bool) -> Attended:
     tiles = tiles_of(call.heads, sum(pads), call.gpu())
     if out.numel():
         _forward_kernel[(batch * sq, triton.cdiv(call.heads, tiles.heads))](
-            call.query, call.key, call.indices, *call.bounds,
+            call.query, call.key, call.indices, *call.bounds[:2], *call.bounds.strides,
             out, out if rest is None else rest, lse, call.softmax_scale * LOG2_E,
             sq, sk, topk, batch, *call.strides(), H=tiles.heads, V_PAD=pads[0], R_PAD=pads[1],
             KEYS=tiles.keys, REST=want_rest, **call.common(),

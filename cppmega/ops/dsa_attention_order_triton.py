@@ -140,7 +140,7 @@ class Order:
         self.bits = call.indices.new_zeros(batch, self.sk, self.words, dtype=torch.int32)
         size = self.bits.numel()
         _bits_kernel[(batch * count,)](
-            call.indices, *call.bounds, self.bits,
+            call.indices, *call.bounds[:2], *call.bounds.strides, self.bits,
             sq, self.sk, topk, queries[0], count, self.words,
             SLOTS=padded(topk), CAUSAL=call.causal,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cppmega.ops.dsa_attention_bits_triton import WHOLE, Bits
 from cppmega.ops.dsa_attention_per_head_triton import Gradients, Heads
-from cppmega.ops.dsa_indexer_bits_triton import Rows
+from cppmega.ops.dsa_indexer_bounds import RowBounds
 from cppmega.ops.once_differentiable import once_differentiable
 
 BITS_BYTES = 1 << 29
@@ -43,7 +43,7 @@ class _PerHead(torch.autograd.Function):
         want_gradients: bool,
     ) -> Tensor:
         heads, indices = Heads(query, key, value, softmax_scale), indices.contiguous()
-        bounds = Rows.of(starts, ends, heads.batch, indices)
+        bounds = RowBounds.of(starts, ends, heads.batch, heads.sq, indices)
         out, rest, lse = heads.outputs(want_gradients)
         if out.numel():
             for part in _parts(heads.sq, heads.sk, heads.batch):
@@ -60,7 +60,7 @@ class _PerHead(torch.autograd.Function):
         if not out.numel() or not key.numel():
             return (*(x.new_zeros(x.shape) for x in (query, key, value)), *(None,) * 5)
         heads = Heads(query, key, value, ctx.softmax_scale)
-        bounds = Rows.of(starts, ends, heads.batch, indices)
+        bounds = RowBounds.of(starts, ends, heads.batch, heads.sq, indices)
         parts = _parts(heads.sq, heads.sk, heads.batch)
         gradients = Gradients(heads, upstream, out, rest, lse, len(parts))
         for part in parts:

@@ -9,33 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_bounds import RowBounds
 from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
-
-
-class RowBounds(NamedTuple):
-    """The bounds of rows as arguments of a kernel.
-
-    Attributes:
-        starts: first key of a row.
-        ends: the key after the last one of a row.
-        batch: their stride by batch.
-        row: their stride by row.
-    """
-
-    starts: Tensor
-    ends: Tensor
-    batch: int
-    row: int
-
-
-def row_bounds(starts: Tensor | None, ends: Tensor | None, indices: Tensor) -> RowBounds:
-    """Bounds `[sq]` or `[b, sq]` for the rows of indices `[b, sq, topk]`; unused if causal."""
-    if starts is None or ends is None:
-        return RowBounds(indices, indices, 0, 0)
-    starts, ends = (x.expand(indices.shape[:2]) for x in (starts, ends))
-    if starts.stride() != ends.stride():
-        starts, ends = starts.contiguous(), ends.contiguous()
-    return RowBounds(starts, ends, starts.stride(0), starts.stride(1))
 
 
 def is_wide(value: int, rotary: int) -> bool:
@@ -114,7 +89,8 @@ class Absorbed:
     @functools.cached_property
     def bounds(self) -> RowBounds:
         """The bounds of rows."""
-        return row_bounds(self.starts, self.ends, self.indices)
+        batch, sq, _ = self.indices.shape
+        return RowBounds.of(self.starts, self.ends, batch, sq, self.indices)
 
     def common(self) -> dict[str, Any]:
         """The compile-time constants that all kernels share."""

@@ -226,7 +226,7 @@ class WideBackward:
         call, grad = self.call, contiguous_rows(self.grad)
         batch, padded, slots = call.indices.size(0), self._padded(), self._slots()
         made = call.query.new_empty(part[1] - part[0], batch, 2, padded, slots)
-        starts, ends, *bound_strides = call.bounds
+        starts, ends, bound_strides, _ = call.bounds
         tile, scale = wide_tiles(call).scores, call.softmax_scale
         if made.numel():
             _scores_kernel[(made.size(0) * batch * padded // tile.heads,)](
@@ -241,7 +241,7 @@ class WideBackward:
     def gradient_of_queries(self, part: tuple[int, int], made: Tensor, dq: Tensor) -> None:
         """Write the rows of one part of dq `[sq, b, heads, d]`."""
         call, tile = self.call, wide_tiles(self.call).queries
-        starts, ends, *bound_strides = call.bounds
+        starts, ends, bound_strides, _ = call.bounds
         blocks = made.size(0) * made.size(1) * max(1, made.size(3) // tile.heads)
         for first, width in ((0, call.value), (call.value, call.rotary)):
             columns = min(tile.columns, width)
@@ -266,7 +266,7 @@ class WideBackward:
             order: the slots of the part.
         """
         call, grad, tile = self.call, contiguous_rows(self.grad), wide_tiles(self.call).keys
-        starts, ends, *bound_strides = call.bounds
+        starts, ends, bound_strides, _ = call.bounds
         places = (call.indices, call.indices, 0, 0)
         if order is not None:
             places = (order.bits, order.first, order.words, into.size(1))

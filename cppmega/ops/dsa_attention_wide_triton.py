@@ -109,7 +109,7 @@ def forward(call: Absorbed, *, want_rest: bool) -> Attended:
     out, rest, lse = attended
     if not out.numel():
         return attended
-    starts, ends, *bound_strides = call.bounds
+    starts, ends, bound_strides, _ = call.bounds
     tile = wide_tiles(call).forward
     blocks = triton.cdiv(call.heads, tile.heads)
     _forward_kernel[(batch * sq * blocks,)](

@@ -6,16 +6,14 @@ repeated entry counts once, and the order of entries does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_bounds import RowBounds
 from cppmega.ops.dsa_indexer_tiles_triton import padded, row_bounds
-from cppmega.ops.dsa_indexer_topk_triton import bounds_of
 from cppmega.ops.launch_device import on_its_device
 
 UNIT = 32
@@ -71,34 +69,6 @@ def chosen(words, lane, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     return (word & (tl.full(lane.shape, 1, tl.int32) << (lane % BITS))[None, :]) != 0
 
 
-class Rows(NamedTuple):
-    """Which keys each query may see.
-
-    Attributes:
-        starts: first key of a row in int32, in the shape that the strides describe.
-        ends: the key after the last one of a row.
-        strides: the strides of both, by batch and row.
-        causal: the bounds are not read; a row sees the keys up to its own.
-    """
-
-    starts: Tensor
-    ends: Tensor
-    strides: Sequence[int]
-    causal: bool
-
-    @classmethod
-    def of(cls, starts: Tensor | None, ends: Tensor | None, batch: int, like: Tensor) -> Rows:
-        """The bounds `[sq]` or `[b, sq]` as the kernels expect them; causal if there are none."""
-        if starts is None or ends is None:
-            nowhere = like.new_empty(1, dtype=torch.int32)
-            return cls(nowhere, nowhere, (0, 0), True)
-        (first, *strides), (last, *others) = (bounds_of(x, batch) for x in (starts, ends))
-        if strides != others:
-            first, last = (x.expand(batch, -1).contiguous() for x in (first, last))
-            _, *strides = bounds_of(first, batch)
-        return cls(first, last, strides, False)
-
-
 class Places(NamedTuple):
     """Where bits are set: `[b, queries, words]`, `[b, keys, words]`, and one mark per unit."""
 
@@ -111,7 +81,7 @@ def set_bits(
     indices: Tensor,
     sk: int,
     part: tuple[int, int],
-    bounds: Rows,
+    bounds: RowBounds,
     places: Places,
     *,
     bits: int,

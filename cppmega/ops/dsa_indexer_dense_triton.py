@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops.dsa_indexer_bits_triton import chosen
+from cppmega.ops.dsa_indexer_bounds import strides_of
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_sparse_triton import kl_terms
@@ -152,6 +153,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     scale, mass, sq, sk, q0, parts, width,
     aq_row, aq_batch, aq_head, ak_row, ak_batch, ak_head,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, bound_batch, bound_row,
+    rows_batch, rows_row,
     A_HEADS: tl.constexpr, A_D: tl.constexpr, A_D_PAD: tl.constexpr, WIDE: tl.constexpr,
     ONE_KEY: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr,
@@ -214,7 +216,9 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             kl = tl.sum(kl_terms(t, p, log_p, EPS, INSIDE_LOGS), axis=1)
             g = p - t
             if ROWS:
-                counts = tl.load(rows + b * sq + row, mask=inside, other=0).to(tl.float32)
+                counts = tl.load(
+                    rows + b * rows_batch + row.to(tl.int64) * rows_row, mask=inside, other=0
+                ).to(tl.float32)
                 kl *= counts
                 g *= counts[:, None]
             tl.store(losses + (b * sq + row) * parts + tl.program_id(0), kl, mask=inside)
@@ -288,9 +292,9 @@ class AttentionTiles:
         width, step, wide = self._widths()
         blocks = triton.cdiv(part[1] - part[0], index.tile)
         _lse_kernel[(blocks, index.batch * self.heads)](
-            self.query, self.key, *index.bounds, self.lse if bits is None else bits, self.lse,
+            self.query, self.key, *index.bounds[:2], self.lse if bits is None else bits, self.lse,
             self.scale, index.sq, index.sk, part[0], index.columns,
-            *self._strides(), *index.bound_strides,
+            *self._strides(), *index.bounds.strides,
             HEADS=self.heads, D=width, D_PAD=step, WIDE=wide, BLOCK=index.tile,
             KEYS=min(LSE_KEYS, index.tile), CAUSAL=index.causal,
             CHOSEN=bits is not None, BITS=index.bits, **LSE_LAUNCH,
@@ -313,11 +317,11 @@ class AttentionTiles:
         columns = index.columns // self.block
         index_lse, rows, losses, mass, inside_logs = rest or _Rest(out, None, out, 1.0, False)
         _tile_kernel[(columns, out.size(1) // self.block, index.batch)](
-            self.query, self.key, self.lse, q, k, weights, index_lse, *index.bounds,
+            self.query, self.key, self.lse, q, k, weights, index_lse, *index.bounds[:2],
             index_lse if rows is None else rows, out if target is None else target, out, losses,
             self.scale, mass, index.sq, index.sk, part[0], columns, index.columns,
             *self._strides(), *q.stride()[:3], *k.stride()[:2], *weights.stride(),
-            *index.bound_strides,
+            *index.bounds.strides, *strides_of(rows),
             A_HEADS=self.heads, A_D=width, A_D_PAD=step, WIDE=wide, ONE_KEY=self.key.size(2) == 1,
             HEADS=index.heads, D=index.width, D_PAD=padded(index.width), TILE=self.block,
             RELU=index.use_relu, CAUSAL=index.causal, ROWS=rows is not None, EPS=EPSILON,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cppmega.ops.dsa_indexer_bits_triton import Places, Rows, set_bits
+from cppmega.ops.dsa_indexer_bits_triton import Places, set_bits
 from cppmega.ops.dsa_indexer_dense_triton import AttentionTiles
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
 from cppmega.ops.launch_device import on_its_device
@@ -45,9 +45,8 @@ def _bits(index: IndexTiles, part: tuple[int, int], indices: Tensor) -> Tensor:
     """One bit per key of a part's queries, `[b, queries, words]` padded to complete tiles."""
     rows = triton.cdiv(part[1] - part[0], index.tile) * index.tile
     bits = indices.new_zeros(index.batch, rows, index.columns // index.bits)
-    bounds = Rows(*index.bounds, index.bound_strides, index.causal)
     shape = (rows, index.columns)
-    set_bits(indices, index.sk, part, bounds, Places(bits), bits=index.bits, shape=shape)
+    set_bits(indices, index.sk, part, index.bounds, Places(bits), bits=index.bits, shape=shape)
     return bits
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_bounds import strides_of
 from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
 from cppmega.ops.dsa_indexer_reference import EPSILON
 from cppmega.ops.dsa_indexer_tiles_triton import IndexTiles, padded
@@ -164,7 +165,7 @@ def kl_terms(t, p, log_p, EPS: tl.constexpr, INSIDE_LOGS: tl.constexpr):  # type
 def _gradients_kernel(  # type: ignore[no-untyped-def]
     q, k, weights, indices, scores, target, rows, factor, loss, dq, dk, dw, g_out,
     sq, sk, topk, batch, q0, part, g_rows, g_width,
-    q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head,
+    q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, rows_batch, rows_row,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     TOPK_PAD: tl.constexpr, KEYS: tl.constexpr, RELU: tl.constexpr, EPS: tl.constexpr,
     INSIDE_LOGS: tl.constexpr, ROWS: tl.constexpr, GRADIENTS: tl.constexpr, SPLIT: tl.constexpr,
@@ -186,7 +187,7 @@ def _gradients_kernel(  # type: ignore[no-untyped-def]
     kl = tl.sum(kl_terms(share / whole, p, log_p, EPS, INSIDE_LOGS), axis=0)
     counts = 1.0
     if ROWS:
-        counts = tl.load(rows + row).to(tl.float32)
+        counts = tl.load(rows + b * rows_batch + s_at * rows_row).to(tl.float32)
     tl.store(loss + row, kl * counts)
     if GRADIENTS:
         by = counts * tl.load(factor)
@@ -313,7 +314,7 @@ class Sparse:
             *(out or (loss, loss, loss)), loss if g is None else g,
             index.sq, index.sk, topk, index.batch, part[0], rows,
             0 if g is None else g.size(1), index.columns,
-            *q.stride()[:3], *k.stride()[:2], *weights.stride(),
+            *q.stride()[:3], *k.stride()[:2], *weights.stride(), *strides_of(self.rows),
             HEADS=index.heads, H_PAD=h_pad, D=index.width, D_PAD=d_pad,
             TOPK_PAD=topk_pad, KEYS=min(topk_pad, keys), RELU=index.use_relu, EPS=EPSILON,
             INSIDE_LOGS=self.inside_logs, ROWS=self.rows is not None, GRADIENTS=out is not None,

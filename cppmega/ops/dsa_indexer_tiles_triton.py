@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_bounds import RowBounds
 from cppmega.ops.dsa_indexer_device import Gpu, contiguous_rows, gpu_of
-from cppmega.ops.dsa_indexer_topk_triton import bounds_of
 from cppmega.ops.launch_device import on_its_device
 
 LOG2_E = 1.4426950408889634
@@ -50,8 +50,8 @@ def row_bounds(  # type: ignore[no-untyped-def]
         end = tl.where(inside, row + 1 + sk - sq, 0)
     else:
         at = b * bound_batch + row.to(tl.int64) * bound_row
-        start = tl.maximum(tl.load(starts + at, mask=inside, other=0), 0)
-        end = tl.load(ends + at, mask=inside, other=0)
+        start = tl.maximum(tl.load(starts + at, mask=inside, other=0).to(tl.int32), 0)
+        end = tl.load(ends + at, mask=inside, other=0).to(tl.int32)
     end = tl.minimum(tl.maximum(end, 0), sk)
     return tl.where(end > start, start, 0), tl.where(end > start, end, 0)
 
@@ -201,11 +201,8 @@ class IndexTiles:
         self.q, self.k, self.weights = q, k, weights
         self.sq, self.batch, self.heads, self.width = q.shape
         self.sk = k.size(0)
-        nowhere = q.new_empty(1, dtype=torch.int32)
-        start, *strides = (nowhere, 0, 0) if starts is None else bounds_of(starts, self.batch)
-        self.bounds = (start, nowhere if ends is None else bounds_of(ends, self.batch)[0])
-        self.bound_strides = strides
-        self.causal, self.use_relu = starts is None, use_relu
+        self.bounds = RowBounds.of(starts, ends, self.batch, self.sq, q)
+        self.causal, self.use_relu = self.bounds.causal, use_relu
         self.tile = min(TILE, max(16, int(triton.next_power_of_2(max(self.sq, self.sk)))))
         self.columns = triton.cdiv(self.sk, self.tile) * self.tile
         self.bits = min(32, self.tile)  # keys per word, where keys are selected by bits
@@ -258,9 +255,9 @@ class IndexTiles:
         """Write the rows of one part of dq and dweights, multiplied by `factor`."""
         q, k, weights = self.q, self.k, self.weights
         _query_kernel[(self.heads, g.size(1) // self.tile, self.batch)](
-            q, k, weights, g, *self.bounds, factor, dq, dw,
+            q, k, weights, g, *self.bounds[:2], factor, dq, dw,
             self.sq, self.sk, part[0], self.columns,
-            *q.stride()[:3], *k.stride()[:2], *weights.stride(), *self.bound_strides,
+            *q.stride()[:3], *k.stride()[:2], *weights.stride(), *self.bounds.strides,
             **self._common(), **QUERY_LAUNCH,
         )  # fmt: skip
 
@@ -271,9 +268,9 @@ class IndexTiles:
         q, k, weights = self.q, self.k, self.weights
         groups = dk.size(0)
         _key_kernel[(groups, triton.cdiv(self.sk, self.tile), self.batch)](
-            q, k, weights, g, *self.bounds, factor, dk,
+            q, k, weights, g, *self.bounds[:2], factor, dk,
             self.sq, self.sk, *part, self.columns,
-            *q.stride()[:3], *k.stride()[:2], *weights.stride(), *self.bound_strides,
+            *q.stride()[:3], *k.stride()[:2], *weights.stride(), *self.bounds.strides,
             GROUP=triton.cdiv(self.heads, groups), ADD=part[0] > 0,
             **self._common(), num_stages=key_stages(padded(self.width), gpu_of(q.device)),
         )  # fmt: skip

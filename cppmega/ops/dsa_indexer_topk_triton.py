@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.dsa_indexer_bounds import RowBounds
 from cppmega.ops.dsa_indexer_device import contiguous_rows
 from cppmega.ops.launch_device import on_its_device
 
@@ -256,8 +257,9 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
             end = tl.where(inside, row + 1 + sk - sq, 0)
         else:
             at_bound = b * bound_batch + row.to(tl.int64) * bound_row
-            start = tl.maximum(tl.load(starts + at_bound, mask=inside, other=0), 0)
-            end = tl.load(ends + at_bound, mask=inside, other=0)
+            start = tl.load(starts + at_bound, mask=inside, other=0).to(tl.int32)
+            start = tl.maximum(start, 0)
+            end = tl.load(ends + at_bound, mask=inside, other=0).to(tl.int32)
         end = tl.minimum(end, sk)
         start = tl.where(end > start, start, 2147483647)
         last = tl.maximum(tl.max(end, axis=0), 0)
@@ -319,14 +321,6 @@ def launch_for(heads: int, width: int) -> Launch:
     )
 
 
-def bounds_of(bound: Tensor, batch: int) -> tuple[Tensor, int, int]:
-    """A bound `[sq]` or `[b, sq]` as int32, and its strides by batch and row."""
-    bound = bound.to(torch.int32)
-    if bound.ndim == 1:
-        return bound, 0, bound.stride(0)
-    return bound, bound.stride(0) if batch > 1 else 0, bound.stride(1)
-
-
 def choose(
     q: Tensor,
     k: Tensor,
@@ -364,16 +358,15 @@ def choose(
     if not indices.numel():
         return indices, chosen, lse
     scratch = torch.empty(programs, rows, row_width, dtype=torch.float32, device=q.device)
-    start, bound_batch, bound_row = (scratch, 0, 0) if starts is None else bounds_of(starts, batch)
-    end = scratch if ends is None else bounds_of(ends, batch)[0]
+    bounds = RowBounds.of(starts, ends, batch, sq, scratch)
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages}
     _choose_kernel[(programs,)](
-        q, k, weights, start, end, scratch, indices,
+        q, k, weights, *bounds[:2], scratch, indices,
         indices if chosen is None else chosen, scratch if lse is None else lse,
         batch, sq, sk, row_width, topk,
-        *q.stride()[:3], *k.stride()[:2], *weights.stride(), bound_batch, bound_row,
+        *q.stride()[:3], *k.stride()[:2], *weights.stride(), *bounds.strides,
         HEADS=heads, D=width, H_PAD=h_pad, D_PAD=d_pad, ROWS=rows, KEYS=launch.keys,
-        CHUNK=launch.chunk, RELU=use_relu, CAUSAL=starts is None,
+        CHUNK=launch.chunk, RELU=use_relu, CAUSAL=bounds.causal,
         SCORES=want_scores, LSE=want_lse, **options,
     )  # fmt: skip
     return indices, chosen, lse
