@@ -27,9 +27,10 @@ IMPORTS = ("from cppmega.modules import host_copies as _cppmega_copies",)
 
 
 def saves_so(args: Any) -> bool:
-    """Whether the run saves in Megatron's own process for it."""
+    """Whether the run saves in Megatron's own process for it, which lives as long as the run."""
     strategy = getattr(args, "async_strategy", "mcore")
-    return bool(getattr(args, "async_save", None)) and strategy == "mcore"
+    lives = getattr(args, "use_persistent_ckpt_worker", True)  # until 0.15, others are forked
+    return bool(getattr(args, "async_save", None) and lives) and strategy == "mcore"
 
 
 PATCH = Patch(

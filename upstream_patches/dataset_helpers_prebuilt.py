@@ -49,7 +49,7 @@ PATCH = Patch(
             edit=body_of(compile_helpers),
         ),
     ),
-    reached="startup",
+    reached="never",  # only a run that would build the helpers needs it
 )
 
 

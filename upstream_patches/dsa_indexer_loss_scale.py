@@ -14,6 +14,7 @@ Numerics: changes results: the indexer's gradient is divided by the number of mi
 """
 
 # ruff: noqa: F821
+from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
 
@@ -55,6 +56,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
+    when=uses_dsa,
     feature=(SCALER,),
 )
 

@@ -86,10 +86,15 @@ def _cppmega_for_depths(mtp):
     return for_depths(mtp)
 
 
+def adds_embeddings(args: Any) -> bool:
+    """Whether the run states sizes of embeddings."""
+    return input_embedding_sizes.asked_for(variables(args))
+
+
 def refuses(args: Any, _saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
     """Reject options that the embeddings do not support, and sizes that cannot be parsed."""
     try:
-        if input_embedding_sizes.asked_for(variables(args)):
+        if adds_embeddings(args):
             yield from input_embedding_sizes.obstacles(args)
     except CppmegaError as error:
         yield error
@@ -152,6 +157,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
+    when=adds_embeddings,
     feature=(ONLY_IN_0_19,),
     wanted_by=lambda recipe: recipe.adds_to_embedding,
     refuses=refuses,

@@ -51,7 +51,7 @@ PATCH = Patch(
             helpers=(_cppmega_has_modelopt_state,),
         ),
     ),
-    reached="startup",
+    reached="never",  # only a run that builds its model by `get_model` needs it
     feature=("megatron/training/training.py:setup_model_and_optimizer",),
 )
 

@@ -27,7 +27,14 @@ FUNCTIONS = {
 
 
 def permutes(args: Any) -> bool:
-    """Whether Transformer Engine permutes the tokens for the experts."""
+    """Whether Transformer Engine permutes the tokens for the experts.
+
+    HybridEP and NCCL-EP permute them as they send them.
+    """
+    flexible = getattr(args, "moe_token_dispatcher_type", None) == "flex"
+    backend = getattr(args, "moe_flex_dispatcher_backend", "deepep")  # 0.15 has no other
+    if flexible and backend != "deepep":
+        return False
     return has_experts(args) and bool(getattr(args, "moe_permute_fusion", False))
 
 

@@ -14,21 +14,31 @@ Remove: when these calls no longer take longer than the kernels that they start.
 Numerics: reorders sums: PyTorch may choose other kernels for a product; experts and norms bitwise
 """
 
+import gc
+import sys
 from typing import Any
 
 from cppmega.edits import inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
 EXTENSION = "megatron/core/extensions/transformer_engine.py"
+MODULE = EXTENSION.removesuffix(".py").replace("/", ".")
 LINEAR = f"{EXTENSION}:TELinear.forward"
 EXPERTS = f"{EXTENSION}:TEGroupedLinear.forward"
 NORM = f"{EXTENSION}:TENorm.__new__"
 IMPORTS = ("from cppmega.modules import te_layers as _cppmega_te",)
 
 
-def uses_its_layers(args: Any) -> bool:
-    """Whether the model is built of Transformer Engine's layers."""
-    return bool(getattr(args, "transformer_impl", None) == "transformer_engine")
+def has_its_layers(args: Any) -> bool:
+    """Whether this process has built linear layers of Transformer Engine.
+
+    The arguments do not tell: `transformer_engine` is the parser's default, whatever `--spec`, a
+    script or ModelOpt builds, and hybrid models ignore it.
+    """
+    kind = getattr(sys.modules.get(MODULE), "TELinear", None)
+    if not isinstance(kind, type):  # without the package, Megatron has a mock in its place
+        return False
+    return any(issubclass(type(each), kind) for each in gc.get_objects())
 
 
 def _calling(call: str) -> Any:
@@ -89,7 +99,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    when=uses_its_layers,
+    when=has_its_layers,
 )
 
 
