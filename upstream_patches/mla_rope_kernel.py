@@ -1,8 +1,8 @@
 """Compute the rotary embedding of MLA in one kernel forward and one backward.
 
-What: `_apply_rotary_pos_emb_bshd` computes tensors on a GPU with `cppmega.ops.rope`; other tensors,
-    and calls that its kernel does not support (with a warning that gives the reason), by Megatron's
-    code.
+What: `_apply_rotary_pos_emb_bshd` rotates MLA's queries and keys on a GPU with `cppmega.ops.rope`;
+    other attention's, and calls that its kernel does not support (with a warning that gives the
+    reason), by Megatron's code.
 Why: Megatron's fused RoPE does not know the order of MLA's columns, and DSA refuses it. The unfused
     code launches some ten kernels forward and fifteen backward for the queries and again for the
     keys of every layer, most of which copy the tensor: about 40 of 2,800 ms of kernels in a step of
@@ -23,14 +23,14 @@ TARGET = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos
 
 
 def _taking(gathered: str) -> Any:
-    """By the kernel, where it supports the call.
+    """By the kernel, where it is MLA's and supports the call.
 
     Args:
         gathered: the name of the argument by which MLA's even columns come first.
     """
     return inserting(
         f"""
-        if _cppmega_rope.takes(t, freqs, rotary_interleaved, {gathered}):
+        if {gathered} and _cppmega_rope.takes(t, freqs, rotary_interleaved, {gathered}):
             return _cppmega_rope.rotated(t, freqs, rotary_interleaved, {gathered}, mscale)
         """,
         before="rot_dim = freqs.shape[-1]",
@@ -89,5 +89,8 @@ def verify() -> None:
         own = rotated(*given)  # on a CPU, by Megatron's code
         with stand_ins.by_reference(rope, "rotated", rope_reference.rotated) as kernel:
             found = rotated(*given)
-        kernel.assert_called_once_with(*given)
+        if gathered:
+            kernel.assert_called_once_with(*given)
+        else:
+            kernel.assert_not_called()  # not MLA's
         assert torch.equal(found, own), (found, own)

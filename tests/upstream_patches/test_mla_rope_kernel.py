@@ -50,8 +50,9 @@ def check(stock: one_process.Stock) -> None:
         wanted = outcome(unpatched, dtype, angles, call)
         with stand_ins.by_reference(rope, "rotated", rope_reference.rotated) as kernel:
             found = outcome(patched, dtype, angles, call)
-        assert kernel.call_count == 1
-        assert kernel.call_args.args[1:] == (angles, adjacent, gathered, scale)
+        assert kernel.call_count == gathered  # a call of another attention stays Megatron's
+        if gathered:
+            assert kernel.call_args.args[1:] == (angles, adjacent, gathered, scale)
         on_cpu = outcome(patched, dtype, angles, call)
         for mine, expected in zip((*found, *on_cpu), (*wanted, *wanted), strict=True):
             assert torch.equal(mine, expected), (adjacent, gathered, dtype, width, scale)
