@@ -83,7 +83,9 @@ def verify() -> None:
             scores = moe_utils.RouterGatingLinearFunction.apply(inp, weight, bias, score)
             found = torch.autograd.grad(scores, leaves, upstream)
         asked = score == torch.float32
-        assert kernel.call_count == asked, f"the kernel is called for scores in {score}: {not asked}"
+        assert kernel.call_count == asked, (
+            f"the kernel is called for scores in {score}: {not asked}"
+        )
         given = upstream.flatten(0, 1).double()
         exact = [
             (given @ weight.double()).view(5, 2, 8),
