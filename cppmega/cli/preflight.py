@@ -23,7 +23,19 @@ _verbose = click.option(
 )
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
+class _UpToDashes(click.Command):
+    """A command whose words after `--` are Megatron's, also those that the trainer knows."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_MEGATRONS] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
+_MEGATRONS = f"{__name__}.megatrons"
+
+
+@cli.command(cls=_UpToDashes, context_settings={"ignore_unknown_options": True})
 @report_option
 @tree_options
 @click.argument("recipe", required=False, shell_complete=completion.recipes)
@@ -58,34 +70,38 @@ def preflight(
     """Check everything that can be checked before a launch.
 
     RECIPE is a shipped name or a path. It is followed by the arguments of the launch: the trainer's
-    own options (--data, --save ...) or Megatron's arguments. Without a recipe they are a complete
-    command line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
+    own options (--data, --save ...) or Megatron's arguments; after `--` all are Megatron's. Without
+    a recipe they are a complete command line for the installed Megatron's parser: `cppmega
+    preflight -- --num-layers 2 ...`.
     The exit status is 0 only if every check holds.
     """
     from cppmega.cli import findings as cli_findings
     from cppmega.host import console
     from cppmega.preflight.context import Context
     from cppmega.recipe import index as recipes_index
+    from cppmega.recipe.run_options import RunOptions
     from cppmega.training import options as trainer_options
 
-    if recipe is not None and recipe.startswith("-"):  # there was no recipe before the --
+    if recipe is not None and recipe.startswith("-"):  # a line without a recipe and without --
         arguments = (recipe, *arguments)
         recipe = None
-    options, further = trainer_options.read(arguments)
-    options = replace(options, accept=(*accept, *options.accept))
+    megatrons: tuple[str, ...] = click.get_current_context().meta[_MEGATRONS]
     chosen = recipes_index.load(recipe) if recipe is not None else None
     if chosen is not None:
         chosen = recipes_index.with_text(chosen, changes)
+        options, further = trainer_options.read(arguments)
+        options = replace(options, accept=(*accept, *options.accept))
     elif changes:
         raise click.UsageError("--set changes a recipe, and none is named")
+    else:
+        options, further = RunOptions(accept=tuple(accept)), tuple(arguments)
     context = Context(
         root=root,
         catalogues=patches or None,
         recipe=chosen,
         recipe_file=recipes_index.file_of(recipe) if recipe is not None else None,
         options=options,
-        # Without a recipe all words are Megatron's, including those that the trainer has as well.
-        arguments=tuple(arguments) if chosen is None else further,
+        arguments=(*further, *megatrons),
         nodes=nodes,
         deep=deep,
     )

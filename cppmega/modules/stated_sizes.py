@@ -15,8 +15,10 @@ from msgspec import Meta
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+LARGEST = 2**40
+"""Far above every size of a run; arithmetic with larger ones would take forever or overflow."""
+Count = Annotated[int, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 PositiveReal = Annotated[float, Meta(gt=0)]
 Sizes = TypeVar("Sizes")
 

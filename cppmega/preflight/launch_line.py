@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
@@ -20,7 +21,7 @@ class LaunchLine:
     """Arguments for Megatron's parser."""
     options: RunOptions
     """With `load` set to `save` where the run resumes from its own checkpoint. Without a recipe:
-    the arguments that Megatron and the trainer call the same."""
+    Megatron's own --save and --load."""
     world: int | None
     """Number of ranks; None: the fewest that the line's parallel sizes allow."""
     rendered: Rendered | None
@@ -50,6 +51,8 @@ class LaunchLine:
         if not words:
             raise NotApplicable("neither a recipe nor a launch line is named")
         world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
+        places = {flag: _last(words, flag) for flag in ("--save", "--load")}
+        options = replace(options, save=places["--save"], load=places["--load"])
         return cls(words, options, world, None)
 
     @classmethod
@@ -82,3 +85,14 @@ class LaunchLine:
         rendered = render(kept, version, options)
         argv = (*rendered.argv, *refused)
         return cls(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))
+
+
+def _last(words: tuple[str, ...], flag: str) -> Path | None:
+    """The folder that an argument names, as Megatron's parser reads it: the last one counts."""
+    found = None
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        value = value if equals else following
+        if name == flag and value:
+            found = Path(value)
+    return found

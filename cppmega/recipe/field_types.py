@@ -27,10 +27,26 @@ def check(recipe: Fields) -> None:
         if problem:
             raise invalid(
                 recipe,
-                f"{name}={value!r} is invalid: {problem}",
+                f"{name}={_shown(value)} is invalid: {problem}",
                 "Every rank would refuse it, or train something else.",
                 f"--set {name.partition('.')[0]}=..., or the recipe's file",
             )
+
+
+def number_problem(name: str, value: float) -> str:
+    """Why a number cannot be Megatron's argument of a field's name; empty where it can."""
+    if not math.isfinite(value):
+        return "expected a finite number."
+    hint = _hints(Fields).get(name)
+    return _problem(int(value) if value == int(value) else value, hint) if hint is not None else ""
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python's limit of the digits that it converts
+        return "(a number of thousands of digits)"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _values(part: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
@@ -59,8 +75,12 @@ def _problem(value: object, hint: Any) -> str:
     except msgspec.ValidationError as error:
         words = _words(hint)
         if words:
-            return f"expected one of {', '.join(words)}." + did_you_mean(str(value), words)
+            return f"expected one of {', '.join(words)}." + did_you_mean(
+                _shown(value).strip("'"), words
+            )
         return _in_python(str(error))
+    except UnicodeEncodeError:  # bytes of a command line that are no text
+        return "expected Unicode text."
     # A list could replace a tuple, and a dict a part; but a recipe is frozen and hashable.
     return (
         ""

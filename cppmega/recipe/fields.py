@@ -24,6 +24,9 @@ Precision = Literal["bf16", "fp8", "fp32"]
 Activation = Literal["gelu", "squared_relu", "swiglu"]
 Attention = Literal["full", "mla", "dsa"]
 
+Layers = Annotated[int, Meta(ge=0, le=10_000)]
+Sequences = Annotated[int, Meta(ge=1, le=2**20)]
+"""The passes of a step are counted one by one."""
 NonNegativeReal = Annotated[float, Meta(ge=0)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 """Decay of a running average: at 1, it would never forget."""
@@ -78,9 +81,9 @@ class Fields:
     pattern: str = ""
     """Letters of a hybrid model: D DSA, + MLA, * attention, E MoE, - MLP, M Mamba-3, R M2RNN;
     `/` starts an MTP depth, `|` a pipeline stage."""
-    num_layers: Count = 0
+    num_layers: Layers = 0
     """GPT and loop; in a hybrid model the pattern determines it."""
-    mtp_num_layers: Count = 0
+    mtp_num_layers: Layers = 0
     """GPT and loop; in a hybrid model the pattern determines it."""
     attention: Attention = "full"
     """GPT and loop; in a hybrid model the pattern determines it."""
@@ -161,7 +164,7 @@ class Fields:
 
     micro_batch_size: Positive = 1
     """Sequences per rank and pass."""
-    global_batch_size: Positive = 1
+    global_batch_size: Sequences = 1
     """Sequences per optimizer step, over all ranks."""
     train_iters: Positive = 100
     eval_interval: Count = 0

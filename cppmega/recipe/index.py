@@ -104,6 +104,6 @@ def with_text(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
             )
         try:
             changes[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             changes[name] = value  # a word such as tilelang
     return recipe.with_(**changes)

@@ -52,6 +52,24 @@ WHOLE = [
 """Every recipe of NAM56R with all of its letters."""
 
 
+BAD_VALUES = {
+    "words of a table": ("--attention-backend nonsense", "--attention-backend: KeyError"),
+    "words after the parser": ("--cuda-graph-impl local --cuda-graph-modules nonsense", "nonsense"),
+    "help": ("--help", "asks for help"),
+    "text for a number": ("--hidden-size wide", "invalid int value"),
+    "a fraction for a number": ("--num-layers 1.5", "invalid int value"),
+    "nothing for a number": ("--num-layers ", "invalid int value"),
+    "no heads": ("--num-attention-heads 0", "ZeroDivisionError"),
+    "a negative width": ("--hidden-size -64", "--hidden-size -64: expected int >= 1"),
+    "a width that no machine has": (f"--hidden-size {10**30}", "expected int <="),
+    "a rate that is none": ("--lr nan", "args.min_lr <= args.lr"),
+    "a decay that is none": ("--weight-decay nan", "--weight-decay nan: expected a finite"),
+    "an infinite clip": ("--clip-grad inf", "--clip-grad inf: expected a finite number"),
+    "a decay that never forgets": ("--adam-beta2 1.0", "expected float < 1"),
+    "a missing file": ("--heterogeneous-layers-config-path nowhere", "FileNotFoundError"),
+}
+
+
 class Case(NamedTuple):
     """One launch line."""
 
@@ -100,7 +118,9 @@ CASES = {
     "nothing to fuse": Case(SLICE.with_(pattern="DE/D-"), (MOCK, "--mla-down-proj-fusion")),
     "fp8 heads": Case(None, (*RAW, *BF16, "--fp8-format", "hybrid")),
     "fp8 recipe": Case(SLICE.with_(precision="fp8"), (MOCK,)),
+    "only evaluates": Case(None, (*RAW, *BF16, "--train-iters", "0")),
     **{name: Case(recipes_index.load(name), (MOCK,)) for name in WHOLE},
+    **{name: Case(None, (*RAW, *BF16, *word.split(" "))) for name, (word, _) in BAD_VALUES.items()},
 }
 PARSE = """
 import contextlib, json, os, sys, types
@@ -162,6 +182,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 def test_lines_that_the_parser_takes(line: Any) -> None:
     for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "tensor parallel"):
         holds("line_parses", line(name))
+    holds("line_parses", line("only evaluates"))
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -176,6 +197,13 @@ def test_a_line_that_it_refuses_with_the_nearest_name(line: Any) -> None:
     found = refuses("line_parses", "argument-refused", line("unknown"))
     assert "did you mean --log-params-norm?" in found.what
     assert "most" in refuses("line_parses", "argument-refused", line("bad value")).what
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_bad_value_is_a_finding(line: Any, name: str) -> None:
+    (found,) = preflight.answers("line_parses", line(name))
+    assert found.name in ("argument-refused", "arguments-invalid"), found
+    assert BAD_VALUES[name][1] in found.what
 
 
 def test_values_that_megatron_would_refuse_in_every_rank(

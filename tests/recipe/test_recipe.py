@@ -343,3 +343,34 @@ def test_listing_imports_neither_torch_nor_megatron() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        (f"hidden_size={10**30}", "expected int <="),
+        (f"num_layers={10**18}", "expected int <= 10000"),
+        (f"mtp_num_layers={2**62}", "expected int <= 10000"),
+        (f"global_batch_size={2**62}", "expected int <= 1048576"),
+        ("hidden_size=10**30", "got str"),
+        ("hidden_size=-1", "expected int >= 1"),
+        ("hidden_size=1.5", "got float"),
+        ("hidden_size=nan", "got str"),
+        ("hidden_size=", "got str"),
+        ("lr=nan", "got str"),
+        ("lr=", "got str"),
+        ("lr={[]: 1}", "got str"),  # no Python that can be evaluated
+        ("lr=" + "-" * 3000 + "1", "got str"),
+        ("attention=\udc80", "Unicode"),
+        ("hidden_size=" + "9" * 5000, "..."),
+    ],
+)
+def test_a_bad_value_is_a_typed_error(assignment: str, said: str) -> None:
+    with pytest.raises(CppmegaError, match="recipe-invalid") as caught:
+        recipes_index.with_text(recipes_index.load("smoke_cpu"), [assignment])
+    assert said in caught.value.what and len(caught.value.what) < 400
+
+
+def test_a_number_that_python_does_not_print_is_a_typed_error() -> None:
+    with pytest.raises(CppmegaError, match="thousands of digits"):
+        SLICE.with_(hidden_size=10**5000)

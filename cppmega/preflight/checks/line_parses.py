@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
+from cppmega.preflight.findings import refuse
+from cppmega.recipe import field_types
 
+_MAY_BE_0 = ("train_iters",)
+"""In a line that only evaluates."""
 AFTER: tuple[str, ...] = ("one_root", "recipe_complete", "imported_process")
 
 
@@ -32,4 +36,15 @@ def check(context: Context) -> str:
             "Every rank would end with that error after it was started.",
             "--set FIELD=VALUE, or correct the words after --",
         )
+    refuse(
+        CppmegaError(
+            "arguments-invalid",
+            f"megatron-core {version} accepts --{name.replace('_', '-')} {value}: {problem}",
+            "No run has that value: every rank would end with an error, or learn nothing.",
+            "--set FIELD=VALUE, or correct the words after --",
+        )
+        for name, value in parsed.args.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in _MAY_BE_0
+        if (problem := field_types.number_problem(name, value))
+    )
     return f"{len(context.launch_line.argv)} words"
