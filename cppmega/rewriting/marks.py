@@ -3,7 +3,8 @@
 A mark is a flag, not a count. The patched file carries its own set and its own function, so a
 patched tree runs where cppmega is not installed; `cppmega.run` reads the sets after the first step.
 Under torch.compile the function runs once while tracing and leaves nothing in the graph; under CUDA
-graphs it runs during capture.
+graphs it runs during capture. A function that is compiled from its source, such as a Triton kernel,
+carries none: the functions of its file that launch it do.
 """
 
 from __future__ import annotations
@@ -85,12 +86,39 @@ def _descend(node: cst.CSTNode, path: list[str], page: str, edit: Edit) -> cst.C
     )
 
 
+def call(page: str) -> str:
+    """The statement that is a mark."""
+    return f'{FUNCTION}("{page}")'
+
+
+def in_kernel(page: str, kernel: str) -> CppmegaError:
+    """The error for a mark in a kernel that no function of its file launches."""
+    return CppmegaError(
+        "mark-in-kernel",
+        f"Page {page} marks {kernel}, which is compiled from its source, and no function of its "
+        "file launches it.",
+        "The mark would be compiled, too, and the kernel would fail.",
+        "edit the function that launches it, too, and give the kernel's Edit mark=''; or declare "
+        "reached='never'",
+    )
+
+
 def _marked(function: cst.FunctionDef, page: str) -> cst.FunctionDef:
+    import libcst as cst
+
+    from cppmega.rewriting.kernels import is_compiled_node
+
+    if is_compiled_node(function):
+        raise in_kernel(page, function.name.value)
+    return first_in(function, cst.parse_statement(f"{call(page)}\n"))
+
+
+def first_in(function: cst.FunctionDef, call: cst.BaseStatement) -> cst.FunctionDef:
+    """The function with a statement before all others but its docstring."""
     import libcst as cst
 
     from cppmega.rewriting.codegen import is_docstring
 
-    call = cst.parse_statement(f'{FUNCTION}("{page}")\n')
     if not isinstance(function.body, cst.IndentedBlock):
         inner = cst.SimpleStatementLine(list(cast(cst.SimpleStatementSuite, function.body).body))
         return function.with_changes(body=cst.IndentedBlock([call, inner]))

@@ -21,6 +21,7 @@ from cppmega.rewriting import (
     code_text,
     codegen,
     fingerprint,
+    kernels,
     marks,
     node_compare,
     node_edits,
@@ -60,6 +61,8 @@ class Step:
     marked: bool
     known: frozenset[str] = frozenset()
     """Fingerprints of every text of the target that the page would edit."""
+    launches: bool = False
+    """Only marks, in a function that launches the page's kernel."""
 
     @classmethod
     def of(cls, page: Page, edit: Edit) -> Step:
@@ -107,6 +110,7 @@ def rewrite(
     """
     text = parsed[0] if parsed else decode(data, path)
     tree = parsed[1] if parsed else parse(text, path)
+    steps = _outside_kernels(steps, tree, text, path)
     groups = _by_outermost(steps)
     places = {symbol: locate(tree, text, f"{path}:{symbol}") for symbol in groups}
     inserted = Inserted(tree, path)
@@ -130,7 +134,31 @@ def rewrite(
 
 def _helpers_before(inserted: Inserted, group: Sequence[Step]) -> list[str]:
     pairs = [(step.page, step.edit) for step in group]
-    return inserted.helpers_before(pairs, any(step.marked for step in group))
+    marked = any(step.marked or step.launches for step in group)
+    return inserted.helpers_before(pairs, marked)
+
+
+def _outside_kernels(
+    steps: Sequence[Step], tree: ast.Module, text: Text, path: str
+) -> Sequence[Step]:
+    """Let the functions that launch a kernel carry the marks that its compiler would refuse.
+
+    Raises:
+        CppmegaError: `mark-in-kernel`.
+    """
+    done, launching = [], []
+    for step in steps:
+        place = ".".join(filter(None, (step.edit.symbol, step.edit.mark)))
+        kernel = kernels.around(tree, text, place) if step.marked else ""
+        done.append(replace(step, marked=False) if kernel else step)
+        found = kernels.launchers(tree, text, kernel) if kernel else ()
+        if kernel and not found:
+            raise marks.in_kernel(step.page, kernel)
+        for symbol, name in found:
+            edit = kernels.before_launches(name, marks.call(step.page))
+            launcher = Edit(f"{path}:{symbol}", {}, edit)
+            launching.append(Step(step.page, launcher, marked=False, launches=True))
+    return [*done, *launching]
 
 
 def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
@@ -225,6 +253,8 @@ def _below(step: Step, node: cst.CSTNode, symbol: str) -> cst.CSTNode:
 
 
 def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
+    if step.launches:
+        return node
     if not step.marked:
         return marks.with_comment(node, step.page)
     return marks.with_mark(node, step.page, step.edit)
