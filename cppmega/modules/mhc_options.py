@@ -35,9 +35,9 @@ _ALONE = {
     "use_torch_fsdp2": "it shards parameters of one type together, but the mapping's stay fp32",
     "use_megatron_fsdp": "it has not been tested with parameters that stay fp32 in a bf16 model",
     "use_precision_aware_optimizer": "it saves a copy of an fp32 parameter that it never updates",
-    "virtual_pipeline_model_parallel_size": "interleaved stages have not been tested",
-    "num_layers_per_virtual_pipeline_stage": "interleaved stages have not been tested",
-    "num_virtual_stages_per_pipeline_rank": "interleaved stages have not been tested",
+    "virtual_pipeline_model_parallel_size": "virtual pipeline stages have not been tested",
+    "num_layers_per_virtual_pipeline_stage": "virtual pipeline stages have not been tested",
+    "num_virtual_stages_per_pipeline_rank": "virtual pipeline stages have not been tested",
     "init_model_with_meta_device": "the mapping is initialized when the module is built",
     "fp8": "it has not been tested with layers in FP8",
     "fp4": "it has not been tested with layers in FP4",
@@ -57,7 +57,8 @@ def problems(options: Any) -> Iterator[CppmegaError]:
         return
     for name, why in _ALONE.items():
         if getattr(options, name, None):
-            yield _refusal(f"--{name.replace('_', '-')}", f"mHC does not support it: {why}.")
+            flag = name.replace("_", "-") + ("-format" if name in ("fp8", "fp4") else "")
+            yield _refusal(f"--{flag}", f"mHC does not support it: {why}.")
     yield from _sizes(options)
     yield from _layers(options)
     yield from _stages(options)

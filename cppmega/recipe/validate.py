@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 from cppmega.errors import CppmegaError
 from cppmega.host.wording import counted
-from cppmega.modules import dsa_layer_kinds, mixer_sizes
+from cppmega.modules import dsa_layer_kinds, mhc_options, mixer_sizes
 from cppmega.recipe import pipeline
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
 from cppmega.tree import accepted
+
+_FUSED = (2, 4, 8)
+"""Numbers of streams for which there are fused kernels."""
 
 
 def check(recipe: Fields) -> None:
@@ -170,22 +175,37 @@ def _sharing(recipe: Fields) -> None:
 
 
 def _connections(recipe: Fields) -> None:
+    for problem in mhc_options.problems(_as_options(recipe)):
+        raise invalid(recipe, problem.what, problem.why, problem.next) from problem
     what = ""
-    if not recipe.uses_mhc:
-        if "mhc" in recipe.recompute_modules:
-            what = "mhc is recomputed in a model with one residual stream"
-    elif recipe.kind == "loop":
+    if recipe.uses_mhc and recipe.kind == "loop":
         what = "a loop has hyper-connections, which only Megatron's models have"
-    elif recipe.cuda_graph_impl != "none":
-        what = "hyper-connections in CUDA graphs"
-    elif recipe.virtual_pipeline_model_parallel_size > 1:
-        what = "hyper-connections in virtual pipeline stages"
-    elif {"mhc", "mlp"} <= set(recipe.recompute_modules):
-        what = "mhc and mlp are recomputed, which would compute the MLP's input twice"
-    elif recipe.use_fused_mhc and recipe.mhc_num_residual_streams not in (2, 4, 8):
+    elif recipe.uses_mhc and recipe.use_fused_mhc and recipe.mhc_num_residual_streams not in _FUSED:
         what = f"the fused kernels have no {recipe.mhc_num_residual_streams} streams"
     if what:
         raise invalid(recipe, f"{what}.", "mhc_connections does not support it.")
+
+
+def _as_options(recipe: Fields) -> SimpleNamespace:
+    """The recipe as Megatron's options: those of its fields, and those that `plus` added."""
+    fields = {
+        **{name: getattr(recipe, name) for name in recipe.__dataclass_fields__},
+        "enable_mhc_connections": recipe.uses_mhc,
+        "use_fused_mhc": recipe.uses_mhc and recipe.use_fused_mhc,
+        "fp8": recipe.fp8_format if recipe.precision == "fp8" else None,
+        "recompute_granularity": "selective" if recipe.recompute_modules else None,
+    }
+    if recipe.virtual_pipeline_model_parallel_size == 1:
+        del fields["virtual_pipeline_model_parallel_size"]
+    given = [*recipe.arguments, "--"]
+    for word, after in itertools.pairwise(given):
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            value = value or ("" if after.startswith("--") else after)
+            number = value.replace(".", "", 1)
+            name = name.replace("-", "_").removesuffix("_format")  # --fp8-format is fp8
+            fields[name] = float(value) if number.isdecimal() else value or True
+    return SimpleNamespace(**fields)
 
 
 def _experts(recipe: Fields) -> None:

@@ -170,6 +170,27 @@ def test_contradictions_are_refused(changes: dict[str, object]) -> None:
     refused("recipe-invalid", **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "added", "said"),
+    [
+        ({"precision": "fp8"}, (), "--fp8-format"),
+        ({"cuda_graph_impl": "local"}, (), "--cuda-graph-impl"),
+        ({"recompute_modules": ("mhc", "mlp")}, (), "--recompute-modules mlp"),
+        ({}, ("--fp32-residual-connection",), "--fp32-residual-connection"),
+        ({}, ("--hidden-dropout", "0.1"), "--hidden-dropout"),
+        ({}, ("--context-parallel-size=2",), "--context-parallel-size"),
+    ],
+)
+def test_what_hyper_connections_do_not_support_is_refused(
+    changes: dict[str, object], added: tuple[str, ...], said: str
+) -> None:
+    streams = recipes_index.load("gpt_mhc_h200")
+    with pytest.raises(CppmegaError) as caught:
+        streams.with_(**changes).plus(*added)
+    assert caught.value.name == "recipe-invalid" and said in caught.value.what
+    assert streams.plus("--hidden-dropout", "0.0", "--context-parallel-size", "1")
+
+
 def test_a_recipe_names_the_dsa_layers_that_share_keys() -> None:
     shared = SLICE.with_(dsa_index_pattern="FS")
     assert shared.indexers == 3 < SLICE.indexers == 4  # with those of two MTP depths
